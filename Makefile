@@ -1,0 +1,74 @@
+# Everything from a bare machine with Python >= 3.11, a C++ compiler and make.
+#
+#   make train    install, build the engine, train the digits task on two ranks
+#   make test     install, run every test
+#   make check    lint, types and tests: what CI runs
+#   make bench    measure against a hand-written loop and DistributedDataParallel
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# pip talks a lot; these are the lines that say what it is doing.
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off -c constraints.txt
+SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
+
+.PHONY: help tools train test check lint format bench clean
+
+help:
+	@sed -n '3,6s/^# *//p' Makefile
+
+tools:
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: install it (Debian: apt-get install python3)"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python >= 3.11 is needed, $$($(PYTHON) -V) found: set PYTHON=python3.11 or newer"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "error: Python's venv is missing: install it (Debian: apt-get install python3-venv)"; exit 2; }
+	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || { echo "error: Python's headers are missing: install them (Debian: apt-get install python3-dev)"; exit 2; }
+	@command -v "$${CXX:-g++}" >/dev/null || { echo "error: a C++ compiler is missing: install one (Debian: apt-get install g++)"; exit 2; }
+
+$(BIN)/python: | tools
+	@echo "== environment: $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# PyTorch first: it is large, and the engine is built against it.
+$(VENV)/installed: setup.py constraints.txt pyproject.toml | $(BIN)/python
+	@echo "== packages (PyTorch is large: the first time takes a few minutes)"
+	@$(PIP_INSTALL) 'setuptools<80' wheel torch==2.13.0 | $(SHORT)
+	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers]' | $(SHORT)
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	@echo "== packages for development"
+	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,dev]' | $(SHORT)
+	@touch $@
+
+$(VENV)/engine: $(VENV)/installed $(wildcard horovod_train/engine/patches/*.patch) horovod_train/engine/build.py
+	@echo "== engine"
+	@$(BIN)/horovod-train engine build
+	@touch $@
+
+train: tools $(VENV)/installed $(VENV)/engine
+	@$(BIN)/horovod-train run digits --set checkpoint.resume=never
+
+test: tools $(VENV)/installed-dev $(VENV)/engine
+	@$(BIN)/python -m pytest
+
+lint: tools $(VENV)/installed-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(VENV)/installed-dev
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+check: lint test
+
+bench: tools $(VENV)/installed-dev $(VENV)/engine
+	@$(BIN)/python -m benchmarks.run
+
+clean:
+	rm -rf $(VENV) build *.egg-info

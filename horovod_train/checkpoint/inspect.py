@@ -1,0 +1,109 @@
+"""Look at checkpoints and compare them, without any framework."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from time import localtime, strftime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.checkpoint.store import StoredCheckpoint, list_checkpoints, read_checkpoint, read_manifest
+from horovod_train.errors import CheckpointError
+
+MAX_ROWS = 40
+
+
+def checkpoints_in(path: Path) -> list[StoredCheckpoint]:
+    """Return the checkpoints of a folder of checkpoints or of a run, newest first."""
+    return list_checkpoints(path) or list_checkpoints(path / "checkpoints")
+
+
+def describe_row(checkpoint: StoredCheckpoint) -> str:
+    """Return one line of a list."""
+    try:
+        manifest = read_manifest(checkpoint.path)
+    except CheckpointError as error:
+        return f"{checkpoint.name}  DAMAGED  {error.message}"
+    summary = manifest.summary
+    metrics = "  ".join(f"{name} {value:.4g}" for name, value in summary["metrics"].items())
+    when = strftime("%Y-%m-%d %H:%M:%S", localtime(summary["unix_time_s"]))
+    return (
+        f"{checkpoint.name}  epoch {summary['epochs']:<8.3f} {manifest.size_bytes / 1e6:8.2f} MB  "
+        f"{summary['world_size']} rank(s)  {when}  {metrics}"
+    ).rstrip()
+
+
+def describe(path: Path) -> str:
+    """Return everything about a checkpoint but its numbers.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    manifest = read_manifest(path)
+    content = read_checkpoint(path)
+    progress = content.documents["state"]["progress"]
+    lines = [
+        f"{path.name}: step {progress['step']}, epoch {progress['epoch']}, "
+        f"{progress['cursor']} of {progress['order']['num_samples']} samples into it",
+        f"world size {manifest.summary['world_size']}",
+        *(f"{name}: {value:.6g}" for name, value in manifest.summary["metrics"].items()),
+        "files:",
+        *(
+            f"  {name:<24} {digest.size_bytes:>12} bytes  sha256 {digest.sha256}"
+            for name, digest in manifest.files.items()
+        ),
+        "weights and buffers:",
+        *(f"  {name:<40} {blob.dtype} {list(blob.shape)}" for name, blob in content.arrays["model"].items()),
+    ]
+    return "\n".join(lines)
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """Return a line for each thing in which two checkpoints differ; generators are not compared.
+
+    Raises:
+        CheckpointError: One of them is damaged.
+    """
+    one, two = read_checkpoint(first), read_checkpoint(second)
+    lines = []
+    for name in ("config", "state"):
+        lines += [f"{name}.{line}" for line in _document_diff(one.documents[name], two.documents[name])]
+    for name in ("model", "optimizer"):
+        lines += [f"{name}.{line}" for line in _array_diff(one.arrays[name], two.arrays[name])]
+    shown = lines[:MAX_ROWS]
+    return shown if len(lines) == len(shown) else [*shown, f"and {len(lines) - MAX_ROWS} more"]
+
+
+def _document_diff(one: Any, two: Any, path: str = "") -> Iterator[str]:
+    if isinstance(one, dict) and isinstance(two, dict):
+        for key in sorted(one.keys() | two.keys()):
+            yield from _document_diff(one.get(key), two.get(key), f"{path}.{key}" if path else key)
+    elif one != two:
+        yield f"{path}: {one} -> {two}"
+
+
+def _array_diff(one: Mapping[str, ArrayBlob], two: Mapping[str, ArrayBlob]) -> Iterator[str]:
+    for name in sorted(one.keys() | two.keys()):
+        if name not in one or name not in two:
+            yield f"{name}: only in the {'second' if name not in one else 'first'}"
+        elif (one[name].dtype, one[name].shape) != (two[name].dtype, two[name].shape):
+            a, b = one[name], two[name]
+            yield f"{name}: {a.dtype} {list(a.shape)} -> {b.dtype} {list(b.shape)}"
+        elif one[name].data != two[name].data:
+            a_values, b_values = as_float64(one[name]), as_float64(two[name])
+            yield f"{name}: largest difference {np.abs(a_values - b_values).max():.3g}"
+
+
+def as_float64(blob: ArrayBlob) -> npt.NDArray[np.float64]:
+    """Return a blob's elements in double precision, flat."""
+    if blob.dtype == "bfloat16":
+        # bfloat16 is the upper half of float32.
+        halves = np.frombuffer(blob.data, dtype=np.uint16).astype(np.uint32) << 16
+        return halves.view(np.float32).astype(np.float64)
+    if blob.dtype.startswith("float8") or blob.dtype.startswith("complex"):
+        return np.frombuffer(blob.data, dtype=np.uint8).astype(np.float64)
+    return np.frombuffer(blob.data, dtype=blob.dtype).astype(np.float64)

@@ -1,0 +1,299 @@
+"""When to write which checkpoint, what to keep, and which one to resume from.
+
+Rank 0 writes, because replicas hold the same state; each rank adds its random generators. Reading
+is different: every rank reads and checks for itself, so that nothing has to be believed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from horovod_train.checkpoint import store
+from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.config.schema import Checkpoint
+from horovod_train.engine.base import World, broadcast_json, gather_json
+from horovod_train.errors import CheckpointError, OperationalError, describe_ranks
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class WriteReport:
+    """How writing a checkpoint went.
+
+    Attributes:
+        step: Optimizer step of the checkpoint.
+        path: Where it is.
+        seconds: Time to write and flush it.
+        size_bytes: Bytes on disk.
+        error: Why there is none; empty when it was written.
+    """
+
+    step: int
+    path: str
+    seconds: float
+    size_bytes: int
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a rank takes over from a checkpoint."""
+
+    name: str
+    state: ReplicaState
+    progress: Mapping[str, Any]
+    rng: bytes | None
+
+
+class CheckpointManager:
+    """The checkpoints of one run.
+
+    Args:
+        directory: Folder that every rank can read and rank 0 can write.
+        section: The job's ``checkpoint`` section.
+        world: The ranks; every method but ``close`` is called by all of them.
+        job: The resolved job, kept with each checkpoint.
+        on_written: Called on rank 0 after each attempt to write, possibly from another thread.
+
+    Raises:
+        OperationalError: Another run writes to the folder.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        section: Checkpoint,
+        world: World,
+        job: Mapping[str, Any],
+        on_written: Callable[[WriteReport], None] = lambda report: None,
+    ) -> None:
+        self.directory = directory
+        self._section = section
+        self._world = world
+        self._job = job
+        self._on_written = on_written
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pending: Future[WriteReport] | None = None
+        self._last_report: WriteReport | None = None
+        self._saved: Mapping[str, Any] | None = None
+        self._lock: int | None = None
+        self._take_lock()
+
+    def save(
+        self,
+        step: int,
+        *,
+        take_state: Callable[[bool], ReplicaState],
+        rng: bytes,
+        progress: Mapping[str, Any],
+        summary: Mapping[str, Any],
+        wait: bool = False,
+    ) -> None:
+        """Save a checkpoint; in the background unless the job or ``wait`` says otherwise.
+
+        A write that fails is reported and training goes on: the next one may succeed. Only with
+        ``wait`` it is an error, because no next one follows.
+
+        Args:
+            step: Optimizer steps made.
+            take_state: Returns the replica's state, copied when called with True.
+            rng: This rank's random generators.
+            progress: Where training stands, plain JSON.
+            summary: What lists show.
+            wait: Return only when the checkpoint is on disk.
+
+        Raises:
+            CheckpointError: With ``wait``: it could not be written.
+        """
+        generators = self._world.gather(rng)
+        if self._saved != progress and self._world.rank == 0:
+            self._collect()
+            in_background = self._section.background and not wait
+            content = self._content(take_state(in_background), generators, progress, summary)
+            self._pending = self._writer.submit(self._write, step, content)
+            if not in_background:
+                self._collect()
+        self._saved = dict(progress)
+        if wait:
+            self._raise_if_last_failed()
+
+    def latest(self) -> Resumed | None:
+        """Return the newest valid checkpoint, read and checked by this rank; None if there is none.
+
+        Raises:
+            CheckpointError: The job requires one and there is none, or a rank cannot read it.
+        """
+        if self._section.resume == "never":
+            if self._world.rank == 0:
+                self._set_aside_all()
+            return None
+        name = broadcast_json(self._world, self._newest_valid() if self._world.rank == 0 else None)
+        if name is None:
+            if self._section.resume == "required":
+                raise CheckpointError(
+                    f"checkpoint.resume is required, but {self.directory} holds no valid checkpoint"
+                )
+            return None
+        resumed, problem = self._read(name)
+        problems = gather_json(self._world, problem)
+        failed = [rank for rank, found in enumerate(problems) if found]
+        if failed or resumed is None:
+            raise CheckpointError(
+                f"{describe_ranks(failed)} cannot read {name}: {problems[failed[0]]}",
+                hint="checkpoint.dir must be a folder that every host shares",
+            )
+        return resumed
+
+    def close(self) -> None:
+        """Finish writing and let go of the folder. Safe to call twice."""
+        if self._pending is not None:
+            self._collect()
+        self._writer.shutdown()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # -- writing
+
+    def _content(
+        self,
+        state: ReplicaState,
+        generators: list[bytes],
+        progress: Mapping[str, Any],
+        summary: Mapping[str, Any],
+    ) -> store.Content:
+        rng = {
+            f"rank.{rank}": ArrayBlob("uint8", (len(data),), data) for rank, data in enumerate(generators)
+        }
+        return store.Content(
+            arrays={"model": state.model, "optimizer": state.optimizer, "rng": rng},
+            documents={
+                "state": {
+                    "progress": dict(progress),
+                    "optimizer_tree": state.optimizer_tree,
+                    "scaler": dict(state.scaler),
+                },
+                "config": self._job,
+            },
+            summary={**summary, "world_size": self._world.size},
+        )
+
+    def _write(self, step: int, content: store.Content) -> WriteReport:
+        started = perf_counter()
+        path = self.directory / f"step-{step:012d}"
+        try:
+            manifest = store.write_checkpoint(self.directory, step, content)
+            report = WriteReport(step, str(path), perf_counter() - started, manifest.size_bytes)
+            self._prune()
+        except (CheckpointError, OSError) as error:
+            log.warning("checkpoint of step %d was not written: %s", step, error)
+            report = WriteReport(step, str(path), perf_counter() - started, 0, str(error))
+        self._on_written(report)
+        return report
+
+    def _collect(self) -> None:
+        """Wait for the write under way; two never overlap."""
+        if self._pending is not None:
+            self._last_report = self._pending.result()
+            self._pending = None
+
+    def _raise_if_last_failed(self) -> None:
+        self._collect()
+        error = broadcast_json(self._world, self._last_report.error if self._last_report else "")
+        if error:
+            raise CheckpointError(f"the last checkpoint was not written: {error}")
+
+    def _prune(self) -> None:
+        """Remove all but the newest and the best, never what is not known to be older."""
+        stored = store.list_checkpoints(self.directory)
+        keep = {checkpoint.step for checkpoint in stored[: self._section.keep_last]}
+        best = self._best(stored)
+        for checkpoint in stored:
+            if checkpoint.step not in keep and checkpoint.step != best:
+                store.remove(checkpoint)
+
+    def _best(self, stored: list[store.StoredCheckpoint]) -> int | None:
+        best = self._section.best
+        if best is None:
+            return None
+        values: dict[int, float] = {}
+        for checkpoint in stored:
+            try:
+                metrics = store.read_manifest(checkpoint.path).summary.get("metrics", {})
+            except CheckpointError:
+                continue
+            if best.metric in metrics:
+                values[checkpoint.step] = metrics[best.metric]
+        if not values:
+            return None
+        choose = min if best.mode == "min" else max
+        return choose(values, key=lambda step: values[step])
+
+    # -- reading
+
+    def _newest_valid(self) -> str | None:
+        """Return the newest valid checkpoint. Damaged ones newer than it are set aside, not removed:
+        under their own names they would be taken for the newest when old ones are pruned.
+        """
+        for checkpoint in store.list_checkpoints(self.directory):
+            problems = store.verify(checkpoint.path)
+            if not problems:
+                return checkpoint.name
+            aside = store.set_aside(checkpoint, "damaged")
+            log.warning("skipping %s (kept as %s): %s", checkpoint.name, aside.name, "; ".join(problems))
+        return None
+
+    def _set_aside_all(self) -> None:
+        """Make room for a run that starts anew where another one has been."""
+        found = store.list_checkpoints(self.directory)
+        for checkpoint in found:
+            store.set_aside(checkpoint, "earlier")
+        if found:
+            log.warning("starting anew: %d earlier checkpoint(s) are kept as earlier-*", len(found))
+
+    def _read(self, name: str) -> tuple[Resumed | None, str]:
+        """Return what this rank takes over, and what went wrong; never raises: others wait."""
+        try:
+            content = store.read_checkpoint(self.directory / name)
+        except (CheckpointError, OSError) as error:
+            return None, str(error)
+        document = content.documents["state"]
+        state = ReplicaState(
+            model=content.arrays["model"],
+            optimizer=content.arrays["optimizer"],
+            optimizer_tree=document["optimizer_tree"],
+            scaler=document["scaler"],
+        )
+        # Generators belong to a rank of a world; another world starts with fresh ones.
+        same_world = content.summary["world_size"] == self._world.size
+        rng = content.arrays["rng"][f"rank.{self._world.rank}"].data if same_world else None
+        return Resumed(name, state, document["progress"], bytes(rng) if rng is not None else None), ""
+
+    # -- the folder
+
+    def _take_lock(self) -> None:
+        """One run writes to a folder: a second one would prune the first one's checkpoints."""
+        problem = ""
+        if self._world.rank == 0:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                store.sweep(self.directory)
+            except BlockingIOError:
+                problem = f"another run is writing checkpoints to {self.directory}"
+            except OSError as error:
+                problem = f"cannot use {self.directory} for checkpoints: {error.strerror}"
+        problem = broadcast_json(self._world, problem)
+        if problem:
+            raise OperationalError(problem, hint="wait for it, or give this job another name")
+

@@ -1,0 +1,256 @@
+"""Checkpoints as folders: written whole or not at all, and never believed without a checksum.
+
+    <dir>/step-000000000120/
+        manifest.json              what is here: sizes, SHA-256, progress, metrics; its own checksum
+        model.safetensors          weights and buffers
+        optimizer.safetensors      optimizer state
+        rng.safetensors            random generators, one array of bytes for each rank
+        state.json                 progress, loss scaler, shape of the optimizer's state
+        config.json                the resolved job
+
+A checkpoint is written under a temporary name, flushed, and renamed. Readers see it complete or
+not at all; what a crash leaves behind is swept away by the next writer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from horovod_train.checkpoint.arrays import ArrayBlob, Digest, parse_arrays, write_arrays, write_parts
+from horovod_train.errors import CheckpointError
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+ARRAY_FILES = ("model", "optimizer", "rng")
+JSON_FILES = ("state", "config")
+_NAME = re.compile(r"^step-(\d{12})$")
+_TEMPORARY = ".writing-"
+_REPLACED = ".replaced-"
+
+
+@dataclass(frozen=True)
+class Content:
+    """Everything in a checkpoint.
+
+    Attributes:
+        arrays: For each of ``model``, ``optimizer`` and ``rng``, arrays by name.
+        documents: For each of ``state`` and ``config``, plain JSON.
+        summary: What lists show: epoch, metrics, world size, time.
+    """
+
+    arrays: Mapping[str, Mapping[str, ArrayBlob]]
+    documents: Mapping[str, Any]
+    summary: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    files: Mapping[str, Digest]
+    summary: Mapping[str, Any]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(digest.size_bytes for digest in self.files.values())
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint's place; says nothing of whether it is valid."""
+
+    path: Path
+    step: int
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.path.name
+
+
+def list_checkpoints(directory: Path) -> list[StoredCheckpoint]:
+    """Return the checkpoints of a folder, newest first; an absent folder has none."""
+    if not directory.is_dir():
+        return []
+    found = [
+        StoredCheckpoint(path, int(match[1]))
+        for path in directory.iterdir()
+        if (match := _NAME.match(path.name))
+    ]
+    return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+def write_checkpoint(directory: Path, step: int, content: Content) -> Manifest:
+    """Write a checkpoint, flushed to disk, under its final name.
+
+    Raises:
+        CheckpointError: The disk refuses; nothing then stands under the final name.
+    """
+    final = directory / f"step-{step:012d}"
+    temporary = directory / f"{_TEMPORARY}{final.name}-{os.getpid()}"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        manifest = _write_files(temporary, step, content)
+        _flush_folder(temporary)
+        _rename_over(temporary, final)
+        _flush_folder(directory)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write {final}: {error.strerror or error}", hint="check space and rights of the folder"
+        ) from error
+    return manifest
+
+
+def sweep(directory: Path) -> None:
+    """Remove what an interrupted writer left behind. Only the one writer of a folder may call it."""
+    for path in directory.glob(f"{_TEMPORARY}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in directory.glob(f"{_REPLACED}*"):
+        original = directory / path.name.removeprefix(_REPLACED)
+        if original.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.rename(original)
+
+
+def remove(checkpoint: StoredCheckpoint) -> None:
+    """Remove a checkpoint: first from sight, then from the disk."""
+    doomed = checkpoint.path.with_name(f"{_TEMPORARY}removed-{checkpoint.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    checkpoint.path.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def set_aside(checkpoint: StoredCheckpoint, reason: str) -> Path:
+    """Rename a checkpoint so that it is no longer listed, and return its new place."""
+    number = 1
+    while (aside := checkpoint.path.with_name(f"{reason}-{number}-{checkpoint.name}")).exists():
+        number += 1
+    checkpoint.path.rename(aside)
+    return aside
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or of a format this version does not know.
+    """
+    file = path / MANIFEST
+    try:
+        document = json.loads(file.read_bytes())
+        claimed = document.pop("sha256")
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: is damaged") from error
+    if claimed != _checksum(document):
+        raise CheckpointError(f"{file}: is damaged: its checksum is wrong")
+    if document["format"] != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{file}: has format {document['format']}; this version reads format {FORMAT_VERSION}"
+        )
+    files = {name: Digest(**digest) for name, digest in document["files"].items()}
+    return Manifest(document["step"], files, document["summary"])
+
+
+def read_checkpoint(path: Path, only: Iterable[str] = (*ARRAY_FILES, *JSON_FILES)) -> Content:
+    """Read a checkpoint, or some of its files, checking every byte that is read.
+
+    Raises:
+        CheckpointError: A file is missing or is not what the manifest says.
+    """
+    manifest = read_manifest(path)
+    arrays: dict[str, Mapping[str, ArrayBlob]] = {}
+    documents: dict[str, Any] = {}
+    for stem in only:
+        if stem in ARRAY_FILES:
+            arrays[stem] = parse_arrays(_read_checked(path, f"{stem}.safetensors", manifest))
+        else:
+            documents[stem] = json.loads(_read_checked(path, f"{stem}.json", manifest))
+    return Content(arrays, documents, manifest.summary)
+
+
+def verify(path: Path) -> list[str]:
+    """Return what is wrong with a checkpoint: a sentence for each damaged file; empty when valid."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [error.message]
+    problems = []
+    for name in manifest.files:
+        try:
+            _read_checked(path, name, manifest)
+        except CheckpointError as error:
+            problems.append(error.message)
+    return problems
+
+
+def _write_files(folder: Path, step: int, content: Content) -> Manifest:
+    files = {}
+    for stem, arrays in content.arrays.items():
+        files[f"{stem}.safetensors"] = write_arrays(folder / f"{stem}.safetensors", arrays)
+    for stem, document in content.documents.items():
+        text = json.dumps(document, indent=1).encode()
+        files[f"{stem}.json"] = write_parts(folder / f"{stem}.json", [text])
+    document = {
+        "format": FORMAT_VERSION,
+        "step": step,
+        "summary": dict(content.summary),
+        "files": {name: asdict(digest) for name, digest in files.items()},
+    }
+    signed = json.dumps({**document, "sha256": _checksum(document)}, indent=1).encode()
+    write_parts(folder / MANIFEST, [signed])
+    return Manifest(step, files, content.summary)
+
+
+def _rename_over(temporary: Path, final: Path) -> None:
+    """Rename a folder; an old one of that name (a damaged one, usually) makes way first."""
+    replaced = final.with_name(_REPLACED + final.name)
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    temporary.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _read_checked(path: Path, name: str, manifest: Manifest) -> bytes:
+    file = path / name
+    if name not in manifest.files:
+        raise CheckpointError(f"{file}: is not in the manifest")
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from error
+    expected = manifest.files[name]
+    if len(content) != expected.size_bytes:
+        raise CheckpointError(f"{file}: has {len(content)} bytes instead of {expected.size_bytes}")
+    if hashlib.sha256(content).hexdigest() != expected.sha256:
+        raise CheckpointError(f"{file}: is damaged: its checksum is wrong")
+    return content
+
+
+def _checksum(document: Any) -> str:
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make names in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

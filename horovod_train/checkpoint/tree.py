@@ -1,0 +1,76 @@
+"""Nested state as JSON plus arrays: nothing in a checkpoint can execute code.
+
+Optimizers keep dictionaries of dictionaries with tensors at the leaves. JSON knows no tensors, no
+tuples and no integer keys, so each is written as a mapping with one reserved key:
+
+    {"__array__": "state.0.exp_avg"}     a tensor, stored under that name
+    {"__tuple__": [...]}                 a tuple
+    {"__map__": [[key, value], ...]}     a dictionary whose keys are not all texts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from horovod_train.errors import CheckpointError
+
+ARRAY, TUPLE, MAP = "__array__", "__tuple__", "__map__"
+RESERVED = {ARRAY, TUPLE, MAP}
+
+
+def pack_tree(tree: Any, is_array: Callable[[Any], bool]) -> tuple[Any, dict[str, Any]]:
+    """Split a tree into plain JSON and its arrays by name.
+
+    >>> pack_tree({0: (1, [2.5, None])}, lambda leaf: False)
+    ({'__map__': [[0, {'__tuple__': [1, [2.5, None]]}]]}, {})
+
+    Raises:
+        CheckpointError: The tree holds something that is neither data nor an array.
+    """
+    arrays: dict[str, Any] = {}
+
+    def pack(node: Any, path: str) -> Any:
+        if is_array(node):
+            arrays[path] = node
+            return {ARRAY: path}
+        if isinstance(node, dict):
+            if all(isinstance(key, str) for key in node) and not RESERVED & node.keys():
+                return {key: pack(value, _join(path, key)) for key, value in node.items()}
+            return {MAP: [[pack(key, path), pack(v, _join(path, key))] for key, v in node.items()]}
+        if isinstance(node, tuple):
+            return {TUPLE: [pack(value, _join(path, at)) for at, value in enumerate(node)]}
+        if isinstance(node, list):
+            return [pack(value, _join(path, at)) for at, value in enumerate(node)]
+        if node is None or isinstance(node, bool | int | float | str):
+            return node
+        raise CheckpointError(
+            f"cannot save {path or 'the state'}: a {type(node).__name__} is neither data nor an array"
+        )
+
+    return pack(tree, ""), arrays
+
+
+def unpack_tree(plain: Any, arrays: Mapping[str, Any]) -> Any:
+    """Join what ``pack_tree`` split.
+
+    Raises:
+        CheckpointError: The tree refers to an array that is not there.
+    """
+    if isinstance(plain, list):
+        return [unpack_tree(value, arrays) for value in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if ARRAY in plain:
+        if plain[ARRAY] not in arrays:
+            raise CheckpointError(f"the array {plain[ARRAY]!r} is missing")
+        return arrays[plain[ARRAY]]
+    if TUPLE in plain:
+        return tuple(unpack_tree(value, arrays) for value in plain[TUPLE])
+    if MAP in plain:
+        return {unpack_tree(key, arrays): unpack_tree(value, arrays) for key, value in plain[MAP]}
+    return {key: unpack_tree(value, arrays) for key, value in plain.items()}
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)

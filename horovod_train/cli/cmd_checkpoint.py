@@ -1,0 +1,66 @@
+"""``horovod-train checkpoint``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+
+@click.group(name="checkpoint")
+def command() -> None:
+    """List, verify and compare checkpoints."""
+
+
+path_argument = click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
+
+
+@command.command(name="ls")
+@path_argument
+def list_checkpoints(path: Path) -> None:
+    """List the checkpoints in PATH: a folder of checkpoints, or of a run."""
+    from horovod_train.checkpoint.inspect import checkpoints_in, describe_row
+
+    found = checkpoints_in(path)
+    if not found:
+        click.echo(f"no checkpoints in {path}")
+    for checkpoint in found:
+        click.echo(describe_row(checkpoint))
+
+
+@command.command()
+@path_argument
+def show(path: Path) -> None:
+    """Print what is in the checkpoint PATH."""
+    from horovod_train.checkpoint.inspect import describe
+
+    click.echo(describe(path))
+
+
+@command.command()
+@path_argument
+def verify(path: Path) -> None:
+    """Check every byte of the checkpoint PATH, or of all in a folder; exit 1 if any is damaged."""
+    from horovod_train.checkpoint.inspect import checkpoints_in
+    from horovod_train.checkpoint.store import verify as verify_one
+
+    found = [checkpoint.path for checkpoint in checkpoints_in(path)] or [path]
+    is_good = True
+    for each in found:
+        problems = verify_one(each)
+        is_good = is_good and not problems
+        click.echo("\n".join(problems) if problems else f"{each}: valid")
+    sys.exit(0 if is_good else 1)
+
+
+@command.command()
+@click.argument("first", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("second", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def diff(first: Path, second: Path) -> None:
+    """Compare two checkpoints: settings, progress and every array. Exit 1 if they differ."""
+    from horovod_train.checkpoint.inspect import differences
+
+    lines = differences(first, second)
+    click.echo("\n".join(lines) if lines else "no differences")
+    sys.exit(1 if lines else 0)

@@ -1,0 +1,48 @@
+"""``horovod-train config``."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from horovod_train.cli.options import find_job, job_argument, set_option
+
+
+@click.group(name="config")
+def command() -> None:
+    """Show, check and describe job descriptions."""
+
+
+@command.command()
+@job_argument
+@set_option
+def show(job: str, overrides: tuple[str, ...]) -> None:
+    """Print JOB with every field, as a worker would see it."""
+    import yaml
+
+    from horovod_train.config.load import load_job
+
+    document = load_job(find_job(job), overrides).model_dump(mode="json")
+    click.echo(yaml.safe_dump(document, sort_keys=False), nl=False)
+
+
+@command.command()
+@job_argument
+@set_option
+def validate(job: str, overrides: tuple[str, ...]) -> None:
+    """Check JOB and report every problem at once."""
+    from horovod_train.config.load import load_job
+
+    path = find_job(job)
+    load_job(path, overrides)
+    click.echo(f"{path}: valid")
+
+
+@command.command()
+def schema() -> None:
+    """Print the JSON schema of job descriptions, for editors."""
+    from horovod_train.config.schema import Job
+
+    document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Job.model_json_schema()}
+    click.echo(json.dumps(document, indent=2))

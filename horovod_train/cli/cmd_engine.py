@@ -1,0 +1,46 @@
+"""``horovod-train engine``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from horovod_train.cli.options import say
+
+
+@click.group(name="engine")
+def command() -> None:
+    """Build and check Horovod."""
+
+
+@command.command()
+@click.option("--force", is_flag=True, help="Build even if the cache has this wheel.")
+@click.option(
+    "--sdist",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Horovod's source archive, where there is no package index.",
+)
+@click.option("--no-install", is_flag=True, help="Only put the wheel into the cache and print its path.")
+def build(sdist: Path | None, *, force: bool, no_install: bool) -> None:
+    """Build Horovod for the frameworks of this environment and install it."""
+    from horovod_train.engine import build as engine
+
+    plan = engine.make_plan()
+    wheel = engine.build(plan, sdist=sdist, force=force, say=say)
+    if no_install:
+        say(wheel)
+        return
+    engine.install(wheel, plan, say)
+
+
+@command.command()
+def check() -> None:
+    """Print what is built in; exit 1 with the fix when something is missing."""
+    from horovod_train.engine.check import check_engine
+
+    findings = check_engine()
+    for finding in findings:
+        say(finding)
+    sys.exit(0 if all(finding.is_good for finding in findings) else 1)

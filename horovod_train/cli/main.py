@@ -1,0 +1,71 @@
+"""``horovod-train``: one file per verb, imported when it is called."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import NoReturn
+
+import click
+
+from horovod_train import __version__
+from horovod_train.errors import HorovodTrainError
+
+VERBS = {
+    "run": "Train a job and stay with it to its end.",
+    "worker": "Run one rank; started by a launcher.",
+    "config": "Show, check and describe job descriptions.",
+    "checkpoint": "List, verify and compare checkpoints.",
+    "engine": "Build and check Horovod.",
+    "tasks": "Show the tasks that ship with this package.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are modules, imported only when one is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the verbs in the order of the table."""
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import a verb's command."""
+        if name not in VERBS:
+            return None
+        command: click.Command = import_module(f"horovod_train.cli.cmd_{name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of verbs without importing any."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="horovod-train")
+def cli() -> None:
+    """Train with Horovod: one job description, one process or a thousand ranks.
+
+    Exit codes: 0 done, 1 something around the job failed, 2 something to correct in what was
+    asked, 3 the numbers went wrong (NaN).
+    """
+
+
+def main() -> NoReturn:
+    """Run the command line; our errors become one message and their exit code."""
+    try:
+        cli.main(standalone_mode=False)
+    except HorovodTrainError as error:
+        fail(str(error), error.exit_code)
+    except click.exceptions.Abort:
+        fail("interrupted", 130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    sys.exit(0)
+
+
+def fail(message: str, exit_code: int) -> NoReturn:
+    """Print an error and leave."""
+    click.echo(f"error: {message}", err=True)
+    sys.exit(exit_code)

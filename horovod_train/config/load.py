@@ -1,0 +1,234 @@
+"""Read a job description: file, then environment, then ``--set``; every problem at once.
+
+This is the one place where a job is still a plain dictionary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from horovod_train.config.problems import explain, field_path, shorten
+from horovod_train.config.rules import broken_rules
+from horovod_train.config.schema import Job
+from horovod_train.errors import ConfigError, Problem
+
+ENV_PREFIX = "HOROVOD_TRAIN__"
+MAX_FILE_BYTES = 4 * 1024 * 1024
+MAX_DEPTH = 32
+
+Tree = dict[str, Any]
+
+
+class _YamlLoader(yaml.SafeLoader):
+    """Safe YAML in which ``1e-3`` is a number and a key given twice is an error."""
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$"),
+    list("-+.0123456789"),
+)
+
+
+def _mapping_without_doubles(loader: _YamlLoader, node: yaml.MappingNode) -> Tree:
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+    for key in keys:
+        if not isinstance(key, str):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} must be a text", node.start_mark
+            )
+        if keys.count(key) > 1:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"the key {key!r} is given twice", node.start_mark
+            )
+    return dict(loader.construct_mapping(node, deep=True))
+
+
+_YamlLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_doubles)
+
+
+def load_job(
+    path: Path, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None
+) -> Job:
+    """Read and check a job description.
+
+    Args:
+        path: A ``.yaml``, ``.yml``, ``.toml`` or ``.json`` file.
+        overrides: Texts of the form ``train.epochs=3``; they win over everything else.
+        environ: Environment to read ``HOROVOD_TRAIN__TRAIN__EPOCHS=3`` from; None: the process's.
+
+    Raises:
+        ConfigError: Anything is wrong; it lists every problem found.
+    """
+    source = str(path)
+    problems: list[Problem] = []
+    tree = read_tree(path)
+    for origin, dotted, text in _assignments(overrides, os.environ if environ is None else environ, problems):
+        _assign(tree, dotted, text, origin, problems)
+    _anchor_paths(tree, path.resolve().parent)
+    job = _validate(tree, problems)
+    if problems or job is None:
+        raise ConfigError(source, problems)
+    return job
+
+
+def read_tree(path: Path) -> Tree:
+    """Read a file into plain dictionaries, lists and scalars.
+
+    Raises:
+        ConfigError: The file cannot be read or is not what its name says.
+    """
+
+    def fail(message: str, hint: str = "") -> ConfigError:
+        return ConfigError(str(path), [Problem("(the file)", "", message, hint)])
+
+    readers = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": tomllib.loads, ".json": _read_json}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise fail(f"has an unknown ending {path.suffix!r}", f"use one of {', '.join(readers)}")
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise fail(f"is larger than {MAX_FILE_BYTES} bytes: this is no job description")
+        tree = reader(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise fail(f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise fail("is not UTF-8 text") from error
+    except yaml.MarkedYAMLError as error:
+        where = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
+        raise fail(f"is not valid YAML: {error.problem or error.context}{where}") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise fail(f"is not valid {path.suffix[1:].upper()}: {error}") from error
+    except (RecursionError, MemoryError, OverflowError) as error:
+        raise fail("is nested too deeply") from error
+    if not isinstance(tree, dict):
+        raise fail("must be a mapping of field names to values", "start with 'name: my-job'")
+    if _depth(tree) > MAX_DEPTH:
+        raise fail("is nested too deeply")
+    return tree
+
+
+def _read_yaml(text: str) -> Any:
+    return yaml.load(text, _YamlLoader)  # noqa: S506  (derived from SafeLoader)
+
+
+def _read_json(text: str) -> Any:
+    return json.loads(text)
+
+
+def _depth(value: Any, level: int = 0) -> int:
+    """Depth of nested mappings and lists; stops one past the limit, so that cycles end too."""
+    if level > MAX_DEPTH or not isinstance(value, dict | list):
+        return level
+    children = list(value.values()) if isinstance(value, dict) else value
+    return max((_depth(child, level + 1) for child in children), default=level)
+
+
+def _assignments(
+    overrides: Iterable[str], environ: Mapping[str, str], problems: list[Problem]
+) -> Iterable[tuple[str, str, str]]:
+    """Yield (origin, dotted path, text): the environment first, so that ``--set`` wins."""
+    for variable in sorted(environ):
+        if variable.startswith(ENV_PREFIX):
+            dotted = variable[len(ENV_PREFIX) :].lower().replace("__", ".")
+            yield variable, dotted, environ[variable]
+    for override in overrides:
+        dotted, equals, text = override.partition("=")
+        if not equals or not all(dotted.strip().split(".")):
+            hint = "write --set train.epochs=3"
+            problems.append(Problem("--set", shorten(override), "is not of the form field=value", hint))
+            continue
+        yield "--set", dotted.strip(), text
+
+
+def _assign(tree: Tree, dotted: str, text: str, origin: str, problems: list[Problem]) -> None:
+    """Put a text, read as a YAML value, at a dotted path."""
+    try:
+        value = yaml.load(text, _YamlLoader)  # noqa: S506  (derived from SafeLoader)
+        if _depth(value) > MAX_DEPTH:
+            raise yaml.YAMLError("nested too deeply")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = getattr(error, "problem", None) or error
+        problems.append(Problem(dotted, shorten(text), f"{origin}: is not a YAML value: {reason}"))
+        return
+    *parents, last = dotted.split(".")
+    node = tree
+    for parent in parents:
+        child = node.get(parent)
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            problems.append(Problem(dotted, shorten(text), f"{origin}: {parent!r} is not a section"))
+            return
+        node = child
+    node[last] = value
+
+
+def _anchor_paths(tree: Tree, folder: Path) -> None:
+    """Make the path of a task file absolute: the worker may start in another folder."""
+    task = tree.get("task")
+    if isinstance(task, str):
+        file, colon, attribute = task.rpartition(":")
+        if colon and file.endswith(".py"):
+            tree["task"] = f"{(folder / Path(file).expanduser()).resolve()}:{attribute}"
+
+
+def _validate(tree: Tree, problems: list[Problem]) -> Job | None:
+    """Add every problem of a tree; return the job if there is one to speak of.
+
+    Rules between fields need a whole job. When single fields are wrong, they are dropped (their
+    defaults take the place) and the rules run on what is left, so that one run reports all.
+    """
+    try:
+        job = Job.model_validate(tree)
+    except ValidationError as error:
+        problems.extend(explain(error, Job))
+        job = _without_bad_fields(tree, error)
+    if job is not None:
+        wrong = [problem.path for problem in problems]
+        problems.extend(found for found in broken_rules(job) if _stands(found, wrong))
+    return job
+
+
+def _stands(found: Problem, wrong_paths: Iterable[str]) -> bool:
+    """Whether a rule's finding rests on fields that were read well, not on stand-ins for wrong ones."""
+    return not any(found.path.startswith(path) or path in found.message for path in wrong_paths)
+
+
+def _without_bad_fields(tree: Tree, error: ValidationError) -> Job | None:
+    pruned = deepcopy(tree)
+    for details in error.errors(include_url=False):
+        location = field_path(details["loc"])
+        _drop(pruned, location[:-1] if details["type"] == "missing" else location)
+    stand_ins = {"name": "unnamed", "task": "digits"}
+    try:
+        return Job.model_validate({**stand_ins, **pruned})
+    except ValidationError:
+        return None
+
+
+def _drop(tree: Tree, location: tuple[str | int, ...]) -> None:
+    """Remove the entry at a location: in a list, the whole list."""
+    node: Any = tree
+    for depth, part in enumerate(location):
+        if not isinstance(node, dict) or part not in node:
+            return
+        if depth == len(location) - 1 or not isinstance(node[part], dict):
+            del node[part]
+            return
+        node = node[part]
+
+
+def dump_job(job: Job) -> str:
+    """Return the resolved job as JSON: what a worker reads."""
+    return job.model_dump_json(indent=2) + "\n"

@@ -1,0 +1,122 @@
+"""Turn pydantic's errors into problems a person can act on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from horovod_train.errors import Problem, did_you_mean
+
+MAX_SHOWN_CHARS = 60
+
+# pydantic's error type -> our sentence; {} fields come from the error's context.
+SENTENCES = {
+    "missing": "is required",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a text",
+    "list_type": "must be a list",
+    "dict_type": "must be a mapping of names to values",
+    "model_type": "must be a section: a mapping of field names to values",
+    "model_attributes_type": "must be a section: a mapping of field names to values",
+    "literal_error": "must be one of {expected}",
+    "greater_than": "must be greater than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "string_too_short": "must not be empty",
+}
+
+# What the patterns of schema.py mean in words, by the last part of the path.
+PATTERN_HINTS = {
+    "name": "letters, digits, '.', '_' and '-', at most 63, as in 'resnet-50'",
+    "task": "a shipped task such as 'digits', or 'package.module:Class', or 'path/file.py:Class'",
+    "hosts": "host:slots, as in 'node01:4'",
+    "network_interface": "the name of an interface, as in 'eth0'",
+    "env": "letters, digits and '_', not starting with a digit",
+}
+
+
+def shorten(value: object) -> str:
+    """Return a value as JSON, cut to one short line.
+
+    >>> shorten([1, 2])
+    '[1, 2]'
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError, RecursionError):
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
+    """Return one problem for each field that a validation error names."""
+    problems: dict[str, Problem] = {}
+    for details in error.errors(include_url=False):
+        problem = _explain_one(details, model)
+        problems.setdefault(problem.path, problem)
+    return list(problems.values())
+
+
+def field_path(location: Sequence[str | int]) -> tuple[str | int, ...]:
+    """Drop what pydantic adds to a location for unions and constrained keys."""
+    return tuple(
+        part
+        for part in location
+        if isinstance(part, int) or not (part.startswith(("constrained-", "function-", "[")))
+    )
+
+
+def _explain_one(details: ErrorDetails, model: type[BaseModel]) -> Problem:
+    location = field_path(details["loc"])
+    path = ".".join(map(str, location)) or "(the whole file)"
+    kind = details["type"]
+    found = "" if kind == "missing" else shorten(details.get("input"))
+    if kind == "extra_forbidden":
+        key, known = str(location[-1]), _fields_at(model, location[:-1])
+        hint = did_you_mean(key, known) or f"known here: {', '.join(sorted(known))}"
+        return Problem(path, found, "is not a known field", hint)
+    if kind == "string_pattern_mismatch":
+        names = [part for part in location if isinstance(part, str) and part in PATTERN_HINTS]
+        allowed = PATTERN_HINTS[names[-1]] if names else details["ctx"]["pattern"]
+        return Problem(path, found, "is not allowed here", f"allowed: {allowed}")
+    sentence = SENTENCES.get(kind, details["msg"])
+    message = sentence.format(**_plain(details.get("ctx", {})))
+    hint = "write it without quotes" if _is_quoted_number(kind, details.get("input")) else ""
+    return Problem(path, found, message, hint)
+
+
+def _plain(context: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: f"{value:g}" if isinstance(value, float) else value for key, value in context.items()}
+
+
+def _is_quoted_number(kind: str, value: object) -> bool:
+    if kind not in {"int_type", "float_type", "bool_type"} or not isinstance(value, str):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return value.lower() in {"true", "false"}
+    return True
+
+
+def _fields_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    """Names of the fields of the section at a location."""
+    for part in location:
+        field = model.model_fields.get(str(part))
+        if field is None:
+            return []
+        candidates = [field.annotation, *get_args(field.annotation)]
+        sections = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not sections:
+            return []
+        model = sections[0]
+    return list(model.model_fields)

@@ -1,0 +1,167 @@
+"""Rules that hold between fields: combinations that cannot work, found before anything starts.
+
+A rule looks at a whole job and yields problems. To add one, write a function and add it to RULES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import Problem, UnknownNameError
+from horovod_train.registry import FRAMEWORKS, LAUNCHERS, OPTIMIZERS, TASKS, Registry
+
+DECAY_FIELDS = {
+    "constant": set[str](),
+    "step": {"milestones_epochs", "gamma"},
+    "cosine": {"end_factor"},
+    "polynomial": {"end_factor", "power"},
+}
+
+
+def names_are_known(job: Job) -> Iterator[Problem]:
+    """Frameworks, launchers, optimizers and tasks come from tables (or are import paths)."""
+    yield from _known("framework", job.framework, FRAMEWORKS)
+    if job.launch.launcher != "auto":
+        yield from _known("launch.launcher", job.launch.launcher, LAUNCHERS)
+    if ":" not in job.optimizer.name:
+        yield from _known("optimizer.name", job.optimizer.name, OPTIMIZERS)
+    if ":" not in job.task:
+        yield from _known("task", job.task, TASKS)
+
+
+def _known(path: str, name: str, registry: Registry) -> Iterator[Problem]:
+    try:
+        registry.location(name)
+    except UnknownNameError as error:
+        known = f"known: {', '.join(sorted(registry.rows))}"
+        yield Problem(path, repr(name), f"is not a known {registry.kind}; {known}", error.hint)
+
+
+def task_file_exists(job: Job) -> Iterator[Problem]:
+    """A task given as a file is there."""
+    file, _, _ = job.task.rpartition(":")
+    if file.endswith(".py") and not Path(file).expanduser().is_file():
+        yield Problem("task", repr(job.task), f"no such file: {file}", "paths start at the job file's folder")
+
+
+def learning_rate_is_not_set_twice(job: Job) -> Iterator[Problem]:
+    """The optimizer gets its rate from ``lr`` in each step."""
+    if "lr" in job.optimizer.args:
+        yield Problem(
+            "optimizer.args.lr",
+            repr(job.optimizer.args["lr"]),
+            "the learning rate is set in each step and would overwrite this",
+            "move it to lr.base_lr",
+        )
+
+
+def decay_has_its_fields(job: Job) -> Iterator[Problem]:
+    """Fields of one decay are not given to another, and milestones are increasing."""
+    wanted = DECAY_FIELDS[job.lr.decay]
+    every = set().union(*DECAY_FIELDS.values())
+    for field in sorted(job.lr.model_fields_set & (every - wanted)):
+        if getattr(job.lr, field) == type(job.lr).model_fields[field].default:
+            continue
+        owners = [decay for decay, fields in DECAY_FIELDS.items() if field in fields]
+        yield Problem(
+            f"lr.{field}",
+            repr(getattr(job.lr, field)),
+            f"has no effect with decay: {job.lr.decay}",
+            f"it belongs to decay: {' or '.join(owners)}",
+        )
+    milestones = job.lr.milestones_epochs
+    if job.lr.decay == "step" and not milestones:
+        yield Problem("lr.milestones_epochs", "[]", "decay: step needs at least one milestone", "such as [30, 60]")
+    if milestones != sorted(set(milestones)):
+        yield Problem("lr.milestones_epochs", str(milestones), "must be strictly increasing")
+
+
+def warmup_fits(job: Job) -> Iterator[Problem]:
+    """The ramp ends before the training does, and has a start only if it exists."""
+    lr = job.lr
+    if lr.warmup_epochs > job.train.epochs:
+        yield Problem(
+            "lr.warmup_epochs",
+            f"{lr.warmup_epochs:g}",
+            f"must be at most train.epochs = {job.train.epochs}",
+        )
+    if lr.warmup_start_lr is not None and lr.warmup_epochs == 0:
+        yield Problem(
+            "lr.warmup_start_lr",
+            f"{lr.warmup_start_lr:g}",
+            "has no effect without lr.warmup_epochs",
+        )
+
+
+def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
+    """Enough slots for the ranks, each host once."""
+    launch = job.launch
+    names = [host.rpartition(":")[0] for host in launch.hosts]
+    doubles = sorted({name for name in names if names.count(name) > 1})
+    if doubles:
+        yield Problem("launch.hosts", str(launch.hosts), f"names {', '.join(doubles)} more than once")
+    slots = sum(int(host.rpartition(":")[2]) for host in launch.hosts)
+    if launch.hosts and launch.num_ranks is not None and launch.num_ranks > slots:
+        yield Problem(
+            "launch.num_ranks",
+            str(launch.num_ranks),
+            f"must be at most the {slots} slots of launch.hosts",
+            "add hosts or slots",
+        )
+    if launch.launcher == "local" and max(launch.num_ranks or 1, slots) > 1:
+        yield Problem("launch.launcher", "'local'", "starts one rank only", "use launcher: horovodrun")
+
+
+def ports_fit(job: Job) -> Iterator[Problem]:
+    """Every rank of a host gets a port of its own."""
+    hosts = job.launch.hosts
+    ranks = max([int(h.rpartition(":")[2]) for h in hosts]) if hosts else job.launch.num_ranks or 1
+    if job.metrics.port + ranks - 1 > 65535:
+        yield Problem(
+            "metrics.port",
+            str(job.metrics.port),
+            f"port + local rank exceeds 65535 for {ranks} ranks on a host",
+            f"use at most {65536 - ranks}",
+        )
+
+
+def stalls_are_reported_before_they_end_the_job(job: Job) -> Iterator[Problem]:
+    """A warning comes before the shutdown."""
+    health = job.health
+    if health.stall_shutdown_s <= health.stall_warning_s:
+        yield Problem(
+            "health.stall_shutdown_s",
+            f"{health.stall_shutdown_s:g}",
+            f"must be greater than health.stall_warning_s = {health.stall_warning_s:g}",
+        )
+
+
+def determinism_is_possible(job: Job) -> Iterator[Problem]:
+    """Deterministic and compiled runs do not mix: the compiler chooses kernels by timing."""
+    if job.train.deterministic and job.train.compile_backend == "inductor":
+        yield Problem(
+            "train.compile_backend",
+            "'inductor'",
+            "cannot be combined with train.deterministic",
+            "use aot_eager, or set deterministic: false",
+        )
+
+
+RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
+    names_are_known,
+    task_file_exists,
+    learning_rate_is_not_set_twice,
+    decay_has_its_fields,
+    warmup_fits,
+    ranks_fit_the_hosts,
+    ports_fit,
+    stalls_are_reported_before_they_end_the_job,
+    determinism_is_possible,
+)
+
+
+def broken_rules(job: Job) -> list[Problem]:
+    """Return every problem that any rule finds."""
+    return [problem for rule in RULES for problem in rule(job)]

@@ -1,0 +1,320 @@
+"""The job description: one frozen model per section, a sentence and a unit for every field.
+
+    Job
+    |-- name, framework, task, task_args
+    |-- train        how long, how much per step, in which precision
+    |-- optimizer    which one, with which arguments
+    |-- lr           the rate at a reference batch, and how it follows the batch and the progress
+    |-- data         who reads samples, and how
+    |-- allreduce    how gradients travel between ranks
+    |-- evaluation   when, and when to stop early
+    |-- checkpoint   where, when, how many, resume or not
+    |-- metrics      Prometheus: where each rank serves
+    |-- health       what is checked while training
+    `-- launch       how many ranks, where, by which controller
+
+Rules that hold between sections live in ``rules.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
+"""Letters, digits, dots, dashes and underscores; at most 63: it becomes a label and a folder."""
+
+ImportPath = Annotated[str, StringConstraints(pattern=r"^[\w./\\~ -]+:[A-Za-z_]\w*$")]
+"""``package.module:Name`` or ``path/to/file.py:Name``."""
+
+HostSlots = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?:[1-9]\d{0,4}$")]
+"""``host:slots``, such as ``node01:8``."""
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Count = Annotated[int, Field(ge=1, le=2**53)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict, no unknown keys, docstrings as descriptions."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=False,
+    )
+
+
+class Train(Section):
+    """How long, how much per step, in which precision."""
+
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """Passes over the training data."""
+
+    max_steps: Count | None = None
+    """Stop after this many optimizer steps, whatever ``epochs`` says; null: no limit."""
+
+    batch_size_per_rank: Annotated[int, Field(ge=1, le=2**24)] = 32
+    """Samples per rank and micro-step. The global batch is this x ranks x accumulation steps."""
+
+    accumulation_steps: Annotated[int, Field(ge=1, le=65536)] = 1
+    """Micro-steps per optimizer step; ranks communicate on the last one only."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Autocast type of the forward pass; fp16 adds a loss scaler."""
+
+    clip_grad_norm: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    """Largest L2 norm of the global gradient; null: no clipping."""
+
+    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
+    """Seed of initial weights, shuffling and dropout."""
+
+    deterministic: bool = False
+    """Refuse operations whose result can differ from run to run."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives; auto: the rank's own GPU when there is one."""
+
+    compile_backend: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """``torch.compile`` backend, such as inductor; null: eager."""
+
+    activation_checkpointing: list[Annotated[str, StringConstraints(min_length=1)]] = []
+    """Name patterns of modules whose activations are recomputed, such as ``layers.*``."""
+
+
+class Optimizer(Section):
+    """Which optimizer, with which arguments. Its learning rate comes from ``lr``."""
+
+    name: Annotated[str, StringConstraints(min_length=1)] = "sgd"
+    """sgd, adam, adamw, lars, lamb, or an import path ``module:Class``."""
+
+    args: dict[str, Any] = {}
+    """Keyword arguments of the optimizer, such as ``momentum: 0.9``."""
+
+
+class LearningRate(Section):
+    """The rate at a reference batch, and how it follows batch and progress (see lr/policy.py)."""
+
+    base_lr: Annotated[float, Field(gt=0, le=1e6)] = 0.01
+    """Learning rate that is right at ``reference_batch_size``."""
+
+    reference_batch_size: Count = 32
+    """Global batch size for which ``base_lr`` was chosen."""
+
+    scaling: Literal["linear", "sqrt", "none"] = "linear"
+    """How the rate follows the global batch."""
+
+    warmup_epochs: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    """Length of the linear ramp from the base rate (or ``warmup_start_lr``), in epochs."""
+
+    warmup_start_lr: Annotated[float, Field(ge=0, le=1e6)] | None = None
+    """Where the ramp starts; null: the base rate, or the scaled one when that is lower."""
+
+    decay: Literal["constant", "step", "cosine", "polynomial"] = "constant"
+    """Shape of the rate after warm-up."""
+
+    milestones_epochs: list[Annotated[float, Field(gt=0, le=1e6)]] = []
+    """decay: step. Epochs at which the rate is multiplied by ``gamma``."""
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """decay: step. Factor at each milestone."""
+
+    power: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """decay: polynomial. Exponent."""
+
+    end_factor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """decay: cosine, polynomial. Final rate as a fraction of the scaled rate."""
+
+
+class Data(Section):
+    """How samples are read."""
+
+    num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Loader processes per rank; 0: read in the training process."""
+
+    prefetch_batches: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Micro-batches each loader process keeps ready."""
+
+    pin_memory: bool = True
+    """Page-locked batches for faster copies to a GPU; without effect on a CPU."""
+
+    shuffle: bool = True
+    """A new order each epoch, from seed and epoch."""
+
+
+class Allreduce(Section):
+    """How gradients travel between ranks."""
+
+    bucket_size_mib: Annotated[float, Field(gt=0, le=4096)] = 8.0
+    """Gradients are packed into buckets of about this size; a full bucket leaves at once."""
+
+    wire_dtype: Literal["fp32", "fp16"] = "fp32"
+    """Type on the wire. fp16 halves the bytes and rounds the gradients."""
+
+    cycle_time_ms: Annotated[float, Field(gt=0, le=1000)] = 0.5
+    """How often Horovod's background thread looks for work."""
+
+
+class EarlyStopping(Section):
+    """Stop when a metric of the evaluation no longer improves."""
+
+    metric: Annotated[str, StringConstraints(min_length=1)]
+    """Name of an evaluation metric."""
+
+    mode: Literal["min", "max"]
+    """Whether smaller or larger is better."""
+
+    patience: Count = 3
+    """Evaluations without an improvement before all ranks stop."""
+
+    min_delta: Annotated[float, Field(ge=0, le=1e12)] = 0.0
+    """Smallest change that counts as an improvement."""
+
+
+class Evaluation(Section):
+    """When to evaluate."""
+
+    every_epochs: Count = 1
+    """Evaluate after each so many epochs, and after the last."""
+
+    batch_size_per_rank: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    """Samples per rank and step; null: as in training."""
+
+    early_stopping: EarlyStopping | None = None
+    """Null: train all epochs."""
+
+
+class Best(Section):
+    """Which checkpoint is the best one."""
+
+    metric: Annotated[str, StringConstraints(min_length=1)]
+    """Name of an evaluation metric."""
+
+    mode: Literal["min", "max"]
+    """Whether smaller or larger is better."""
+
+
+class Checkpoint(Section):
+    """Where, when, how many, resume or not."""
+
+    dir: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Folder all ranks can read; null: ``checkpoints`` in the folder of the run."""
+
+    every_epochs: Count | None = 1
+    """Save after each so many epochs; null: only by steps. The end is always saved."""
+
+    every_steps: Count | None = None
+    """Save after each so many optimizer steps as well."""
+
+    keep_last: Count = 3
+    """How many of the newest are kept."""
+
+    best: Best | None = None
+    """Keep the best one too."""
+
+    resume: Literal["auto", "never", "required"] = "auto"
+    """auto: from the newest valid one if there is one; required: fail if there is none."""
+
+    background: bool = True
+    """Write while training goes on."""
+
+
+class Metrics(Section):
+    """Prometheus: where each rank serves its metrics."""
+
+    enabled: bool = True
+    """Serve metrics."""
+
+    port: Port = 9400
+    """Rank with local rank k serves on port + k."""
+
+    host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
+    """Address to listen on. Anything but loopback can be read by others."""
+
+    grad_norm_every_steps: Count = 50
+    """The gradient norm costs a pass over all gradients; it is taken this often (or when clipping)."""
+
+
+class Health(Section):
+    """What is checked while training."""
+
+    sync_check_every_steps: Annotated[int, Field(ge=0, le=2**53)] = 0
+    """Compare a hash of the whole state between ranks this often; 0: at start, resume and end."""
+
+    non_finite: Literal["stop", "skip"] = "stop"
+    """A loss or gradient that is NaN or infinite: stop with exit code 3, or skip the step."""
+
+    max_skipped_steps: Count = 10
+    """non_finite: skip. Stop when so many steps in a row had to be skipped."""
+
+    stall_warning_s: Seconds = 60.0
+    """Name the ranks that are missing from a collective after this time, in seconds."""
+
+    stall_shutdown_s: Seconds = 600.0
+    """End the job when they are still missing after this time, in seconds."""
+
+
+class Launch(Section):
+    """How many ranks, where, by which controller."""
+
+    launcher: Annotated[str, StringConstraints(min_length=1)] = "auto"
+    """auto: horovodrun, or this process alone for one rank; or a name from the table."""
+
+    num_ranks: Annotated[int, Field(ge=1, le=100_000)] | None = None
+    """Ranks in the world; null: one per slot of ``hosts``, or one. A worker refuses another world."""
+
+    hosts: list[HostSlots] = []
+    """``host:slots`` for each host; empty: this machine."""
+
+    controller: Literal["mpi", "gloo"] = "mpi"
+    """Who coordinates the ranks."""
+
+    ssh_port: Port = 22
+    """Port of sshd on the hosts."""
+
+    network_interface: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]+$")] | None = None
+    """Interface that reaches the other hosts; null: found by the launcher."""
+
+    threads_per_rank: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Compute threads of a rank; null: this machine's cores divided by the ranks on it."""
+
+    env: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    """Environment variables for every rank. Not for secrets: they stand in the resolved job."""
+
+
+class Job(Section):
+    """One training job."""
+
+    name: Name
+    """Name of the job: a metric label and a folder."""
+
+    framework: Annotated[str, StringConstraints(min_length=1)] = "torch"
+    """Which framework trains."""
+
+    task: ImportPath | Name
+    """What is trained: the name of a shipped task, ``module:Class`` or ``file.py:Class``."""
+
+    task_args: dict[str, Any] = {}
+    """Keyword arguments of the task's class."""
+
+    run_dir: Annotated[str, StringConstraints(min_length=1)] = "runs"
+    """Runs are kept in ``<run_dir>/<name>``."""
+
+    train: Train = Train()
+    optimizer: Optimizer = Optimizer()
+    lr: LearningRate = LearningRate()
+    data: Data = Data()
+    allreduce: Allreduce = Allreduce()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+    health: Health = Health()
+    launch: Launch = Launch()
+
+    def global_batch_size(self, world_size: int) -> int:
+        """Samples per optimizer step on ``world_size`` ranks."""
+        return self.train.batch_size_per_rank * self.train.accumulation_steps * world_size

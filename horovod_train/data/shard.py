@@ -1,0 +1,125 @@
+"""Who reads which sample: arithmetic on (samples, seed, epoch, cursor, rank, size), nothing else.
+
+An epoch is one order of all samples (``epoch_order``), the same on every rank. A cursor says how
+many of them have been used by the ranks together. One optimizer step takes the next
+``global batch`` samples of the order; what is left at the end makes one shorter step. Ranks split
+each step's samples in consecutive pieces of (almost) equal length, so
+
+* every sample is used exactly once per epoch, for any number of ranks;
+* n ranks with batch b take the same samples per step as one rank with batch n * b;
+* the cursor alone, with any number of ranks, says where an interrupted epoch goes on.
+
+Pieces of a step can differ by one sample, and a rank may have none in the last step. The loss of a
+micro-batch is therefore weighted by its share of the step's samples, which every rank knows
+without asking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank reads for one forward and backward pass.
+
+    Attributes:
+        start: Place of the first sample in the epoch's order.
+        stop: Place after the last sample.
+        share: Samples of this micro-batch divided by the samples of the step over all ranks.
+    """
+
+    start: int
+    stop: int
+    share: float
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class StepShare:
+    """What one rank reads for one optimizer step.
+
+    Attributes:
+        cursor: Samples of the epoch used before this step, over all ranks.
+        num_samples: Samples of this step, over all ranks.
+        micro_batches: This rank's part; empty when there are fewer samples than ranks.
+    """
+
+    cursor: int
+    num_samples: int
+    micro_batches: tuple[MicroBatch, ...]
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> npt.NDArray[np.int64]:
+    """Return the order of an epoch, shape [num_samples]: a permutation of 0 .. num_samples - 1.
+
+    NumPy guarantees the stream of the legacy ``RandomState`` for ever, which a resumed job needs;
+    newer generators may change between releases. Costs 8 bytes per sample.
+    """
+    if not shuffle:
+        return np.arange(num_samples, dtype=np.int64)
+    return np.random.RandomState([seed, epoch]).permutation(num_samples).astype(np.int64, copy=False)
+
+
+def split_evenly(num_samples: int, rank: int, size: int) -> tuple[int, int]:
+    """Return (start, stop) of a rank's piece; lengths differ by at most one.
+
+    >>> [split_evenly(10, rank, 4) for rank in range(4)]
+    [(0, 3), (3, 6), (6, 8), (8, 10)]
+    """
+    base, extra = divmod(num_samples, size)
+    start = rank * base + min(rank, extra)
+    return start, start + base + (rank < extra)
+
+
+def share_of_step(
+    cursor: int, num_samples: int, batch_size: int, rank: int, size: int
+) -> StepShare:
+    """Return a rank's part of the step that starts at a cursor and takes ``num_samples``."""
+    start, stop = split_evenly(num_samples, rank, size)
+    micro_batches = tuple(
+        MicroBatch(
+            start=cursor + at,
+            stop=cursor + min(at + batch_size, stop),
+            share=(min(at + batch_size, stop) - at) / num_samples,
+        )
+        for at in range(start, stop, batch_size)
+    )
+    return StepShare(cursor, num_samples, micro_batches)
+
+
+def steps_of_epoch(
+    *,
+    num_samples: int,
+    cursor: int,
+    batch_size_per_rank: int,
+    accumulation_steps: int,
+    rank: int,
+    size: int,
+) -> Iterator[StepShare]:
+    """Yield a rank's part of every step from a cursor to the end of the epoch.
+
+    Every rank yields the same number of steps with the same cursors, so all of them take part in
+    every collective.
+    """
+    global_batch = batch_size_per_rank * accumulation_steps * size
+    while cursor < num_samples:
+        taken = min(global_batch, num_samples - cursor)
+        yield share_of_step(cursor, taken, batch_size_per_rank, rank, size)
+        cursor += taken
+
+
+def num_steps(num_samples: int, cursor: int, global_batch_size: int) -> int:
+    """Return how many optimizer steps an epoch still has.
+
+    >>> num_steps(100, 0, 32), num_steps(100, 96, 32), num_steps(100, 100, 32)
+    (4, 1, 0)
+    """
+    return -(-(num_samples - cursor) // global_batch_size)

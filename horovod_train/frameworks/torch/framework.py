@@ -1,0 +1,160 @@
+"""Makes everything that a job needs of PyTorch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.config.schema import Allreduce, Job
+from horovod_train.engine.base import World
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch import state, world
+from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.reducer import GradientReducer, Gradients, LocalGradients
+from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.task import TorchTask, load_task
+from horovod_train.registry import OPTIMIZERS, load_attribute
+
+WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+
+
+class TorchFramework:
+    """PyTorch, for one job in one process."""
+
+    def connect(self, job: Job) -> World:
+        """Join the ranks this process was started with; a world of one when there are none."""
+        if job.launch.threads_per_rank is not None:
+            torch.set_num_threads(job.launch.threads_per_rank)
+        return world.connect(job)
+
+    def prepare(self, job: Job, world: World) -> tuple[TorchReplica, TorchReader, TorchReader | None]:
+        """Return this rank's replica and the readers of training and evaluation data."""
+        if job.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+        device = choose_device(job, world)
+        seed_generators(job.train.seed, 0, 0)
+        task = load_task(job.task, job.task_args)
+        model = task.model().to(device)
+        recompute_activations(model, job.train.activation_checkpointing)
+        forward_model = model
+        if job.train.compile_backend is not None:
+            forward_model = torch.compile(model, backend=job.train.compile_backend)  # type: ignore[assignment]
+        replica = TorchReplica(
+            task=task,
+            model=model,
+            forward_model=forward_model,
+            optimizer=make_optimizer(job, task, model),
+            gradients=make_gradients(job.allreduce, model.parameters(), world),
+            world=world,
+            train=job.train,
+        )
+        read = partial(TorchReader, data=job.data, seed=job.train.seed, device=device)
+        eval_data = getattr(task, "eval_data", None)
+        return replica, read(task.train_data()), read(eval_data()) if eval_data else None
+
+    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+        """Return the state of all random generators."""
+        return state.rng_state()
+
+    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+        """Take over the state of all random generators."""
+        state.load_rng_state(tree, arrays)
+
+    def seed(self, seed: int, rank: int, epoch: int) -> None:
+        """Seed all random generators of this rank."""
+        seed_generators(seed, rank, epoch)
+
+
+def seed_generators(seed: int, rank: int, epoch: int) -> None:
+    """Seed Python's, NumPy's and PyTorch's generators with a mix of three numbers."""
+    mixed = int(np.random.SeedSequence([seed, rank, epoch]).generate_state(1, np.uint64)[0])
+    random.seed(mixed)
+    np.random.seed(mixed % 2**32)
+    torch.manual_seed(mixed)
+
+
+def choose_device(job: Job, world: World) -> torch.device:
+    """Return the rank's own GPU, or the CPU.
+
+    Raises:
+        UserError: A GPU was asked for and there is none for this rank.
+    """
+    wanted, count = job.train.device, torch.cuda.device_count()
+    if wanted == "cpu" or (wanted == "auto" and count == 0):
+        return torch.device("cpu")
+    if world.local_rank >= count:
+        raise UserError(
+            f"local rank {world.local_rank} on {world.host} has no GPU of its own: {count} found",
+            hint="start at most one rank per GPU, or set train.device: cpu",
+        )
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> None:
+    """Let modules whose name fits a pattern forget their activations and compute them again.
+
+    Raises:
+        UserError: A pattern fits no module.
+    """
+    for pattern in patterns:
+        fitting = [m for name, m in model.named_modules() if name and fnmatchcase(name, pattern)]
+        if not fitting:
+            names = [name for name, _ in model.named_modules() if name]
+            raise UserError(
+                f"train.activation_checkpointing: {pattern!r} fits no module",
+                hint=f"modules are {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}",
+            )
+        for module in fitting:
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+
+
+def make_optimizer(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return the job's optimizer over the model's parameters, or over the task's groups of them.
+
+    Raises:
+        UserError: There is no such optimizer, or it refuses its arguments.
+    """
+    name = job.optimizer.name
+    location = name if ":" in name else OPTIMIZERS.location(name)
+    factory = load_attribute(location, what=f"optimizer {name!r}")
+    groups = getattr(task, "param_groups", None)
+    parameters = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
+    try:
+        optimizer = factory(parameters, lr=job.lr.base_lr, **_with_tuples(job.optimizer.args))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"optimizer {name!r} cannot be made: {error}",
+            hint="optimizer.args must fit the arguments of its class",
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"optimizer {name!r} is a {type(optimizer).__name__}, not a torch optimizer")
+    return optimizer
+
+
+def _with_tuples(args: Mapping[str, Any]) -> dict[str, Any]:
+    """YAML has lists where optimizers want tuples, as in ``betas: [0.9, 0.95]``."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in args.items()}
+
+
+def make_gradients(
+    allreduce: Allreduce, parameters: Iterable[torch.nn.Parameter], ranks: World
+) -> Gradients:
+    """Return what completes the gradients of a step in this world."""
+    if not isinstance(ranks, world.HorovodWorld):
+        return LocalGradients(parameters)
+    return GradientReducer(
+        parameters,
+        ranks,
+        bucket_size_bytes=int(allreduce.bucket_size_mib * 2**20),
+        wire_dtype=WIRE_DTYPES[allreduce.wire_dtype],
+    )

@@ -1,0 +1,134 @@
+"""Batches from a dataset, in the order and sizes that the shard rule says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from horovod_train.config.schema import Data
+from horovod_train.data.shard import MicroBatch
+from horovod_train.errors import UserError
+
+_SEED_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads (seed, epoch, place)
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """What a loader process is asked for: which samples, and the seed of their augmentation."""
+
+    indices: tuple[int, ...]
+    seed: int
+
+
+class _SeededFetches:
+    """The dataset as loader processes see it: a fetch in, samples out.
+
+    Random augmentation is seeded by what is read, not by who reads it or how often the job was
+    resumed, so an interrupted epoch goes on as if nothing had happened.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+        self._many: Callable[[Sequence[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+
+    def __getitems__(self, fetch: _Fetch) -> list[Any]:
+        in_this_process = torch.utils.data.get_worker_info() is None
+        saved = (random.getstate(), np.random.get_state(), torch.get_rng_state()) if in_this_process else None
+        random.seed(fetch.seed)
+        np.random.seed(fetch.seed % 2**32)
+        torch.manual_seed(fetch.seed)
+        try:
+            if self._many is not None:
+                return self._many(list(fetch.indices))
+            return [self._dataset[index] for index in fetch.indices]
+        finally:
+            if saved is not None:
+                random.setstate(saved[0])
+                np.random.set_state(saved[1])
+                torch.set_rng_state(saved[2])
+
+
+class _Schedule:
+    """The fetches of one epoch; set anew before each, so that loader processes live on."""
+
+    def __init__(self) -> None:
+        self.fetches: Iterable[_Fetch] = ()
+
+    def __iter__(self) -> Iterator[_Fetch]:
+        return iter(self.fetches)
+
+
+class TorchReader:
+    """Reads a map-style dataset.
+
+    Args:
+        dataset: Anything with ``__len__`` and ``__getitem__``; ``__getitems__`` is used when it is
+            there. A ``collate`` method, when it has one, joins samples into a batch.
+        data: The job's ``data`` section.
+        seed: Seed of augmentation.
+        device: Where batches are wanted.
+
+    Raises:
+        UserError: The dataset has no length or no samples.
+    """
+
+    def __init__(self, dataset: Any, data: Data, seed: int, device: torch.device) -> None:
+        try:
+            self._length = len(dataset)
+        except TypeError as error:
+            raise UserError(
+                f"a dataset needs a length to be shared exactly: {type(dataset).__name__} has none",
+                hint="give it __len__ and __getitem__",
+            ) from error
+        if self._length == 0:
+            raise UserError("the dataset has no samples")
+        self._seed = seed
+        self._device = device
+        self._schedule = _Schedule()
+        workers = data.num_workers
+        self._loader: DataLoader[Any] = DataLoader(
+            _SeededFetches(dataset),  # type: ignore[arg-type]
+            batch_sampler=self._schedule,  # type: ignore[arg-type]
+            collate_fn=getattr(dataset, "collate", default_collate),
+            num_workers=workers,
+            prefetch_factor=data.prefetch_batches if workers else None,
+            persistent_workers=workers > 0,
+            pin_memory=data.pin_memory and device.type == "cuda",
+            # Seeds of loader processes must not be drawn from the generator that dropout uses.
+            generator=torch.Generator(),
+        )
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return self._length
+
+    def read(self, epoch: int, order: Any, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        """Yield the collated batch of each micro-batch, on the replica's device."""
+        self._schedule.fetches = (
+            _Fetch(
+                tuple(order[batch.start : batch.stop].tolist()),
+                (self._seed * 1_000_003 + epoch * _SEED_MULTIPLIER + batch.start) % 2**63,
+            )
+            for batch in micro_batches
+        )
+        for batch in self._loader:
+            yield to_device(batch, self._device)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch with all its tensors on a device; lists, tuples and mappings are followed."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch

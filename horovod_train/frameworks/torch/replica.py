@@ -1,0 +1,259 @@
+"""The training step: forward, backward, the sum over ranks, the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils import get_total_norm
+
+from horovod_train.checkpoint.arrays import ReplicaState
+from horovod_train.config.schema import Train
+from horovod_train.data.shard import StepShare
+from horovod_train.engine.base import World
+from horovod_train.errors import CheckpointError, UserError
+from horovod_train.frameworks.base import StepClock, StepOutcome
+from horovod_train.frameworks.torch.reducer import Gradients
+from horovod_train.frameworks.torch.state import blobs_of, from_blob, pack_tensors, unpack_tensors
+from horovod_train.frameworks.torch.task import TorchTask
+from horovod_train.frameworks.torch.world import HorovodWorld
+
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TorchReplica:
+    """The model and optimizer of one rank.
+
+    Args:
+        model: On its device.
+        optimizer: Over the model's parameters.
+        gradients: Completes the gradients of a step.
+        world: The ranks.
+        train: The job's ``train`` section.
+        task: Gives loss and metrics; None when the user's own loop does.
+        forward_model: What the task calls: the model's compiled form; None: the model itself.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        gradients: Gradients,
+        world: World,
+        train: Train,
+        task: TorchTask | None = None,
+        forward_model: torch.nn.Module | None = None,
+    ) -> None:
+        self.task = task
+        self.model = model
+        self.forward_model = forward_model or model
+        self.optimizer = optimizer
+        self.gradients = gradients
+        self._world = world
+        self._train = train
+        self._device = next(model.parameters()).device
+        self._local_loss = torch.zeros((), device=self._device)
+        self.scaler = torch.amp.GradScaler(self._device.type, enabled=train.precision == "fp16")
+
+    def step(
+        self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool
+    ) -> StepOutcome:
+        """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
+        assert self.task is not None
+        clock = StepClock()
+        self.begin()
+        for micro_batch in share.micro_batches:
+            batch = next(batches)
+            clock.lap("data")
+            with self.autocast():
+                loss = self.task.loss(self.forward_model, batch)
+            clock.lap("forward")
+            self.backward(loss, micro_batch.share, is_last=micro_batch is share.micro_batches[-1])
+            clock.lap("backward")
+        return self.finish(clock, lr, want_norm=want_norm)
+
+    def begin(self) -> None:
+        """Begin a step: no gradients yet."""
+        self._local_loss = torch.zeros((), device=self._device)
+        self.forward_model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context in which the job's precision holds for a forward pass."""
+        dtype = AUTOCAST_DTYPES.get(self._train.precision)
+        return torch.autocast(self._device.type, dtype) if dtype else nullcontext()
+
+    def backward(self, loss: torch.Tensor, share: float, *, is_last: bool) -> None:
+        """Add the gradient of one micro-batch.
+
+        The gradient of a step is that of the mean loss over its N samples. A micro-batch of m
+        samples with mean loss L adds L * m/N: summed here over micro-batches, and by the
+        all-reduce over ranks, whatever the sizes are.
+
+        Args:
+            loss: Mean loss over the micro-batch, shape [].
+            share: Samples of the micro-batch divided by samples of the step over all ranks.
+            is_last: No other micro-batch of this rank follows in this step: gradients leave as
+                they are made.
+        """
+        weighted = loss * share
+        self._local_loss += weighted.detach()
+        if is_last:
+            self.gradients.expect_last()
+        self.scaler.scale(weighted).backward()
+
+    def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> StepOutcome:
+        """Complete a step: wait for the other ranks' gradients and update the weights.
+
+        Args:
+            clock: Gets the time of both.
+            lr: Learning rate of this step; a parameter group's ``lr_scale`` multiplies it.
+            want_norm: Take the gradient norm even when there is nothing to clip.
+
+        Raises:
+            PeerError: Another rank was lost.
+        """
+        loss = float(self.gradients.finish(self._local_loss))
+        clock.lap("allreduce_wait")
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        grad_norm, is_finite = self._update(loss, want_norm)
+        clock.lap("optimizer")
+        return StepOutcome(
+            loss=loss,
+            local_loss=float(self._local_loss),
+            grad_norm=grad_norm,
+            is_finite=is_finite,
+            bytes_reduced=self.gradients.bytes_per_step,
+            clock=clock,
+        )
+
+    def _update(self, loss: float, want_norm: bool) -> tuple[float | None, bool]:  # noqa: FBT001
+        """Unscale, clip and step, in this order. Return the gradient norm and whether all is finite.
+
+        Gradients are equal on all ranks here, so every rank decides alike without asking.
+        """
+        if not math.isfinite(loss):
+            return None, False
+        self.scaler.unscale_(self.optimizer)
+        norm: float | None = None
+        limit = self._train.clip_grad_norm
+        if want_norm or limit is not None:
+            gradients = self.gradients.gradients()
+            norm = float(get_total_norm(gradients)) if gradients else 0.0
+            if not math.isfinite(norm) and not self.scaler.is_enabled():
+                return norm, False
+            if limit is not None and norm > limit:
+                torch._foreach_mul_(gradients, limit / norm)
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        # A scaler that backs off has skipped the step: some gradient overflowed.
+        return norm, not self.scaler.is_enabled() or self.scaler.get_scale() >= scale
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+        """Return (sum, count) of each metric over this rank's batches.
+
+        A metric with one value per sample is summed as it is. A single value is taken for the mean
+        of the batch and weighted by the batch's samples (the length of its first tensor).
+        """
+        self.forward_model.eval()
+        compute = getattr(self.task, "metrics", self._loss_as_metric)
+        sums: dict[str, tuple[float, int]] = {}
+        for batch in batches:
+            with self.autocast():
+                values = compute(self.forward_model, batch)
+            for name, value in values.items():
+                value = torch.as_tensor(value, dtype=torch.float64)
+                if value.ndim > 1:
+                    raise UserError(
+                        f"metric {name!r} has shape {tuple(value.shape)}",
+                        hint="return one value per sample, shape [batch], or the mean, shape []",
+                    )
+                count = len(value) if value.ndim else batch_length(batch)
+                total = float(value.sum()) * (1 if value.ndim else count)
+                old_total, old_count = sums.get(name, (0.0, 0))
+                sums[name] = (old_total + total, old_count + count)
+        return sums
+
+    def _loss_as_metric(self, model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        assert self.task is not None
+        return {"loss": self.task.loss(model, batch)}
+
+    @torch.no_grad()
+    def sync_buffers(self) -> None:
+        """Make buffers equal on all ranks: running statistics are averaged, others are rank 0's."""
+        if self._world.size == 1:
+            return
+        averaged = {
+            id(buffer)
+            for module in self.model.modules()
+            if isinstance(module, _NormBase)
+            for buffer in (module.running_mean, module.running_var)
+            if buffer is not None
+        }
+        for buffer in self.model.buffers():
+            mine = buffer.detach().double().flatten()
+            if id(buffer) in averaged:
+                mine = mine / self._world.size
+            elif self._world.rank != 0:
+                mine = torch.zeros_like(mine)  # not mine * 0: a mask of infinities would become NaN
+            summed = self._world.sum(mine.tolist())
+            buffer.copy_(torch.tensor(summed, dtype=torch.float64).view(buffer.shape))
+
+    def broadcast(self) -> None:
+        """Take over rank 0's weights and buffers."""
+        if isinstance(self._world, HorovodWorld):
+            for name, tensor in self.model.state_dict().items():
+                self._world.broadcast(tensor, f"horovod_train.model.{name}")
+
+    def state(self, *, copy: bool) -> ReplicaState:
+        """Return the state; with ``copy`` it stays as it is while training goes on."""
+        tree, arrays = pack_tensors(self.optimizer.state_dict(), copy=copy)
+        return ReplicaState(
+            model=blobs_of(self.model.state_dict(), copy=copy),
+            optimizer=arrays,
+            optimizer_tree=tree,
+            scaler={key: float(value) for key, value in self.scaler.state_dict().items()},
+        )
+
+    def load_state(self, state: ReplicaState) -> None:
+        """Take over a state.
+
+        Raises:
+            CheckpointError: The state belongs to another model or optimizer.
+        """
+        weights = {name: from_blob(blob) for name, blob in state.model.items()}
+        try:
+            self.model.load_state_dict(weights)
+            self.optimizer.load_state_dict(unpack_tensors(state.optimizer_tree, state.optimizer))
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint belongs to another model or optimizer: {error}",
+                hint="train under another name, or set checkpoint.resume: never",
+            ) from error
+        if self.scaler.is_enabled() and state.scaler:
+            self.scaler.load_state_dict(_scaler_state(state.scaler))
+
+    def num_parameters(self) -> int:
+        """Return how many numbers are trained."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+
+def _scaler_state(plain: Mapping[str, float]) -> dict[str, Any]:
+    integers = {"growth_interval", "_growth_tracker"}
+    return {key: int(value) if key in integers else value for key, value in plain.items()}
+
+
+def batch_length(batch: Any) -> int:
+    """Return the number of samples of a batch: the length of the first tensor in it."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch)
+    children = batch.values() if isinstance(batch, dict) else batch
+    return next(batch_length(child) for child in children)

@@ -1,0 +1,77 @@
+"""Show a running job to a person: a progress bar on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+from horovod_train.events import Event, as_text, duration, progress_text
+
+LINE_INTERVAL_S = 5.0
+
+
+class JobConsole:
+    """Shows events and output of a job.
+
+    Args:
+        console: Where to.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._next_line = 0.0
+
+    def show(self, event: Event) -> None:
+        """Show one event."""
+        if event.kind == "progress":
+            self._show_progress(event.fields)
+            return
+        if event.kind == "summary":
+            self.close()
+        text = as_text(event)
+        if text is not None:
+            self.print(text)
+
+    def print(self, text: str) -> None:
+        """Print text, above the bar if there is one."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Let go of the terminal. Safe to call twice."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+    def _show_progress(self, fields: Mapping[str, Any]) -> None:
+        if not self._console.is_terminal:
+            now = monotonic()
+            if now >= self._next_line:
+                self._next_line = now + LINE_INTERVAL_S
+                self.print(progress_text(fields))
+            return
+        if self._progress is None or self._task is None:
+            self._progress = Progress(
+                TextColumn("epoch {task.fields[epoch]}"),
+                BarColumn(),
+                TextColumn("{task.percentage:3.0f} %  step {task.completed}/{task.total}"),
+                TextColumn("{task.fields[numbers]}"),
+                TextColumn("ETA {task.fields[eta]}"),
+                console=self._console,
+                transient=True,
+            )
+            self._task = self._progress.add_task("", total=None, epoch="", numbers="", eta="")
+            self._progress.start()
+        self._progress.update(
+            self._task,
+            completed=fields["step"],
+            total=fields["num_steps"],
+            epoch=f"{fields['epoch'] + 1}/{fields['num_epochs']}",
+            numbers=f"loss {fields['loss']:.4f}  {fields['samples_per_s']:,.0f} samples/s",
+            eta=duration(fields["eta_s"]),
+        )

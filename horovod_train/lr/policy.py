@@ -1,0 +1,96 @@
+r"""The learning rate as a pure function of progress and world size.
+
+Nothing is stored: the rate of a step follows from how many epochs have passed (a fraction, so it
+does not matter how many steps make an epoch), the global batch and the job's ``lr`` section. A job
+resumed on another number of ranks is right at its first step.
+
+.. code-block:: text
+
+    k      = global batch / reference batch
+    peak   = base_lr * k          scaling: linear   (Goyal et al. 2017, arXiv:1706.02677)
+             base_lr * sqrt(k)    scaling: sqrt     (Krizhevsky 2014, arXiv:1404.5997)
+             base_lr              scaling: none
+
+    e      = epochs passed, w = warmup_epochs, E = epochs of the whole job
+    e < w:   rate = start + (peak - start) * e / w     start = warmup_start_lr, or min(base_lr, peak)
+    e >= w:  rate = peak * decay(e)
+
+    decay  = 1                                               constant
+             gamma ** (number of milestones <= e)            step
+             f + (1 - f) * (1 + cos(pi * t)) / 2             cosine       f = end_factor
+             f + (1 - f) * (1 - t) ** power                  polynomial   t = (e - w) / (E - w)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from horovod_train.config.schema import LearningRate
+
+
+@dataclass(frozen=True)
+class LearningRatePolicy:
+    """The rate of every step of one job at one global batch size.
+
+    Attributes:
+        section: The job's ``lr`` section.
+        global_batch_size: Samples per optimizer step, over all ranks and micro-steps.
+        total_epochs: Length of the whole job, where cosine and polynomial decay end.
+    """
+
+    section: LearningRate
+    global_batch_size: int
+    total_epochs: float
+
+    @property
+    def peak_lr(self) -> float:
+        """The base rate, scaled to the global batch.
+
+        >>> LearningRatePolicy(LearningRate(base_lr=0.1, reference_batch_size=256), 8192, 90).peak_lr
+        3.2
+        """
+        return self.section.base_lr * scale_factor(
+            self.section.scaling, self.global_batch_size, self.section.reference_batch_size
+        )
+
+    def at(self, epochs: float) -> float:
+        """Return the rate after so many epochs.
+
+        Args:
+            epochs: Epochs passed, with the fraction of the current one: samples seen divided by
+                samples in the training data.
+        """
+        warmup = self.section.warmup_epochs
+        if epochs < warmup:
+            start = self._warmup_start_lr()
+            return start + (self.peak_lr - start) * epochs / warmup
+        return self.peak_lr * self._decay(epochs)
+
+    def _warmup_start_lr(self) -> float:
+        given = self.section.warmup_start_lr
+        return min(self.section.base_lr, self.peak_lr) if given is None else given
+
+    def _decay(self, epochs: float) -> float:
+        section = self.section
+        if section.decay == "step":
+            return section.gamma ** sum(milestone <= epochs for milestone in section.milestones_epochs)
+        if section.decay == "constant":
+            return 1.0
+        length = self.total_epochs - section.warmup_epochs
+        t = min(1.0, (epochs - section.warmup_epochs) / length) if length > 0 else 1.0
+        if section.decay == "cosine":
+            shape = (1 + math.cos(math.pi * t)) / 2
+        else:
+            shape = (1 - t) ** section.power
+        return section.end_factor + (1 - section.end_factor) * shape
+
+
+def scale_factor(scaling: str, global_batch_size: int, reference_batch_size: int) -> float:
+    """Return by how much the base rate grows with the batch.
+
+    >>> scale_factor("linear", 128, 32), scale_factor("sqrt", 128, 32), scale_factor("none", 128, 32)
+    (4.0, 2.0, 1.0)
+    """
+    k = global_batch_size / reference_batch_size
+    return {"linear": k, "sqrt": math.sqrt(k), "none": 1.0}[scaling]

@@ -1,0 +1,116 @@
+"""Tables of names: what can be chosen in a job description, and where its code lives.
+
+A row is ``name -> "module:attribute"`` and is imported when it is used, so that ``--help`` and
+validation stay free of frameworks. Packages add rows through entry points; they never replace
+ours, and a broken one is an error only for the job that names it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import entry_points
+from typing import Any
+
+from horovod_train.errors import UnknownNameError, UserError
+
+
+@dataclass(frozen=True)
+class Registry:
+    """One table.
+
+    Attributes:
+        kind: What a row is, for messages: ``launcher``.
+        group: Entry-point group through which other packages add rows.
+        builtin: The rows of this package.
+    """
+
+    kind: str
+    group: str
+    builtin: Mapping[str, str]
+
+    @cached_property
+    def rows(self) -> dict[str, str]:
+        """All rows, ours first; an outside row of the same name is ignored."""
+        outside = {point.name: point.value for point in entry_points(group=self.group)}
+        return {**outside, **self.builtin}
+
+    def location(self, name: str) -> str:
+        """Return ``module:attribute`` of a name.
+
+        Raises:
+            UnknownNameError: The name is in no row.
+        """
+        try:
+            return self.rows[name]
+        except KeyError:
+            raise UnknownNameError(self.kind, name, self.rows) from None
+
+    def load(self, name: str) -> Any:
+        """Import and return what a name stands for.
+
+        Raises:
+            UnknownNameError: The name is in no row.
+            UserError: The row's module cannot be imported or lacks the attribute.
+        """
+        return load_attribute(self.location(name), what=f"{self.kind} {name!r}")
+
+
+def load_attribute(location: str, *, what: str) -> Any:
+    """Import ``module:attribute`` and return the attribute.
+
+    Args:
+        location: Where it lives, such as ``torch.optim:SGD``.
+        what: What it is, for the message of an error.
+
+    Raises:
+        UserError: The module cannot be imported or lacks the attribute.
+    """
+    module_name, _, attribute = location.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(
+            f"{what}: cannot import {module_name!r}: {error}",
+            hint="install the package it comes from, or correct the name",
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise UserError(f"{what}: module {module_name!r} has no {attribute!r}") from None
+
+
+FRAMEWORKS = Registry(
+    kind="framework",
+    group="horovod_train.frameworks",
+    builtin={"torch": "horovod_train.frameworks.torch.framework:TorchFramework"},
+)
+
+LAUNCHERS = Registry(
+    kind="launcher",
+    group="horovod_train.launchers",
+    builtin={
+        "local": "horovod_train.launch.local:LocalLauncher",
+        "horovodrun": "horovod_train.launch.horovodrun:HorovodrunLauncher",
+    },
+)
+
+OPTIMIZERS = Registry(
+    kind="optimizer",
+    group="horovod_train.optimizers",
+    builtin={
+        "sgd": "torch.optim:SGD",
+        "adam": "torch.optim:Adam",
+        "adamw": "torch.optim:AdamW",
+        "lars": "pytorch_optimizer:LARS",
+        "lamb": "pytorch_optimizer:Lamb",
+    },
+)
+
+TASKS = Registry(
+    kind="task",
+    group="horovod_train.tasks",
+    builtin={"digits": "horovod_train.tasks.digits:Digits"},
+)

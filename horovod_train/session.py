@@ -1,0 +1,357 @@
+"""The parts of the trainer, for people who keep their own PyTorch loop.
+
+    import horovod_train as ht
+
+    with ht.init() as session:
+        replica = session.prepare(model, optimizer)
+        loader = session.loader(dataset, batch_size=32)
+        policy = session.learning_rate(loader, epochs=10, base_lr=0.1, reference_batch_size=32)
+        for epoch in range(10):
+            for step in loader.epoch(epoch, replica):
+                for images, labels in step:
+                    step.backward(functional.cross_entropy(model(images), labels))
+                step.finish(lr=policy.at(loader.epochs_passed))
+
+The same script trains alone (``python train.py``) and on many ranks
+(``horovodrun -np 4 python train.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from time import strftime, time
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+
+from horovod_train.checkpoint.arrays import dump_state, parse_state
+from horovod_train.checkpoint.manager import CheckpointManager
+from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, LearningRate, Train
+from horovod_train.data.shard import StepShare, share_of_step, split_evenly
+from horovod_train.engine.base import World, broadcast_json, mean_over_ranks
+from horovod_train.frameworks.base import StepClock, StepOutcome
+from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
+from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.state import load_rng_state, rng_state
+from horovod_train.frameworks.torch.world import connect
+from horovod_train.health.sync import check_in_sync
+from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.telemetry.exporter import Exporter
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.plan import plan_epoch
+from horovod_train.training.progress import DataOrder, Progress
+
+
+def init(name: str = "job", *, device: Literal["auto", "cpu", "cuda"] = "auto", seed: int = 0) -> Session:
+    """Join the ranks this process was started with; a world of one when it was started alone.
+
+    Args:
+        name: Name of the job, a label of its metrics.
+        device: Where the model will live; auto: the rank's own GPU when there is one.
+        seed: Seeds this rank's generators; equal on all ranks, so that models start equal.
+
+    Raises:
+        EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
+    """
+    job = Job(name=name, task="own:Loop", train=Train(device=device, seed=seed))
+    return Session(job, connect(job))
+
+
+class Session:
+    """One rank's place in the world, and the parts it trains with."""
+
+    def __init__(self, job: Job, world: World) -> None:
+        self._job = job
+        self._stack = ExitStack()
+        self.world = world
+        self._stack.callback(world.close)
+        self.device = choose_device(job, world)
+        seed_generators(job.train.seed, 0, 0)
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Finish writing checkpoints, stop serving metrics, leave the world. Safe to call twice."""
+        self._stack.close()
+
+    def prepare(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        precision: Literal["fp32", "bf16", "fp16"] = "fp32",
+        clip_grad_norm: float | None = None,
+        bucket_size_mib: float = 8.0,
+        wire_dtype: Literal["fp32", "fp16"] = "fp32",
+    ) -> TorchReplica:
+        """Return the replica of a model: rank 0's weights on every rank, gradients kept equal.
+
+        Args:
+            model: On ``session.device``.
+            optimizer: Over its parameters. Its learning rate is set in each step.
+            precision: Of the forward pass, inside ``replica.autocast()``.
+            clip_grad_norm: Largest L2 norm of the global gradient; None: no clipping.
+            bucket_size_mib: Gradients travel in pieces of about this size.
+            wire_dtype: Their type on the way.
+        """
+        train = self._job.train.model_copy(update={"precision": precision, "clip_grad_norm": clip_grad_norm})
+        allreduce = Allreduce(bucket_size_mib=bucket_size_mib, wire_dtype=wire_dtype)
+        replica = TorchReplica(
+            model=model,
+            optimizer=optimizer,
+            gradients=make_gradients(allreduce, model.parameters(), self.world),
+            world=self.world,
+            train=train,
+        )
+        replica.broadcast()
+        check_in_sync(self.world, replica.state(copy=False), "at the start")
+        # From here on, what is random (dropout) is the rank's own.
+        seed_generators(train.seed, self.rank + 1, 0)
+        return replica
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        accumulation_steps: int = 1,
+        shuffle: bool = True,
+        num_workers: int = 0,
+    ) -> ShardedLoader:
+        """Return a loader that shares a dataset exactly: every sample once per epoch.
+
+        Args:
+            dataset: Anything with ``__len__`` and ``__getitem__``.
+            batch_size: Samples per rank and micro-batch.
+            accumulation_steps: Micro-batches per step.
+            shuffle: A new order each epoch.
+            num_workers: Loader processes of this rank.
+        """
+        seed = self._job.train.seed
+        reader = TorchReader(dataset, Data(num_workers=num_workers), seed, self.device)
+        progress = Progress(DataOrder(len(reader), seed, shuffle))
+        return ShardedLoader(self.world, reader, progress, batch_size, accumulation_steps)
+
+    def learning_rate(self, loader: ShardedLoader, *, epochs: float, **lr: Any) -> LearningRatePolicy:
+        """Return the learning-rate policy for a loader's global batch.
+
+        Args:
+            loader: Gives the global batch.
+            epochs: Length of the whole training.
+            lr: Fields of the job description's ``lr`` section, such as ``base_lr=0.1``.
+        """
+        return LearningRatePolicy(LearningRate(**lr), loader.global_batch_size, epochs)
+
+    def eval_batches(self, dataset: Any, *, batch_size: int) -> Iterator[Any]:
+        """Yield this rank's batches of a dataset, in order: every sample on exactly one rank."""
+        reader = TorchReader(dataset, Data(), self._job.train.seed, self.device)
+        start, stop = split_evenly(len(reader), self.rank, self.size)
+        if stop > start:
+            share = share_of_step(start, stop - start, batch_size, 0, 1)
+            yield from reader.read(0, np.arange(len(reader)), share.micro_batches)
+
+    def mean(self, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+        """Return exact means over all ranks, from each rank's sums and counts."""
+        return mean_over_ranks(self.world, sums)
+
+    def metrics(self, *, port: int = 9400, host: str = "127.0.0.1") -> SessionMetrics:
+        """Serve this rank's Prometheus metrics on ``port + local_rank``; a port in use moves on."""
+        run = broadcast_json(self.world, strftime("%Y%m%d-%H%M%S"))
+        recorder = Recorder(self._job.name, run, self.world, self.world.size)
+        exporter = Exporter(recorder.registry, host, port + self.world.local_rank)
+        self._stack.callback(exporter.close)
+        return SessionMetrics(recorder, exporter.address)
+
+    def checkpoints(
+        self, directory: str | Path, replica: TorchReplica, loader: ShardedLoader, *, keep_last: int = 3
+    ) -> SessionCheckpoints:
+        """Return what saves and resumes a replica and its place in the data.
+
+        Args:
+            directory: Folder that every rank can read.
+            replica: What is saved.
+            loader: Its place in the data is saved too.
+            keep_last: How many of the newest are kept.
+        """
+        manager = CheckpointManager(
+            Path(directory).resolve(),
+            Checkpoint(keep_last=keep_last),
+            self.world,
+            self._job.model_dump(mode="json"),
+        )
+        self._stack.callback(manager.close)
+        return SessionCheckpoints(self.world, manager, replica, loader)
+
+
+class Step:
+    """One optimizer step: iterate over it for this rank's micro-batches, then ``finish`` it.
+
+    There may be no micro-batch, when an epoch's last step has fewer samples than there are ranks;
+    the rank still takes part.
+    """
+
+    def __init__(
+        self, share: StepShare, batches: Iterator[Any], replica: TorchReplica, progress: Progress
+    ) -> None:
+        self.share = share
+        self.clock = StepClock()
+        self._batches = batches
+        self._replica = replica
+        self._progress = progress
+        self._at = -1
+        replica.begin()
+
+    def __iter__(self) -> Iterator[Any]:
+        for self._at in range(len(self.share.micro_batches)):
+            batch = next(self._batches)
+            self.clock.lap("data")
+            yield batch
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of the current micro-batch, given its mean loss, shape []."""
+        self.clock.lap("forward")
+        micro_batches = self.share.micro_batches
+        is_last = self._at == len(micro_batches) - 1
+        self._replica.backward(loss, micro_batches[self._at].share, is_last=is_last)
+        self.clock.lap("backward")
+
+    def finish(self, lr: float, *, want_norm: bool = False) -> StepOutcome:
+        """Wait for the other ranks' gradients and update the weights.
+
+        Raises:
+            PeerError: Another rank was lost.
+        """
+        outcome = self._replica.finish(self.clock, lr, want_norm=want_norm)
+        self._progress.advance(self.share.num_samples)
+        if self._progress.cursor == self._progress.order.num_samples:
+            self._progress.finish_epoch()
+        return outcome
+
+
+@dataclass
+class ShardedLoader:
+    """Shares a dataset between ranks; knows its place, and so can go on after a resume."""
+
+    _world: World
+    _reader: TorchReader
+    progress: Progress
+    batch_size: int
+    accumulation_steps: int
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step, over all ranks."""
+        return self.batch_size * self.accumulation_steps * self._world.size
+
+    @property
+    def epochs_passed(self) -> float:
+        """Epochs with the fraction of the current one, before the step that is being made."""
+        return self.progress.epochs_passed
+
+    def epoch(self, epoch: int, replica: TorchReplica) -> Iterator[Step]:
+        """Yield the steps an epoch still has: all of them, or after a resume the rest.
+
+        An epoch that is complete already yields nothing.
+        """
+        if epoch < self.progress.epoch:
+            return
+        if epoch > self.progress.epoch:
+            self.progress.epoch, self.progress.cursor = epoch, 0
+        shares, batches = plan_epoch(
+            self._world,
+            self._reader,
+            self.progress,
+            batch_size_per_rank=self.batch_size,
+            accumulation_steps=self.accumulation_steps,
+        )
+        for share in shares:
+            yield Step(share, batches, replica, self.progress)
+
+
+@dataclass(frozen=True)
+class SessionMetrics:
+    """Records steps as Prometheus metrics; ``address`` says where they are served, None: nowhere."""
+
+    _recorder: Recorder
+    address: str | None
+
+    def record(self, step: Step, outcome: StepOutcome, lr: float, epochs: float) -> None:
+        """Record one step."""
+        self._recorder.record_step(
+            phase_seconds=outcome.clock.seconds,
+            num_samples=sum(map(len, step.share.micro_batches)),
+            epochs=epochs,
+            loss=outcome.loss,
+            local_loss=outcome.local_loss,
+            lr=lr,
+            grad_norm=outcome.grad_norm,
+            bytes_reduced=outcome.bytes_reduced,
+            is_finite=outcome.is_finite,
+        )
+
+
+@dataclass
+class SessionCheckpoints:
+    """Saves and resumes a replica and its place in the data."""
+
+    _world: World
+    _manager: CheckpointManager
+    _replica: TorchReplica
+    _loader: ShardedLoader
+
+    def save(self, metrics: Mapping[str, float] | None = None, *, wait: bool = False) -> None:
+        """Save, between two steps; every rank calls it. Writes in the background unless ``wait``."""
+        self._replica.sync_buffers()
+        progress = self._loader.progress
+        self._manager.save(
+            progress.step,
+            take_state=lambda copy: self._replica.state(copy=copy),
+            rng=dump_state(*rng_state()),
+            progress=progress.to_json(),
+            summary={
+                "epochs": progress.epochs_passed,
+                "metrics": dict(metrics or {}),
+                "unix_time_s": time(),
+            },
+            wait=wait,
+        )
+
+    def resume(self) -> bool:
+        """Go on from the newest valid checkpoint; False when there is none.
+
+        Afterwards ``loader.progress.epoch`` is the epoch to go on with.
+        """
+        resumed = self._manager.latest()
+        if resumed is None:
+            return False
+        self._loader.progress.take_over(resumed.progress)
+        self._replica.load_state(resumed.state)
+        if resumed.rng is not None:
+            load_rng_state(*parse_state(resumed.rng))
+        check_in_sync(self._world, self._replica.state(copy=False), "after the resume")
+        return True

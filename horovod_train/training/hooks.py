@@ -1,0 +1,176 @@
+"""What happens around the loop: metrics, checkpoints, checks, progress."""
+
+from __future__ import annotations
+
+from collections import deque
+from time import monotonic, time
+
+from horovod_train.checkpoint.arrays import dump_state
+from horovod_train.checkpoint.manager import CheckpointManager
+from horovod_train.events import Reporter
+from horovod_train.frameworks.base import Framework
+from horovod_train.health.sync import check_in_sync
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.run import Run, StepReport
+
+
+class Hook:
+    """Does nothing; others override what they need."""
+
+    def on_start(self, run: Run) -> None:
+        """Training begins."""
+
+    def on_step(self, run: Run, report: StepReport) -> None:
+        """An optimizer step was made."""
+
+    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
+        """An epoch is complete."""
+
+    def on_end(self, run: Run) -> None:
+        """Training is complete."""
+
+
+class RecordMetrics(Hook):
+    """Keeps the rank's Prometheus metrics."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def on_step(self, run: Run, report: StepReport) -> None:
+        """Record the step."""
+        outcome = report.outcome
+        self._recorder.record_step(
+            phase_seconds=outcome.clock.seconds,
+            num_samples=report.num_local_samples,
+            epochs=run.progress.epochs_passed,
+            loss=outcome.loss,
+            local_loss=outcome.local_loss,
+            lr=report.lr,
+            grad_norm=outcome.grad_norm,
+            bytes_reduced=outcome.bytes_reduced,
+            is_finite=outcome.is_finite,
+        )
+
+    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
+        """Record the evaluation."""
+        if evaluated:
+            self._recorder.record_evaluation(run.progress.metrics)
+
+
+class CheckInSync(Hook):
+    """Compares the whole state between ranks at start, resume, end, and every so many steps."""
+
+    def on_start(self, run: Run) -> None:
+        """Compare before the first step."""
+        self._check(run, "before the first step")
+
+    def on_step(self, run: Run, report: StepReport) -> None:
+        """Compare when it is due."""
+        every = run.job.health.sync_check_every_steps
+        if every and run.progress.step % every == 0:
+            self._check(run, f"after step {run.progress.step}")
+
+    def on_end(self, run: Run) -> None:
+        """Compare what will be kept."""
+        self._check(run, "at the end")
+
+    def _check(self, run: Run, when: str) -> None:
+        if run.world.size > 1:
+            run.replica.sync_buffers()
+            check_in_sync(run.world, run.replica.state(copy=False), when)
+
+
+class SaveCheckpoints(Hook):
+    """Saves when the job says so, and at the end."""
+
+    def __init__(self, manager: CheckpointManager, framework: Framework) -> None:
+        self._manager = manager
+        self._framework = framework
+
+    def on_step(self, run: Run, report: StepReport) -> None:
+        """Save when steps say so."""
+        every = run.job.checkpoint.every_steps
+        if every and run.progress.step % every == 0:
+            self._save(run)
+
+    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
+        """Save when epochs say so."""
+        every = run.job.checkpoint.every_epochs
+        if every and run.progress.epoch % every == 0 and not run.is_done:
+            self._save(run)
+
+    def on_end(self, run: Run) -> None:
+        """Save the result."""
+        self._save(run, wait=True)
+
+    def _save(self, run: Run, *, wait: bool = False) -> None:
+        run.replica.sync_buffers()
+        progress = run.progress
+        self._manager.save(
+            progress.step,
+            take_state=lambda copy: run.replica.state(copy=copy),
+            rng=dump_state(*self._framework.rng_state()),
+            progress=progress.to_json(),
+            summary={
+                "epochs": progress.epochs_passed,
+                "metrics": progress.metrics,
+                "unix_time_s": time(),
+            },
+            wait=wait,
+        )
+
+
+class ReportProgress(Hook):
+    """Tells a person how far it is; on rank 0 only."""
+
+    WINDOW_S = 10.0
+
+    def __init__(self, reporter: Reporter, interval_s: float) -> None:
+        self._reporter = reporter
+        self._interval_s = interval_s
+        self._next = 0.0
+        self._recent: deque[tuple[float, int]] = deque()
+        self._samples = 0
+        self._num_steps = 0
+
+    def on_start(self, run: Run) -> None:
+        """Begin to count."""
+        self._num_steps = run.planned_steps()
+        self._recent.append((monotonic(), 0))
+
+    def on_step(self, run: Run, report: StepReport) -> None:
+        """Report when the interval has passed."""
+        self._samples += report.share.num_samples
+        now = monotonic()
+        if now < self._next or run.world.rank != 0:
+            return
+        self._next = now + self._interval_s
+        self._recent.append((now, self._samples))
+        while len(self._recent) > 2 and now - self._recent[0][0] > self.WINDOW_S:
+            self._recent.popleft()
+        since, before = self._recent[0]
+        samples_per_s = (self._samples - before) / max(1e-9, now - since)
+        samples_left = (self._num_steps - run.progress.step) * run.global_batch_size
+        self._reporter.emit(
+            "progress",
+            step=run.progress.step,
+            num_steps=self._num_steps,
+            epoch=min(int(run.progress.epochs_passed), run.job.train.epochs - 1),
+            num_epochs=run.job.train.epochs,
+            loss=report.outcome.loss,
+            lr=report.lr,
+            samples_per_s=samples_per_s,
+            eta_s=samples_left / max(1e-9, samples_per_s),
+        )
+
+    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
+        """Report the evaluation."""
+        if evaluated and run.world.rank == 0:
+            metrics = run.progress.metrics
+            self._reporter.emit("evaluation", epoch=run.progress.epoch, metrics=metrics)
+            if run.progress.stopped_early:
+                rule = run.job.evaluation.early_stopping
+                assert rule is not None
+                text = f"stopping early: {rule.metric} did not improve in {rule.patience} evaluations"
+                self._reporter.emit("notice", text=text)
+

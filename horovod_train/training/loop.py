@@ -1,0 +1,109 @@
+"""The training loop: epochs, steps, evaluation."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from horovod_train.data.shard import share_of_step, split_evenly
+from horovod_train.engine.base import any_rank, mean_over_ranks
+from horovod_train.errors import UserError
+from horovod_train.training.plan import plan_epoch
+from horovod_train.training.run import Run, StepReport
+
+
+def train(run: Run) -> None:
+    """Train until the job is done; from where ``run.progress`` stands.
+
+    Every rank makes the same steps in the same order, because everything that decides (progress,
+    losses, metrics) is equal on all of them.
+    """
+    for hook in run.hooks:
+        hook.on_start(run)
+    while not run.is_done:
+        train_epoch(run)
+        if run.reached_max_steps and run.progress.cursor < len(run.train_reader):
+            break
+        run.progress.finish_epoch()
+        evaluated = is_evaluation_due(run)
+        if evaluated:
+            run.progress.metrics = evaluate(run)
+            consider_stopping(run)
+        for hook in run.hooks:
+            hook.on_epoch(run, evaluated=evaluated)
+    if not run.progress.metrics and run.eval_reader is not None:
+        run.progress.metrics = evaluate(run)
+    for hook in run.hooks:
+        hook.on_end(run)
+
+
+def train_epoch(run: Run) -> None:
+    """Make the steps that the current epoch still has."""
+    progress, every = run.progress, run.job.metrics.grad_norm_every_steps
+    shares, batches = plan_epoch(
+        run.world,
+        run.train_reader,
+        progress,
+        batch_size_per_rank=run.job.train.batch_size_per_rank,
+        accumulation_steps=run.job.train.accumulation_steps,
+    )
+    for share in shares:
+        if run.reached_max_steps:
+            return
+        lr = run.policy.at(progress.epochs_passed)
+        outcome = run.replica.step(share, batches, lr, want_norm=progress.step % every == 0)
+        progress.advance(share.num_samples)
+        run.guard.check(
+            progress.step,
+            is_finite=outcome.is_finite,
+            loss=outcome.loss,
+            local_loss=outcome.local_loss,
+        )
+        report = StepReport(share, outcome, lr)
+        for hook in run.hooks:
+            hook.on_step(run, report)
+
+
+def is_evaluation_due(run: Run) -> bool:
+    """Whether the epoch that just ended is followed by an evaluation."""
+    if run.eval_reader is None:
+        return False
+    return run.is_done or run.progress.epoch % run.job.evaluation.every_epochs == 0
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """Return each metric over all samples of the evaluation data: the same on every rank.
+
+    Each sample is read by exactly one rank, and what ranks add up are sums and counts, so no
+    padding and no unequal batch can bend the result.
+    """
+    assert run.eval_reader is not None
+    run.replica.sync_buffers()
+    num_samples = len(run.eval_reader)
+    batch_size = run.job.evaluation.batch_size_per_rank or run.job.train.batch_size_per_rank
+    start, stop = split_evenly(num_samples, run.world.rank, run.world.size)
+    mine = share_of_step(start, stop - start, batch_size, 0, 1) if stop > start else None
+    batches = run.eval_reader.read(0, np.arange(num_samples), mine.micro_batches if mine else ())
+    return mean_over_ranks(run.world, run.replica.evaluate(batches))
+
+
+def consider_stopping(run: Run) -> None:
+    """Stop early on all ranks when the metric has not improved for long enough.
+
+    Raises:
+        UserError: The evaluation gives no such metric.
+    """
+    rule, progress = run.job.evaluation.early_stopping, run.progress
+    if rule is None:
+        return
+    if rule.metric not in progress.metrics:
+        raise UserError(
+            f"evaluation.early_stopping.metric: there is no {rule.metric!r}; "
+            f"the evaluation gives {', '.join(sorted(progress.metrics)) or 'nothing'}"
+        )
+    sign = 1 if rule.mode == "max" else -1
+    value, best = sign * progress.metrics[rule.metric], progress.best_metric
+    if best is None or value > best + rule.min_delta:
+        progress.best_metric, progress.num_without_improvement = value, 0
+    else:
+        progress.num_without_improvement += 1
+    progress.stopped_early = any_rank(run.world, progress.num_without_improvement >= rule.patience)

