@@ -18,7 +18,9 @@ MARK = "@horovod-train "
 # Launchers put a tag before each piece of output: "[1,0]<stdout>:" (mpirun), "[0]<stdout>:" (Gloo).
 TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")
 
-Kind = Literal["started", "targets", "progress", "evaluation", "checkpoint", "resumed", "notice", "summary", "failure"]
+Kind = Literal[
+    "started", "targets", "progress", "evaluation", "checkpoint", "resumed", "notice", "summary", "failure"
+]
 
 
 @dataclass(frozen=True)

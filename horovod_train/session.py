@@ -32,7 +32,7 @@ import torch
 from horovod_train.checkpoint.arrays import dump_state, parse_state
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, LearningRate, Train
-from horovod_train.data.shard import StepShare, share_of_step, split_evenly
+from horovod_train.data.shard import StepShare, eval_micro_batches
 from horovod_train.engine.base import World, broadcast_json, mean_over_ranks
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
@@ -170,10 +170,8 @@ class Session:
     def eval_batches(self, dataset: Any, *, batch_size: int) -> Iterator[Any]:
         """Yield this rank's batches of a dataset, in order: every sample on exactly one rank."""
         reader = TorchReader(dataset, Data(), self._job.train.seed, self.device)
-        start, stop = split_evenly(len(reader), self.rank, self.size)
-        if stop > start:
-            share = share_of_step(start, stop - start, batch_size, 0, 1)
-            yield from reader.read(0, np.arange(len(reader)), share.micro_batches)
+        mine = eval_micro_batches(len(reader), batch_size, self.rank, self.size)
+        yield from reader.read(0, np.arange(len(reader)), mine)
 
     def mean(self, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
         """Return exact means over all ranks, from each rank's sums and counts."""

@@ -1,6 +1,6 @@
 """One rank, from a resolved job to an exit code: the one file that knows the whole process side.
 
-    read the job -> join the world -> check it -> make the replica -> resume -> train -> summary
+read the job -> join the world -> check it -> make the replica -> resume -> train -> summary
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, strftime
-from typing import Any
 
 from horovod_train.checkpoint.arrays import parse_state
 from horovod_train.checkpoint.manager import CheckpointManager, WriteReport
@@ -282,5 +280,3 @@ def _log_to(reporter: Reporter) -> None:
     logger = logging.getLogger("horovod_train")
     logger.addHandler(_ToReporter(reporter))
     logger.propagate = False
-
-

@@ -171,9 +171,7 @@ class CheckpointManager:
         progress: Mapping[str, Any],
         summary: Mapping[str, Any],
     ) -> store.Content:
-        rng = {
-            f"rank.{rank}": ArrayBlob("uint8", (len(data),), data) for rank, data in enumerate(generators)
-        }
+        rng = {f"rank.{rank}": ArrayBlob("uint8", (len(data),), data) for rank, data in enumerate(generators)}
         return store.Content(
             arrays={"model": state.model, "optimizer": state.optimizer, "rng": rng},
             documents={
@@ -296,4 +294,3 @@ class CheckpointManager:
         problem = broadcast_json(self._world, problem)
         if problem:
             raise OperationalError(problem, hint="wait for it, or give this job another name")
-

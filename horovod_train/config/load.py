@@ -57,9 +57,7 @@ def _mapping_without_doubles(loader: _YamlLoader, node: yaml.MappingNode) -> Tre
 _YamlLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_doubles)
 
 
-def load_job(
-    path: Path, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None
-) -> Job:
+def load_job(path: Path, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> Job:
     """Read and check a job description.
 
     Args:

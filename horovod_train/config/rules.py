@@ -73,7 +73,9 @@ def decay_has_its_fields(job: Job) -> Iterator[Problem]:
         )
     milestones = job.lr.milestones_epochs
     if job.lr.decay == "step" and not milestones:
-        yield Problem("lr.milestones_epochs", "[]", "decay: step needs at least one milestone", "such as [30, 60]")
+        yield Problem(
+            "lr.milestones_epochs", "[]", "decay: step needs at least one milestone", "such as [30, 60]"
+        )
     if milestones != sorted(set(milestones)):
         yield Problem("lr.milestones_epochs", str(milestones), "must be strictly increasing")
 

@@ -28,7 +28,9 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,
 ImportPath = Annotated[str, StringConstraints(pattern=r"^[\w./\\~ -]+:[A-Za-z_]\w*$")]
 """``package.module:Name`` or ``path/to/file.py:Name``."""
 
-HostSlots = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?:[1-9]\d{0,4}$")]
+HostSlots = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?:[1-9]\d{0,4}$")
+]
 """``host:slots``, such as ``node01:8``."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]

@@ -80,17 +80,24 @@ def split_evenly(num_samples: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def share_of_step(
-    cursor: int, num_samples: int, batch_size: int, rank: int, size: int
+    cursor: int, num_samples: int, *, batch_size: int, accumulation_steps: int, rank: int, size: int
 ) -> StepShare:
-    """Return a rank's part of the step that starts at a cursor and takes ``num_samples``."""
-    start, stop = split_evenly(num_samples, rank, size)
+    """Return a rank's part of the step that starts at a cursor and takes ``num_samples``.
+
+    A short step is split over fewer ranks rather than into single samples, and a rank's piece into
+    micro-batches of almost equal length: batch normalization cannot train on a lone sample. Only a
+    step of one sample has a micro-batch of one (or of course a batch size of one).
+    """
+    num_needed = -(-num_samples // (batch_size * accumulation_steps))
+    num_busy = min(size, max(num_needed, num_samples // 2, 1))
+    if rank >= num_busy:
+        return StepShare(cursor, num_samples, ())
+    start, stop = split_evenly(num_samples, rank, num_busy)
+    num_micro_batches = -(-(stop - start) // batch_size)
+    pieces = [split_evenly(stop - start, at, num_micro_batches) for at in range(num_micro_batches)]
     micro_batches = tuple(
-        MicroBatch(
-            start=cursor + at,
-            stop=cursor + min(at + batch_size, stop),
-            share=(min(at + batch_size, stop) - at) / num_samples,
-        )
-        for at in range(start, stop, batch_size)
+        MicroBatch(cursor + start + first, cursor + start + last, share=(last - first) / num_samples)
+        for first, last in pieces
     )
     return StepShare(cursor, num_samples, micro_batches)
 
@@ -112,7 +119,14 @@ def steps_of_epoch(
     global_batch = batch_size_per_rank * accumulation_steps * size
     while cursor < num_samples:
         taken = min(global_batch, num_samples - cursor)
-        yield share_of_step(cursor, taken, batch_size_per_rank, rank, size)
+        yield share_of_step(
+            cursor,
+            taken,
+            batch_size=batch_size_per_rank,
+            accumulation_steps=accumulation_steps,
+            rank=rank,
+            size=size,
+        )
         cursor += taken
 
 
@@ -123,3 +137,11 @@ def num_steps(num_samples: int, cursor: int, global_batch_size: int) -> int:
     (4, 1, 0)
     """
     return -(-(num_samples - cursor) // global_batch_size)
+
+
+def eval_micro_batches(num_samples: int, batch_size: int, rank: int, size: int) -> tuple[MicroBatch, ...]:
+    """Return what a rank reads to evaluate: every sample is read by exactly one rank."""
+    start, stop = split_evenly(num_samples, rank, size)
+    return tuple(
+        MicroBatch(at, min(at + batch_size, stop), share=0.0) for at in range(start, stop, batch_size)
+    )

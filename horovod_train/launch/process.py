@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -22,8 +23,21 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def execute(plan: LaunchPlan, on_line: Callable[[str], None]) -> int:
-    """Run a plan to its end and return its exit code; a signal that ended it counts as 128 + n.
+@dataclass(frozen=True)
+class Ended:
+    """How a plan ended.
+
+    Attributes:
+        code: Exit code of its command; 128 + n when signal n ended it.
+        stopped_by: The signal that this process got and passed on; None: it ended by itself.
+    """
+
+    code: int
+    stopped_by: int | None
+
+
+def execute(plan: LaunchPlan, on_line: Callable[[str], None]) -> Ended:
+    """Run a plan to its end.
 
     SIGINT and SIGTERM are passed on as SIGTERM, so that ranks can end well; after a grace of ten
     seconds, or when the command has ended, whatever is left of its processes is killed.
@@ -59,7 +73,7 @@ def execute(plan: LaunchPlan, on_line: Callable[[str], None]) -> int:
                 on_line(line.rstrip("\n"))
             code = process.wait()
         kill_descendants()
-    return 128 + received[0] if received else code if code >= 0 else 128 - code
+    return Ended(code if code >= 0 else 128 - code, received[0] if received else None)
 
 
 def kill_descendants() -> None:

@@ -14,9 +14,9 @@ from horovod_train.errors import LaunchError, describe_ranks
 from horovod_train.events import Event, parse_line
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.process import execute
-from horovod_train.registry import LAUNCHERS
+from horovod_train.launch.process import Ended, execute
 from horovod_train.launch.targets import write_targets
+from horovod_train.registry import LAUNCHERS
 
 TARGETS_FILE = "prometheus-targets.json"
 NUM_LAST_LINES = 20
@@ -38,9 +38,7 @@ def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
     )
     if job.checkpoint.dir is not None:
         folder = str(Path(job.checkpoint.dir).expanduser().resolve())
-        changed = changed.model_copy(
-            update={"checkpoint": job.checkpoint.model_copy(update={"dir": folder})}
-        )
+        changed = changed.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"dir": folder})})
     return LaunchRequest(changed, run_id or strftime("%Y%m%d-%H%M%S"), base / job.name)
 
 
@@ -62,10 +60,10 @@ def run_plan(request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> i
     with (request.run_dir / "run.log").open("w", encoding="utf-8") as log:
         watcher = Watcher(request, console, log)
         try:
-            code = execute(plan, watcher.see)
+            ended = execute(plan, watcher.see)
         finally:
             console.close()
-    return watcher.verdict(code)
+    return watcher.verdict(ended)
 
 
 @dataclass
@@ -106,22 +104,22 @@ class Watcher:
             self.has_summary |= event.kind == "summary"
             self.console.show(event)
 
-    def verdict(self, code: int) -> int:
+    def verdict(self, ended: Ended) -> int:
         """Return the exit code of the run; raise the one error that explains a failure.
 
         Raises:
             LaunchError: The ranks did not end well. Its exit code is that of the cause.
         """
-        if code > 128:
-            raise _with_code(LaunchError(f"stopped by signal {code - 128}"), code)
+        if ended.stopped_by is not None:
+            raise _with_code(LaunchError(f"stopped by signal {ended.stopped_by}"), 128 + ended.stopped_by)
         if self.causes:
             raise self._explain_causes()
-        if code == 0 and self.has_summary:
+        if ended.code == 0 and self.has_summary:
             return 0
         last = "\n".join(f"    {line}" for line in self._untagged)
         told = f"; {describe_ranks([e.rank for e in self.consequences])} noticed" if self.consequences else ""
         raise LaunchError(
-            f"the launcher ended with code {code} and no rank said why{told}"
+            f"the launcher ended with code {ended.code} and no rank said why{told}"
             + (f"; its last words:\n{last}" if last else ""),
             hint=f"a rank was killed, or the machine ran out of memory; see {self.log.name}",
         )

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
+
 class Digits:
     """1,797 images of 8 x 8 pixels, ten classes; every fifth image is kept for evaluation.
 
@@ -15,7 +16,7 @@ class Digits:
         width: Channels of the first layer.
     """
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 32) -> None:
         self.width = width
         data = load_digits()
         self._images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -50,9 +51,7 @@ class Digits:
         images, labels = batch
         return functional.cross_entropy(model(images), labels)
 
-    def metrics(
-        self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+    def metrics(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return loss and correctness of each sample."""
         images, labels = batch
         scores = model(images)

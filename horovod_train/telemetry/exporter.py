@@ -51,4 +51,3 @@ class Exporter:
         """Stop serving. Safe to call twice."""
         self._stop()
         self._stop = lambda: None
-

@@ -173,4 +173,3 @@ class ReportProgress(Hook):
                 assert rule is not None
                 text = f"stopping early: {rule.metric} did not improve in {rule.patience} evaluations"
                 self._reporter.emit("notice", text=text)
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from horovod_train.data.shard import share_of_step, split_evenly
+from horovod_train.data.shard import eval_micro_batches
 from horovod_train.engine.base import any_rank, mean_over_ranks
 from horovod_train.errors import UserError
 from horovod_train.training.plan import plan_epoch
@@ -80,9 +80,8 @@ def evaluate(run: Run) -> dict[str, float]:
     run.replica.sync_buffers()
     num_samples = len(run.eval_reader)
     batch_size = run.job.evaluation.batch_size_per_rank or run.job.train.batch_size_per_rank
-    start, stop = split_evenly(num_samples, run.world.rank, run.world.size)
-    mine = share_of_step(start, stop - start, batch_size, 0, 1) if stop > start else None
-    batches = run.eval_reader.read(0, np.arange(num_samples), mine.micro_batches if mine else ())
+    mine = eval_micro_batches(num_samples, batch_size, run.world.rank, run.world.size)
+    batches = run.eval_reader.read(0, np.arange(num_samples), mine)
     return mean_over_ranks(run.world, run.replica.evaluate(batches))
 
 

@@ -146,9 +146,7 @@ def _with_tuples(args: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in args.items()}
 
 
-def make_gradients(
-    allreduce: Allreduce, parameters: Iterable[torch.nn.Parameter], ranks: World
-) -> Gradients:
+def make_gradients(allreduce: Allreduce, parameters: Iterable[torch.nn.Parameter], ranks: World) -> Gradients:
     """Return what completes the gradients of a step in this world."""
     if not isinstance(ranks, world.HorovodWorld):
         return LocalGradients(parameters)

@@ -195,8 +195,10 @@ class GradientReducer:
         gradient = slot.parameter.grad
         if gradient is None:
             slot.packed.zero_()
+        elif gradient.is_sparse:
+            slot.packed.copy_(gradient.to_dense())
         elif gradient.data_ptr() != slot.packed.data_ptr():
-            slot.packed.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+            slot.packed.copy_(gradient)
 
     def _send(self, number: int) -> None:
         bucket = self.buckets[number]

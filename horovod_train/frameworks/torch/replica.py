@@ -51,7 +51,7 @@ class TorchReplica:
     ) -> None:
         self.task = task
         self.model = model
-        self.forward_model = forward_model or model
+        self.forward_model = model if forward_model is None else forward_model
         self.optimizer = optimizer
         self.gradients = gradients
         self._world = world
@@ -60,9 +60,7 @@ class TorchReplica:
         self._local_loss = torch.zeros((), device=self._device)
         self.scaler = torch.amp.GradScaler(self._device.type, enabled=train.precision == "fp16")
 
-    def step(
-        self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool
-    ) -> StepOutcome:
+    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
         """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
         assert self.task is not None
         clock = StepClock()

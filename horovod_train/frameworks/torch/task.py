@@ -1,13 +1,13 @@
 """What a user brings: any class with these methods. No base class is needed.
 
-    class MyTask:
-        def model(self): ...                   a torch.nn.Module
-        def train_data(self): ...              a dataset with __len__ and __getitem__
-        def loss(self, model, batch): ...      mean loss over the samples of a batch
+class MyTask:
+    def model(self): ...                   a torch.nn.Module
+    def train_data(self): ...              a dataset with __len__ and __getitem__
+    def loss(self, model, batch): ...      mean loss over the samples of a batch
 
-        def eval_data(self): ...               optional: data for evaluation
-        def metrics(self, model, batch): ...   optional: {name: one value per sample}
-        def param_groups(self, model): ...     optional: optimizer groups, each may have an lr_scale
+    def eval_data(self): ...               optional: data for evaluation
+    def metrics(self, model, batch): ...   optional: {name: one value per sample}
+    def param_groups(self, model): ...     optional: optimizer groups, each may have an lr_scale
 """
 
 from __future__ import annotations

@@ -1,0 +1,185 @@
+"""Whatever goes wrong on a rank ends the job with one readable error and the right exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, write_job
+
+pytestmark = pytest.mark.ranks
+TASKS = PROGRAMS / "tasks.py"
+
+
+def failing(folder: Path, how: str, rank: int, controller: str = "mpi", ranks: int = 2, **sections):
+    return write_job(
+        folder / "job.yaml",
+        task=f"{TASKS}:Failing",
+        task_args={"notes": str(folder), "how": how, "rank": rank},
+        run_dir=str(folder / "runs"),
+        train={"epochs": 5, "batch_size_per_rank": 4},
+        launch={"num_ranks": ranks, "controller": controller},
+        **sections,
+    )
+
+
+def test_an_error_in_the_task_on_one_rank_names_rank_host_and_cause_once(tmp_path, controller):
+    done = cli("run", str(failing(tmp_path, "raise", 1, controller)), cwd=tmp_path, check=False)
+
+    assert done.returncode == 1
+    assert f"rank 1 on {os.uname().nodename}: ValueError: label 11 is out of range" in done.stderr
+    assert (done.stdout + done.stderr).count("Traceback") == 1
+    assert 'raise ValueError("label 11 is out of range")' in done.stderr
+
+
+def test_the_same_error_on_all_ranks_is_told_once(tmp_path):
+    done = cli("run", str(failing(tmp_path, "in the constructor", -1)), cwd=tmp_path, check=False)
+
+    assert done.returncode == 1
+    assert "ValueError: no such data set" in done.stderr
+    assert (done.stdout + done.stderr).count("Traceback") == 1
+
+
+def test_a_loss_that_is_not_a_number_ends_with_code_3_and_names_the_rank(tmp_path, controller):
+    done = cli("run", str(failing(tmp_path, "nan", 1, controller)), cwd=tmp_path, check=False)
+
+    assert done.returncode == 3
+    assert "step 3: the loss is nan because of rank 1" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_loss_that_is_not_a_number_can_be_skipped(tmp_path):
+    path = failing(tmp_path, "nan", 1, health={"non_finite": "skip"})
+
+    done = cli("run", str(path), cwd=tmp_path)
+
+    assert "trained test" in done.stdout
+
+
+def test_ranks_that_drift_apart_are_noticed(tmp_path):
+    path = failing(tmp_path, "drift", 1, health={"sync_check_every_steps": 2})
+
+    done = cli("run", str(path), cwd=tmp_path, check=False)
+
+    assert done.returncode == 1
+    assert "ranks differ after step 4" in done.stderr
+    assert "first model.0.weight" in done.stderr
+
+
+def test_a_killed_rank_is_told_from_one_that_says_why(tmp_path, controller):
+    path = write_job(
+        tmp_path / "job.yaml",
+        task=f"{TASKS}:Noted",
+        task_args={"notes": str(tmp_path), "kill": "1:4"},
+        run_dir=str(tmp_path / "runs"),
+        train={"epochs": 5, "batch_size_per_rank": 4},
+        launch={"num_ranks": 2, "controller": controller},
+    )
+
+    done = cli("run", str(path), cwd=tmp_path, check=False)
+
+    assert done.returncode == 1
+    assert "no rank said why" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_task_without_its_methods_is_a_user_error(tmp_path):
+    (tmp_path / "mine.py").write_text("class Task:\n    def model(self): ...\n")
+    path = write_job(tmp_path / "job.yaml", task="mine.py:Task", launch={"num_ranks": 2})
+
+    done = cli("run", str(path), cwd=tmp_path, check=False)
+
+    assert done.returncode == 2
+    assert "lacks train_data(), loss()" in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stopped_run_leaves_no_process_behind(tmp_path, controller, ranks):
+    path = write_job(
+        tmp_path / "job.yaml",
+        task=f"{TASKS}:Noted",
+        task_args={"notes": str(tmp_path), "pause_s": 0.2},
+        run_dir=str(tmp_path / "runs"),
+        train={"epochs": 500, "batch_size_per_rank": 4},
+        launch={"num_ranks": ranks, "controller": controller},
+    )
+    process, workers = start_and_wait_for_ranks(tmp_path, path, ranks)
+
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+
+    assert process.returncode == 143
+    assert "stopped by signal 15" in errors
+    assert all_gone(workers)
+
+
+def test_a_run_killed_with_9_takes_its_ranks_along(tmp_path, controller):
+    path = write_job(
+        tmp_path / "job.yaml",
+        task=f"{TASKS}:Noted",
+        task_args={"notes": str(tmp_path), "pause_s": 0.2},
+        run_dir=str(tmp_path / "runs"),
+        train={"epochs": 500, "batch_size_per_rank": 4},
+        launch={"num_ranks": 2, "controller": controller},
+    )
+    process, workers = start_and_wait_for_ranks(tmp_path, path, 2)
+
+    process.kill()
+    process.communicate(timeout=30)
+
+    assert all_gone(workers)
+
+
+def start_and_wait_for_ranks(folder, path, ranks):
+    process = subprocess.Popen(
+        [str(BIN / "horovod-train"), "run", str(path)],
+        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(list(folder.glob("rank-*.txt"))) < ranks:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+def all_gone(processes) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    for process in alive:
+        process.kill()
+    return not alive
+
+
+class TestTheWorld:
+    """`horovodrun -np N horovod-train worker job.yaml`, typed by hand."""
+
+    def by_hand(self, folder, ranks, job, *flags):
+        return subprocess.run(
+            [str(BIN / "horovodrun"), *flags, "-np", str(ranks), str(BIN / "horovod-train"), "worker", str(job)],
+            cwd=folder, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+
+    def test_trains_as_run_does(self, tmp_path, controller):
+        path = failing(tmp_path, "not at all", 0)
+
+        done = self.by_hand(tmp_path, 2, path, f"--{controller}")
+
+        assert done.returncode == 0, done.stderr
+        assert "trained test: 5 epochs, 40 steps" in done.stdout
+
+    def test_is_refused_when_it_is_not_the_one_asked_for(self, tmp_path, controller):
+        done = self.by_hand(tmp_path, 3, failing(tmp_path, "not at all", 0), f"--{controller}")
+
+        assert done.returncode != 0
+        assert "the job asks for 2 ranks, but this world has 3" in done.stdout
+
+    def test_is_refused_when_the_worker_was_started_alone(self, tmp_path):
+        done = cli("worker", str(failing(tmp_path, "not at all", 0)), cwd=tmp_path, check=False)
+
+        assert done.returncode == 1
+        assert "the job asks for 2 ranks, but this world has 1" in done.stdout

@@ -1,0 +1,127 @@
+"""Killed and resumed is the same as never killed: bit for bit, and sample for sample."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support.launching import PROGRAMS, cli, write_job
+
+from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
+
+TASK = f"{PROGRAMS / 'tasks.py'}:Noted"
+NUM_SAMPLES = 60
+EPOCHS = 3
+pytestmark = pytest.mark.ranks
+
+
+def job(folder: Path, name: str, controller: str, ranks: int, kill: str = "", **train):
+    notes = folder / f"notes-{name}-{ranks}-{bool(kill)}"
+    notes.mkdir(exist_ok=True)
+    path = write_job(
+        folder / f"{name}.yaml",
+        name=name,
+        task=TASK,
+        task_args={"notes": str(notes), "kill": kill, "num_samples": NUM_SAMPLES},
+        run_dir=str(folder / "runs"),
+        train={"epochs": EPOCHS, "batch_size_per_rank": 4, **train},
+        optimizer={"name": "adamw", "args": {"weight_decay": 0.1}},
+        lr={"base_lr": 0.01, "reference_batch_size": 4, "warmup_epochs": 1, "decay": "cosine"},
+        data={"num_workers": 1},
+        checkpoint={"every_steps": 3, "every_epochs": None, "keep_last": 100},
+        launch={"num_ranks": ranks, "controller": controller},
+    )
+    return path, notes
+
+
+def newest(folder: Path, name: str) -> Path:
+    return list_checkpoints(folder / "runs" / name / "checkpoints")[0].path
+
+
+def arrays(path: Path):
+    content = read_checkpoint(path)
+    return {
+        f"{part}.{name}": bytes(blob.data)
+        for part in ("model", "optimizer")
+        for name, blob in content.arrays[part].items()
+    }
+
+
+def notes_by_call(notes: Path) -> list[list[list[int]]]:
+    """The samples of each call, for each process."""
+    return [
+        [[int(word) for word in line.split()] for line in file.read_text().splitlines()]
+        for file in sorted(notes.iterdir())
+    ]
+
+
+def test_killed_in_mid_epoch_and_resumed_is_bit_for_bit_the_undisturbed_run(tmp_path, controller):
+    whole, _ = job(tmp_path, "whole", controller, ranks=2)
+    cli("run", str(whole), cwd=tmp_path)
+    killed, _ = job(tmp_path, "killed", controller, ranks=2, kill="1:12")
+    stopped = cli("run", str(killed), cwd=tmp_path, check=False)
+    at_kill = read_manifest(newest(tmp_path, "killed")).step
+    resumed, _ = job(tmp_path, "killed", controller, ranks=2)
+
+    done = cli("run", str(resumed), cwd=tmp_path)
+
+    assert stopped.returncode == 1
+    assert at_kill in (6, 9), "the kill came in the second epoch, whose steps are 9 to 16"
+    assert f"resumed from step-{at_kill:012d}" in done.stdout
+    assert arrays(newest(tmp_path, "killed")) == arrays(newest(tmp_path, "whole"))
+
+
+@pytest.mark.parametrize("other", [1, 3])
+def test_resumed_on_another_number_of_ranks_uses_every_sample_exactly_once(tmp_path, other):
+    killed, first_notes = job(tmp_path, "job", "mpi", ranks=2, kill="0:12")
+    cli("run", str(killed), cwd=tmp_path, check=False)
+    path = newest(tmp_path, "job")
+    stands = read_checkpoint(path, only=["state"]).documents["state"]["progress"]
+    assert 0 < stands["cursor"] < NUM_SAMPLES, "the checkpoint stands in the middle of an epoch"
+    resumed, second_notes = job(tmp_path, "job", "mpi", ranks=other)
+
+    cli("run", str(resumed), cwd=tmp_path)
+
+    # What was trained after the checkpoint is lost with the killed process, and made again.
+    kept = [samples for calls in notes_by_call(first_notes) for samples in calls[: stands["step"]]]
+    again = [samples for calls in notes_by_call(second_notes) for samples in calls]
+    visits = Counter(sample for samples in [*kept, *again] for sample in samples)
+    assert visits == Counter(dict.fromkeys(range(NUM_SAMPLES), EPOCHS))
+
+
+def test_a_run_that_was_complete_is_not_trained_again(tmp_path):
+    path, notes = job(tmp_path, "job", "mpi", ranks=1)
+    cli("run", str(path), cwd=tmp_path)
+    before = notes_by_call(notes)
+
+    done = cli("run", str(path), cwd=tmp_path)
+
+    assert "resumed from" in done.stdout
+    assert notes_by_call(notes) == before
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(tmp_path):
+    found = []
+    for number, seed in enumerate((1, 1, 2)):
+        path, _ = job(tmp_path, f"seed-{number}", "mpi", ranks=3, seed=seed, deterministic=True)
+        cli("run", str(path), cwd=tmp_path)
+        found.append(arrays(newest(tmp_path, f"seed-{number}")))
+
+    assert found[0] == found[1]
+    assert found[0] != found[2]
+
+
+def test_a_damaged_newest_checkpoint_is_skipped_and_said_so(tmp_path):
+    path, _ = job(tmp_path, "job", "mpi", ranks=2)
+    cli("run", str(path), cwd=tmp_path)
+    last = newest(tmp_path, "job")
+    (last / "model.safetensors").write_bytes(b"damaged")
+
+    done = cli("run", str(path), "--set", "train.epochs=4", cwd=tmp_path)
+
+    assert f"skipping {last.name}" in done.stdout
+    assert "model.safetensors: has 7 bytes" in done.stdout
+    previous = f"step-{json.loads((last / 'manifest.json').read_text())['step'] - 3:012d}"
+    assert previous in done.stdout or "resumed from" in done.stdout

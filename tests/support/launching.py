@@ -1,0 +1,87 @@
+"""Start the product as a user would, in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+BIN = Path(sys.executable).parent
+PROGRAMS = Path(__file__).parent.parent / "programs"
+TIMEOUT_S = 180
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The environment of this environment's programs, without what this test run was started with."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD", "OMPI", "PMI", "BENCH"))}
+    return {
+        **kept,
+        "PATH": f"{BIN}{os.pathsep}{kept['PATH']}",
+        "OMP_NUM_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        **extra,
+    }
+
+
+def on_horovod(
+    num_ranks: int, controller: str, program: str, *arguments: str, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run one of ``tests/programs`` on real ranks under the real horovodrun."""
+    command = [
+        str(BIN / "horovodrun"), f"--{controller}", "-np", str(num_ranks),
+        sys.executable, str(PROGRAMS / program), *arguments,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    if check:
+        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def cli(*arguments: str, cwd: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run ``horovod-train``; with ``check``, it has to end well."""
+    done = subprocess.run(
+        [str(BIN / "horovod-train"), *arguments],
+        cwd=cwd,
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if check:
+        assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done
+
+
+def write_job(path: Path, **fields: Any) -> Path:
+    """Write a job description; metrics go to free ports unless the test says otherwise."""
+    job = {"name": "test", "metrics": {"port": free_port()}, **fields}
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def free_port() -> int:
+    """Return a port below the ephemeral range with a few free ones behind it."""
+    for port in range(21000 + os.getpid() % 997 * 8, 32000, 8):
+        try:
+            for offset in range(4):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port + offset))
+        except OSError:
+            continue
+        return port
+    raise RuntimeError("no free port")
+
+
+def results(folder: Path) -> list[Any]:
+    """Return what each rank of a program wrote to ``rank-<n>.json``, by rank."""
+    files = sorted(folder.glob("rank-*.json"), key=lambda file: int(file.stem.split("-")[1]))
+    return [json.loads(file.read_text()) for file in files]

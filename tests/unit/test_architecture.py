@@ -1,0 +1,148 @@
+"""The rooms of the package and who may import whom: the table of docs/architecture.md, held by this test."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "horovod_train"
+
+BASICS = {"errors", "registry"}
+ROOMS = {
+    # room: rooms of ours it may import
+    "errors": set(),
+    "registry": {"errors"},
+    "events": set(),
+    "config": BASICS,
+    "lr": BASICS | {"config"},
+    "data": BASICS | {"config"},
+    "engine": BASICS | {"config"},
+    "checkpoint": BASICS | {"config", "engine.base"},
+    "health": BASICS | {"config", "engine.base", "checkpoint.arrays"},
+    "telemetry": BASICS | {"config", "engine.base", "checkpoint.manager"},
+    "frameworks": BASICS
+    | {"config", "engine.base", "engine.environment", "data", "checkpoint.arrays", "checkpoint.tree"},
+    "training": BASICS
+    | {"config", "events", "lr", "data", "engine.base", "checkpoint", "telemetry", "health", "frameworks.base"},
+    "launch": BASICS | {"config", "events"},
+    "tasks": set(),
+    # Composition roots: the trainer's, and the library's.
+    "worker": BASICS
+    | {"config", "events", "lr", "data", "engine", "checkpoint", "telemetry", "health", "training"}
+    | {"frameworks.base"},
+    "session": BASICS
+    | {"config", "lr", "data", "engine", "checkpoint", "telemetry", "health", "training", "frameworks"},
+    "cli": None,  # anything
+    "__init__": None,
+    "__main__": {"cli"},
+}
+
+# Only these rooms may import these packages.
+OUTSIDE = {
+    "torch": {"frameworks", "session", "tasks"},
+    "horovod": {"frameworks"},
+    "click": {"cli"},
+    "rich": {"launch", "cli"},
+    "prometheus_client": {"telemetry"},
+    "pydantic": {"config"},
+    "mpi4py": set(),
+}
+
+# The control side starts ranks; it runs where no framework is installed.
+CONTROL_SIDE = ["horovod_train.launch.run", "horovod_train.cli.main", "horovod_train.config.load"]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Modules a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_file_imports_only_what_its_room_may(path):
+    room = room_of(path)
+    allowed = ROOMS[room]
+    if allowed is None:
+        return
+    ours = {name.removeprefix("horovod_train.") for name in imports(path) if name.startswith("horovod_train.")}
+    modules = {name for name in ours if (PACKAGE / name.replace(".", "/")).with_suffix(".py").exists()}
+    packages = {name for name in ours if (PACKAGE / name.replace(".", "/")).is_dir()}
+    wrong = {
+        name
+        for name in modules | packages
+        if not any((name + ".").startswith(prefix + ".") for prefix in allowed | {room})
+        and not any(prefix.startswith(name + ".") for prefix in allowed | {room})
+    }
+
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", OUTSIDE)
+def test_a_package_is_imported_only_by_the_rooms_it_belongs_to(package):
+    users = {
+        room_of(path) for path in FILES if any((n + ".").startswith(package + ".") for n in imports(path))
+    }
+
+    assert users <= OUTSIDE[package]
+
+
+def test_rooms_form_no_cycle():
+    edges = {room: {a.partition(".")[0] for a in (allowed or set())} - {room} for room, allowed in ROOMS.items()}
+    remaining = dict(edges)
+    while remaining:
+        leaves = {room for room, allowed in remaining.items() if not allowed & remaining.keys()}
+        assert leaves, f"a cycle among {sorted(remaining)}"
+        remaining = {room: allowed for room, allowed in remaining.items() if room not in leaves}
+
+
+@pytest.mark.parametrize("module", CONTROL_SIDE)
+def test_the_control_side_loads_no_framework(module):
+    code = (
+        f"import sys, {module}; "
+        "print([m for m in ('torch', 'horovod', 'tensorflow', 'mpi4py', 'numpy') if m in sys.modules])"
+    )
+
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert found.stdout.strip() == "[]"
+
+
+def test_help_loads_nothing_but_click():
+    code = (
+        "import sys; sys.argv = ['horovod-train', '--help']\n"
+        "from horovod_train.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('pydantic', 'yaml', 'rich', 'torch') if m in sys.modules])"
+    )
+
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert found.stdout.strip().splitlines()[-1] == "[]"
+
+
+def test_a_step_of_training_can_be_read_on_one_screen():
+    for file, names in {
+        "frameworks/torch/replica.py": ["step", "begin", "backward", "finish"],
+        "training/loop.py": ["train", "train_epoch"],
+    }.items():
+        tree = ast.parse((PACKAGE / file).read_text())
+        functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name in names]
+        assert len(functions) == len(names)
+        assert sum(n.end_lineno - n.lineno + 1 for n in functions) <= 100

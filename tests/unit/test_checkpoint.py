@@ -1,0 +1,312 @@
+"""Checkpoints are whole or absent, and never believed without a checksum."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from support.worlds import on_ranks
+
+from horovod_train.checkpoint import store
+from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState, dump_state, parse_state
+from horovod_train.checkpoint.inspect import as_float64, describe, describe_row, differences
+from horovod_train.checkpoint.manager import CheckpointManager
+from horovod_train.checkpoint.tree import pack_tree, unpack_tree
+from horovod_train.config.schema import Checkpoint
+from horovod_train.engine.base import SingleWorld
+from horovod_train.errors import CheckpointError, OperationalError
+
+FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "config.json"]
+PROGRESS = {"step": 0, "epoch": 0, "cursor": 0, "metrics": {}, "order": {"num_samples": 9, "seed": 0, "shuffle": True}}
+
+
+def blob(*values, dtype="float32"):
+    array = np.array(values, dtype=dtype)
+    return ArrayBlob(dtype, array.shape, array.tobytes())
+
+
+def state(value=1.0):
+    return ReplicaState(
+        model={"weight": blob(value, 2.0), "steps": blob(3, dtype="int64")},
+        optimizer={"state.0.momentum": blob(value * 10)},
+        optimizer_tree={"state": {"momentum": {"__array__": "state.0.momentum"}}},
+        scaler={},
+    )
+
+
+def manager(folder, world=None, **section):
+    return CheckpointManager(folder, Checkpoint(**section), world or SingleWorld(), {"name": "job"})
+
+
+def save(checkpoints, step, value=1.0, metrics=None):
+    checkpoints.save(
+        step,
+        take_state=lambda copy: state(value),
+        rng=b"generators",
+        progress={**PROGRESS, "step": step},
+        summary={"epochs": step / 10, "metrics": metrics or {}, "unix_time_s": 0.0},
+        wait=True,
+    )
+
+
+def names(folder):
+    return [checkpoint.step for checkpoint in store.list_checkpoints(folder)]
+
+
+class TestOneCheckpoint:
+    def test_comes_back_as_it_was(self, tmp_path):
+        with_manager = manager(tmp_path)
+        save(with_manager, 7)
+        with_manager.close()
+
+        again = manager(tmp_path)
+        resumed = again.latest()
+        again.close()
+
+        assert resumed.state == state()
+        assert resumed.progress["step"] == 7
+        assert resumed.rng == b"generators"
+
+    def test_is_read_by_the_safetensors_library(self, tmp_path):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 7)
+        checkpoints.close()
+
+        found = safetensors.numpy.load_file(tmp_path / "step-000000000007" / "model.safetensors")
+
+        assert found["weight"].tolist() == [1.0, 2.0]
+        assert found["steps"].tolist() == [3]
+
+    def test_gives_no_random_generators_to_another_world(self, tmp_path):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 7)
+        checkpoints.close()
+
+        def rank(world):
+            mine = manager(tmp_path, world)
+            resumed = mine.latest()
+            mine.close()
+            return resumed.rng, resumed.state.model
+
+        assert on_ranks(2, rank) == [(None, state().model)] * 2
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "empty", "grow"])
+class TestDamage:
+    def test_is_noticed_and_the_previous_checkpoint_is_used(self, tmp_path, file, damage, caplog):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 10, value=1.0)
+        save(checkpoints, 20, value=2.0)
+        checkpoints.close()
+        self.harm(tmp_path / "step-000000000020" / file, damage)
+
+        again = manager(tmp_path)
+        with caplog.at_level(logging.WARNING, "horovod_train"):
+            resumed = again.latest()
+        again.close()
+
+        assert resumed.name == "step-000000000010"
+        assert resumed.state == state(1.0)
+        assert "skipping step-000000000020" in caplog.text
+        assert (tmp_path / "damaged-1-step-000000000020").is_dir(), "nothing is thrown away"
+
+    def harm(self, path, damage):
+        content = bytearray(path.read_bytes())
+        if damage == "delete":
+            path.unlink()
+            return
+        if damage == "flip":
+            content[len(content) // 2] ^= 1
+        changed = {"truncate": content[:-1], "flip": content, "empty": b"", "grow": content + b"x"}[damage]
+        path.write_bytes(changed)
+
+
+def test_every_single_flipped_byte_of_a_manifest_is_noticed(tmp_path):
+    checkpoints = manager(tmp_path)
+    save(checkpoints, 1)
+    checkpoints.close()
+    folder = tmp_path / "step-000000000001"
+    original = (folder / "manifest.json").read_bytes()
+    blank = {ord(" "), ord("\n")}
+
+    for at in range(len(original)):
+        if original[at] in blank:
+            continue  # white space between tokens carries no meaning
+        flipped = bytearray(original)
+        flipped[at] ^= 4
+        (folder / "manifest.json").write_bytes(flipped)
+
+        assert store.verify(folder), f"byte {at} ({chr(original[at])!r}) flipped unnoticed"
+
+
+class TestManager:
+    def test_keeps_the_last_ones(self, tmp_path):
+        checkpoints = manager(tmp_path, keep_last=2)
+        for step in (1, 2, 3, 4):
+            save(checkpoints, step)
+        checkpoints.close()
+
+        assert names(tmp_path) == [4, 3]
+
+    @pytest.mark.parametrize(("mode", "best"), [("max", 2), ("min", 1)])
+    def test_keeps_the_best_one_too(self, tmp_path, mode, best):
+        checkpoints = manager(tmp_path, keep_last=1, best={"metric": "accuracy", "mode": mode})
+        for step, accuracy in ((1, 0.1), (2, 0.9), (3, 0.5), (4, 0.6)):
+            save(checkpoints, step, metrics={"accuracy": accuracy})
+        checkpoints.close()
+
+        assert names(tmp_path) == [4, best]
+
+    def test_never_prunes_new_ones_in_favour_of_damaged_newer_ones(self, tmp_path):
+        checkpoints = manager(tmp_path, keep_last=1)
+        save(checkpoints, 10)
+        checkpoints.close()
+        shutil.copytree(tmp_path / "step-000000000010", tmp_path / "step-000000000030")
+        (tmp_path / "step-000000000030" / "model.safetensors").write_bytes(b"")
+
+        again = manager(tmp_path, keep_last=1)
+        again.latest()
+        save(again, 20)
+        again.close()
+
+        assert names(tmp_path) == [20]
+
+    def test_starting_anew_keeps_what_is_there(self, tmp_path):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 100)
+        checkpoints.close()
+
+        anew = manager(tmp_path, resume="never")
+        assert anew.latest() is None
+        save(anew, 1)
+        anew.close()
+
+        assert names(tmp_path) == [1]
+        assert (tmp_path / "earlier-1-step-000000000100").is_dir()
+
+    def test_a_required_checkpoint_that_is_missing_is_an_error(self, tmp_path):
+        checkpoints = manager(tmp_path, resume="required")
+        with pytest.raises(CheckpointError, match="no valid checkpoint"):
+            checkpoints.latest()
+        checkpoints.close()
+
+    def test_what_a_crash_left_behind_is_swept_away_and_never_listed(self, tmp_path):
+        leftover = tmp_path / ".writing-step-000000000005-123"
+        leftover.mkdir()
+        (leftover / "model.safetensors").write_bytes(b"half")
+        assert names(tmp_path) == []
+
+        manager(tmp_path).close()
+
+        assert not leftover.exists()
+
+    def test_a_crash_between_two_renames_loses_nothing(self, tmp_path):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 5)
+        checkpoints.close()
+        (tmp_path / "step-000000000005").rename(tmp_path / ".replaced-step-000000000005")
+
+        manager(tmp_path).close()
+
+        assert names(tmp_path) == [5]
+
+    def test_two_runs_cannot_write_to_one_folder(self, tmp_path):
+        first = manager(tmp_path)
+        with pytest.raises(OperationalError, match="another run"):
+            manager(tmp_path)
+        first.close()
+        manager(tmp_path).close()
+
+    def test_a_full_disk_is_reported_and_training_goes_on_but_not_at_the_end(self, tmp_path, monkeypatch):
+        reports = []
+        checkpoints = CheckpointManager(
+            tmp_path, Checkpoint(background=True), SingleWorld(), {}, reports.append
+        )
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        arguments = {
+            "take_state": lambda copy: state(),
+            "rng": b"",
+            "summary": {"epochs": 1.0, "metrics": {}, "unix_time_s": 0.0},
+        }
+        checkpoints.save(1, progress={**PROGRESS, "step": 1}, **arguments)
+        with pytest.raises(CheckpointError, match="No space left"):
+            checkpoints.save(2, progress={**PROGRESS, "step": 2}, wait=True, **arguments)
+        checkpoints.close()
+
+        assert ["No space left" in report.error for report in reports] == [True, True]
+        assert list(tmp_path.glob("step-*")) == []
+        assert list(tmp_path.glob(".writing-*")) == []
+
+
+class TestInspection:
+    def test_differences_are_named_with_their_size(self, tmp_path):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 1, value=1.0)
+        save(checkpoints, 2, value=1.5)
+        checkpoints.close()
+        first, second = tmp_path / "step-000000000001", tmp_path / "step-000000000002"
+
+        lines = differences(first, second)
+
+        assert differences(first, first) == []
+        assert "model.weight: largest difference 0.5" in lines
+        assert "optimizer.state.0.momentum: largest difference 5" in lines
+        assert "state.progress.step: 1 -> 2" in lines
+
+    def test_a_damaged_one_is_listed_as_such(self, tmp_path):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 1)
+        checkpoints.close()
+        (found,) = store.list_checkpoints(tmp_path)
+        assert "step 1, epoch 0, 0 of 9 samples" in describe(found.path)
+        (found.path / "manifest.json").write_text("{}")
+
+        assert "DAMAGED" in describe_row(found)
+
+    def test_bfloat16_is_understood(self):
+        halves = (np.array([1.5, -2.0], dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+        assert as_float64(ArrayBlob("bfloat16", (2,), halves.tobytes())).tolist() == [1.5, -2.0]
+
+
+leaves = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text()
+keys = st.text() | st.integers() | st.sampled_from(["__map__", "__tuple__", "__array__"])
+trees = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner) | st.dictionaries(keys, inner) | st.lists(inner).map(tuple),
+    max_leaves=20,
+)
+
+
+@given(trees)
+def test_any_nested_state_survives_json(tree):
+    plain, arrays = pack_tree(tree, lambda leaf: False)
+
+    found, _ = parse_state(dump_state(plain, arrays))
+
+    assert unpack_tree(found, {}) == tree
+
+
+def test_arrays_in_nested_state_get_names_of_their_own():
+    one, two = blob(1.0), blob(2.0)
+
+    plain, arrays = pack_tree({"state": {0: {"m": one}, 1: {"m": two}}}, lambda leaf: isinstance(leaf, ArrayBlob))
+
+    assert arrays == {"state.0.m": one, "state.1.m": two}
+    assert unpack_tree(plain, arrays) == {"state": {0: {"m": one}, 1: {"m": two}}}
+
+
+def test_code_is_not_data():
+    with pytest.raises(CheckpointError, match="neither data nor an array"):
+        pack_tree({"hook": print}, lambda leaf: False)

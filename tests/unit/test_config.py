@@ -1,0 +1,271 @@
+"""A job description is checked at the door: every problem at once, never a traceback."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import random
+import string
+from contextlib import redirect_stderr, redirect_stdout
+
+import jsonschema
+import pytest
+import yaml
+
+from horovod_train.cli import main as cli_main
+from horovod_train.config.load import dump_job, load_job
+from horovod_train.config.schema import Job
+from horovod_train.errors import ConfigError
+
+VALID = {
+    "name": "job",
+    "task": "digits",
+    "train": {"epochs": 3, "batch_size_per_rank": 8, "precision": "bf16"},
+    "optimizer": {"name": "adamw", "args": {"betas": [0.9, 0.95]}},
+    "lr": {"base_lr": 0.1, "decay": "cosine", "warmup_epochs": 1},
+    "launch": {"num_ranks": 2, "hosts": ["a:1", "b:1"]},
+}
+
+
+def job_file(tmp_path, document, name="job.yaml"):
+    path = tmp_path / name
+    path.write_text(document if isinstance(document, str) else yaml.safe_dump(document))
+    return path
+
+
+def problems(tmp_path, document, overrides=(), environ=None):
+    """Return {path: whole problem text} of a broken job."""
+    with pytest.raises(ConfigError) as caught:
+        load_job(job_file(tmp_path, document), overrides, environ or {})
+    return {problem.path: str(problem) for problem in caught.value.problems}
+
+
+def changed(**sections):
+    document = copy.deepcopy(VALID)
+    for name, fields in sections.items():
+        document[name] = {**document.get(name, {}), **fields} if isinstance(fields, dict) else fields
+    return document
+
+
+class TestReading:
+    def test_a_valid_job_is_read(self, tmp_path):
+        job = load_job(job_file(tmp_path, VALID), environ={})
+
+        assert (job.name, job.train.epochs, job.launch.hosts) == ("job", 3, ["a:1", "b:1"])
+
+    def test_toml_says_the_same_as_yaml(self, tmp_path):
+        toml = 'name = "job"\ntask = "digits"\n[train]\nepochs = 3\n[lr]\nbase_lr = 1e-3\n'
+        document = "name: job\ntask: digits\ntrain: {epochs: 3}\nlr: {base_lr: 1e-3}\n"
+
+        assert load_job(job_file(tmp_path, toml, "job.toml"), environ={}) == load_job(
+            job_file(tmp_path, document), environ={}
+        )
+
+    def test_a_resolved_job_reads_back_as_itself(self, tmp_path):
+        job = load_job(job_file(tmp_path, VALID), environ={})
+
+        assert load_job(job_file(tmp_path, dump_job(job), "job.json"), environ={}) == job
+
+    def test_file_gives_way_to_environment_and_environment_to_flags(self, tmp_path):
+        path = job_file(tmp_path, VALID)
+        environ = {"HOROVOD_TRAIN__TRAIN__EPOCHS": "5", "HOROVOD_TRAIN__TRAIN__SEED": "9"}
+
+        job = load_job(path, ["train.epochs=7"], environ)
+
+        assert (job.train.epochs, job.train.seed, job.train.batch_size_per_rank) == (7, 9, 8)
+
+    def test_numbers_in_scientific_notation_are_numbers(self, tmp_path):
+        job = load_job(job_file(tmp_path, "name: j\ntask: digits\nlr: {base_lr: 1e-3}"), environ={})
+
+        assert job.lr.base_lr == 0.001
+
+    def test_the_path_of_a_task_starts_at_the_folder_of_the_job(self, tmp_path):
+        (tmp_path / "mine.py").write_text("")
+        job = load_job(job_file(tmp_path, {"name": "j", "task": "mine.py:Task"}), environ={})
+
+        assert job.task == f"{tmp_path / 'mine.py'}:Task"
+
+    def test_the_json_schema_accepts_what_we_accept(self):
+        jsonschema.validate(VALID, Job.model_json_schema())
+
+    def test_the_json_schema_describes_every_field(self):
+        def undescribed(schema, path=""):
+            for name, field in schema.get("properties", {}).items():
+                if "description" not in field and "$ref" not in field:
+                    yield f"{path}{name}"
+
+        schema = Job.model_json_schema()
+        found = [*undescribed(schema), *(n for d in schema["$defs"].values() for n in undescribed(d))]
+        assert found == []
+
+
+class TestProblems:
+    def test_an_unknown_field_is_named_with_its_neighbour(self, tmp_path):
+        found = problems(tmp_path, changed(train={"epcohs": 3}))
+
+        assert "did you mean 'epochs'?" in found["train.epcohs"]
+
+    def test_values_and_what_is_allowed_are_shown(self, tmp_path):
+        found = problems(tmp_path, changed(train={"batch_size_per_rank": 0, "precision": "fp8", "epochs": "4"}))
+
+        assert "= 0\n      must be at least 1" in found["train.batch_size_per_rank"]
+        assert "'fp32', 'bf16' or 'fp16'" in found["train.precision"]
+        assert "without quotes" in found["train.epochs"]
+
+    def test_everything_wrong_is_reported_at_once(self, tmp_path):
+        document = changed(
+            train={"epochs": -1, "nonsense": 1},
+            optimizer={"args": {"lr": 0.1}},
+            lr={"gamma": 0.5, "base_lr": "fast"},
+            launch={"num_ranks": 9},
+        )
+        document["health"] = {"stall_warning_s": 1000}
+
+        found = problems(tmp_path, document, ["broken"])
+
+        assert set(found) == {
+            "--set",
+            "train.epochs",
+            "train.nonsense",
+            "optimizer.args.lr",
+            "lr.gamma",
+            "lr.base_lr",
+            "launch.num_ranks",
+            "health.stall_shutdown_s",
+        }
+
+    @pytest.mark.parametrize(
+        ("sections", "path"),
+        [
+            ({"optimizer": {"name": "adamww"}}, "optimizer.name"),
+            ({"task": "digitz"}, "task"),
+            ({"task": "missing.py:Task"}, "task"),
+            ({"framework": "pytorch"}, "framework"),
+            ({"launch": {"launcher": "slurmm"}}, "launch.launcher"),
+            ({"launch": {"hosts": ["a:1", "a:2"], "num_ranks": 2}}, "launch.hosts"),
+            ({"launch": {"launcher": "local"}}, "launch.launcher"),
+            ({"lr": {"warmup_epochs": 4}}, "lr.warmup_epochs"),
+            ({"lr": {"warmup_epochs": 0, "warmup_start_lr": 0.1}}, "lr.warmup_start_lr"),
+            ({"lr": {"decay": "step", "milestones_epochs": []}}, "lr.milestones_epochs"),
+            ({"lr": {"decay": "step", "milestones_epochs": [2, 1]}}, "lr.milestones_epochs"),
+            ({"metrics": {"port": 65535}, "launch": {"hosts": [], "num_ranks": 2}}, "metrics.port"),
+            ({"train": {"deterministic": True, "compile_backend": "inductor"}}, "train.compile_backend"),
+            ({"health": {"stall_shutdown_s": 5}}, "health.stall_shutdown_s"),
+        ],
+    )
+    def test_combinations_that_cannot_work_are_found(self, tmp_path, sections, path):
+        assert path in problems(tmp_path, changed(**sections))
+
+    @pytest.mark.parametrize(
+        "text",
+        ["", "[]", "- 1", "name: [", "a: b: c", "{", "\t", "name: job\nname: job", "? [1]\n: 2", "&a [*a]", "1: 2"],
+    )
+    def test_a_file_that_is_no_job_is_explained(self, tmp_path, text):
+        assert problems(tmp_path, text)
+
+    @pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"name: \x00", b"\x80abc"])
+    def test_a_file_that_is_no_text_is_explained(self, tmp_path, content):
+        path = tmp_path / "job.yaml"
+        path.write_bytes(content)
+
+        with pytest.raises(ConfigError):
+            load_job(path, environ={})
+
+    def test_a_missing_file_and_a_folder_are_explained(self, tmp_path):
+        for path in (tmp_path / "none.yaml", tmp_path):
+            with pytest.raises(ConfigError):
+                load_job(path, environ={})
+
+    def test_deep_nesting_is_refused(self, tmp_path):
+        assert problems(tmp_path, "task_args: " + "[" * 2000 + "]" * 2000)
+
+    def test_a_broken_environment_variable_is_named(self, tmp_path):
+        found = problems(tmp_path, VALID, environ={"HOROVOD_TRAIN__TRAIN__EPOCHS": "[", "HOROVOD_TRAIN__X": "1"})
+
+        assert set(found) == {"train.epochs", "x"}
+
+
+def broken_jobs(count):
+    """Yield jobs that are each broken in one to three ways, surely."""
+    rng = random.Random(20261121)
+    numbers = [("train", "epochs"), ("train", "batch_size_per_rank"), ("lr", "base_lr"), ("metrics", "port"),
+               ("checkpoint", "keep_last"), ("launch", "num_ranks"), ("health", "stall_warning_s"),
+               ("train", "seed"), ("allreduce", "bucket_size_mib"), ("data", "num_workers")]  # fmt: skip
+    choices = [("train", "precision"), ("train", "device"), ("lr", "scaling"), ("lr", "decay"),
+               ("allreduce", "wire_dtype"), ("checkpoint", "resume"), ("launch", "controller")]  # fmt: skip
+    bad_numbers = [-1, -0.5, 10**30, "x", "3", [], {}, None.__class__.__name__, True, float("nan"), float("inf")]
+    bad_choices = ["", "FP32", 0, 1.5, [], {}, "none of these", True]
+    junk = [0, 1.5, "text", [1], True]
+
+    def word():
+        return "".join(rng.choices(string.ascii_lowercase, k=rng.randint(6, 12)))
+
+    def break_once(job):
+        kind = rng.randrange(7)
+        if kind == 0:
+            section, field = rng.choice(numbers)
+            job.setdefault(section, {})
+            if isinstance(job[section], dict):
+                job[section][field] = rng.choice(bad_numbers)
+        elif kind == 1:
+            section, field = rng.choice(choices)
+            job.setdefault(section, {})
+            if isinstance(job[section], dict):
+                job[section][field] = rng.choice(bad_choices)
+        elif kind == 2:
+            job[word()] = rng.choice(junk)
+        elif kind == 3:
+            section = rng.choice(["train", "optimizer", "lr", "launch", "data", "health", "metrics"])
+            if isinstance(job.setdefault(section, {}), dict):
+                job[section][word()] = rng.choice(junk)
+        elif kind == 4:
+            job[rng.choice(["train", "lr", "launch", "data", "allreduce", "evaluation"])] = rng.choice(junk)
+        elif kind == 5:
+            job.pop(rng.choice(["name", "task"]), None)
+        else:
+            job["launch"] = {"hosts": [rng.choice(["a", "a:0", ":3", "a:x", "a b:1", "", 5])]}
+
+    for _ in range(count):
+        job = copy.deepcopy(VALID)
+        for _ in range(rng.randint(1, 3)):
+            break_once(job)
+        yield job
+
+
+def run_cli(monkeypatch, *arguments):
+    """Run the command line in this process: (exit code, output)."""
+    monkeypatch.setattr("sys.argv", ["horovod-train", *arguments])
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output), pytest.raises(SystemExit) as left:
+        cli_main.main()
+    return left.value.code, output.getvalue()
+
+
+def test_a_thousand_broken_jobs_are_each_refused_with_code_2_and_no_traceback(tmp_path, monkeypatch):
+    for number, document in enumerate(broken_jobs(1000)):
+        path = tmp_path / "job.json"
+        path.write_text(json.dumps(document))
+
+        code, output = run_cli(monkeypatch, "config", "validate", str(path))
+
+        assert code == 2, f"job {number} passed: {document}\n{output}"
+        assert "problem" in output
+        assert "Traceback" not in output
+
+
+def test_a_thousand_mangled_files_never_end_in_a_traceback(tmp_path, monkeypatch):
+    rng = random.Random(7)
+    original = yaml.safe_dump(VALID).encode()
+    for _ in range(1000):
+        mangled = bytearray(original)
+        for _ in range(rng.randint(1, 8)):
+            at = rng.randrange(len(mangled))
+            mangled[at : at + rng.randint(0, 3)] = bytes(rng.randrange(256) for _ in range(rng.randint(0, 3)))
+        path = tmp_path / "job.yaml"
+        path.write_bytes(mangled)
+
+        code, output = run_cli(monkeypatch, "config", "validate", str(path))
+
+        assert code in (0, 2), output
+        assert "Traceback" not in output

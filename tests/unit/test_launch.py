@@ -1,0 +1,176 @@
+"""A launch is a plan first: printed whole, compared whole."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import LaunchError
+from horovod_train.events import Event, Reporter, parse_line
+from horovod_train.launch.console import JobConsole
+from horovod_train.launch.process import Ended
+from horovod_train.launch.run import Watcher, make_plan, resolve
+
+BIN = Path(sys.executable).parent
+
+
+def request_for(tmp_path, **sections):
+    return resolve(
+        Job.model_validate({"name": "j", "task": "digits", "run_dir": str(tmp_path), **sections}), "run-1"
+    )
+
+
+def text_of(tmp_path, **sections):
+    text = make_plan(request_for(tmp_path, **sections)).as_text()
+    path = text.partition("PATH=")[2].partition(" \\\n")[0]
+    return text.replace(path, "<PATH>").replace(str(BIN), "<BIN>").replace(str(tmp_path), "<RUNS>")
+
+
+class TestPlan:
+    def test_two_ranks_on_this_machine(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("os.cpu_count", lambda: 4)
+
+        text = text_of(tmp_path, launch={"num_ranks": 2})
+
+        first, rest = text.split("\n", 1)
+        assert first.startswith("# writes <RUNS>/j/job.json (")
+        assert rest == (
+            "OMPI_MCA_mpi_yield_when_idle=1 \\\n  OMP_NUM_THREADS=2 \\\n  PATH=<PATH> \\\n"
+            "  PYTHONUNBUFFERED=1 \\\n"
+            "  <BIN>/horovodrun --mpi -np 2 -H localhost:2 <BIN>/python -m horovod_train worker --events "
+            "--run-id run-1 <RUNS>/j/job.json"
+        )
+
+    def test_hosts_with_gloo_an_interface_and_a_port(self, tmp_path):
+        text = text_of(
+            tmp_path,
+            launch={
+                "hosts": ["a:4", "b:2"],
+                "controller": "gloo",
+                "network_interface": "eth1",
+                "ssh_port": 2222,
+            },
+        )
+
+        assert "horovodrun --gloo -np 6 -H a:4,b:2 --ssh-port 2222 --network-interfaces eth1 " in text
+
+    def test_remote_mpi_hosts_are_told_where_mpi_is(self, tmp_path):
+        text = text_of(tmp_path, launch={"hosts": ["a:1", "b:1"]})
+
+        assert f"--mpi-args '--prefix {sys.prefix}'" in text
+
+    def test_one_rank_is_the_worker_itself(self, tmp_path):
+        assert make_plan(request_for(tmp_path)).argv[1:4] == ("-m", "horovod_train", "worker")
+
+    def test_a_missing_horovodrun_says_how_to_get_it(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "executable", "/nowhere/python")
+        monkeypatch.setenv("PATH", "/nowhere")
+
+        with pytest.raises(LaunchError, match="engine build"):
+            make_plan(request_for(tmp_path, launch={"num_ranks": 2}))
+
+    def test_planning_has_no_effect(self, tmp_path):
+        make_plan(request_for(tmp_path, launch={"num_ranks": 2}))
+
+        assert list(tmp_path.iterdir()) == []
+
+
+class TestEvents:
+    @pytest.mark.parametrize("tag", ["", "[1,3]<stdout>:", "[3]<stdout>:", "[1,3]<stderr>: "])
+    def test_are_found_behind_any_launchers_tag(self, tag):
+        event = Event("notice", 3, {"text": "hello"})
+
+        rank, _, found = parse_line(tag + event.as_line())
+
+        assert (rank, found) == (3, event)
+
+    def test_survive_a_tag_in_the_middle(self):
+        line = "[1,0]<stdout>:" + Event("notice", 0, {"text": "a long line"}).as_line()
+        torn = line[:40] + "[1,0]<stdout>:" + line[40:]
+
+        assert parse_line(torn)[2].fields == {"text": "a long line"}
+
+    def test_that_are_broken_are_text(self):
+        assert parse_line('[1,0]<stdout>:@horovod-train {"kind"')[2] is None
+
+    def test_are_text_for_a_person(self):
+        stream = io.StringIO()
+
+        Reporter(0, as_json=False, stream=stream).emit("resumed", checkpoint="step-1", epoch=2, step=3)
+
+        assert stream.getvalue() == "resumed from step-1: epoch 2, step 3\n"
+
+
+class TestVerdict:
+    @pytest.fixture
+    def watcher(self, tmp_path):
+        output = io.StringIO()
+        console = JobConsole(Console(file=output, force_terminal=False))
+        watcher = Watcher(request_for(tmp_path, launch={"num_ranks": 2}), console, io.StringIO())
+        watcher.log.name = "run.log"
+        watcher.output = output
+        return watcher
+
+    def failure(self, rank, message, *, is_cause=True, exit_code=1, traceback=""):
+        return Event(
+            "failure", rank,
+            {"host": "h", "message": message, "traceback": traceback, "is_cause": is_cause, "exit_code": exit_code},
+        ).as_line()  # fmt: skip
+
+    def test_the_cause_wins_over_its_consequences(self, watcher):
+        watcher.see(self.failure(0, "another rank left", is_cause=False))
+        watcher.see(self.failure(1, "NaN", exit_code=3))
+
+        with pytest.raises(LaunchError) as caught:
+            watcher.verdict(Ended(1, None))
+
+        assert str(caught.value) == "rank 1 on h: NaN"
+        assert caught.value.exit_code == 3
+
+    def test_the_same_cause_on_many_ranks_is_told_once(self, watcher):
+        for rank in (0, 1, 2, 5):
+            watcher.see(self.failure(rank, "bad", traceback="Traceback"))
+
+        with pytest.raises(LaunchError) as caught:
+            watcher.verdict(Ended(1, None))
+
+        assert str(caught.value) == "Traceback\nranks 0-2, 5 on h: bad"
+
+    def test_a_silent_end_shows_the_launchers_last_words(self, watcher):
+        watcher.see("mpirun noticed that process rank 1 exited on signal 9")
+
+        with pytest.raises(LaunchError, match="no rank said why(.|\n)*exited on signal 9"):
+            watcher.verdict(Ended(137, None))
+
+    def test_an_end_without_a_summary_is_no_success(self, watcher):
+        with pytest.raises(LaunchError):
+            watcher.verdict(Ended(0, None))
+
+    def test_a_summary_is_a_success(self, watcher):
+        watcher.has_summary = True
+
+        assert watcher.verdict(Ended(0, None)) == 0
+
+    def test_targets_become_a_file_for_prometheus(self, watcher, tmp_path):
+        targets = [["127.0.0.1:9400", {"rank": "0"}], ["127.0.0.1:9401", {"rank": "1"}]]
+        watcher.see(Event("targets", 0, {"targets": targets}).as_line())
+
+        found = json.loads((tmp_path / "j" / "prometheus-targets.json").read_text())
+
+        assert found == [{"targets": [address], "labels": labels} for address, labels in targets]
+
+    def test_what_ranks_print_is_shown_with_their_number(self, watcher):
+        watcher.see("[1,1]<stdout>:loading data")
+
+        assert watcher.output.getvalue() == "[rank 1] loading data\n"
+
+
+def test_the_command_is_installed():
+    assert (Path(sysconfig.get_path("scripts")) / "horovod-train").exists()
