@@ -1,0 +1,1 @@
+"""Measurements: paired, repeated, printed as ratios."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -70,7 +71,7 @@ class Convolutions(Timed):
         """Map [batch, 3, 32, 32] to [batch, 10]."""
         layers: list[nn.Module] = []
         channels = [3, 32, 64, 64, 128, 128, 256]
-        for number, (before, after) in enumerate(zip(channels, channels[1:], strict=False)):
+        for number, (before, after) in enumerate(pairwise(channels)):
             layers += [nn.Conv2d(before, after, 3, padding=1), nn.ReLU()]
             layers += [nn.MaxPool2d(2)] if number % 2 else []
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.models import MODELS
@@ -137,7 +138,7 @@ def step_time_s(variant: Variant, model: str, steps: int) -> tuple[float, float]
         starts = json.loads(out.read_text())[WARMUP_STEPS:]
     finally:
         shutil.rmtree(folder)
-    times = [after - before for before, after in zip(starts, starts[1:], strict=False)]
+    times = [after - before for before, after in pairwise(starts)]
     return statistics.median(times), statistics.fmean(times)
 
 

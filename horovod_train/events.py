@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO
 
@@ -86,25 +86,8 @@ def parse_line(line: str) -> tuple[int | None, str, Event | None]:
 
 def as_text(event: Event) -> str | None:
     """Return an event for a person; None for what a person need not see."""
-    f = event.fields
-    if event.kind == "progress":
-        return progress_text(f)
-    if event.kind == "evaluation":
-        return f"epoch {f['epoch']}: " + ", ".join(f"{k} {v:.4g}" for k, v in f["metrics"].items())
-    if event.kind == "started":
-        return (
-            f"{f['job']}: {f['num_parameters']:,} parameters on {f['world_size']} "
-            f"rank{'s' * (f['world_size'] > 1)}, global batch {f['global_batch_size']}, {f['device']}"
-        )
-    if event.kind == "resumed":
-        return f"resumed from {f['checkpoint']}: epoch {f['epoch']}, step {f['step']}"
-    if event.kind == "notice":
-        return f"rank {event.rank}: {f['text']}"
-    if event.kind == "summary":
-        return "\n".join(summary_lines(f))
-    if event.kind == "failure":
-        return f"error: rank {event.rank} on {f['host']}: {f['message']}"
-    return None
+    write = _TEXTS.get(event.kind)
+    return None if write is None else write({**event.fields, "rank": event.rank})
 
 
 def progress_text(f: Mapping[str, Any]) -> str:
@@ -121,7 +104,7 @@ def summary_lines(f: Mapping[str, Any]) -> Iterator[str]:
     metrics = "  ".join(f"{name} {value:.4f}" for name, value in f["metrics"].items())
     yield f"trained {f['job']}: {f['epochs']:g} epochs, {f['steps']} steps, {duration(f['seconds'])}"
     yield f"  evaluation      {metrics or 'none'}"
-    yield f"  throughput      {f['samples_per_s']:,.0f} samples/s on {f['world_size']} ranks"
+    yield f"  throughput      {f['samples_per_s']:,.0f} samples/s, {f['world_size']} rank(s)"
     yield f"  global batch    {f['global_batch_size']}"
     yield (
         f"  learning rate   {f['lr_scaling']}: base {f['base_lr']:g} at batch "
@@ -143,3 +126,26 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(whole, 3600)
     minutes, secs = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def _evaluation_text(f: Mapping[str, Any]) -> str:
+    return f"epoch {f['epoch']}: " + ", ".join(f"{name} {v:.4g}" for name, v in f["metrics"].items())
+
+
+def _started_text(f: Mapping[str, Any]) -> str:
+    ranks = "1 rank" if f["world_size"] == 1 else f"{f['world_size']} ranks"
+    return (
+        f"{f['job']}: {f['num_parameters']:,} parameters on {ranks}, "
+        f"global batch {f['global_batch_size']}, {f['precision']} on {f['device']}"
+    )
+
+
+_TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "started": _started_text,
+    "progress": progress_text,
+    "evaluation": _evaluation_text,
+    "resumed": lambda f: f"resumed from {f['checkpoint']}: epoch {f['epoch']}, step {f['step']}",
+    "notice": lambda f: f"rank {f['rank']}: {f['text']}",
+    "summary": lambda f: "\n".join(summary_lines(f)),
+    "failure": lambda f: f"error: rank {f['rank']} on {f['host']}: {f['message']}",
+}

@@ -225,7 +225,8 @@ class Step:
         replica.begin()
 
     def __iter__(self) -> Iterator[Any]:
-        for self._at in range(len(self.share.micro_batches)):
+        for number in range(len(self.share.micro_batches)):
+            self._at = number
             batch = next(self._batches)
             self.clock.lap("data")
             yield batch

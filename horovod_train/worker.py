@@ -64,9 +64,9 @@ def main(options: WorkerOptions) -> int:
         job = load_job(options.job_file)
         with ExitStack() as stack:
             run_rank(job, options, reporter, stack)
-        return 0
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  (whatever a task raises, it is told once and in one place)
         return _report_failure(error, reporter)
+    return 0
 
 
 def run_rank(job: Job, options: WorkerOptions, reporter: Reporter, stack: ExitStack) -> None:
@@ -214,7 +214,8 @@ def tell_start(run: Run, reporter: Reporter) -> None:
         num_parameters=run.replica.num_parameters(),
         world_size=run.world.size,
         global_batch_size=run.global_batch_size,
-        device=run.job.train.precision,
+        precision=run.job.train.precision,
+        device=run.replica.device_name(),
     )
 
 
@@ -261,7 +262,7 @@ def _report_failure(error: Exception, reporter: Reporter) -> int:
         exit_code=code,
     )
     if text and not reporter.as_json:
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(text)
     return code
 
 

@@ -25,7 +25,8 @@ def leaves_nothing_behind():
     changed = {
         name
         for name in environment.keys() | os.environ.keys()
-        if environment.get(name) != os.environ.get(name) and not name.startswith(("PYTEST_", "TORCHINDUCTOR_"))
+        if environment.get(name) != os.environ.get(name)
+        and not name.startswith(("PYTEST_", "TORCHINDUCTOR_"))
     }
     os.environ.clear()
     os.environ.update(environment)

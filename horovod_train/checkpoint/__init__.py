@@ -1,0 +1,1 @@
+"""Checkpoints: files, folders, which to keep and which to resume."""

@@ -132,7 +132,7 @@ def parse_arrays(content: bytes) -> dict[str, ArrayBlob]:
     try:
         return {
             name: ArrayBlob(DTYPE_NAMES[info["dtype"]], tuple(info["shape"]), bytes(info["data"]))
-            for name, info in deserialize(content)
+            for name, info in deserialize(content)  # type: ignore[no-untyped-call]
         }
     except (SafetensorError, KeyError) as error:
         raise CheckpointError(f"not a safetensors file: {error}") from error

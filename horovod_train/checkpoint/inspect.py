@@ -47,8 +47,8 @@ def describe(path: Path) -> str:
     content = read_checkpoint(path)
     progress = content.documents["state"]["progress"]
     lines = [
-        f"{path.name}: step {progress['step']}, epoch {progress['epoch']}, "
-        f"{progress['cursor']} of {progress['order']['num_samples']} samples into it",
+        f"{path.name}: step {progress['step']}, epoch {progress['epoch']}",
+        f"samples of this epoch: {progress['cursor']} of {progress['order']['num_samples']} used",
         f"world size {manifest.summary['world_size']}",
         *(f"{name}: {value:.6g}" for name, value in manifest.summary["metrics"].items()),
         "files:",

@@ -74,7 +74,7 @@ class CheckpointManager:
         section: Checkpoint,
         world: World,
         job: Mapping[str, Any],
-        on_written: Callable[[WriteReport], None] = lambda report: None,
+        on_written: Callable[[WriteReport], None] = lambda _: None,
     ) -> None:
         self.directory = directory
         self._section = section
@@ -239,8 +239,9 @@ class CheckpointManager:
     # -- reading
 
     def _newest_valid(self) -> str | None:
-        """Return the newest valid checkpoint. Damaged ones newer than it are set aside, not removed:
-        under their own names they would be taken for the newest when old ones are pruned.
+        """Return the newest valid checkpoint, and set damaged ones that are newer aside.
+
+        Under their own names they would be taken for the newest when old ones are pruned.
         """
         for checkpoint in store.list_checkpoints(self.directory):
             problems = store.verify(checkpoint.path)

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ _YamlLoader.add_implicit_resolver(
 
 
 def _mapping_without_doubles(loader: _YamlLoader, node: yaml.MappingNode) -> Tree:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
     for key in keys:
         if not isinstance(key, str):
             raise yaml.constructor.ConstructorError(
@@ -51,7 +51,7 @@ def _mapping_without_doubles(loader: _YamlLoader, node: yaml.MappingNode) -> Tre
             raise yaml.constructor.ConstructorError(
                 None, None, f"the key {key!r} is given twice", node.start_mark
             )
-    return dict(loader.construct_mapping(node, deep=True))
+    return {str(key): value for key, value in loader.construct_mapping(node, deep=True).items()}
 
 
 _YamlLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_doubles)
@@ -86,42 +86,47 @@ def read_tree(path: Path) -> Tree:
     Raises:
         ConfigError: The file cannot be read or is not what its name says.
     """
-
-    def fail(message: str, hint: str = "") -> ConfigError:
-        return ConfigError(str(path), [Problem("(the file)", "", message, hint)])
-
-    readers = {".yaml": _read_yaml, ".yml": _read_yaml, ".toml": tomllib.loads, ".json": _read_json}
+    readers: dict[str, Callable[[str], Any]] = {
+        ".yaml": _read_yaml,
+        ".yml": _read_yaml,
+        ".toml": tomllib.loads,
+        ".json": json.loads,
+    }
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise fail(f"has an unknown ending {path.suffix!r}", f"use one of {', '.join(readers)}")
+        raise _unreadable(path, f"has an unknown ending {path.suffix!r}", f"use one of {', '.join(readers)}")
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise fail(f"is larger than {MAX_FILE_BYTES} bytes: this is no job description")
+            raise _unreadable(path, f"is larger than {MAX_FILE_BYTES} bytes: this is no job description")
         tree = reader(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise fail(f"cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise fail("is not UTF-8 text") from error
-    except yaml.MarkedYAMLError as error:
-        where = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
-        raise fail(f"is not valid YAML: {error.problem or error.context}{where}") from error
-    except (ValueError, yaml.YAMLError) as error:
-        raise fail(f"is not valid {path.suffix[1:].upper()}: {error}") from error
-    except (RecursionError, MemoryError, OverflowError) as error:
-        raise fail("is nested too deeply") from error
+    except (OSError, ValueError, yaml.YAMLError, RecursionError, MemoryError, OverflowError) as error:
+        raise _unreadable(path, _why_unreadable(error, path)) from error
     if not isinstance(tree, dict):
-        raise fail("must be a mapping of field names to values", "start with 'name: my-job'")
+        raise _unreadable(path, "must be a mapping of field names to values", "start with 'name: my-job'")
     if _depth(tree) > MAX_DEPTH:
-        raise fail("is nested too deeply")
+        raise _unreadable(path, "is nested too deeply")
     return tree
+
+
+def _unreadable(path: Path, message: str, hint: str = "") -> ConfigError:
+    return ConfigError(str(path), [Problem("(the file)", "", message, hint)])
+
+
+def _why_unreadable(error: Exception, path: Path) -> str:
+    if isinstance(error, OSError):
+        return f"cannot be read: {error.strerror}"
+    if isinstance(error, UnicodeDecodeError):
+        return "is not UTF-8 text"
+    if isinstance(error, RecursionError | MemoryError | OverflowError):
+        return "is nested too deeply"
+    if isinstance(error, yaml.MarkedYAMLError):
+        where = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
+        return f"is not valid YAML: {error.problem or error.context}{where}"
+    return f"is not valid {path.suffix[1:].upper()}: {error}"
 
 
 def _read_yaml(text: str) -> Any:
     return yaml.load(text, _YamlLoader)  # noqa: S506  (derived from SafeLoader)
-
-
-def _read_json(text: str) -> Any:
-    return json.loads(text)
 
 
 def _depth(value: Any, level: int = 0) -> int:
@@ -152,12 +157,13 @@ def _assignments(
 def _assign(tree: Tree, dotted: str, text: str, origin: str, problems: list[Problem]) -> None:
     """Put a text, read as a YAML value, at a dotted path."""
     try:
-        value = yaml.load(text, _YamlLoader)  # noqa: S506  (derived from SafeLoader)
-        if _depth(value) > MAX_DEPTH:
-            raise yaml.YAMLError("nested too deeply")
+        value = _read_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = getattr(error, "problem", None) or error
         problems.append(Problem(dotted, shorten(text), f"{origin}: is not a YAML value: {reason}"))
+        return
+    if _depth(value) > MAX_DEPTH:
+        problems.append(Problem(dotted, shorten(text), f"{origin}: is nested too deeply"))
         return
     *parents, last = dotted.split(".")
     node = tree
@@ -187,6 +193,7 @@ def _validate(tree: Tree, problems: list[Problem]) -> Job | None:
     Rules between fields need a whole job. When single fields are wrong, they are dropped (their
     defaults take the place) and the rules run on what is left, so that one run reports all.
     """
+    job: Job | None
     try:
         job = Job.model_validate(tree)
     except ValidationError as error:

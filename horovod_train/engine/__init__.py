@@ -1,0 +1,1 @@
+"""Horovod: building it, checking it, and the world it makes."""

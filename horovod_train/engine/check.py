@@ -110,12 +110,16 @@ def _probe_horovod() -> list[Finding]:
     operations = [*controllers, *(["nccl"] if facts["nccl"] else [])]
     plan = _current_plan()
     wants_nccl = plan is not None and bool(plan.cuda)
+    world = f"rank {facts['world'][0]} of {facts['world'][1]}, all-reduce works"
+    threads = "supported" if facts["mpi_threads"] else "not supported"
+    both = set(controllers) == {"mpi", "gloo"}
+    has_nccl = facts["nccl"] or not wants_nccl
     return [
-        Finding("start", f"rank {facts['world'][0]} of {facts['world'][1]}, all-reduce works", facts["sum"] == [1.0] * 3, REBUILD),
-        Finding("controllers", ", ".join(controllers), set(controllers) == {"mpi", "gloo"}, REBUILD),
-        Finding("operations", ", ".join(operations), facts["nccl"] or not wants_nccl, f"CUDA and NCCL are here: {REBUILD} --force"),
-        Finding("mpi threads", "supported" if facts["mpi_threads"] else "not supported", facts["mpi_threads"], "use an MPI built with thread support"),
-    ]  # fmt: skip
+        Finding("start", world, facts["sum"] == [1.0] * 3, REBUILD),
+        Finding("controllers", ", ".join(controllers), both, REBUILD),
+        Finding("operations", ", ".join(operations), has_nccl, f"CUDA and NCCL are here: {REBUILD} --force"),
+        Finding("mpi threads", threads, facts["mpi_threads"], "use an MPI built with thread support"),
+    ]
 
 
 def _mpi() -> Finding:

@@ -1,0 +1,1 @@
+"""One package per framework: the only places that import them."""

@@ -93,6 +93,10 @@ class Replica(Protocol):
         """Take over rank 0's weights and buffers."""
         ...
 
+    def device_name(self) -> str:
+        """Return where the model lives, for a person."""
+        ...
+
     def num_parameters(self) -> int:
         """Return how many numbers are trained."""
         ...

@@ -1,0 +1,1 @@
+"""The control side: plans that start ranks, and carrying them out."""

@@ -63,7 +63,7 @@ def execute(plan: LaunchPlan, on_line: Callable[[str], None]) -> Ended:
                 text=True,
                 errors="replace",
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509  (no thread runs yet)
             )
         except OSError as error:
             raise LaunchError(f"cannot start {plan.argv[0]}: {error.strerror}") from error

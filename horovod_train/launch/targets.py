@@ -22,5 +22,6 @@ def write_targets(path: Path, targets: Iterable[tuple[str, Mapping[str, str]]]) 
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         json.dump(document, file, indent=2)
         file.write("\n")
-    os.chmod(temporary, 0o644)
-    os.replace(temporary, path)
+    # mkstemp makes files for one user; Prometheus usually runs as another.
+    Path(temporary).chmod(0o644)
+    Path(temporary).replace(path)

@@ -79,10 +79,11 @@ class LearningRatePolicy:
             return 1.0
         length = self.total_epochs - section.warmup_epochs
         t = min(1.0, (epochs - section.warmup_epochs) / length) if length > 0 else 1.0
-        if section.decay == "cosine":
-            shape = (1 + math.cos(math.pi * t)) / 2
-        else:
-            shape = (1 - t) ** section.power
+        shapes: dict[str, float] = {
+            "cosine": (1 + math.cos(math.pi * t)) / 2,
+            "polynomial": (1 - t) ** section.power,
+        }
+        shape = shapes[section.decay]
         return section.end_factor + (1 - section.end_factor) * shape
 
 

@@ -104,8 +104,7 @@ CATALOG = (
 def catalog_as_markdown() -> str:
     """Return the table of the README."""
     rows = ["| metric | type | meaning |", "|---|---|---|"]
-    rows += [
-        f"| `{metric.name}`{''.join(f' by {label}' for label in metric.labels)} | {metric.kind} | {metric.help} |"
-        for metric in CATALOG
-    ]
+    for metric in CATALOG:
+        by = "".join(f" by {label}" for label in metric.labels)
+        rows.append(f"| `{metric.name}`{by} | {metric.kind} | {metric.help} |")
     return "\n".join(rows)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import logging
+from threading import Thread
+from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 
 log = logging.getLogger(__name__)
 
 PORT_STEP = 100
+MAX_PORT = 65535
 MAX_TRIES = 20
 
 
@@ -25,8 +28,9 @@ class Exporter:
 
     def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
         self.address: str | None = None
-        self._stop = lambda: None
-        for candidate in [p for n in range(MAX_TRIES) if (p := port + n * PORT_STEP) <= 65535]:
+        self._server: WSGIServer | None = None
+        self._thread: Thread | None = None
+        for candidate in [p for n in range(MAX_TRIES) if (p := port + n * PORT_STEP) <= MAX_PORT]:
             try:
                 server, thread = start_http_server(candidate, addr=host, registry=registry)
             except OSError as error:
@@ -35,12 +39,7 @@ class Exporter:
                 log.warning("metrics are not served on %s:%d: %s", host, candidate, error)
                 return
 
-            def stop() -> None:
-                server.shutdown()
-                server.server_close()
-                thread.join()
-
-            self._stop = stop
+            self._server, self._thread = server, thread
             self.address = f"[{host}]:{candidate}" if ":" in host else f"{host}:{candidate}"
             if candidate != port:
                 log.warning("metrics port %d is in use; serving on %d", port, candidate)
@@ -49,5 +48,8 @@ class Exporter:
 
     def close(self) -> None:
         """Stop serving. Safe to call twice."""
-        self._stop()
-        self._stop = lambda: None
+        if self._server is not None and self._thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._thread.join()
+            self._server = self._thread = None

@@ -1,0 +1,1 @@
+"""The loop, its state, and what hooks into it."""

@@ -105,4 +105,4 @@ def consider_stopping(run: Run) -> None:
         progress.best_metric, progress.num_without_improvement = value, 0
     else:
         progress.num_without_improvement += 1
-    progress.stopped_early = any_rank(run.world, progress.num_without_improvement >= rule.patience)
+    progress.stopped_early = any_rank(run.world, flag=progress.num_without_improvement >= rule.patience)

@@ -160,9 +160,14 @@ class TestTheWorld:
 
     def by_hand(self, folder, ranks, job, *flags):
         return subprocess.run(
-            [str(BIN / "horovodrun"), *flags, "-np", str(ranks), str(BIN / "horovod-train"), "worker", str(job)],
-            cwd=folder, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-        )  # fmt: skip
+            [str(BIN / "horovodrun"), *flags, "-np", str(ranks), str(BIN / "horovod-train"), "worker", job],
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
 
     def test_trains_as_run_does(self, tmp_path, controller):
         path = failing(tmp_path, "not at all", 0)

@@ -29,9 +29,9 @@ class ThreadWorld:
     def _exchange(self, mine: Any) -> list[Any]:
         shared = self._shared
         shared.slots[self.rank] = mine
-        shared.barrier.wait(timeout=20)
+        shared.barrier.wait(timeout=5)
         result = list(shared.slots)
-        shared.barrier.wait(timeout=20)
+        shared.barrier.wait(timeout=5)
         return result
 
 
@@ -51,7 +51,6 @@ def on_ranks(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:
             results[rank] = function(ThreadWorld(rank, size, shared))
         except Exception as error:  # noqa: BLE001
             results[rank] = error
-            shared.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:

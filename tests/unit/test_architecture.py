@@ -27,7 +27,17 @@ ROOMS = {
     "frameworks": BASICS
     | {"config", "engine.base", "engine.environment", "data", "checkpoint.arrays", "checkpoint.tree"},
     "training": BASICS
-    | {"config", "events", "lr", "data", "engine.base", "checkpoint", "telemetry", "health", "frameworks.base"},
+    | {
+        "config",
+        "events",
+        "lr",
+        "data",
+        "engine.base",
+        "checkpoint",
+        "telemetry",
+        "health",
+        "frameworks.base",
+    },
     "launch": BASICS | {"config", "events"},
     "tasks": set(),
     # Composition roots: the trainer's, and the library's.
@@ -80,7 +90,9 @@ def test_a_file_imports_only_what_its_room_may(path):
     allowed = ROOMS[room]
     if allowed is None:
         return
-    ours = {name.removeprefix("horovod_train.") for name in imports(path) if name.startswith("horovod_train.")}
+    ours = {
+        name.removeprefix("horovod_train.") for name in imports(path) if name.startswith("horovod_train.")
+    }
     modules = {name for name in ours if (PACKAGE / name.replace(".", "/")).with_suffix(".py").exists()}
     packages = {name for name in ours if (PACKAGE / name.replace(".", "/")).is_dir()}
     wrong = {
@@ -103,7 +115,9 @@ def test_a_package_is_imported_only_by_the_rooms_it_belongs_to(package):
 
 
 def test_rooms_form_no_cycle():
-    edges = {room: {a.partition(".")[0] for a in (allowed or set())} - {room} for room, allowed in ROOMS.items()}
+    edges = {
+        room: {a.partition(".")[0] for a in (allowed or set())} - {room} for room, allowed in ROOMS.items()
+    }
     remaining = dict(edges)
     while remaining:
         leaves = {room for room, allowed in remaining.items() if not allowed & remaining.keys()}

@@ -22,8 +22,21 @@ from horovod_train.config.schema import Checkpoint
 from horovod_train.engine.base import SingleWorld
 from horovod_train.errors import CheckpointError, OperationalError
 
-FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "config.json"]
-PROGRESS = {"step": 0, "epoch": 0, "cursor": 0, "metrics": {}, "order": {"num_samples": 9, "seed": 0, "shuffle": True}}
+FILES = [
+    "manifest.json",
+    "model.safetensors",
+    "optimizer.safetensors",
+    "rng.safetensors",
+    "state.json",
+    "config.json",
+]
+PROGRESS = {
+    "step": 0,
+    "epoch": 0,
+    "cursor": 0,
+    "metrics": {},
+    "order": {"num_samples": 9, "seed": 0, "shuffle": True},
+}
 
 
 def blob(*values, dtype="float32"):
@@ -269,7 +282,7 @@ class TestInspection:
         save(checkpoints, 1)
         checkpoints.close()
         (found,) = store.list_checkpoints(tmp_path)
-        assert "step 1, epoch 0, 0 of 9 samples" in describe(found.path)
+        assert "samples of this epoch: 0 of 9 used" in describe(found.path)
         (found.path / "manifest.json").write_text("{}")
 
         assert "DAMAGED" in describe_row(found)
@@ -301,7 +314,9 @@ def test_any_nested_state_survives_json(tree):
 def test_arrays_in_nested_state_get_names_of_their_own():
     one, two = blob(1.0), blob(2.0)
 
-    plain, arrays = pack_tree({"state": {0: {"m": one}, 1: {"m": two}}}, lambda leaf: isinstance(leaf, ArrayBlob))
+    plain, arrays = pack_tree(
+        {"state": {0: {"m": one}, 1: {"m": two}}}, lambda leaf: isinstance(leaf, ArrayBlob)
+    )
 
     assert arrays == {"state.0.m": one, "state.1.m": two}
     assert unpack_tree(plain, arrays) == {"state": {0: {"m": one}, 1: {"m": two}}}

@@ -107,7 +107,9 @@ class TestProblems:
         assert "did you mean 'epochs'?" in found["train.epcohs"]
 
     def test_values_and_what_is_allowed_are_shown(self, tmp_path):
-        found = problems(tmp_path, changed(train={"batch_size_per_rank": 0, "precision": "fp8", "epochs": "4"}))
+        found = problems(
+            tmp_path, changed(train={"batch_size_per_rank": 0, "precision": "fp8", "epochs": "4"})
+        )
 
         assert "= 0\n      must be at least 1" in found["train.batch_size_per_rank"]
         assert "'fp32', 'bf16' or 'fp16'" in found["train.precision"]
@@ -159,7 +161,19 @@ class TestProblems:
 
     @pytest.mark.parametrize(
         "text",
-        ["", "[]", "- 1", "name: [", "a: b: c", "{", "\t", "name: job\nname: job", "? [1]\n: 2", "&a [*a]", "1: 2"],
+        [
+            "",
+            "[]",
+            "- 1",
+            "name: [",
+            "a: b: c",
+            "{",
+            "\t",
+            "name: job\nname: job",
+            "? [1]\n: 2",
+            "&a [*a]",
+            "1: 2",
+        ],
     )
     def test_a_file_that_is_no_job_is_explained(self, tmp_path, text):
         assert problems(tmp_path, text)
@@ -181,7 +195,9 @@ class TestProblems:
         assert problems(tmp_path, "task_args: " + "[" * 2000 + "]" * 2000)
 
     def test_a_broken_environment_variable_is_named(self, tmp_path):
-        found = problems(tmp_path, VALID, environ={"HOROVOD_TRAIN__TRAIN__EPOCHS": "[", "HOROVOD_TRAIN__X": "1"})
+        found = problems(
+            tmp_path, VALID, environ={"HOROVOD_TRAIN__TRAIN__EPOCHS": "[", "HOROVOD_TRAIN__X": "1"}
+        )
 
         assert set(found) == {"train.epochs", "x"}
 
@@ -194,7 +210,19 @@ def broken_jobs(count):
                ("train", "seed"), ("allreduce", "bucket_size_mib"), ("data", "num_workers")]  # fmt: skip
     choices = [("train", "precision"), ("train", "device"), ("lr", "scaling"), ("lr", "decay"),
                ("allreduce", "wire_dtype"), ("checkpoint", "resume"), ("launch", "controller")]  # fmt: skip
-    bad_numbers = [-1, -0.5, 10**30, "x", "3", [], {}, None.__class__.__name__, True, float("nan"), float("inf")]
+    bad_numbers = [
+        -1,
+        -0.5,
+        10**30,
+        "x",
+        "3",
+        [],
+        {},
+        None.__class__.__name__,
+        True,
+        float("nan"),
+        float("inf"),
+    ]
     bad_choices = ["", "FP32", 0, 1.5, [], {}, "none of these", True]
     junk = [0, 1.5, "text", [1], True]
 

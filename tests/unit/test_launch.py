@@ -119,10 +119,8 @@ class TestVerdict:
         return watcher
 
     def failure(self, rank, message, *, is_cause=True, exit_code=1, traceback=""):
-        return Event(
-            "failure", rank,
-            {"host": "h", "message": message, "traceback": traceback, "is_cause": is_cause, "exit_code": exit_code},
-        ).as_line()  # fmt: skip
+        fields = {"message": message, "traceback": traceback, "is_cause": is_cause, "exit_code": exit_code}
+        return Event("failure", rank, {"host": "h", **fields}).as_line()
 
     def test_the_cause_wins_over_its_consequences(self, watcher):
         watcher.see(self.failure(0, "another rank left", is_cause=False))

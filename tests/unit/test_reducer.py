@@ -53,9 +53,7 @@ def test_uneven_ranks_get_the_gradient_of_the_joint_batch(size, bucket_size_byte
 
     def rank(world):
         model = make_model()
-        reducer = GradientReducer(
-            model.parameters(), ThreadWire(world), bucket_size_bytes=bucket_size_bytes
-        )
+        reducer = GradientReducer(model.parameters(), ThreadWire(world), bucket_size_bytes=bucket_size_bytes)
         loss = torch.zeros(())
         mine = pieces[world.rank]
         if len(mine):
@@ -179,7 +177,9 @@ def test_a_second_gradient_in_one_backward_is_refused():
 
 
 def test_buckets_keep_types_apart_and_the_last_one_wide():
-    parameters = [nn.Parameter(torch.ones(10, dtype=d)) for d in (torch.float32, torch.float64, torch.bfloat16)]
+    parameters = [
+        nn.Parameter(torch.ones(10, dtype=d)) for d in (torch.float32, torch.float64, torch.bfloat16)
+    ]
 
     buckets = make_buckets(parameters, 10**6, torch.float16)
 

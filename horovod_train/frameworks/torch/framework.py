@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from horovod_train.config.schema import Allreduce, Job
 from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch import state, world
-from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.reader import TorchReader, start_loader_server
 from horovod_train.frameworks.torch.reducer import GradientReducer, Gradients, LocalGradients
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.task import TorchTask, load_task
@@ -33,6 +33,8 @@ class TorchFramework:
         """Join the ranks this process was started with; a world of one when there are none."""
         if job.launch.threads_per_rank is not None:
             torch.set_num_threads(job.launch.threads_per_rank)
+        if job.data.num_workers:
+            start_loader_server()
         return world.connect(job)
 
     def prepare(self, job: Job, world: World) -> tuple[TorchReplica, TorchReader, TorchReader | None]:
@@ -44,9 +46,9 @@ class TorchFramework:
         task = load_task(job.task, job.task_args)
         model = task.model().to(device)
         recompute_activations(model, job.train.activation_checkpointing)
-        forward_model = model
+        forward_model: torch.nn.Module = model
         if job.train.compile_backend is not None:
-            forward_model = torch.compile(model, backend=job.train.compile_backend)  # type: ignore[assignment]
+            forward_model = cast("torch.nn.Module", torch.compile(model, backend=job.train.compile_backend))
         replica = TorchReplica(
             task=task,
             model=model,
@@ -56,7 +58,7 @@ class TorchFramework:
             world=world,
             train=job.train,
         )
-        read = partial(TorchReader, data=job.data, seed=job.train.seed, device=device)
+        read = partial(TorchReader, data=job.data, seed=job.train.seed, device=device, task=job.task)
         eval_data = getattr(task, "eval_data", None)
         return replica, read(task.train_data()), read(eval_data()) if eval_data else None
 
@@ -115,7 +117,7 @@ def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> No
                 hint=f"modules are {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}",
             )
         for module in fitting:
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def make_optimizer(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.optim.Optimizer:

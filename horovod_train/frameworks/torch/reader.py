@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 from horovod_train.config.schema import Data
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.task import load_task_class
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads (seed, epoch, place)
 
@@ -26,6 +30,22 @@ class _Fetch:
     seed: int
 
 
+@dataclass(frozen=True)
+class _TaskModule:
+    """Where the task came from; rebuilt in another process, it imports the task's module first."""
+
+    location: str | None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _import_task, (self.location,)
+
+
+def _import_task(location: str | None) -> _TaskModule:
+    if location is not None:
+        load_task_class(location)
+    return _TaskModule(location)
+
+
 class _SeededFetches:
     """The dataset as loader processes see it: a fetch in, samples out.
 
@@ -33,9 +53,14 @@ class _SeededFetches:
     resumed, so an interrupted epoch goes on as if nothing had happened.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, task: _TaskModule, dataset: Any) -> None:
+        self._task = task
         self._dataset = dataset
         self._many: Callable[[Sequence[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Arguments are rebuilt in this order: the task's module is there before its classes are wanted.
+        return _SeededFetches, (self._task, self._dataset)
 
     def __getitems__(self, fetch: _Fetch) -> list[Any]:
         in_this_process = torch.utils.data.get_worker_info() is None
@@ -73,12 +98,15 @@ class TorchReader:
         data: The job's ``data`` section.
         seed: Seed of augmentation.
         device: Where batches are wanted.
+        task: Where the task came from, which loader processes have to import; None: nowhere.
 
     Raises:
-        UserError: The dataset has no length or no samples.
+        UserError: The dataset has no length or no samples, or cannot be sent to loader processes.
     """
 
-    def __init__(self, dataset: Any, data: Data, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, dataset: Any, data: Data, seed: int, device: torch.device, task: str | None = None
+    ) -> None:
         try:
             self._length = len(dataset)
         except TypeError as error:
@@ -93,12 +121,15 @@ class TorchReader:
         self._schedule = _Schedule()
         workers = data.num_workers
         self._loader: DataLoader[Any] = DataLoader(
-            _SeededFetches(dataset),  # type: ignore[arg-type]
+            _SeededFetches(_TaskModule(task), dataset),  # type: ignore[arg-type]
             batch_sampler=self._schedule,  # type: ignore[arg-type]
             collate_fn=getattr(dataset, "collate", default_collate),
             num_workers=workers,
             prefetch_factor=data.prefetch_batches if workers else None,
             persistent_workers=workers > 0,
+            # Never fork a rank: Horovod's and MPI's threads may hold a lock at that moment, which the
+            # child then waits for for ever. Seen about once in 50 starts.
+            multiprocessing_context="forkserver" if workers else None,
             pin_memory=data.pin_memory and device.type == "cuda",
             # Seeds of loader processes must not be drawn from the generator that dropout uses.
             generator=torch.Generator(),
@@ -117,8 +148,25 @@ class TorchReader:
             )
             for batch in micro_batches
         )
-        for batch in self._loader:
+        try:
+            batches = iter(self._loader)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise UserError(
+                f"the dataset cannot be sent to loader processes: {error}",
+                hint="define its class and functions at the top of a module, or set data.num_workers: 0",
+            ) from error
+        for batch in batches:
             yield to_device(batch, self._device)
+
+
+def start_loader_server() -> None:
+    """Start the process from which loader processes are forked; it imports what they need.
+
+    Called before Horovod starts, so that the two start at the same time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["horovod_train.frameworks.torch.reader"])
+    forkserver.ensure_running()
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

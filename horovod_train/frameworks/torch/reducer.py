@@ -124,7 +124,9 @@ class GradientReducer:
         self._listening = False
         self.bytes_per_step = sum(b.packed.numel() * b.packed.element_size() for b in self.buckets)
         self._removers = [
-            slot.parameter.register_post_accumulate_grad_hook(self._make_hook(bucket, slot))
+            slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._make_hook(bucket, slot)
+            )
             for bucket in self.buckets
             for slot in bucket.slots
         ]

@@ -103,7 +103,7 @@ class TorchReplica:
         self._local_loss += weighted.detach()
         if is_last:
             self.gradients.expect_last()
-        self.scaler.scale(weighted).backward()
+        self.scaler.scale(weighted).backward()  # type: ignore[no-untyped-call]
 
     def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> StepOutcome:
         """Complete a step: wait for the other ranks' gradients and update the weights.
@@ -168,14 +168,14 @@ class TorchReplica:
             with self.autocast():
                 values = compute(self.forward_model, batch)
             for name, value in values.items():
-                value = torch.as_tensor(value, dtype=torch.float64)
-                if value.ndim > 1:
+                numbers = torch.as_tensor(value, dtype=torch.float64)
+                if numbers.ndim > 1:
                     raise UserError(
-                        f"metric {name!r} has shape {tuple(value.shape)}",
+                        f"metric {name!r} has shape {tuple(numbers.shape)}",
                         hint="return one value per sample, shape [batch], or the mean, shape []",
                     )
-                count = len(value) if value.ndim else batch_length(batch)
-                total = float(value.sum()) * (1 if value.ndim else count)
+                count = len(numbers) if numbers.ndim else batch_length(batch)
+                total = float(numbers.sum()) * (1 if numbers.ndim else count)
                 old_total, old_count = sums.get(name, (0.0, 0))
                 sums[name] = (old_total + total, old_count + count)
         return sums
@@ -238,6 +238,10 @@ class TorchReplica:
             ) from error
         if self.scaler.is_enabled() and state.scaler:
             self.scaler.load_state_dict(_scaler_state(state.scaler))
+
+    def device_name(self) -> str:
+        """Return where the model lives, for a person."""
+        return str(self._device)
 
     def num_parameters(self) -> int:
         """Return how many numbers are trained."""

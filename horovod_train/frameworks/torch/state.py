@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from horovod_train.checkpoint.arrays import ArrayBlob
@@ -16,8 +17,8 @@ from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 def to_blob(tensor: torch.Tensor, *, copy: bool = False) -> ArrayBlob:
     """Return a tensor's elements as bytes; without ``copy`` they may still change with it."""
     on_cpu = tensor.detach().to("cpu", copy=copy).contiguous()
-    data = memoryview(on_cpu.reshape(-1).view(torch.uint8).numpy())
-    return ArrayBlob(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data)
+    array: npt.NDArray[np.uint8] = on_cpu.reshape(-1).view(torch.uint8).numpy()
+    return ArrayBlob(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), array.data)
 
 
 def from_blob(blob: ArrayBlob) -> torch.Tensor:

@@ -13,6 +13,7 @@ class MyTask:
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,13 +53,14 @@ def load_task(location: str, args: Mapping[str, Any]) -> TorchTask:
     Raises:
         UserError: It cannot be imported or made, or lacks a method.
     """
-    task_class = _load_class(location)
+    task_class = load_task_class(location)
     try:
-        task = task_class(**args)
+        inspect.signature(task_class).bind(**args)
     except TypeError as error:
         raise UserError(
             f"task {location}: {error}", hint="task_args must fit the arguments of the task's class"
         ) from error
+    task = task_class(**args)
     missing = [name for name in REQUIRED if not callable(getattr(task, name, None))]
     if missing:
         raise UserError(
@@ -68,7 +70,12 @@ def load_task(location: str, args: Mapping[str, Any]) -> TorchTask:
     return task  # type: ignore[no-any-return]
 
 
-def _load_class(location: str) -> Any:
+def load_task_class(location: str) -> Any:
+    """Import a task's class.
+
+    Raises:
+        UserError: It cannot be imported.
+    """
     if ":" not in location:
         return TASKS.load(location)
     file, _, name = location.rpartition(":")
@@ -77,6 +84,8 @@ def _load_class(location: str) -> Any:
             sys.path.insert(0, "")
         return load_attribute(location, what=f"task {location}")
     module_name = f"horovod_train_task_{Path(file).stem}"
+    if module_name in sys.modules:
+        return load_attribute(f"{module_name}:{name}", what=f"task {location}")
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None or not Path(file).is_file():
         raise UserError(f"task {location}: no such file", hint="every host needs the file at this path")

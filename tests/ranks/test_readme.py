@@ -1,0 +1,77 @@
+"""Every command of the README works as written, in the order of the README."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.launching import TIMEOUT_S, environment, free_port
+
+pytestmark = pytest.mark.ranks
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+FILES = re.findall(r"```\w+ file=(\S+)\n(.*?)```", README, flags=re.DOTALL)
+BLOCKS = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
+INLINE = sorted(set(re.findall(r"`((?:make|horovod-train|horovodrun) [^`]+)`", README)))
+# These need more than a test has, or are what runs this test.
+NOT_RUN_HERE = {
+    "make test": "runs this test",
+    "make bench": "takes half an hour; tests/unit/test_benchmarks.py runs a short one",
+    "make accuracy": "takes minutes; tests/unit/test_benchmarks.py runs a short one",
+    "horovod-train run spiral.yaml -H node01:4,node02:4": "needs two hosts; planned below",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("readme")
+    for name, content in FILES:
+        (folder / name).write_text(content)
+    return folder
+
+
+def run(command: str, cwd: Path, **env: str) -> str:
+    done = subprocess.run(
+        ["bash", "-euc", command],
+        cwd=cwd,
+        env=environment(HOROVOD_TRAIN__METRICS__PORT=str(free_port()), **env),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_the_first_command_trains_and_ends_with_a_summary(tmp_path):
+    assert BLOCKS[0].strip() == "make train"
+
+    output = run("make train", ROOT, HOROVOD_TRAIN__RUN_DIR=str(tmp_path))
+
+    assert float(re.search(r"evaluation .*accuracy ([\d.]+)", output)[1]) >= 0.97
+    for line in ("throughput", "global batch    64", "peak 0.03", "metrics", "checkpoint"):
+        assert line in output
+
+
+@pytest.mark.parametrize("block", BLOCKS[1:], ids=lambda block: block.strip().splitlines()[0][:50])
+def test_a_block_of_commands_runs(folder, block):
+    output = run(block, folder)
+
+    accuracies = [float(found) for found in re.findall(r"accuracy ([\d.]+)", output)]
+    assert not accuracies or max(accuracies) > 0.9
+
+
+@pytest.mark.parametrize("command", [c for c in INLINE if c not in NOT_RUN_HERE and "<" not in c])
+def test_a_command_in_the_text_runs(folder, command):
+    if command == "make train" or command.endswith(("engine build", "check")):
+        pytest.skip("run by another test of this file or of test_engine.py")
+    run(command, folder)
+
+
+def test_the_command_for_several_hosts_can_be_planned(folder):
+    output = run("horovod-train run spiral.yaml -H node01:4,node02:4 --dry-run", folder)
+
+    assert "-np 8 -H node01:4,node02:4" in output

@@ -1,0 +1,29 @@
+"""The benchmarks run; what they measure is for `make bench` on a quiet machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("only", ["hand-written", "DDP over", "metrics"])
+def test_each_comparison_prints_a_ratio(only):
+    output = run("benchmarks.run", "--models", "transformer", "--pairs", "1", "--steps", "9", "--only", only)
+
+    (row,) = output.splitlines()[1:]
+    assert row.startswith("transformer")
+    assert row.endswith(("met", "MISSED"))

@@ -1,0 +1,76 @@
+"""The documentation says what the code does."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from horovod_train import __version__
+from horovod_train.cli.main import VERBS
+from horovod_train.telemetry.catalog import CATALOG
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+
+
+@pytest.fixture(scope="module")
+def generate():
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_of_jobs_is_up_to_date(generate):
+    assert (ROOT / "docs" / "job.md").read_text() == generate.job_reference()
+
+
+def test_the_table_of_metrics_is_up_to_date(generate):
+    readme = (ROOT / "README.md").read_text()
+
+    assert readme == generate.readme_with_metrics()
+    assert all(f"`{metric.name}`" in readme for metric in CATALOG)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_table_of_rooms_names_every_room():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    for path in (ROOT / "horovod_train").iterdir():
+        if not path.name.startswith("_") and path.name != "py.typed":
+            assert f"`{path.stem}`" in text
+
+
+def test_the_readme_names_every_verb():
+    readme = (ROOT / "README.md").read_text()
+    for verb in VERBS:
+        assert f"horovod-train {verb}" in readme
+
+
+def test_an_own_task_fits_in_forty_lines():
+    (task,) = re.findall(r"```python file=spiral.py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+    assert len(task.splitlines()) <= 40
+
+
+def test_the_version_is_the_same_everywhere():
+    assert f'version="{__version__}"' in (ROOT / "setup.py").read_text()
+
+
+def test_lint_exceptions_have_their_reasons():
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    codes = [line for line in lines if re.match(r'^\s+"[A-Z]+\d*",', line)]
+
+    assert codes
+    assert all("# " in line for line in codes)
+    assert tomllib.loads("\n".join(lines))["tool"]["mypy"]["strict"]

@@ -1,0 +1,142 @@
+"""Metrics of a rank: the right numbers under the right names, and never a reason to stop."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import urllib.request
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from horovod_train.checkpoint.manager import WriteReport
+from horovod_train.engine.base import SingleWorld
+from horovod_train.frameworks.base import PHASES, StepClock
+from horovod_train.telemetry.catalog import CATALOG, RANK_LABELS
+from horovod_train.telemetry.exporter import PORT_STEP, Exporter
+from horovod_train.telemetry.recorder import Recorder
+
+
+def samples(recorder):
+    """{(name, distinguishing label values): value} of everything that is exported."""
+    text = generate_latest(recorder.registry).decode()
+    return {
+        (s.name, *(v for k, v in sorted(s.labels.items()) if k not in RANK_LABELS)): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
+    }
+
+
+def record(recorder, **changes):
+    fields = {
+        "phase_seconds": dict.fromkeys(PHASES, 0.25),
+        "num_samples": 32,
+        "epochs": 1.5,
+        "loss": 0.5,
+        "local_loss": 0.25,
+        "lr": 0.1,
+        "grad_norm": None,
+        "bytes_reduced": 1000,
+        "is_finite": True,
+    }
+    recorder.record_step(**{**fields, **changes})
+
+
+@pytest.fixture
+def recorder():
+    return Recorder("job", "run", SingleWorld(), 4)
+
+
+def test_a_step_moves_every_metric_it_speaks_of(recorder):
+    record(recorder)
+    record(recorder, grad_norm=2.0, is_finite=False, phase_seconds=dict.fromkeys(PHASES, 0.05))
+
+    found = samples(recorder)
+    prefix = "horovod_train_"
+    assert found[prefix + "steps_total",] == 2
+    assert found[prefix + "samples_total",] == 64
+    assert found[prefix + "allreduce_bytes_total",] == 2000
+    assert found[prefix + "non_finite_steps_total",] == 1
+    assert found[prefix + "gradient_norm",] == 2.0
+    assert found[prefix + "step_seconds_sum",] == pytest.approx(1.25 + 0.25)
+    assert found[prefix + "step_phase_seconds_count", "backward"] == 2
+    assert found[prefix + "step_phase_seconds_bucket", "0.1", "backward"] == 1
+    assert found[prefix + "world_size_wanted",] == 4
+    assert found[prefix + "world_size_present",] == 1
+
+
+def test_every_metric_carries_the_labels_of_its_rank(recorder):
+    record(recorder, grad_norm=1.0)
+    text = generate_latest(recorder.registry).decode()
+
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            assert set(RANK_LABELS) <= set(sample.labels)
+
+
+def test_names_follow_the_conventions_of_prometheus():
+    for metric in CATALOG:
+        assert metric.name.startswith("horovod_train_")
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        assert (metric.kind == "histogram") == bool(metric.buckets_s)
+        assert metric.help.endswith(".")
+    assert len({metric.name for metric in CATALOG}) == len(CATALOG)
+
+
+def test_a_checkpoint_has_an_age_and_a_failed_one_is_counted(recorder):
+    recorder.record_checkpoint(WriteReport(1, "path", 0.5, 1234))
+    recorder.record_checkpoint(WriteReport(2, "path", 0.5, 0, "disk full"))
+
+    found = samples(recorder)
+    assert found["horovod_train_checkpoint_size_bytes",] == 1234
+    assert found["horovod_train_checkpoint_failures_total",] == 1
+    assert 0 <= found["horovod_train_checkpoint_age_seconds",] < 10
+
+
+def test_the_clock_accounts_for_all_time():
+    clock = StepClock(_last=0.0)
+    clock.lap("data")
+    clock.lap("forward")
+
+    assert set(clock.seconds) == set(PHASES)
+    assert sum(clock.seconds.values()) == pytest.approx(clock._last)
+
+
+class TestExporter:
+    def taken(self):
+        server = socket.socket()
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        return server, server.getsockname()[1]
+
+    def test_serves_what_is_recorded(self, recorder):
+        record(recorder)
+        server, port = self.taken()
+        server.close()
+        exporter = Exporter(recorder.registry, "127.0.0.1", port)
+
+        text = urllib.request.urlopen(f"http://{exporter.address}/metrics", timeout=5).read().decode()
+        exporter.close()
+        exporter.close()
+
+        assert exporter.address == f"127.0.0.1:{port}"
+        assert "horovod_train_steps_total" in text
+
+    def test_moves_on_from_a_port_in_use_and_says_so(self, recorder, caplog):
+        server, port = self.taken()
+        with server, caplog.at_level(logging.WARNING, "horovod_train"):
+            exporter = Exporter(recorder.registry, "127.0.0.1", port)
+            exporter.close()
+
+        if port + PORT_STEP <= 65535:
+            assert exporter.address not in (None, f"127.0.0.1:{port}")
+        assert f"{port}" in caplog.text
+
+    def test_an_address_that_is_not_ours_is_a_warning(self, recorder, caplog):
+        with caplog.at_level(logging.WARNING, "horovod_train"):
+            exporter = Exporter(recorder.registry, "192.0.2.1", 9400)
+
+        assert exporter.address is None
+        assert "not served" in caplog.text
