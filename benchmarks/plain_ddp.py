@@ -33,4 +33,5 @@ while step < num_steps:
         if step == num_steps:
             break
     epoch += 1
+dist.barrier()  # Gloo aborts when a rank leaves while the other is still in its last exchange
 dist.destroy_process_group()

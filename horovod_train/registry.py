@@ -71,7 +71,7 @@ def load_attribute(location: str, *, what: str) -> Any:
     module_name, _, attribute = location.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
+    except (ImportError, TypeError, ValueError) as error:
         raise UserError(
             f"{what}: cannot import {module_name!r}: {error}",
             hint="install the package it comes from, or correct the name",

@@ -22,18 +22,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from time import strftime, time
+from time import strftime
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 
-from horovod_train.checkpoint.arrays import dump_state, parse_state
+from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, LearningRate, Train
 from horovod_train.data.shard import StepShare, eval_micro_batches
 from horovod_train.engine.base import World, broadcast_json, mean_over_ranks
+from horovod_train.errors import UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
@@ -44,6 +45,7 @@ from horovod_train.health.sync import check_in_sync
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.parts import go_on_from, record_step, save_checkpoint
 from horovod_train.training.plan import plan_epoch
 from horovod_train.training.progress import DataOrder, Progress
 
@@ -124,7 +126,7 @@ class Session:
         replica = TorchReplica(
             model=model,
             optimizer=optimizer,
-            gradients=make_gradients(allreduce, model.parameters(), self.world),
+            gradients=make_gradients(allreduce, model, optimizer, self.world),
             world=self.world,
             train=train,
         )
@@ -167,11 +169,15 @@ class Session:
         """
         return LearningRatePolicy(LearningRate(**lr), loader.global_batch_size, epochs)
 
-    def eval_batches(self, dataset: Any, *, batch_size: int) -> Iterator[Any]:
-        """Yield this rank's batches of a dataset, in order: every sample on exactly one rank."""
+    def eval_batches(self, replica: TorchReplica, dataset: Any, *, batch_size: int) -> Iterator[Any]:
+        """Return this rank's batches of a dataset, in order: every sample on exactly one rank.
+
+        Every rank calls it: buffers such as running means are made equal first.
+        """
+        replica.sync_buffers()
         reader = TorchReader(dataset, Data(), self._job.train.seed, self.device)
         mine = eval_micro_batches(len(reader), batch_size, self.rank, self.size)
-        yield from reader.read(0, np.arange(len(reader)), mine)
+        return reader.read(0, np.arange(len(reader)), mine)
 
     def mean(self, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
         """Return exact means over all ranks, from each rank's sums and counts."""
@@ -244,7 +250,14 @@ class Step:
 
         Raises:
             PeerError: Another rank was lost.
+            UserError: Not all micro-batches of the step were read.
         """
+        unread = len(self.share.micro_batches) - 1 - self._at
+        if unread:
+            raise UserError(
+                f"the step was finished with {unread} of its micro-batches unread",
+                hint="iterate over the whole step; to leave out a batch, multiply its loss by 0",
+            )
         outcome = self._replica.finish(self.clock, lr, want_norm=want_norm)
         self._progress.advance(self.share.num_samples)
         if self._progress.cursor == self._progress.order.num_samples:
@@ -301,17 +314,7 @@ class SessionMetrics:
 
     def record(self, step: Step, outcome: StepOutcome, lr: float, epochs: float) -> None:
         """Record one step."""
-        self._recorder.record_step(
-            phase_seconds=outcome.clock.seconds,
-            num_samples=sum(map(len, step.share.micro_batches)),
-            epochs=epochs,
-            loss=outcome.loss,
-            local_loss=outcome.local_loss,
-            lr=lr,
-            grad_norm=outcome.grad_norm,
-            bytes_reduced=outcome.bytes_reduced,
-            is_finite=outcome.is_finite,
-        )
+        record_step(self._recorder, step.share, outcome, lr, epochs)
 
 
 @dataclass
@@ -325,19 +328,9 @@ class SessionCheckpoints:
 
     def save(self, metrics: Mapping[str, float] | None = None, *, wait: bool = False) -> None:
         """Save, between two steps; every rank calls it. Writes in the background unless ``wait``."""
-        self._replica.sync_buffers()
-        progress = self._loader.progress
-        self._manager.save(
-            progress.step,
-            take_state=lambda copy: self._replica.state(copy=copy),
-            rng=dump_state(*rng_state()),
-            progress=progress.to_json(),
-            summary={
-                "epochs": progress.epochs_passed,
-                "metrics": dict(metrics or {}),
-                "unix_time_s": time(),
-            },
-            wait=wait,
+        rng = dump_state(*rng_state())
+        save_checkpoint(
+            self._manager, self._replica, self._loader.progress, rng, metrics=metrics or {}, wait=wait
         )
 
     def resume(self) -> bool:
@@ -348,9 +341,13 @@ class SessionCheckpoints:
         resumed = self._manager.latest()
         if resumed is None:
             return False
-        self._loader.progress.take_over(resumed.progress)
-        self._replica.load_state(resumed.state)
-        if resumed.rng is not None:
-            load_rng_state(*parse_state(resumed.rng))
+        progress, seed = self._loader.progress, self._loader.progress.order.seed
+        go_on_from(
+            resumed,
+            self._replica,
+            progress,
+            load_rng_state,
+            lambda: seed_generators(seed, self._world.rank + 1, progress.step),
+        )
         check_in_sync(self._world, self._replica.state(copy=False), "after the resume")
         return True

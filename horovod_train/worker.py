@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, strftime
 
-from horovod_train.checkpoint.arrays import parse_state
 from horovod_train.checkpoint.manager import CheckpointManager, WriteReport
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
@@ -30,10 +29,13 @@ from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.hooks import CheckInSync, RecordMetrics, ReportProgress, SaveCheckpoints
 from horovod_train.training.loop import train
+from horovod_train.training.parts import go_on_from
 from horovod_train.training.progress import DataOrder, Progress
 from horovod_train.training.run import Run
 
-MAX_TRACEBACK_CHARS = 2500
+# Together under the 4 KiB that launchers pass on in one piece.
+MAX_TRACEBACK_CHARS = 1800
+MAX_MESSAGE_CHARS = 1000
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def main(options: WorkerOptions) -> int:
     reporter = Reporter(guess, as_json=options.as_events)
     _log_to(reporter)
     try:
-        job = load_job(options.job_file)
+        # What `run` resolved is final; the environment has had its say.
+        job = load_job(options.job_file, environ={} if options.as_events else None)
         with ExitStack() as stack:
             run_rank(job, options, reporter, stack)
     except Exception as error:  # noqa: BLE001  (whatever a task raises, it is told once and in one place)
@@ -83,11 +86,11 @@ def run_rank(job: Job, options: WorkerOptions, reporter: Reporter, stack: ExitSt
     check_world(job, world)
     run_id = broadcast_json(world, options.run_id or strftime("%Y%m%d-%H%M%S"))
     recorder = Recorder(job.name, run_id, world, job.launch.num_ranks or world.size)
+    manager = open_checkpoints(job, world, recorder, reporter, stack)
     addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
 
     replica, train_reader, eval_reader = framework.prepare(job, world)
     run = make_run(job, world, replica, train_reader, eval_reader)
-    manager = open_checkpoints(job, world, recorder, reporter, stack)
     replica.broadcast()
     # Every rank has the same weights now; what is random from here on (dropout) is the rank's own.
     framework.seed(job.train.seed, world.rank + 1, 0)
@@ -95,7 +98,7 @@ def run_rank(job: Job, options: WorkerOptions, reporter: Reporter, stack: ExitSt
 
     run.hooks = [
         CheckInSync(),
-        RecordMetrics(recorder),
+        *([RecordMetrics(recorder)] if job.metrics.enabled else []),
         ReportProgress(reporter, interval_s=0.2 if options.as_events else 5.0),
         SaveCheckpoints(manager, framework),
     ]
@@ -155,7 +158,7 @@ def serve_metrics(
     if job.metrics.enabled:
         exporter = Exporter(recorder.registry, job.metrics.host, job.metrics.port + world.local_rank)
         stack.callback(exporter.close)
-        address = exporter.address
+        address = exporter.address_from(world.host)
     labels = {
         "job": job.name,
         "run": run_id,
@@ -193,12 +196,13 @@ def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter:
     resumed = manager.latest()
     if resumed is None:
         return
-    run.progress.take_over(resumed.progress)
-    run.replica.load_state(resumed.state)
-    if resumed.rng is not None:
-        framework.load_rng_state(*parse_state(resumed.rng))
-    else:
-        framework.seed(run.job.train.seed, run.world.rank + 1, run.progress.step)
+    go_on_from(
+        resumed,
+        run.replica,
+        run.progress,
+        framework.load_rng_state,
+        lambda: framework.seed(run.job.train.seed, run.world.rank + 1, run.progress.step),
+    )
     if run.world.rank == 0:
         progress = run.progress
         reporter.emit(
@@ -252,6 +256,8 @@ def _report_failure(error: Exception, reporter: Reporter) -> int:
     expected = isinstance(error, HorovodTrainError)
     text = "" if expected else "".join(traceback.format_exception(error))
     message = str(error) if expected else f"{type(error).__name__}: {error}"
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = message[:MAX_MESSAGE_CHARS] + " ..."
     code = error.exit_code if isinstance(error, HorovodTrainError) else 1
     reporter.emit(
         "failure",

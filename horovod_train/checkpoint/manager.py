@@ -6,9 +6,12 @@ is different: every rank reads and checks for itself, so that nothing has to be 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
+import math
 import os
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -81,7 +84,7 @@ class CheckpointManager:
         self._world = world
         self._job = job
         self._on_written = on_written
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._writer = ThreadPoolExecutor(max_workers=1, initializer=_give_way)
         self._pending: Future[WriteReport] | None = None
         self._last_report: WriteReport | None = None
         self._saved: Mapping[str, Any] | None = None
@@ -136,7 +139,10 @@ class CheckpointManager:
             if self._world.rank == 0:
                 self._set_aside_all()
             return None
-        name = broadcast_json(self._world, self._newest_valid() if self._world.rank == 0 else None)
+        found = self._newest_valid() if self._world.rank == 0 else None
+        name, problem = broadcast_json(self._world, found)
+        if problem:
+            raise CheckpointError(problem, hint="set checkpoint.resume: never to start anew")
         if name is None:
             if self._section.resume == "required":
                 raise CheckpointError(
@@ -191,11 +197,14 @@ class CheckpointManager:
         try:
             manifest = store.write_checkpoint(self.directory, step, content)
             report = WriteReport(step, str(path), perf_counter() - started, manifest.size_bytes)
-            self._prune()
         except (CheckpointError, OSError) as error:
             log.warning("checkpoint of step %d was not written: %s", step, error)
             report = WriteReport(step, str(path), perf_counter() - started, 0, str(error))
         self._on_written(report)
+        try:
+            self._prune()
+        except OSError as error:
+            log.warning("old checkpoints were not removed: %s", error)
         return report
 
     def _collect(self) -> None:
@@ -229,7 +238,7 @@ class CheckpointManager:
                 metrics = store.read_manifest(checkpoint.path).summary.get("metrics", {})
             except CheckpointError:
                 continue
-            if best.metric in metrics:
+            if math.isfinite(metrics.get(best.metric, math.nan)):
                 values[checkpoint.step] = metrics[best.metric]
         if not values:
             return None
@@ -238,18 +247,24 @@ class CheckpointManager:
 
     # -- reading
 
-    def _newest_valid(self) -> str | None:
-        """Return the newest valid checkpoint, and set damaged ones that are newer aside.
+    def _newest_valid(self) -> tuple[str | None, str]:
+        """Return the newest valid checkpoint, or what keeps the job from starting; never raises.
 
-        Under their own names they would be taken for the newest when old ones are pruned.
+        Damaged ones that are newer are set aside: under their own names they would be taken for the
+        newest when old ones are pruned. When there are checkpoints but none is valid, starting from
+        zero is for the user to decide.
         """
-        for checkpoint in store.list_checkpoints(self.directory):
-            problems = store.verify(checkpoint.path)
-            if not problems:
-                return checkpoint.name
-            aside = store.set_aside(checkpoint, "damaged")
-            log.warning("skipping %s (kept as %s): %s", checkpoint.name, aside.name, "; ".join(problems))
-        return None
+        found = store.list_checkpoints(self.directory)
+        try:
+            for checkpoint in found:
+                problems = store.verify(checkpoint.path)
+                if not problems:
+                    return checkpoint.name, ""
+                aside = store.set_aside(checkpoint, "damaged")
+                log.warning("skipping %s (kept as %s): %s", checkpoint.name, aside.name, "; ".join(problems))
+        except OSError as error:
+            return None, f"{self.directory} cannot be read: {error.strerror or error}"
+        return None, f"all {len(found)} checkpoints in {self.directory} are damaged" if found else ""
 
     def _set_aside_all(self) -> None:
         """Make room for a run that starts anew where another one has been."""
@@ -286,7 +301,7 @@ class CheckpointManager:
             try:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._lock_file(self._lock)
                 store.sweep(self.directory)
             except BlockingIOError:
                 problem = f"another run is writing checkpoints to {self.directory}"
@@ -295,3 +310,16 @@ class CheckpointManager:
         problem = broadcast_json(self._world, problem)
         if problem:
             raise OperationalError(problem, hint="wait for it, or give this job another name")
+
+    def _lock_file(self, handle: int) -> None:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
+                raise
+            log.warning("%s has no locks: start one run of this name at a time", self.directory)
+
+
+def _give_way() -> None:
+    """Let training have the processor first: on Linux a thread has a priority of its own."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -106,6 +106,9 @@ def write_checkpoint(directory: Path, step: int, content: Content) -> Manifest:
         _flush_folder(temporary)
         _rename_over(temporary, final)
         _flush_folder(directory)
+    except CheckpointError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
@@ -148,13 +151,14 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         CheckpointError: It is missing, damaged, or of a format this version does not know.
+        OSError: It is there and cannot be read.
     """
     file = path / MANIFEST
     try:
         document = json.loads(file.read_bytes())
         claimed = document.pop("sha256")
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}") from error
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: is missing") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file}: is damaged") from error
     if claimed != _checksum(document):
@@ -185,7 +189,11 @@ def read_checkpoint(path: Path, only: Iterable[str] = (*ARRAY_FILES, *JSON_FILES
 
 
 def verify(path: Path) -> list[str]:
-    """Return what is wrong with a checkpoint: a sentence for each damaged file; empty when valid."""
+    """Return what is wrong with a checkpoint: a sentence for each damaged file; empty when valid.
+
+    Raises:
+        OSError: A file is there and cannot be read, which says nothing about what is in it.
+    """
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
@@ -233,8 +241,8 @@ def _read_checked(path: Path, name: str, manifest: Manifest) -> bytes:
         raise CheckpointError(f"{file}: is not in the manifest")
     try:
         content = file.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}") from error
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: is missing") from error
     expected = manifest.files[name]
     if len(content) != expected.size_bytes:
         raise CheckpointError(f"{file}: has {len(content)} bytes instead of {expected.size_bytes}")

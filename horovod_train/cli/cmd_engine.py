@@ -32,7 +32,7 @@ def build(sdist: Path | None, *, force: bool, no_install: bool) -> None:
     if no_install:
         say(wheel)
         return
-    engine.install(wheel, plan, say)
+    engine.install(wheel, plan, force=force, say=say)
 
 
 @command.command()

@@ -57,6 +57,8 @@ def main() -> NoReturn:
         cli.main(standalone_mode=False)
     except HorovodTrainError as error:
         fail(str(error), error.exit_code)
+    except OSError as error:
+        fail(f"{error.filename or 'the system'}: {error.strerror or error}", 1)
     except click.exceptions.Abort:
         fail("interrupted", 130)
     except click.ClickException as error:

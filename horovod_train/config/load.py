@@ -25,6 +25,20 @@ from horovod_train.errors import ConfigError, Problem
 ENV_PREFIX = "HOROVOD_TRAIN__"
 MAX_FILE_BYTES = 4 * 1024 * 1024
 MAX_DEPTH = 32
+MAX_VALUES = 100_000
+
+# What YAML, TOML and JSON readers raise. PyYAML lets errors of its constructors through: `!!int ""`.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    yaml.YAMLError,
+    RecursionError,
+    MemoryError,
+    OverflowError,
+    LookupError,
+    AttributeError,
+    TypeError,
+)
 
 Tree = dict[str, Any]
 
@@ -99,12 +113,12 @@ def read_tree(path: Path) -> Tree:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise _unreadable(path, f"is larger than {MAX_FILE_BYTES} bytes: this is no job description")
         tree = reader(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError, MemoryError, OverflowError) as error:
+    except UNREADABLE as error:
         raise _unreadable(path, _why_unreadable(error, path)) from error
     if not isinstance(tree, dict):
         raise _unreadable(path, "must be a mapping of field names to values", "start with 'name: my-job'")
-    if _depth(tree) > MAX_DEPTH:
-        raise _unreadable(path, "is nested too deeply")
+    if _is_monstrous(tree):
+        raise _unreadable(path, "is nested too deeply, or unfolds to too much")
     return tree
 
 
@@ -129,12 +143,28 @@ def _read_yaml(text: str) -> Any:
     return yaml.load(text, _YamlLoader)  # noqa: S506  (derived from SafeLoader)
 
 
-def _depth(value: Any, level: int = 0) -> int:
-    """Depth of nested mappings and lists; stops one past the limit, so that cycles end too."""
-    if level > MAX_DEPTH or not isinstance(value, dict | list):
-        return level
-    children = list(value.values()) if isinstance(value, dict) else value
-    return max((_depth(child, level + 1) for child in children), default=level)
+def _is_monstrous(root: Any) -> bool:
+    """Whether a value is nested without end, or small only because its parts are shared (YAML aliases)."""
+    level = [root]
+    for _ in range(MAX_DEPTH + 1):
+        nested = {id(value): value for value in level if isinstance(value, dict | list)}
+        if not nested:
+            return _unfolded_size(root, {}) > MAX_VALUES
+        level = [child for value in nested.values() for child in _children(value)]
+    return True
+
+
+def _unfolded_size(value: Any, known: dict[int, int]) -> int:
+    """Number of values with every shared part counted as often as it appears."""
+    if not isinstance(value, dict | list):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = 1 + sum(_unfolded_size(child, known) for child in _children(value))
+    return known[id(value)]
+
+
+def _children(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
 
 
 def _assignments(
@@ -158,11 +188,11 @@ def _assign(tree: Tree, dotted: str, text: str, origin: str, problems: list[Prob
     """Put a text, read as a YAML value, at a dotted path."""
     try:
         value = _read_yaml(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         reason = getattr(error, "problem", None) or error
         problems.append(Problem(dotted, shorten(text), f"{origin}: is not a YAML value: {reason}"))
         return
-    if _depth(value) > MAX_DEPTH:
+    if _is_monstrous(value):
         problems.append(Problem(dotted, shorten(text), f"{origin}: is nested too deeply"))
         return
     *parents, last = dotted.split(".")

@@ -12,6 +12,8 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import Problem, UnknownNameError
 from horovod_train.registry import FRAMEWORKS, LAUNCHERS, OPTIMIZERS, TASKS, Registry
 
+LOCAL_HOSTS = {"localhost", "127.0.0.1"}
+
 DECAY_FIELDS = {
     "constant": set[str](),
     "step": {"milestones_epochs", "gamma"},
@@ -116,6 +118,21 @@ def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
         yield Problem("launch.launcher", "'local'", "starts one rank only", "use launcher: horovodrun")
 
 
+def other_hosts_have_a_named_interface(job: Job) -> Iterator[Problem]:
+    """Without a named interface horovodrun looks for one, by exchanging pickles over the network.
+
+    Whoever reads the key from a command line could execute code (CVE-2024-10190 and its kin).
+    """
+    others = [host for host in job.launch.hosts if host.rpartition(":")[0] not in LOCAL_HOSTS]
+    if others and job.launch.network_interface is None:
+        yield Problem(
+            "launch.network_interface",
+            "null",
+            f"is needed to reach {others[0].rpartition(':')[0]}: searching for it is not safe",
+            "name the interface that the hosts share, such as eth0 (see `ip -brief address`)",
+        )
+
+
 def ports_fit(job: Job) -> Iterator[Problem]:
     """Every rank of a host gets a port of its own."""
     hosts = job.launch.hosts
@@ -158,6 +175,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     decay_has_its_fields,
     warmup_fits,
     ranks_fit_the_hosts,
+    other_hosts_have_a_named_interface,
     ports_fit,
     stalls_are_reported_before_they_end_the_job,
     determinism_is_possible,

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
 """Letters, digits, dots, dashes and underscores; at most 63: it becomes a label and a folder."""
 
-ImportPath = Annotated[str, StringConstraints(pattern=r"^[\w./\\~ -]+:[A-Za-z_]\w*$")]
+ImportPath = Annotated[str, StringConstraints(pattern=r"^[^:\n]*[\w)]:[A-Za-z_]\w*$")]
 """``package.module:Name`` or ``path/to/file.py:Name``."""
 
 HostSlots = Annotated[
@@ -91,7 +91,7 @@ class Train(Section):
 class Optimizer(Section):
     """Which optimizer, with which arguments. Its learning rate comes from ``lr``."""
 
-    name: Annotated[str, StringConstraints(min_length=1)] = "sgd"
+    name: ImportPath | Name = "sgd"
     """sgd, adam, adamw, lars, lamb, or an import path ``module:Class``."""
 
     args: dict[str, Any] = {}
@@ -279,7 +279,7 @@ class Launch(Section):
     """Port of sshd on the hosts."""
 
     network_interface: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]+$")] | None = None
-    """Interface that reaches the other hosts; null: found by the launcher."""
+    """Interface that reaches the other hosts, such as eth0; required when there are any."""
 
     threads_per_rank: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Compute threads of a rank; null: this machine's cores divided by the ranks on it."""

@@ -33,6 +33,7 @@ from typing import Any
 from horovod_train.errors import EngineError
 
 HOROVOD_VERSION = "0.28.1"
+PLAN_FILE = "horovod_train_plan.json"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCHES = Path(__file__).parent / "patches"
 
@@ -145,7 +146,7 @@ def build(plan: BuildPlan, *, sdist: Path | None, force: bool, say: Say) -> Path
         source = unpack(sdist or download_sdist(Path(scratch), say), Path(scratch))
         apply_patches(source, say)
         wheel = compile_wheel(plan, source, Path(scratch), say)
-        make_relocatable(wheel, say)
+        finish_wheel(wheel, plan, say)
         folder.mkdir(parents=True, exist_ok=True)
         arriving = folder / f".{wheel.name}.{os.getpid()}"
         shutil.copyfile(wheel, arriving)
@@ -154,27 +155,21 @@ def build(plan: BuildPlan, *, sdist: Path | None, force: bool, say: Say) -> Path
     return folder / wheel.name
 
 
-def install(wheel: Path, plan: BuildPlan, say: Say) -> None:
+def install(wheel: Path, plan: BuildPlan, *, force: bool, say: Say) -> None:
     """Install a wheel into this environment, unless this very wheel is there already."""
-    marker = installed_key()
-    if marker == plan.key:
+    if installed_key() == plan.key and not force:
         say("engine: installed")
         return
     say("engine: installing")
     _run(_pip("install", "--no-deps", "--force-reinstall", str(wheel)), "installing the engine", None)
-    package = _horovod_folder()
-    assert package is not None
-    (package / "horovod_train_plan.json").write_text(
-        json.dumps({"key": plan.key, **asdict(plan)}, indent=2) + "\n"
-    )
 
 
 def installed_plan() -> dict[str, Any] | None:
     """Return what the installed engine was built from; None when this package did not install one."""
     package = _horovod_folder()
-    if package is None or not (package / "horovod_train_plan.json").exists():
+    if package is None or not (package / PLAN_FILE).exists():
         return None
-    document: dict[str, Any] = json.loads((package / "horovod_train_plan.json").read_text())
+    document: dict[str, Any] = json.loads((package / PLAN_FILE).read_text())
     return document
 
 
@@ -300,7 +295,7 @@ def download_sdist(folder: Path, say: Say) -> Path:
         "download", "--no-deps", "--no-build-isolation", "--no-binary=:all:", "-d", str(folder),
         f"horovod=={HOROVOD_VERSION}",
     )  # fmt: skip
-    _run(command, "fetching Horovod", folder / "download.log")
+    _run(command, "fetching Horovod", None)
     return folder / f"horovod-{HOROVOD_VERSION}.tar.gz"
 
 
@@ -381,11 +376,13 @@ def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, say: Say) -> Pat
     return wheel
 
 
-def make_relocatable(wheel: Path, say: Say) -> None:
-    """Strip debug symbols, and let libraries be found relative to the wheel's own place."""
+def finish_wheel(wheel: Path, plan: BuildPlan, say: Say) -> None:
+    """Strip debug symbols, let libraries be found relative to the wheel, and put the plan into it."""
     say("engine: stripping and relocating")
     patchelf = shutil.which("patchelf", path=_path()) or "patchelf"
     with _unzipped(wheel) as folder:
+        document = json.dumps({"key": plan.key, **asdict(plan)}, indent=2)
+        (folder / "horovod" / PLAN_FILE).write_text(document + "\n")
         for library in folder.rglob("*.so"):
             _run(["strip", "-g", str(library)], "stripping", None)
             _run([patchelf, "--set-rpath", RUNPATH, str(library)], "relocating", None)

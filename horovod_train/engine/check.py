@@ -151,7 +151,11 @@ def _patches() -> list[Finding]:
     same = current is not None and current.patches == plan["patches"]
     return [
         Finding("patches", f"{len(plan['patches'])} applied", same, f"patches have changed since: {REBUILD}"),
-        *(Finding("", f"{path.stem}: {patch_title(path)}") for path in patch_files()),
+        *(
+            Finding("", f"{path.stem}: {patch_title(path)}")
+            for path in patch_files()
+            if path.name in plan["patches"]
+        ),
     ]
 
 

@@ -77,8 +77,12 @@ class Replica(Protocol):
         """Make buffers that ranks update by themselves, such as running means, equal again."""
         ...
 
+    def is_finite(self) -> bool:
+        """Return whether all weights are finite numbers: the same on every rank."""
+        ...
+
     def state(self, *, copy: bool) -> ReplicaState:
-        """Return the state; with ``copy`` it stays as it is while training goes on."""
+        """Return the state; with ``copy`` it stays as it is until the next copy is taken."""
         ...
 
     def load_state(self, state: ReplicaState) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
 from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.engine.base import World, gather_json
@@ -15,7 +16,8 @@ def fingerprints(state: ReplicaState) -> dict[str, str]:
         **{f"model.{name}": blob for name, blob in state.model.items()},
         **{f"optimizer.{name}": blob for name, blob in state.optimizer.items()},
     }
-    return {name: hashlib.blake2b(blob.data, digest_size=16).hexdigest() for name, blob in arrays.items()}
+    hashes = {n: hashlib.blake2b(blob.data, digest_size=16).hexdigest() for n, blob in arrays.items()}
+    return {**hashes, "optimizer settings": json.dumps([state.optimizer_tree, dict(state.scaler)])}
 
 
 def check_in_sync(world: World, state: ReplicaState, when: str) -> None:
@@ -43,6 +45,6 @@ def check_in_sync(world: World, state: ReplicaState, when: str) -> None:
     odd = [rank for rank, value in enumerate(wholes) if value != majority]
     raise DesyncError(
         f"ranks differ {when}: {describe_ranks(odd)} against the others, in {len(differing)} of "
-        f"{len(names)} arrays, first {differing[0] if differing else '(the optimizer settings)'}",
+        f"{len(names)} arrays, first {differing[0]}",
         hint="look for code that changes weights on some ranks only; resume from the last checkpoint",
     )

@@ -24,7 +24,7 @@ class LaunchRequest:
     Attributes:
         job: The resolved job; ``launch.num_ranks`` is set.
         run_id: Name of this run.
-        run_dir: Folder of the job's runs, absolute.
+        run_dir: Folder of the job's runs, absolute: checkpoints, and a folder for each run.
     """
 
     job: Job
@@ -32,9 +32,14 @@ class LaunchRequest:
     run_dir: Path
 
     @property
+    def log_dir(self) -> Path:
+        """Folder of this run: its resolved job and its output."""
+        return self.run_dir / self.run_id
+
+    @property
     def job_file(self) -> Path:
         """Where workers read the resolved job."""
-        return self.run_dir / "job.json"
+        return self.log_dir / "job.json"
 
     @property
     def num_ranks(self) -> int:

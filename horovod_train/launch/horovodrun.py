@@ -7,10 +7,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from horovod_train.config.rules import LOCAL_HOSTS
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest, rank_environment
-
-LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 
 
 class HorovodrunLauncher:

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Thread
 from types import FrameType
 from typing import Any
 
@@ -67,13 +68,25 @@ def execute(plan: LaunchPlan, on_line: Callable[[str], None]) -> Ended:
             )
         except OSError as error:
             raise LaunchError(f"cannot start {plan.argv[0]}: {error.strerror}") from error
-        with _forward_signals(process) as received:
-            assert process.stdout is not None
-            for line in process.stdout:
-                on_line(line.rstrip("\n"))
-            code = process.wait()
-        kill_descendants()
+        try:
+            with _forward_signals(process) as received:
+                # Not only for the output to end: something a rank has started may hold it open.
+                reaper = Thread(target=_clear_up_after, args=(process,))
+                reaper.start()
+                assert process.stdout is not None
+                for line in process.stdout:
+                    on_line(line.rstrip("\n"))
+                reaper.join()
+        finally:
+            kill_descendants()
+        code = process.returncode
     return Ended(code if code >= 0 else 128 - code, received[0] if received else None)
+
+
+def _clear_up_after(process: subprocess.Popen[str]) -> None:
+    """Wait for a command to end, then kill what it left behind."""
+    process.wait()
+    kill_descendants()
 
 
 def kill_descendants() -> None:

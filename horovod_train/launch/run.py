@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,13 +57,14 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
 
 def run_plan(request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
     """Carry out a plan, show it, and return the exit code that tells how the ranks ended."""
-    request.run_dir.mkdir(parents=True, exist_ok=True)
-    with (request.run_dir / "run.log").open("w", encoding="utf-8") as log:
+    request.log_dir.mkdir(parents=True, exist_ok=True)
+    with (request.log_dir / "run.log").open("w", encoding="utf-8") as log:
         watcher = Watcher(request, console, log)
         try:
             ended = execute(plan, watcher.see)
         finally:
             console.close()
+            watcher.forget_targets()
     return watcher.verdict(ended)
 
 
@@ -75,14 +77,15 @@ class Watcher:
     log: TextIO
     causes: list[Event] = field(default_factory=list)
     consequences: list[Event] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
     has_summary: bool = False
+    _log_is_broken: bool = False
     _targets: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     _untagged: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LAST_LINES))
 
     def see(self, line: str) -> None:
         """Take one line of output."""
-        self.log.write(line + "\n")
-        self.log.flush()
+        self._keep(line)
         rank, text, event = parse_line(line)
         if event is not None:
             self._see_event(event)
@@ -93,16 +96,39 @@ class Watcher:
         elif text.strip():
             # Launchers speak at length of what ranks have already said; kept for when they have not.
             self._untagged.append(text)
+            if killed := _killed_rank("\n".join(self._untagged)):
+                self.killed.append(killed)
 
     def _see_event(self, event: Event) -> None:
         if event.kind == "targets":
             self._targets += [(address, labels) for address, labels in event.fields["targets"]]
-            write_targets(self.request.run_dir / TARGETS_FILE, self._targets)
+            self._write_targets(self._targets)
         elif event.kind == "failure":
             (self.causes if event.fields["is_cause"] else self.consequences).append(event)
         else:
             self.has_summary |= event.kind == "summary"
             self.console.show(event)
+
+    def forget_targets(self) -> None:
+        """Tell Prometheus that there is nothing left to scrape."""
+        if self._targets:
+            self._write_targets([])
+
+    def _write_targets(self, targets: list[tuple[str, dict[str, str]]]) -> None:
+        try:
+            write_targets(self.request.run_dir / TARGETS_FILE, targets)
+        except OSError as error:
+            self.console.print(f"warning: Prometheus' targets were not written: {error.strerror}")
+
+    def _keep(self, line: str) -> None:
+        """Write a line to the log; a full disk is no reason to lose the job."""
+        try:
+            self.log.write(line + "\n")
+            self.log.flush()
+        except OSError as error:
+            if not self._log_is_broken:
+                self._log_is_broken = True
+                self.console.print(f"warning: {self.log.name} is incomplete: {error.strerror}")
 
     def verdict(self, ended: Ended) -> int:
         """Return the exit code of the run; raise the one error that explains a failure.
@@ -117,7 +143,15 @@ class Watcher:
         if ended.code == 0 and self.has_summary:
             return 0
         last = "\n".join(f"    {line}" for line in self._untagged)
-        told = f"; {describe_ranks([e.rank for e in self.consequences])} noticed" if self.consequences else ""
+        told = ""
+        if self.consequences:
+            ranks = describe_ranks(sorted({event.rank for event in self.consequences}))
+            told = f"; {ranks} only noticed: {self.consequences[0].fields['message']}"
+        if self.killed:
+            raise LaunchError(
+                f"{self.killed[0]}, before it could say why{told}",
+                hint=f"out of memory (see dmesg), or killed by somebody; see {self.log.name}",
+            )
         raise LaunchError(
             f"the launcher ended with code {ended.code} and no rank said why{told}"
             + (f"; its last words:\n{last}" if last else ""),
@@ -138,3 +172,22 @@ class Watcher:
 def _with_code(error: LaunchError, code: int) -> LaunchError:
     error.exit_code = code
     return error
+
+
+# What mpirun, and horovodrun with Gloo, say of a rank that was killed.
+_MPIRUN_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
+_GLOO_KILLED = re.compile(r"Process name: (\d+)\s+Exit code: -?(\d+)")
+
+
+def _killed_rank(text: str) -> str:
+    """Return which rank was killed, from a launcher's own words; empty when they do not say.
+
+    >>> _killed_rank("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
+    'rank 1 on n4 was killed by signal 9'
+    """
+    if found := _MPIRUN_KILLED.search(text):
+        return f"rank {found[1]} on {found[2]} was killed by signal {found[3]}"
+    if (found := _GLOO_KILLED.search(text)) and int(found[2]) > 1:
+        number = int(found[2])
+        return f"rank {found[1]} was killed by signal {number - 128 if number > 128 else number}"
+    return ""

@@ -13,6 +13,7 @@ log = logging.getLogger(__name__)
 
 PORT_STEP = 100
 MAX_PORT = 65535
+WILDCARDS = {"0.0.0.0", "[::]"}  # noqa: S104  (recognized, not bound to)
 MAX_TRIES = 20
 
 
@@ -45,6 +46,13 @@ class Exporter:
                 log.warning("metrics port %d is in use; serving on %d", port, candidate)
             return
         log.warning("metrics are not served: port %d and %d others are in use", port, MAX_TRIES - 1)
+
+    def address_from(self, name: str) -> str | None:
+        """Return the address for others to use: a wildcard is replaced by this host's name."""
+        if self.address is None:
+            return None
+        host, _, port = self.address.rpartition(":")
+        return f"{name}:{port}" if host in WILDCARDS else self.address
 
     def close(self) -> None:
         """Stop serving. Safe to call twice."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from time import monotonic, time
+from time import monotonic
 
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
@@ -11,6 +11,7 @@ from horovod_train.events import Reporter
 from horovod_train.frameworks.base import Framework
 from horovod_train.health.sync import check_in_sync
 from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.parts import record_step, save_checkpoint
 from horovod_train.training.run import Run, StepReport
 
 
@@ -38,18 +39,7 @@ class RecordMetrics(Hook):
 
     def on_step(self, run: Run, report: StepReport) -> None:
         """Record the step."""
-        outcome = report.outcome
-        self._recorder.record_step(
-            phase_seconds=outcome.clock.seconds,
-            num_samples=report.num_local_samples,
-            epochs=run.progress.epochs_passed,
-            loss=outcome.loss,
-            local_loss=outcome.local_loss,
-            lr=report.lr,
-            grad_norm=outcome.grad_norm,
-            bytes_reduced=outcome.bytes_reduced,
-            is_finite=outcome.is_finite,
-        )
+        record_step(self._recorder, report.share, report.outcome, report.lr, run.progress.epochs_passed)
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
         """Record the evaluation."""
@@ -104,20 +94,8 @@ class SaveCheckpoints(Hook):
         self._save(run, wait=True)
 
     def _save(self, run: Run, *, wait: bool = False) -> None:
-        run.replica.sync_buffers()
-        progress = run.progress
-        self._manager.save(
-            progress.step,
-            take_state=lambda copy: run.replica.state(copy=copy),
-            rng=dump_state(*self._framework.rng_state()),
-            progress=progress.to_json(),
-            summary={
-                "epochs": progress.epochs_passed,
-                "metrics": progress.metrics,
-                "unix_time_s": time(),
-            },
-            wait=wait,
-        )
+        rng = dump_state(*self._framework.rng_state())
+        save_checkpoint(self._manager, run.replica, run.progress, rng, wait=wait)
 
 
 class ReportProgress(Hook):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from horovod_train.data.shard import eval_micro_batches
 from horovod_train.engine.base import any_rank, mean_over_ranks
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, did_you_mean
 from horovod_train.training.plan import plan_epoch
 from horovod_train.training.run import Run, StepReport
 
@@ -17,6 +19,10 @@ def train(run: Run) -> None:
     Every rank makes the same steps in the same order, because everything that decides (progress,
     losses, metrics) is equal on all of them.
     """
+    if run.eval_reader is None and wanted_metrics(run):
+        raise UserError(
+            f"{', '.join(wanted_metrics(run))}: the task has no evaluation data", hint="give it eval_data()"
+        )
     for hook in run.hooks:
         hook.on_start(run)
     while not run.is_done:
@@ -26,12 +32,12 @@ def train(run: Run) -> None:
         run.progress.finish_epoch()
         evaluated = is_evaluation_due(run)
         if evaluated:
-            run.progress.metrics = evaluate(run)
+            take_metrics(run)
             consider_stopping(run)
         for hook in run.hooks:
             hook.on_epoch(run, evaluated=evaluated)
-    if not run.progress.metrics and run.eval_reader is not None:
-        run.progress.metrics = evaluate(run)
+    if not run.progress.current_metrics and run.eval_reader is not None:
+        take_metrics(run)
     for hook in run.hooks:
         hook.on_end(run)
 
@@ -50,7 +56,9 @@ def train_epoch(run: Run) -> None:
         if run.reached_max_steps:
             return
         lr = run.policy.at(progress.epochs_passed)
-        outcome = run.replica.step(share, batches, lr, want_norm=progress.step % every == 0)
+        outcome = run.replica.step(
+            share, batches, lr, want_norm=run.job.metrics.enabled and progress.step % every == 0
+        )
         progress.advance(share.num_samples)
         run.guard.check(
             progress.step,
@@ -85,23 +93,40 @@ def evaluate(run: Run) -> dict[str, float]:
     return mean_over_ranks(run.world, run.replica.evaluate(batches))
 
 
-def consider_stopping(run: Run) -> None:
-    """Stop early on all ranks when the metric has not improved for long enough.
+def take_metrics(run: Run) -> None:
+    """Evaluate the weights as they are now.
 
     Raises:
-        UserError: The evaluation gives no such metric.
+        UserError: The job names a metric that the evaluation does not give.
     """
+    run.progress.metrics = evaluate(run)
+    run.progress.metrics_step = run.progress.step
+    for path, metric in wanted_metrics(run).items():
+        if metric not in run.progress.metrics:
+            raise UserError(
+                f"{path}: there is no {metric!r}; the evaluation gives "
+                f"{', '.join(sorted(run.progress.metrics)) or 'nothing'}",
+                hint=did_you_mean(metric, run.progress.metrics),
+            )
+
+
+def wanted_metrics(run: Run) -> dict[str, str]:
+    """Return the metrics that decide about something, by the field that names them."""
+    rule, best = run.job.evaluation.early_stopping, run.job.checkpoint.best
+    return {
+        **({"evaluation.early_stopping.metric": rule.metric} if rule else {}),
+        **({"checkpoint.best.metric": best.metric} if best else {}),
+    }
+
+
+def consider_stopping(run: Run) -> None:
+    """Stop early on all ranks when the metric has not improved for long enough."""
     rule, progress = run.job.evaluation.early_stopping, run.progress
     if rule is None:
         return
-    if rule.metric not in progress.metrics:
-        raise UserError(
-            f"evaluation.early_stopping.metric: there is no {rule.metric!r}; "
-            f"the evaluation gives {', '.join(sorted(progress.metrics)) or 'nothing'}"
-        )
     sign = 1 if rule.mode == "max" else -1
     value, best = sign * progress.metrics[rule.metric], progress.best_metric
-    if best is None or value > best + rule.min_delta:
+    if math.isfinite(value) and (best is None or value > best + rule.min_delta):
         progress.best_metric, progress.num_without_improvement = value, 0
     else:
         progress.num_without_improvement += 1

@@ -28,6 +28,7 @@ class Progress:
         epoch: Epochs completed.
         cursor: Samples of the current epoch used by all ranks together.
         metrics: Result of the last evaluation.
+        metrics_step: Optimizer steps made when it was taken.
         best_metric: Best value of the early-stopping metric so far.
         num_without_improvement: Evaluations since then.
         stopped_early: Early stopping has ended the job.
@@ -38,6 +39,7 @@ class Progress:
     epoch: int = 0
     cursor: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    metrics_step: int = -1
     best_metric: float | None = None
     num_without_improvement: int = 0
     stopped_early: bool = False
@@ -56,6 +58,11 @@ class Progress:
         """Note the end of an epoch."""
         self.epoch += 1
         self.cursor = 0
+
+    @property
+    def current_metrics(self) -> dict[str, float]:
+        """Result of an evaluation of the weights as they are now; empty when there is none."""
+        return self.metrics if self.metrics_step == self.step else {}
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON."""

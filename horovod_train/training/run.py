@@ -38,7 +38,7 @@ class Run:
         """Whether there is nothing left to train."""
         return (
             self.progress.epoch >= self.job.train.epochs
-            or self.progress.stopped_early
+            or (self.progress.stopped_early and self.job.evaluation.early_stopping is not None)
             or self.reached_max_steps
         )
 

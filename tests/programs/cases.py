@@ -129,6 +129,7 @@ CASES = (
     Case("bf16 autocast", precision="bf16", tolerance=2e-2),
     Case("fp16 autocast, clipping", precision="fp16", clip=0.3, tolerance=1e-2),
     Case("bf16 parameters", task_args={"dtype": "bfloat16"}, lr=0.02, tolerance=6e-2),
+    Case("optimizer by import path", optimizer="torch.optim:SGD"),
     Case("lars", optimizer="lars", optimizer_args={"momentum": 0.9}, lr=0.5),
     Case("lamb", optimizer="lamb", optimizer_args={}, lr=2e-3),
 )

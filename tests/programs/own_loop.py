@@ -45,7 +45,7 @@ with ht.init("own-loop") as session:
                     sys.exit(0)
     correct = total = 0
     model.eval()
-    for inputs, labels in session.eval_batches(TensorDataset(*data(23, 2)), batch_size=4):
+    for inputs, labels in session.eval_batches(replica, TensorDataset(*data(23, 2)), batch_size=4):
         correct += int((model(inputs).argmax(1) == labels).sum())
         total += len(labels)
     scraped = urllib.request.urlopen(f"http://{metrics.address}/metrics", timeout=5).read().decode()

@@ -84,7 +84,8 @@ def test_a_killed_rank_is_told_from_one_that_says_why(tmp_path, controller):
     done = cli("run", str(path), cwd=tmp_path, check=False)
 
     assert done.returncode == 1
-    assert "no rank said why" in done.stderr
+    assert "rank 1" in done.stderr
+    assert "was killed by signal 9, before it could say why" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 

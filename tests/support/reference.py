@@ -9,6 +9,7 @@ from torch.nn.utils import clip_grad_norm_
 
 FACTORIES = {
     "sgd": torch.optim.SGD,
+    "torch.optim:SGD": torch.optim.SGD,
     "adamw": torch.optim.AdamW,
     "lars": pytorch_optimizer.LARS,
     "lamb": pytorch_optimizer.Lamb,

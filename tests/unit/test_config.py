@@ -24,7 +24,7 @@ VALID = {
     "train": {"epochs": 3, "batch_size_per_rank": 8, "precision": "bf16"},
     "optimizer": {"name": "adamw", "args": {"betas": [0.9, 0.95]}},
     "lr": {"base_lr": 0.1, "decay": "cosine", "warmup_epochs": 1},
-    "launch": {"num_ranks": 2, "hosts": ["a:1", "b:1"]},
+    "launch": {"num_ranks": 2, "hosts": ["a:1", "b:1"], "network_interface": "eth0"},
 }
 
 
@@ -154,6 +154,8 @@ class TestProblems:
             ({"metrics": {"port": 65535}, "launch": {"hosts": [], "num_ranks": 2}}, "metrics.port"),
             ({"train": {"deterministic": True, "compile_backend": "inductor"}}, "train.compile_backend"),
             ({"health": {"stall_shutdown_s": 5}}, "health.stall_shutdown_s"),
+            ({"launch": {"network_interface": None}}, "launch.network_interface"),
+            ({"optimizer": {"name": ":SGD"}}, "optimizer.name"),
         ],
     )
     def test_combinations_that_cannot_work_are_found(self, tmp_path, sections, path):
@@ -173,6 +175,9 @@ class TestProblems:
             "? [1]\n: 2",
             "&a [*a]",
             "1: 2",
+            'a: !!int ""',
+            "a: !!bool x",
+            "a: !!timestamp x",
         ],
     )
     def test_a_file_that_is_no_job_is_explained(self, tmp_path, text):
@@ -193,6 +198,18 @@ class TestProblems:
 
     def test_deep_nesting_is_refused(self, tmp_path):
         assert problems(tmp_path, "task_args: " + "[" * 2000 + "]" * 2000)
+
+    def test_a_bomb_of_aliases_is_defused(self, tmp_path):
+        lines = ["a0: &a0 [x]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
+
+        assert problems(tmp_path, "\n".join(lines))
+
+    def test_a_job_may_live_in_a_folder_of_any_name(self, tmp_path):
+        folder = tmp_path / "lr=3 @home, c++ (new)"
+        folder.mkdir()
+        (folder / "mine.py").write_text("")
+
+        assert load_job(job_file(folder, {"name": "j", "task": "mine.py:Task"}), environ={}).task
 
     def test_a_broken_environment_variable_is_named(self, tmp_path):
         found = problems(

@@ -29,7 +29,7 @@ class TestSync:
 
         for error in on_ranks(4, rank):
             assert isinstance(error, DesyncError)
-            assert "ranks differ after step 5: rank 2 against the others, in 1 of 2 arrays" in str(error)
+            assert "ranks differ after step 5: rank 2 against the others, in 1 of 3 arrays" in str(error)
             assert "first model.b" in str(error)
 
     def test_one_bit_is_enough(self):

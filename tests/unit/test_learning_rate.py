@@ -82,12 +82,3 @@ def test_the_rate_stays_between_zero_and_peak_and_base(decay, warmup, batch, epo
     policy = LearningRatePolicy(section, batch, 10)
 
     assert 0 <= policy.at(epochs) <= max(policy.peak_lr, section.base_lr) * (1 + 1e-12)
-
-
-@given(st.integers(1, 64), st.integers(1, 64), st.floats(0, 10))
-def test_worlds_with_the_same_global_batch_have_the_same_rate(ranks, batch, epochs):
-    section = LearningRate(decay="cosine", warmup_epochs=1, **BASE)
-
-    assert LearningRatePolicy(section, ranks * batch, 10).at(epochs) == LearningRatePolicy(
-        section, batch * ranks, 10
-    ).at(epochs)

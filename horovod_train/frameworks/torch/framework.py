@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -40,6 +41,8 @@ class TorchFramework:
     def prepare(self, job: Job, world: World) -> tuple[TorchReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         if job.train.deterministic:
+            # cuBLAS is deterministic only with a fixed workspace.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         device = choose_device(job, world)
         seed_generators(job.train.seed, 0, 0)
@@ -49,14 +52,16 @@ class TorchFramework:
         forward_model: torch.nn.Module = model
         if job.train.compile_backend is not None:
             forward_model = cast("torch.nn.Module", torch.compile(model, backend=job.train.compile_backend))
+        optimizer = make_optimizer(job, task, model)
         replica = TorchReplica(
             task=task,
             model=model,
             forward_model=forward_model,
-            optimizer=make_optimizer(job, task, model),
-            gradients=make_gradients(job.allreduce, model.parameters(), world),
+            optimizer=optimizer,
+            gradients=make_gradients(job.allreduce, model, optimizer, world),
             world=world,
             train=job.train,
+            guard_gradients=job.health.non_finite == "skip",
         )
         read = partial(TorchReader, data=job.data, seed=job.train.seed, device=device, task=job.task)
         eval_data = getattr(task, "eval_data", None)
@@ -109,14 +114,19 @@ def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> No
         UserError: A pattern fits no module.
     """
     for pattern in patterns:
-        fitting = [m for name, m in model.named_modules() if name and fnmatchcase(name, pattern)]
+        fitting: dict[str, torch.nn.Module] = {}
+        for name, module in model.named_modules():
+            # Outermost only: recomputing inside of what is recomputed would pay for each level.
+            inside = any(name.startswith(f"{outer}.") for outer in fitting)
+            if name and fnmatchcase(name, pattern) and not inside:
+                fitting[name] = module
         if not fitting:
             names = [name for name, _ in model.named_modules() if name]
             raise UserError(
                 f"train.activation_checkpointing: {pattern!r} fits no module",
                 hint=f"modules are {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}",
             )
-        for module in fitting:
+        for module in fitting.values():
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
@@ -148,10 +158,26 @@ def _with_tuples(args: Mapping[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in args.items()}
 
 
-def make_gradients(allreduce: Allreduce, parameters: Iterable[torch.nn.Parameter], ranks: World) -> Gradients:
-    """Return what completes the gradients of a step in this world."""
-    if not isinstance(ranks, world.HorovodWorld):
+def make_gradients(
+    allreduce: Allreduce, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: World
+) -> Gradients:
+    """Return what completes the gradients of a step in this world: of what the optimizer trains.
+
+    Raises:
+        UserError: The optimizer trains something that is not in the model.
+    """
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = [p for p in model.parameters() if id(p) in trained and p.requires_grad]
+    if len(trained) > len([p for p in model.parameters() if id(p) in trained]):
+        raise UserError(
+            "the optimizer trains parameters that are not in the model: ranks could not keep them equal",
+            hint="make them part of the model, as a submodule or with register_parameter",
+        )
+    if not parameters:
+        raise UserError("the optimizer trains no parameter", hint="does any parameter require a gradient?")
+    if ranks.size == 1:
         return LocalGradients(parameters)
+    assert isinstance(ranks, world.HorovodWorld)
     return GradientReducer(
         parameters,
         ranks,

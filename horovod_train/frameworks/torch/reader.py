@@ -67,7 +67,8 @@ class _SeededFetches:
         saved = (random.getstate(), np.random.get_state(), torch.get_rng_state()) if in_this_process else None
         random.seed(fetch.seed)
         np.random.seed(fetch.seed % 2**32)
-        torch.manual_seed(fetch.seed)
+        # Not torch.manual_seed: that would seed every GPU's generator, too.
+        torch.default_generator.manual_seed(fetch.seed)
         try:
             if self._many is not None:
                 return self._many(list(fetch.indices))

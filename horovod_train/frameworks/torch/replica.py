@@ -11,14 +11,20 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import get_total_norm
 
-from horovod_train.checkpoint.arrays import ReplicaState
+from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.config.schema import Train
 from horovod_train.data.shard import StepShare
-from horovod_train.engine.base import World
+from horovod_train.engine.base import World, gather_json
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.torch.reducer import Gradients
-from horovod_train.frameworks.torch.state import blobs_of, from_blob, pack_tensors, unpack_tensors
+from horovod_train.frameworks.torch.state import (
+    blobs_of,
+    from_blob,
+    pack_tensors,
+    to_blob,
+    unpack_tensors,
+)
 from horovod_train.frameworks.torch.task import TorchTask
 from horovod_train.frameworks.torch.world import HorovodWorld
 
@@ -36,6 +42,8 @@ class TorchReplica:
         train: The job's ``train`` section.
         task: Gives loss and metrics; None when the user's own loop does.
         forward_model: What the task calls: the model's compiled form; None: the model itself.
+        guard_gradients: Look at every gradient before it is used (a pass over all of them), and
+            keep running statistics as they were when a step is not used.
     """
 
     def __init__(
@@ -48,6 +56,7 @@ class TorchReplica:
         train: Train,
         task: TorchTask | None = None,
         forward_model: torch.nn.Module | None = None,
+        guard_gradients: bool = False,
     ) -> None:
         self.task = task
         self.model = model
@@ -56,6 +65,16 @@ class TorchReplica:
         self.gradients = gradients
         self._world = world
         self._train = train
+        self._guard_gradients = guard_gradients
+        self._snapshots: dict[str, torch.Tensor] = {}
+        self._statistics = [
+            buffer
+            for module in model.modules()
+            if isinstance(module, _NormBase)
+            for buffer in (module.running_mean, module.running_var)
+            if buffer is not None
+        ]
+        self._statistics_before: list[torch.Tensor] = []
         self._device = next(model.parameters()).device
         self._local_loss = torch.zeros((), device=self._device)
         self.scaler = torch.amp.GradScaler(self._device.type, enabled=train.precision == "fp16")
@@ -79,7 +98,10 @@ class TorchReplica:
         """Begin a step: no gradients yet."""
         self._local_loss = torch.zeros((), device=self._device)
         self.forward_model.train()
-        self.optimizer.zero_grad(set_to_none=True)
+        # All of the model, not only what the optimizer has: what is frozen there must not pile up.
+        self.model.zero_grad(set_to_none=True)
+        if self._guard_gradients:
+            self._statistics_before = [buffer.clone() for buffer in self._statistics]
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the context in which the job's precision holds for a forward pass."""
@@ -120,7 +142,10 @@ class TorchReplica:
         clock.lap("allreduce_wait")
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        grad_norm, is_finite = self._update(loss, want_norm)
+        grad_norm, is_finite = self._update(loss, want_norm=want_norm or self._guard_gradients)
+        if not is_finite:
+            for buffer, before in zip(self._statistics, self._statistics_before, strict=False):
+                buffer.copy_(before)
         clock.lap("optimizer")
         return StepOutcome(
             loss=loss,
@@ -131,7 +156,7 @@ class TorchReplica:
             clock=clock,
         )
 
-    def _update(self, loss: float, want_norm: bool) -> tuple[float | None, bool]:  # noqa: FBT001
+    def _update(self, loss: float, *, want_norm: bool) -> tuple[float | None, bool]:
         """Unscale, clip and step, in this order. Return the gradient norm and whether all is finite.
 
         Gradients are equal on all ranks here, so every rank decides alike without asking.
@@ -189,53 +214,78 @@ class TorchReplica:
         """Make buffers equal on all ranks: running statistics are averaged, others are rank 0's."""
         if self._world.size == 1:
             return
-        averaged = {
-            id(buffer)
-            for module in self.model.modules()
-            if isinstance(module, _NormBase)
-            for buffer in (module.running_mean, module.running_var)
-            if buffer is not None
-        }
+        averaged = {id(buffer) for buffer in self._statistics}
         for buffer in self.model.buffers():
-            mine = buffer.detach().double().flatten()
             if id(buffer) in averaged:
-                mine = mine / self._world.size
-            elif self._world.rank != 0:
-                mine = torch.zeros_like(mine)  # not mine * 0: a mask of infinities would become NaN
-            summed = self._world.sum(mine.tolist())
-            buffer.copy_(torch.tensor(summed, dtype=torch.float64).view(buffer.shape))
+                mine = (buffer.detach().double().flatten() / self._world.size).tolist()
+                mean = torch.tensor(self._world.sum(mine), dtype=torch.float64)
+                buffer.copy_(mean.view(buffer.shape))
+            else:
+                mine_bytes = bytes(to_blob(buffer).data) if self._world.rank == 0 else b""
+                theirs = self._world.gather(mine_bytes)[0]
+                blob = ArrayBlob(str(buffer.dtype).removeprefix("torch."), tuple(buffer.shape), theirs)
+                buffer.copy_(from_blob(blob))
 
     def broadcast(self) -> None:
-        """Take over rank 0's weights and buffers."""
-        if isinstance(self._world, HorovodWorld):
-            for name, tensor in self.model.state_dict().items():
-                self._world.broadcast(tensor, f"horovod_train.model.{name}")
+        """Take over rank 0's weights and buffers.
+
+        Raises:
+            UserError: Ranks have made different models.
+        """
+        if not isinstance(self._world, HorovodWorld):
+            return
+        tensors = self.model.state_dict()
+        layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
+        for rank, other in enumerate(gather_json(self._world, layout)):
+            if other != layout:
+                differing = sorted(set(other) ^ set(layout))
+                raise UserError(
+                    f"rank {rank} and rank {self._world.rank} have made different models: {differing[:2]}",
+                    hint="a model must not depend on the rank or on its part of the data",
+                )
+        for name, tensor in tensors.items():
+            self._world.broadcast(tensor, f"horovod_train.model.{name}")
+
+    def is_finite(self) -> bool:
+        """Return whether all weights and running statistics are finite numbers."""
+        return all(bool(t.isfinite().all()) for t in [*self.model.parameters(), *self._statistics])
 
     def state(self, *, copy: bool) -> ReplicaState:
-        """Return the state; with ``copy`` it stays as it is while training goes on."""
-        tree, arrays = pack_tensors(self.optimizer.state_dict(), copy=copy)
+        """Return the state; with ``copy`` it stays as it is until the next copy is taken."""
+        cache = self._snapshots if copy else None
+        document = {"class": type(self.optimizer).__qualname__, "state": self.optimizer.state_dict()}
+        tree, arrays = pack_tensors(document, cache)
         return ReplicaState(
-            model=blobs_of(self.model.state_dict(), copy=copy),
+            model=blobs_of(self.model.state_dict(), cache, prefix="model."),
             optimizer=arrays,
             optimizer_tree=tree,
             scaler={key: float(value) for key, value in self.scaler.state_dict().items()},
         )
 
     def load_state(self, state: ReplicaState) -> None:
-        """Take over a state.
+        """Take over a state; the optimizer's settings (decay, momentum, ...) stay those of the job.
 
         Raises:
             CheckpointError: The state belongs to another model or optimizer.
         """
         weights = {name: from_blob(blob) for name, blob in state.model.items()}
+        document = unpack_tensors(state.optimizer_tree, state.optimizer)
+        settings = [
+            {key: group[key] for key in (*self.optimizer.defaults, "lr_scale") if key in group}
+            for group in self.optimizer.param_groups
+        ]
         try:
+            if document["class"] != type(self.optimizer).__qualname__:
+                raise ValueError(f"it was trained with {document['class']}")  # noqa: TRY301
             self.model.load_state_dict(weights)
-            self.optimizer.load_state_dict(unpack_tensors(state.optimizer_tree, state.optimizer))
+            self.optimizer.load_state_dict(document["state"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"the checkpoint belongs to another model or optimizer: {error}",
                 hint="train under another name, or set checkpoint.resume: never",
             ) from error
+        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+            group.update(own)
         if self.scaler.is_enabled() and state.scaler:
             self.scaler.load_state_dict(_scaler_state(state.scaler))
 

@@ -14,11 +14,19 @@ from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 
 
-def to_blob(tensor: torch.Tensor, *, copy: bool = False) -> ArrayBlob:
-    """Return a tensor's elements as bytes; without ``copy`` they may still change with it."""
-    on_cpu = tensor.detach().to("cpu", copy=copy).contiguous()
+def to_blob(tensor: torch.Tensor) -> ArrayBlob:
+    """Return a tensor's elements as bytes; they may still change with it."""
+    on_cpu = tensor.detach().to("cpu").contiguous()
     array: npt.NDArray[np.uint8] = on_cpu.reshape(-1).view(torch.uint8).numpy()
     return ArrayBlob(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), array.data)
+
+
+def copied(tensor: torch.Tensor, cache: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+    """Return a copy in memory that the last copy of that key used: fresh pages cost more than copying."""
+    kept = cache.get(key)
+    if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+        kept = cache[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return kept.copy_(tensor.detach())
 
 
 def from_blob(blob: ArrayBlob) -> torch.Tensor:
@@ -29,15 +37,19 @@ def from_blob(blob: ArrayBlob) -> torch.Tensor:
     return torch.frombuffer(bytearray(blob.data), dtype=dtype).reshape(blob.shape)
 
 
-def blobs_of(tensors: Mapping[str, torch.Tensor], *, copy: bool) -> dict[str, ArrayBlob]:
-    """Return the blobs of named tensors."""
-    return {name: to_blob(tensor, copy=copy) for name, tensor in tensors.items()}
+def blobs_of(
+    tensors: Mapping[str, torch.Tensor], cache: dict[str, torch.Tensor] | None, prefix: str
+) -> dict[str, ArrayBlob]:
+    """Return the blobs of named tensors: of copies kept in a cache, or without one of themselves."""
+    if cache is None:
+        return {name: to_blob(tensor) for name, tensor in tensors.items()}
+    return {name: to_blob(copied(tensor, cache, prefix + name)) for name, tensor in tensors.items()}
 
 
-def pack_tensors(tree: Any, *, copy: bool) -> tuple[Any, dict[str, ArrayBlob]]:
+def pack_tensors(tree: Any, cache: dict[str, torch.Tensor] | None) -> tuple[Any, dict[str, ArrayBlob]]:
     """Split nested state into a JSON tree and the arrays it refers to."""
     plain, tensors = pack_tree(tree, lambda leaf: isinstance(leaf, torch.Tensor))
-    return plain, blobs_of(tensors, copy=copy)
+    return plain, blobs_of(tensors, cache, prefix="optimizer.")
 
 
 def unpack_tensors(plain: Any, blobs: Mapping[str, ArrayBlob]) -> Any:
@@ -54,7 +66,7 @@ def rng_state() -> tuple[Any, dict[str, ArrayBlob]]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-    return pack_tensors(state, copy=True)
+    return pack_tensors(state, None)
 
 
 def load_rng_state(tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:

@@ -13,7 +13,7 @@ import torch
 from horovod_train.config.schema import Job
 from horovod_train.engine.base import SingleWorld, World
 from horovod_train.engine.environment import horovod_settings, started_as_one_of_many
-from horovod_train.errors import EngineError, PeerError
+from horovod_train.errors import EngineError, PeerError, WorldError
 
 Result = TypeVar("Result")
 
@@ -93,10 +93,13 @@ class HorovodWorld:
         self._call(lambda: self._hvd.synchronize(handle))
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
-        """Overwrite a tensor with rank 0's, whatever its type; it must be contiguous."""
+        """Overwrite a tensor with rank 0's, whatever its type."""
         # Horovod knows no bfloat16 and no bool; bytes are bytes.
-        view = tensor.detach().reshape(-1).view(torch.uint8)
+        whole = tensor.detach().contiguous()
+        view = whole.reshape(-1).view(torch.uint8)
         self._call(lambda: self._hvd.broadcast_(view, root_rank=0, name=name))
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(whole)
 
     def close(self) -> None:
         """Leave the world. Safe to call twice."""
@@ -107,4 +110,9 @@ class HorovodWorld:
         try:
             return collective()
         except self._lost as error:
+            if "mismatched" in str(error).lower():
+                raise WorldError(
+                    f"ranks disagree about what they exchange: {error}",
+                    hint="models and code must be the same on every rank",
+                ) from error
             raise PeerError(f"a collective was ended because another rank left: {error}") from error

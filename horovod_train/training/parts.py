@@ -1,0 +1,84 @@
+"""What a job and a user's own loop do alike: record a step, save, go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from time import time
+from typing import Any
+
+from horovod_train.checkpoint.arrays import parse_state
+from horovod_train.checkpoint.manager import CheckpointManager, Resumed
+from horovod_train.data.shard import StepShare
+from horovod_train.errors import NumericError
+from horovod_train.frameworks.base import Replica, StepOutcome
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.progress import Progress
+
+
+def record_step(recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: float, epochs: float) -> None:
+    """Record one step as metrics of this rank."""
+    recorder.record_step(
+        phase_seconds=outcome.clock.seconds,
+        num_samples=sum(map(len, share.micro_batches)),
+        epochs=epochs,
+        loss=outcome.loss,
+        local_loss=outcome.local_loss,
+        lr=lr,
+        grad_norm=outcome.grad_norm,
+        bytes_reduced=outcome.bytes_reduced,
+        is_finite=outcome.is_finite,
+    )
+
+
+def save_checkpoint(
+    manager: CheckpointManager,
+    replica: Replica,
+    progress: Progress,
+    rng: bytes,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    wait: bool = False,
+) -> None:
+    """Save a replica and where it stands; every rank calls it, between two steps.
+
+    Raises:
+        NumericError: Weights are not finite: such a checkpoint would be resumed from.
+        CheckpointError: With ``wait``: it could not be written.
+    """
+    replica.sync_buffers()
+    if not replica.is_finite():
+        raise NumericError(
+            f"step {progress.step}: weights are not finite, and are not saved",
+            hint="go on from the last checkpoint with a lower lr.base_lr or health.non_finite: skip",
+        )
+    manager.save(
+        progress.step,
+        take_state=lambda copy: replica.state(copy=copy),
+        rng=rng,
+        progress=progress.to_json(),
+        summary={
+            "epochs": progress.epochs_passed,
+            "metrics": dict(progress.current_metrics if metrics is None else metrics),
+            "unix_time_s": time(),
+        },
+        wait=wait,
+    )
+
+
+def go_on_from(
+    resumed: Resumed,
+    replica: Replica,
+    progress: Progress,
+    load_rng: Callable[[Any, Mapping[str, Any]], None],
+    seed_anew: Callable[[], None],
+) -> None:
+    """Take over a checkpoint: where it stands, its state, and this rank's random generators.
+
+    Generators belong to a rank of a world; in another world they start anew.
+    """
+    progress.take_over(resumed.progress)
+    replica.load_state(resumed.state)
+    if resumed.rng is not None:
+        load_rng(*parse_state(resumed.rng))
+    else:
+        seed_anew()

@@ -1,0 +1,135 @@
+"""`horovod-train run`: what a person sees, and what training offers besides training."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+
+import pytest
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, write_job
+
+pytestmark = pytest.mark.ranks
+TASK = f"{PROGRAMS / 'tasks.py'}:Noted"
+
+
+def job(folder, **sections):
+    return write_job(
+        folder / "job.yaml",
+        task=TASK,
+        run_dir=str(folder / "runs"),
+        **{"task_args": {"notes": str(folder)}, "launch": {"num_ranks": 2}, **sections},
+    )
+
+
+def test_a_terminal_shows_a_progress_bar_with_the_time_left(tmp_path):
+    path = job(
+        tmp_path,
+        task_args={"notes": str(tmp_path), "pause_s": 0.05},
+        train={"epochs": 8, "batch_size_per_rank": 4},
+    )
+    terminal, inside = pty.openpty()
+    with subprocess.Popen(
+        [str(BIN / "horovod-train"), "run", str(path)],
+        cwd=tmp_path,
+        env=environment(TERM="xterm-256color", COLUMNS="120"),
+        stdin=inside,
+        stdout=inside,
+        stderr=inside,
+    ) as process:
+        os.close(inside)
+        seen = b""
+        while True:
+            try:
+                piece = os.read(terminal, 65536)
+            except OSError:  # the other end is closed
+                break
+            seen += piece
+        assert process.wait(TIMEOUT_S) == 0, seen.decode()
+    os.close(terminal)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
+
+    assert "━" in text
+    assert re.search(r"epoch \d/8 .*\d+ %  step \d+/64 loss .* samples/s ETA \d+ s", text)
+    assert "trained test: 8 epochs, 64 steps" in text
+
+
+def test_all_ranks_stop_early_together_and_a_resumed_job_stays_stopped(tmp_path):
+    path = job(
+        tmp_path,
+        train={"epochs": 50, "batch_size_per_rank": 4},
+        lr={"base_lr": 1e-9},
+        evaluation={"early_stopping": {"metric": "loss", "mode": "min", "patience": 2, "min_delta": 1.0}},
+    )
+
+    done = cli("run", str(path), cwd=tmp_path)
+    again = cli("run", str(path), cwd=tmp_path)
+
+    # The first evaluation is the best one, two more do not improve on it.
+    assert "stopping early: loss did not improve in 2 evaluations" in done.stdout
+    assert "trained test: 3 epochs, 24 steps" in done.stdout
+    assert "trained test: 3 epochs, 24 steps" in again.stdout
+
+
+def test_a_limit_of_steps_ends_in_mid_epoch_and_more_steps_go_on(tmp_path):
+    path = job(tmp_path, train={"epochs": 3, "max_steps": 5, "batch_size_per_rank": 4})
+
+    cut = cli("run", str(path), cwd=tmp_path)
+    rest = cli("run", str(path), "--set", "train.max_steps=null", cwd=tmp_path)
+
+    assert "5 steps" in cut.stdout
+    assert "resumed from step-000000000005" in rest.stdout
+    assert "trained test: 3 epochs, 24 steps" in rest.stdout
+
+
+def test_another_order_of_samples_cannot_be_resumed_in_mid_epoch(tmp_path):
+    path = job(tmp_path, train={"epochs": 3, "max_steps": 5, "batch_size_per_rank": 4})
+    cli("run", str(path), cwd=tmp_path)
+
+    done = cli("run", str(path), "--set", "train.seed=9", cwd=tmp_path, check=False)
+
+    assert done.returncode == 2
+    assert "seed was 0 and is 9" in done.stderr
+
+
+def test_another_model_cannot_take_over_a_checkpoint(tmp_path):
+    path = job(tmp_path, train={"epochs": 1, "batch_size_per_rank": 4})
+    cli("run", str(path), cwd=tmp_path)
+
+    done = cli("run", str(path), "--set", "task=digits", "--set", "task_args={}", cwd=tmp_path, check=False)
+
+    assert done.returncode == 1
+    assert "belongs to another model or optimizer" in done.stderr
+
+
+def test_one_rank_trains_without_horovod(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['horovod'] = None\n")
+
+    done = cli("run", "digits", "-n", "1", "--set", "train.epochs=1", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+
+    assert "on 1 rank, global batch 32" in done.stdout
+
+
+def test_two_runs_of_one_name_do_not_get_into_each_others_way(tmp_path):
+    path = job(
+        tmp_path,
+        task_args={"notes": str(tmp_path), "pause_s": 0.1},
+        train={"epochs": 500, "batch_size_per_rank": 4},
+        launch={"num_ranks": 1},
+    )
+    with subprocess.Popen(
+        [str(BIN / "horovod-train"), "run", str(path)],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+    ) as first:
+        for line in first.stdout:
+            if b"epoch 1:" in line:
+                break
+        second = cli("run", str(path), cwd=tmp_path, check=False)
+        first.terminate()
+        first.communicate(timeout=30)
+
+    assert second.returncode == 1
+    assert "another run is writing checkpoints" in second.stderr
