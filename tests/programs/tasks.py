@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,19 @@ class Failing(Noted):
                 with torch.no_grad():
                     next(model.parameters()).add_(1e-7)
         return loss
+
+
+class Leaving(Noted):
+    """Starts a program that outlives it and holds its output open, as a tracking daemon would."""
+
+    def __init__(self, notes: str, **args: Any) -> None:
+        super().__init__(notes, **args)
+        # Not waited for, on purpose.
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+
+
+class Differing(Noted):
+    """Makes a model that depends on the rank."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 3 + RANK))

@@ -133,3 +133,49 @@ def test_two_runs_of_one_name_do_not_get_into_each_others_way(tmp_path):
 
     assert second.returncode == 1
     assert "another run is writing checkpoints" in second.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_program_that_a_task_leaves_behind_does_not_keep_the_run_from_ending(tmp_path, ranks):
+    path = job(
+        tmp_path,
+        task=TASK.replace("Noted", "Leaving"),
+        train={"epochs": 1, "batch_size_per_rank": 4},
+        launch={"num_ranks": ranks},
+    )
+
+    done = cli("run", str(path), cwd=tmp_path)
+
+    assert "trained test" in done.stdout
+
+
+def test_flags_win_over_the_environment_in_the_ranks_too(tmp_path):
+    path = job(tmp_path, train={"batch_size_per_rank": 4})
+    environ = {"HOROVOD_TRAIN__TRAIN__EPOCHS": "9", "HOROVOD_TRAIN__LAUNCH__NUM_RANKS": "3"}
+
+    done = cli("run", str(path), "-n", "2", "--set", "train.epochs=1", cwd=tmp_path, **environ)
+
+    assert "trained test: 1 epochs, 8 steps" in done.stdout
+
+
+def test_a_misspelled_metric_is_an_error_and_not_ignored(tmp_path):
+    path = job(
+        tmp_path,
+        train={"epochs": 1, "batch_size_per_rank": 4},
+        checkpoint={"best": {"metric": "los", "mode": "min"}},
+    )
+
+    done = cli("run", str(path), cwd=tmp_path, check=False)
+
+    assert done.returncode == 2
+    assert "checkpoint.best.metric: there is no 'los'" in done.stderr
+    assert "did you mean 'loss'?" in done.stderr
+
+
+def test_ranks_that_make_different_models_are_told_before_they_wait_for_each_other(tmp_path):
+    path = job(tmp_path, task=TASK.replace("Noted", "Differing"), train={"batch_size_per_rank": 4})
+
+    done = cli("run", str(path), cwd=tmp_path, check=False)
+
+    assert done.returncode == 2
+    assert "have made different models" in done.stderr

@@ -177,6 +177,41 @@ class TestManager:
 
         assert names(tmp_path) == [4, best]
 
+    def test_an_unknown_or_impossible_metric_never_makes_the_best(self, tmp_path):
+        checkpoints = manager(tmp_path, keep_last=1, best={"metric": "accuracy", "mode": "max"})
+        for step, metrics in ((1, {"accuracy": 0.9}), (2, {"accuracy": float("nan")}), (3, {}), (4, {})):
+            save(checkpoints, step, metrics=metrics)
+        checkpoints.close()
+
+        assert names(tmp_path) == [4, 1]
+
+    def test_a_job_never_starts_from_zero_because_all_checkpoints_are_damaged(self, tmp_path):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 1)
+        checkpoints.close()
+        (tmp_path / "step-000000000001" / "state.json").write_text("")
+
+        again = manager(tmp_path)
+        with pytest.raises(CheckpointError, match="all 1 checkpoints(.|\n)*resume: never"):
+            again.latest()
+        again.close()
+
+    def test_what_cannot_be_read_is_not_called_damaged(self, tmp_path, monkeypatch):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 1)
+        checkpoints.close()
+
+        def refuse(*_):
+            raise PermissionError(13, "Permission denied")
+
+        again = manager(tmp_path)
+        monkeypatch.setattr(store, "_read_checked", refuse)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            again.latest()
+        again.close()
+
+        assert names(tmp_path) == [1]
+
     def test_never_prunes_new_ones_in_favour_of_damaged_newer_ones(self, tmp_path):
         checkpoints = manager(tmp_path, keep_last=1)
         save(checkpoints, 10)

@@ -1,0 +1,203 @@
+"""The training step does to the weights what it should, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from support.worlds import on_ranks
+from torch import nn
+from unit.test_reducer import ThreadWire
+
+from horovod_train.config.schema import Allreduce, Train
+from horovod_train.data.shard import share_of_step
+from horovod_train.engine.base import SingleWorld
+from horovod_train.errors import CheckpointError, UserError
+from horovod_train.frameworks.torch.framework import make_gradients, recompute_activations
+from horovod_train.frameworks.torch.reducer import GradientReducer, LocalGradients
+from horovod_train.frameworks.torch.replica import TorchReplica
+
+MODEL = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+BATCH = torch.randn(6, 3)
+
+
+class Task:
+    """Its loss can be made to go wrong."""
+
+    def __init__(self, poison=lambda loss: loss):
+        self.poison = poison
+
+    def loss(self, model, batch):
+        return self.poison(model(batch).square().mean())
+
+
+def replica(world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, guard=False, **train):
+    model = copy.deepcopy(MODEL)
+    parameters = list(trained(model) if trained else model.parameters())
+    world = world or SingleWorld()
+    gradients = (
+        LocalGradients(parameters)
+        if world.size == 1
+        else GradientReducer(parameters, ThreadWire(world), bucket_size_bytes=16)
+    )
+    return TorchReplica(
+        model=model,
+        optimizer=optimizer(parameters, lr=0.1),
+        gradients=gradients,
+        world=world,
+        train=Train(**train),
+        task=task or Task(),
+        guard_gradients=guard,
+    )
+
+
+def steps(made, count):
+    size, rank = made._world.size, made._world.rank
+    outcomes = []
+    for _ in range(count):
+        share = share_of_step(0, 6, batch_size=6, accumulation_steps=1, rank=rank, size=size)
+        batches = (BATCH[micro.start : micro.stop] for micro in share.micro_batches)
+        outcomes.append(made.step(share, batches, 0.1, want_norm=True))
+    return outcomes
+
+
+def weights(made):
+    return [p.detach().clone() for p in made.model.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_the_optimizer_does_not_train_stays_and_never_piles_up(size):
+    def rank(world):
+        made = replica(world, trained=lambda model: model[2].parameters(), clip_grad_norm=1.0)
+        norms = [outcome.grad_norm for outcome in steps(made, 40)]
+        return norms, weights(made)
+
+    for norms, after in on_ranks(size, rank):
+        assert all(torch.equal(a, b) for a, b in zip(after[:4], list(MODEL.parameters())[:4], strict=True))
+        assert norms[-1] < norms[0], "the gradient of what is trained falls; nothing else is in the norm"
+        assert not torch.equal(after[4], list(MODEL.parameters())[4])
+
+
+def test_an_optimizer_of_something_outside_the_model_is_refused():
+    outside = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([*MODEL.parameters(), outside], lr=0.1)
+
+    with pytest.raises(UserError, match="not in the model"):
+        make_gradients(Allreduce(), MODEL, optimizer, SingleWorld())
+
+
+def bad_gradient(loss):
+    """A finite loss whose gradient is infinite: the square root at zero."""
+    return loss * 0 + (loss - loss.detach()).abs().sqrt() + loss.detach()
+
+
+@pytest.mark.parametrize("poison", [bad_gradient, lambda loss: loss * float("nan")])
+def test_a_step_that_is_not_finite_leaves_weights_and_statistics_alone(poison):
+    made = replica(task=Task(poison), guard=True)
+
+    (outcome,) = steps(made, 1)
+
+    assert not outcome.is_finite
+    assert all(torch.equal(a, b) for a, b in zip(weights(made), MODEL.parameters(), strict=True))
+    assert torch.equal(made.model[1].running_mean, MODEL[1].running_mean)
+    assert made.is_finite()
+
+
+def test_weights_that_are_not_finite_are_noticed():
+    made = replica()
+    with torch.no_grad():
+        made.model[0].weight[0, 0] = float("inf")
+
+    assert not made.is_finite()
+
+
+def test_clipping_bounds_the_update():
+    made = replica(clip_grad_norm=0.01)
+    before = weights(made)
+
+    (outcome,) = steps(made, 1)
+
+    moved = torch.cat([(a - b).flatten() for a, b in zip(weights(made), before, strict=True)])
+    assert outcome.grad_norm > 0.01
+    assert float(moved.norm()) == pytest.approx(0.1 * 0.01, rel=1e-4)
+
+
+def test_groups_have_rates_of_their_own():
+    model = copy.deepcopy(MODEL)
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr_scale": 0.0}]
+    made = replica(trained=lambda _: model.parameters())
+    made.optimizer = torch.optim.SGD(groups, lr=0.1)
+    made.model = made.forward_model = model
+    before = weights(made)
+
+    steps(made, 1)
+
+    changed = [not torch.equal(a, b) for a, b in zip(weights(made), before, strict=True)]
+    assert changed[0]
+    assert changed[-2:] == [False, False]
+
+
+class TestState:
+    def test_a_copy_stays_while_training_goes_on(self):
+        made = replica(optimizer=torch.optim.Adam)
+        steps(made, 1)
+        kept, live = made.state(copy=True), made.state(copy=False)
+        before = {name: bytes(blob.data) for name, blob in kept.model.items()}
+
+        steps(made, 1)
+
+        assert {name: bytes(blob.data) for name, blob in kept.model.items()} == before
+        assert {name: bytes(blob.data) for name, blob in live.model.items()} != before
+
+    def test_goes_on_bit_for_bit_with_the_settings_of_the_job(self):
+        made, other = replica(optimizer=torch.optim.Adam), replica(optimizer=torch.optim.Adam)
+        steps(made, 2)
+        other.optimizer.param_groups[0]["weight_decay"] = 0.25
+        other.load_state(made.state(copy=True))
+
+        assert other.optimizer.param_groups[0]["weight_decay"] == 0.25
+        other.optimizer.param_groups[0]["weight_decay"] = 0
+        steps(made, 2)
+        steps(other, 2)
+        assert all(torch.equal(a, b) for a, b in zip(weights(made), weights(other), strict=True))
+
+    def test_of_another_optimizer_is_refused(self):
+        made, other = replica(optimizer=torch.optim.SGD), replica(optimizer=torch.optim.AdamW)
+        steps(made, 1)
+
+        with pytest.raises(CheckpointError, match="another model or optimizer"):
+            other.load_state(made.state(copy=True))
+
+    def test_buffers_become_equal_without_losing_anything(self):
+        def rank(world):
+            made = replica(world)
+            made.model[1].running_mean.fill_(float(world.rank))
+            made.model.register_buffer("mask", torch.tensor([0.0, -np.inf]))
+            made.model.register_buffer("turn", torch.tensor([1 + 2j * (world.rank + 1)]))
+            made.model.register_buffer("big", torch.tensor([2**60 + world.rank]))
+            made.sync_buffers()
+            return (
+                made.model[1].running_mean[0].item(),
+                made.model.mask.tolist(),
+                made.model.turn.item(),
+                made.model.big.item(),
+            )
+
+        assert on_ranks(2, rank) == [(0.5, [0.0, -np.inf], 1 + 2j, 2**60)] * 2
+
+
+def test_activations_are_recomputed_once_and_give_the_same_gradient():
+    model, plain = nn.Sequential(), copy.deepcopy(MODEL)
+    model.add_module("layers", copy.deepcopy(plain))
+    calls = []
+    model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    recompute_activations(model, ["layers*"])
+
+    model(BATCH).sum().backward()
+    plain(BATCH).sum().backward()
+
+    assert len(calls) == 2, "once forward, once again backward; not once more for each level"
+    for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad)
