@@ -33,6 +33,7 @@ from typing import Any
 from horovod_train.errors import EngineError
 
 HOROVOD_VERSION = "0.28.1"
+RECIPE = 2
 PLAN_FILE = "horovod_train_plan.json"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCHES = Path(__file__).parent / "patches"
@@ -65,6 +66,7 @@ class BuildPlan:
     """Everything a wheel is built from: two equal plans make interchangeable wheels.
 
     Attributes:
+        recipe: Number of the way wheels are built here; a change of build.py that matters raises it.
         horovod: Version and checksum of the source.
         patches: Checksum of each patch.
         frameworks: Version of each framework found.
@@ -76,6 +78,7 @@ class BuildPlan:
         cpu_flags: Vector instructions that Horovod's build makes use of.
     """
 
+    recipe: int
     horovod: str
     patches: Mapping[str, str]
     frameworks: Mapping[str, str]
@@ -112,6 +115,7 @@ def make_plan() -> BuildPlan:
         )
     cuda, nccl = find_cuda(), find_nccl()
     return BuildPlan(
+        recipe=RECIPE,
         horovod=f"{HOROVOD_VERSION} {SDIST_SHA256}",
         patches={path.name: _sha256(path) for path in patch_files()},
         frameworks=frameworks,

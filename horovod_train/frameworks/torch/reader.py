@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import random
+import select
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import forkserver
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -80,6 +84,26 @@ class _SeededFetches:
                 torch.set_rng_state(saved[2])
 
 
+def _leave_with(rank_pid: int, _worker_id: int) -> None:
+    """In a loader process: end when the rank does, also when it is killed.
+
+    Its parent is the server, which lives as long as its children do: they would keep each other, and
+    the output of the rank, for ever.
+    """
+
+    def wait() -> None:
+        try:
+            handle = os.pidfd_open(rank_pid)
+        except ProcessLookupError:
+            os._exit(1)
+        poller = select.poll()
+        poller.register(handle, select.POLLIN)
+        poller.poll()
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
+
+
 class _Schedule:
     """The fetches of one epoch; set anew before each, so that loader processes live on."""
 
@@ -131,6 +155,7 @@ class TorchReader:
             # Never fork a rank: Horovod's and MPI's threads may hold a lock at that moment, which the
             # child then waits for for ever. Seen about once in 50 starts.
             multiprocessing_context="forkserver" if workers else None,
+            worker_init_fn=partial(_leave_with, os.getpid()) if workers else None,
             pin_memory=data.pin_memory and device.type == "cuda",
             # Seeds of loader processes must not be drawn from the generator that dropout uses.
             generator=torch.Generator(),
