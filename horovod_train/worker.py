@@ -10,10 +10,12 @@ import os
 import socket
 import sys
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, strftime
+
+import psutil
 
 from horovod_train.checkpoint.manager import CheckpointManager, WriteReport
 from horovod_train.config.load import load_job
@@ -69,6 +71,8 @@ def main(options: WorkerOptions) -> int:
             run_rank(job, options, reporter, stack)
     except Exception as error:  # noqa: BLE001  (whatever a task raises, it is told once and in one place)
         return _report_failure(error, reporter)
+    finally:
+        _end_children()
     return 0
 
 
@@ -270,6 +274,28 @@ def _report_failure(error: Exception, reporter: Reporter) -> int:
     if text and not reporter.as_json:
         sys.stderr.write(text)
     return code
+
+
+def _end_children() -> None:
+    """End what this rank has started: mpirun waits for ever for whoever holds a rank's output open."""
+    children = [
+        child
+        for child in psutil.Process().children(recursive=True)
+        # Python's own helper ends with this process, and has to see its end to clean up.
+        if "multiprocessing.resource_tracker" not in " ".join(_command_of(child))
+    ]
+    for signal_to in (psutil.Process.terminate, psutil.Process.kill):
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                signal_to(child)
+        _, children = psutil.wait_procs(children, timeout=2)
+
+
+def _command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 class _ToReporter(logging.Handler):

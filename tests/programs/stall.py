@@ -7,5 +7,5 @@ import torch
 
 hvd.init()
 if hvd.rank() == 1:
-    time.sleep(40)
+    time.sleep(200)
 hvd.allreduce(torch.ones(1), name="only_on_rank_0")

@@ -17,9 +17,8 @@ TASK = f"{PROGRAMS / 'tasks.py'}:Noted"
 def job(folder, **sections):
     return write_job(
         folder / "job.yaml",
-        task=TASK,
         run_dir=str(folder / "runs"),
-        **{"task_args": {"notes": str(folder)}, "launch": {"num_ranks": 2}, **sections},
+        **{"task": TASK, "task_args": {"notes": str(folder)}, "launch": {"num_ranks": 2}, **sections},
     )
 
 
