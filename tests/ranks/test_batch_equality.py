@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from programs.cases import CASES
+from programs.cases import CASES, Task
 from support.launching import on_horovod, results
 from support.reference import joint_batch_weights
 
@@ -30,6 +30,14 @@ class TestEveryWayToTrain:
         weights = torch.tensor(trained[0][case.name]["weights"], dtype=torch.float64)
 
         assert float((weights - expected).abs().max()) <= case.tolerance
+
+    def test_moves_the_weights_much_further_than_that(self, trained, case):
+        task = Task(**case.task_args)
+        start = torch.cat([p.detach().double().flatten() for p in task.model().parameters()])
+
+        weights = torch.tensor(trained[0][case.name]["weights"], dtype=torch.float64)
+
+        assert float((weights - start).abs().max()) > 3 * case.tolerance
 
     def test_leaves_all_ranks_with_the_same_bits(self, trained, case):
         first = trained[0][case.name]["fingerprints"]

@@ -11,11 +11,15 @@ from support.worlds import on_ranks
 from torch import nn
 from unit.test_reducer import ThreadWire
 
-from horovod_train.config.schema import Allreduce, Train
+from horovod_train.config.schema import Allreduce, Job, Train
 from horovod_train.data.shard import share_of_step
 from horovod_train.engine.base import SingleWorld
 from horovod_train.errors import CheckpointError, UserError
-from horovod_train.frameworks.torch.framework import make_gradients, recompute_activations
+from horovod_train.frameworks.torch.framework import (
+    TorchFramework,
+    make_gradients,
+    recompute_activations,
+)
 from horovod_train.frameworks.torch.reducer import GradientReducer, LocalGradients
 from horovod_train.frameworks.torch.replica import TorchReplica
 
@@ -201,3 +205,43 @@ def test_activations_are_recomputed_once_and_give_the_same_gradient():
     assert len(calls) == 2, "once forward, once again backward; not once more for each level"
     for found, wanted in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad, wanted.grad)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_forward_pass_runs_in_the_precision_of_the_job(precision, dtype):
+    seen = []
+    made = replica(precision=precision)
+    made.model[0].register_forward_hook(lambda _module, _inputs, output: seen.append(output.dtype))
+
+    steps(made, 1)
+
+    assert seen == [dtype]
+    assert all(parameter.dtype == torch.float32 for parameter in made.model.parameters())
+
+
+def test_a_compiled_job_trains_the_compiled_model(tmp_path):
+    graphs = []
+
+    def note_graph(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    (tmp_path / "task_for_compiling.py").write_text(
+        "import torch\n"
+        "class T:\n"
+        "    def model(self): return torch.nn.Linear(3, 2)\n"
+        "    def train_data(self): return torch.utils.data.TensorDataset(torch.ones(6, 3))\n"
+        "    def loss(self, model, batch): return model(batch[0]).square().mean()\n"
+    )
+    job = Job(
+        name="x",
+        task=f"{tmp_path / 'task_for_compiling.py'}:T",
+        train=Train(compile_backend="noting", device="cpu"),
+    )
+    torch._dynamo.register_backend(note_graph, name="noting")
+
+    made, reader, _ = TorchFramework().prepare(job, SingleWorld())
+    share = share_of_step(0, 6, batch_size=6, accumulation_steps=1, rank=0, size=1)
+    made.step(share, reader.read(0, np.arange(6), share.micro_batches), 0.1, want_norm=False)
+
+    assert len(graphs) == 1
