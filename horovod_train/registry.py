@@ -85,7 +85,11 @@ def load_attribute(location: str, *, what: str) -> Any:
 FRAMEWORKS = Registry(
     kind="framework",
     group="horovod_train.frameworks",
-    builtin={"torch": "horovod_train.frameworks.torch.framework:TorchFramework"},
+    builtin={
+        "torch": "horovod_train.frameworks.torch.framework:TorchFramework",
+        "tensorflow": "horovod_train.frameworks.tensorflow.framework:TensorflowFramework",
+        "jax": "horovod_train.frameworks.jax.framework:JaxFramework",
+    },
 )
 
 LAUNCHERS = Registry(
@@ -97,9 +101,9 @@ LAUNCHERS = Registry(
     },
 )
 
-OPTIMIZERS = Registry(
+_TORCH_OPTIMIZERS = Registry(
     kind="optimizer",
-    group="horovod_train.optimizers",
+    group="horovod_train.optimizers.torch",
     builtin={
         "sgd": "torch.optim:SGD",
         "adam": "torch.optim:Adam",
@@ -108,6 +112,43 @@ OPTIMIZERS = Registry(
         "lamb": "pytorch_optimizer:Lamb",
     },
 )
+
+_KERAS_OPTIMIZERS = Registry(
+    kind="optimizer",
+    group="horovod_train.optimizers.keras",
+    builtin={
+        "sgd": "keras.optimizers:SGD",
+        "adam": "keras.optimizers:Adam",
+        "adamw": "keras.optimizers:AdamW",
+        "lamb": "keras.optimizers:Lamb",
+    },
+)
+
+_OPTAX_OPTIMIZERS = Registry(
+    kind="optimizer",
+    group="horovod_train.optimizers.optax",
+    builtin={
+        "sgd": "optax:sgd",
+        "adam": "optax:adam",
+        "adamw": "optax:adamw",
+        "lars": "optax:lars",
+        "lamb": "optax:lamb",
+    },
+)
+
+OPTIMIZERS: Mapping[str, Registry] = {
+    "torch": _TORCH_OPTIMIZERS,
+    "tensorflow": _KERAS_OPTIMIZERS,
+    "keras": _KERAS_OPTIMIZERS,
+    "jax": _OPTAX_OPTIMIZERS,
+}
+
+
+def optimizers_of(framework: str) -> Registry:
+    """Return the optimizers that a framework's jobs can name; of an unknown framework, none."""
+    nothing = Registry("optimizer", f"horovod_train.optimizers.{framework}", {})
+    return OPTIMIZERS.get(framework, nothing)
+
 
 TASKS = Registry(
     kind="task",

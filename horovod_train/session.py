@@ -40,7 +40,8 @@ from horovod_train.frameworks.torch.framework import choose_device, make_gradien
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
-from horovod_train.frameworks.torch.world import connect
+from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.world import connect
 from horovod_train.health.sync import check_in_sync
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.exporter import Exporter
@@ -62,7 +63,7 @@ def init(name: str = "job", *, device: Literal["auto", "cpu", "cuda"] = "auto", 
         EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
     """
     job = Job(name=name, task="own:Loop", train=Train(device=device, seed=seed))
-    return Session(job, connect(job))
+    return Session(job, connect(TorchWorld, job))
 
 
 class Session:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import Problem, UnknownNameError
-from horovod_train.registry import FRAMEWORKS, LAUNCHERS, OPTIMIZERS, TASKS, Registry
+from horovod_train.registry import FRAMEWORKS, LAUNCHERS, TASKS, Registry, optimizers_of
 
 LOCAL_HOSTS = {"localhost", "127.0.0.1"}
 
@@ -28,7 +28,7 @@ def names_are_known(job: Job) -> Iterator[Problem]:
     if job.launch.launcher != "auto":
         yield from _known("launch.launcher", job.launch.launcher, LAUNCHERS)
     if ":" not in job.optimizer.name:
-        yield from _known("optimizer.name", job.optimizer.name, OPTIMIZERS)
+        yield from _known("optimizer.name", job.optimizer.name, optimizers_of(job.framework))
     if ":" not in job.task:
         yield from _known("task", job.task, TASKS)
 

@@ -11,30 +11,39 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
 
+import numpy as np
+
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import MicroBatch, StepShare
 from horovod_train.engine.base import World
+from horovod_train.errors import UserError
 
-PHASES = ("data", "forward", "backward", "allreduce_wait", "optimizer")
+PHASES = ("data", "forward", "backward", "compute", "allreduce_wait", "optimizer")
+"""``compute`` is forward and backward, with the all-reduce, where a graph does not let them be told apart."""
 
 
 @dataclass
 class StepClock:
-    """Splits the wall time of a step into phases.
+    """Splits the wall time of a step into phases. A phase that cannot be seen is absent.
 
     On a GPU work is queued and a phase is the time to queue it; what is left shows up where the
     host waits next (usually ``allreduce_wait`` or ``optimizer``).
     """
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    seconds: dict[str, float] = field(default_factory=dict)
     _last: float = field(default_factory=perf_counter)
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap (or the start) to a phase."""
         now = perf_counter()
-        self.seconds[phase] += now - self._last
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Count some of a phase's time, measured elsewhere, as another phase's."""
+        self.seconds[source] -= seconds
+        self.seconds[target] = self.seconds.get(target, 0.0) + seconds
 
 
 @dataclass(frozen=True)
@@ -148,3 +157,30 @@ class Framework(Protocol):
     def seed(self, seed: int, rank: int, epoch: int) -> None:
         """Seed all random generators of this rank."""
         ...
+
+
+def add_metric(sums: dict[str, tuple[float, int]], name: str, value: Any, num_samples: int) -> None:
+    """Add a batch's value of a metric to its (sum, count).
+
+    A metric with one value per sample is summed as it is. A single value is taken for the mean of
+    the batch and weighted by the batch's samples.
+
+    Args:
+        sums: What was found so far.
+        name: The metric.
+        value: An array, shape [batch] or [].
+        num_samples: Samples of the batch.
+
+    Raises:
+        UserError: The value has another shape.
+    """
+    numbers = np.asarray(value, np.float64)
+    if numbers.ndim > 1:
+        raise UserError(
+            f"metric {name!r} has shape {numbers.shape}",
+            hint="return one value per sample, shape [batch], or the mean, shape []",
+        )
+    count = len(numbers) if numbers.ndim else num_samples
+    total = float(numbers.sum()) * (1 if numbers.ndim else count)
+    old_total, old_count = sums.get(name, (0.0, 0))
+    sums[name] = (old_total + total, old_count + count)

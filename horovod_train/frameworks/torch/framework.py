@@ -17,12 +17,17 @@ from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.engine.base import World
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch import state, world
-from horovod_train.frameworks.torch.reader import TorchReader, start_loader_server
+from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.frameworks.randomness import mix
+from horovod_train.frameworks.reader import start_loader_server
+from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.torch import state
+from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.reducer import GradientReducer, Gradients, LocalGradients
 from horovod_train.frameworks.torch.replica import TorchReplica
-from horovod_train.frameworks.torch.task import TorchTask, load_task
-from horovod_train.registry import OPTIMIZERS, load_attribute
+from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
+from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.world import connect
 
 WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -35,8 +40,8 @@ class TorchFramework:
         if job.launch.threads_per_rank is not None:
             torch.set_num_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
-            start_loader_server()
-        return world.connect(job)
+            start_loader_server("horovod_train.frameworks.torch.reader")
+        return connect(TorchWorld, job)
 
     def prepare(self, job: Job, world: World) -> tuple[TorchReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
@@ -46,13 +51,13 @@ class TorchFramework:
             torch.use_deterministic_algorithms(True)
         device = choose_device(job, world)
         seed_generators(job.train.seed, 0, 0)
-        task = load_task(job.task, job.task_args)
+        task = load_task(job.task, job.task_args, REQUIRED)
         model = task.model().to(device)
         recompute_activations(model, job.train.activation_checkpointing)
         forward_model: torch.nn.Module = model
         if job.train.compile_backend is not None:
             forward_model = cast("torch.nn.Module", torch.compile(model, backend=job.train.compile_backend))
-        optimizer = make_optimizer(job, task, model)
+        optimizer = optimizer_of(job, task, model)
         replica = TorchReplica(
             task=task,
             model=model,
@@ -82,7 +87,7 @@ class TorchFramework:
 
 def seed_generators(seed: int, rank: int, epoch: int) -> None:
     """Seed Python's, NumPy's and PyTorch's generators with a mix of three numbers."""
-    mixed = int(np.random.SeedSequence([seed, rank, epoch]).generate_state(1, np.uint64)[0])
+    mixed = mix(seed, rank, epoch)
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
     torch.manual_seed(mixed)
@@ -130,32 +135,20 @@ def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> No
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
-def make_optimizer(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.optim.Optimizer:
     """Return the job's optimizer over the model's parameters, or over the task's groups of them.
 
     Raises:
         UserError: There is no such optimizer, or it refuses its arguments.
     """
-    name = job.optimizer.name
-    location = name if ":" in name else OPTIMIZERS.location(name)
-    factory = load_attribute(location, what=f"optimizer {name!r}")
     groups = getattr(task, "param_groups", None)
     parameters = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
-    try:
-        optimizer = factory(parameters, lr=job.lr.base_lr, **_with_tuples(job.optimizer.args))
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"optimizer {name!r} cannot be made: {error}",
-            hint="optimizer.args must fit the arguments of its class",
-        ) from error
+    optimizer = make_optimizer(job, lambda factory, args: factory(parameters, lr=job.lr.base_lr, **args))
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"optimizer {name!r} is a {type(optimizer).__name__}, not a torch optimizer")
+        raise UserError(
+            f"optimizer {job.optimizer.name!r} is a {type(optimizer).__name__}, not a torch optimizer"
+        )
     return optimizer
-
-
-def _with_tuples(args: Mapping[str, Any]) -> dict[str, Any]:
-    """YAML has lists where optimizers want tuples, as in ``betas: [0.9, 0.95]``."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in args.items()}
 
 
 def make_gradients(
@@ -177,7 +170,7 @@ def make_gradients(
         raise UserError("the optimizer trains no parameter", hint="does any parameter require a gradient?")
     if ranks.size == 1:
         return LocalGradients(parameters)
-    assert isinstance(ranks, world.HorovodWorld)
+    assert isinstance(ranks, TorchWorld)
     return GradientReducer(
         parameters,
         ranks,

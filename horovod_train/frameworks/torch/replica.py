@@ -16,7 +16,8 @@ from horovod_train.config.schema import Train
 from horovod_train.data.shard import StepShare
 from horovod_train.engine.base import World, gather_json
 from horovod_train.errors import CheckpointError, UserError
-from horovod_train.frameworks.base import StepClock, StepOutcome
+from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.state import (
     blobs_of,
@@ -26,7 +27,7 @@ from horovod_train.frameworks.torch.state import (
     unpack_tensors,
 )
 from horovod_train.frameworks.torch.task import TorchTask
-from horovod_train.frameworks.torch.world import HorovodWorld
+from horovod_train.frameworks.torch.world import TorchWorld
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -181,11 +182,7 @@ class TorchReplica:
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
-        """Return (sum, count) of each metric over this rank's batches.
-
-        A metric with one value per sample is summed as it is. A single value is taken for the mean
-        of the batch and weighted by the batch's samples (the length of its first tensor).
-        """
+        """Return (sum, count) of each metric over this rank's batches."""
         self.forward_model.eval()
         compute = getattr(self.task, "metrics", self._loss_as_metric)
         sums: dict[str, tuple[float, int]] = {}
@@ -193,16 +190,8 @@ class TorchReplica:
             with self.autocast():
                 values = compute(self.forward_model, batch)
             for name, value in values.items():
-                numbers = torch.as_tensor(value, dtype=torch.float64)
-                if numbers.ndim > 1:
-                    raise UserError(
-                        f"metric {name!r} has shape {tuple(numbers.shape)}",
-                        hint="return one value per sample, shape [batch], or the mean, shape []",
-                    )
-                count = len(numbers) if numbers.ndim else batch_length(batch)
-                total = float(numbers.sum()) * (1 if numbers.ndim else count)
-                old_total, old_count = sums.get(name, (0.0, 0))
-                sums[name] = (old_total + total, old_count + count)
+                numbers = torch.as_tensor(value).double().cpu()
+                add_metric(sums, name, numbers.numpy(), batch_length(batch))
         return sums
 
     def _loss_as_metric(self, model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
@@ -232,7 +221,7 @@ class TorchReplica:
         Raises:
             UserError: Ranks have made different models.
         """
-        if not isinstance(self._world, HorovodWorld):
+        if not isinstance(self._world, TorchWorld):
             return
         tensors = self.model.state_dict()
         layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
@@ -301,11 +290,3 @@ class TorchReplica:
 def _scaler_state(plain: Mapping[str, float]) -> dict[str, Any]:
     integers = {"growth_interval", "_growth_tracker"}
     return {key: int(value) if key in integers else value for key, value in plain.items()}
-
-
-def batch_length(batch: Any) -> int:
-    """Return the number of samples of a batch: the length of the first tensor in it."""
-    if isinstance(batch, torch.Tensor):
-        return len(batch)
-    children = batch.values() if isinstance(batch, dict) else batch
-    return next(batch_length(child) for child in children)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
+from horovod_train.frameworks import randomness
 
 
 def to_blob(tensor: torch.Tensor) -> ArrayBlob:
@@ -59,21 +59,15 @@ def unpack_tensors(plain: Any, blobs: Mapping[str, ArrayBlob]) -> Any:
 
 def rng_state() -> tuple[Any, dict[str, ArrayBlob]]:
     """Return the state of Python's, NumPy's and PyTorch's generators."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
-    state = {
-        "python": random.getstate(),
-        "numpy": (name, np.asarray(keys).tolist(), position, has_gauss, gauss),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-    return pack_tensors(state, None)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return randomness.rng_state(
+        {"torch": torch.get_rng_state().numpy(), "cuda": [state.numpy() for state in cuda]}
+    )
 
 
 def load_rng_state(tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
     """Take over what ``rng_state`` returned."""
-    state = unpack_tensors(tree, arrays)
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    own = randomness.load_rng_state(tree, arrays)
+    torch.set_rng_state(torch.from_numpy(own["torch"]))
+    if own["cuda"] and len(own["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all([torch.from_numpy(state) for state in own["cuda"]])

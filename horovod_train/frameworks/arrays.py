@@ -1,0 +1,86 @@
+"""NumPy arrays as checkpoints keep them, and what ranks do with arrays that are no gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.engine.base import World, gather_json
+from horovod_train.errors import UserError
+
+Array = npt.NDArray[Any]
+
+
+def to_blob(array: Array) -> ArrayBlob:
+    """Return an array's elements as bytes; they may still change with it."""
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return ArrayBlob(array.dtype.name, tuple(array.shape), flat.data)
+
+
+def from_blob(blob: ArrayBlob) -> Array:
+    """Return a new array with a blob's elements."""
+    return np.frombuffer(bytearray(blob.data), numpy_dtype(blob.dtype)).reshape(blob.shape)
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return NumPy's type of a name, also for the types that frameworks have added to it."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def sum_over_ranks(world: World, array: Array) -> Array:
+    """Return the sum of an array over ranks, taken in double precision."""
+    total = world.sum(array.astype(np.float64).ravel().tolist())
+    return np.array(total).astype(array.dtype).reshape(array.shape)
+
+
+def mean_over_ranks(world: World, array: Array) -> Array:
+    """Return the mean of an array over ranks, taken in double precision."""
+    return sum_over_ranks(world, array.astype(np.float64) / world.size).astype(array.dtype)
+
+
+def from_rank_0(world: World, array: Array) -> Array:
+    """Return rank 0's array."""
+    mine = bytes(to_blob(array).data) if world.rank == 0 else b""
+    return from_blob(ArrayBlob(array.dtype.name, tuple(array.shape), world.gather(mine)[0]))
+
+
+def check_same_layout(world: World, arrays: Mapping[str, Array]) -> None:
+    """Check that all ranks have arrays of the same names, shapes and types.
+
+    Raises:
+        UserError: Ranks have made different models.
+    """
+    mine = [[name, list(array.shape), array.dtype.name] for name, array in arrays.items()]
+    layouts = gather_json(world, mine)
+    for rank, layout in enumerate(layouts):
+        if layout != layouts[0]:
+            known = [entry for entry in layouts[0] if entry not in layout]
+            raise UserError(
+                f"rank {rank} and rank 0 have made different models: "
+                f"{[entry for entry in layout if entry not in layouts[0]][:2]} and {known[:2]}",
+                hint="a model must not depend on the rank or on its part of the data",
+            )
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Return names with a number behind each that is not the first of its kind.
+
+    >>> unique_names(["w", "b", "w"])
+    ['w', 'b', 'w.1']
+    """
+    seen: dict[str, int] = {}
+    unique = []
+    for name in names:
+        count = seen.get(name, 0)
+        seen[name] = count + 1
+        unique.append(f"{name}.{count}" if count else name)
+    return unique

@@ -1,0 +1,11 @@
+"""JAX on Horovod.
+
+reducer.py     arrays, summed over ranks by a callback from compiled code
+optax.py       for users of optax: a gradient transformation
+framework.py   makes everything for a job
+replica.py     the training step
+task.py        what a user brings
+
+JAX has no binding of its own in Horovod. Arrays travel through PyTorch's, as plain memory: no JAX
+array becomes a tensor that computes.
+"""

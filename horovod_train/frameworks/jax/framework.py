@@ -1,0 +1,105 @@
+"""Makes everything that a job needs of JAX."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.config.schema import Job
+from horovod_train.engine.base import World
+from horovod_train.errors import UserError
+from horovod_train.frameworks.jax.replica import JaxReplica, Keys
+from horovod_train.frameworks.jax.task import REQUIRED
+from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
+from horovod_train.frameworks.reader import NumpyReader, start_loader_server
+from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.world import connect
+
+
+class JaxFramework:
+    """JAX with optax, for one job in one process."""
+
+    def __init__(self) -> None:
+        self._keys: Keys | None = None
+
+    def connect(self, job: Job) -> World:
+        """Join the ranks this process was started with; a world of one when there are none."""
+        if job.launch.threads_per_rank is not None:
+            # The callback holds one thread while it waits for other ranks.
+            os.environ.setdefault("NPROC", str(max(2, job.launch.threads_per_rank)))
+        if job.train.deterministic:
+            flags = os.environ.get("XLA_FLAGS", "")
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+        if job.data.num_workers:
+            start_loader_server("horovod_train.frameworks.reader")
+        return connect(TorchWorld, job)
+
+    def prepare(self, job: Job, world: World) -> tuple[JaxReplica, NumpyReader, NumpyReader | None]:
+        """Return this rank's replica and the readers of training and evaluation data."""
+        choose_device(job, world)
+        self._keys = Keys()
+        task = load_task(job.task, job.task_args, REQUIRED)
+        read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
+        train_reader = read(task.train_data())
+        eval_data = getattr(task, "eval_data", None)
+        optimizer = make_optimizer(
+            job,
+            lambda factory, args: optax.inject_hyperparams(factory, static_args=tuple(args))(
+                learning_rate=job.lr.base_lr, **args
+            ),
+        )
+        replica = JaxReplica(
+            params=task.model(jax.random.PRNGKey(job.train.seed)),
+            optimizer=optimizer,
+            world=world,
+            job=job,
+            task=task,
+            keys=self._keys,
+        )
+        return replica, train_reader, read(eval_data()) if eval_data else None
+
+    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+        """Return the state of Python's and NumPy's generators, and the rank's key."""
+        assert self._keys is not None
+        return rng_state({"jax": np.array(self._keys.state)})
+
+    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+        """Take over the state of all random generators."""
+        assert self._keys is not None
+        self._keys.state = jax.numpy.asarray(load_rng_state(tree, arrays)["jax"])
+
+    def seed(self, seed: int, rank: int, epoch: int) -> None:
+        """Seed all random generators of this rank."""
+        assert self._keys is not None
+        mixed = mix(seed, rank, epoch)
+        random.seed(mixed)
+        np.random.seed(mixed % 2**32)
+        self._keys.state = jax.random.PRNGKey(mixed % 2**31)
+
+
+def choose_device(job: Job, world: World) -> None:
+    """Make the rank's own GPU the default device, or the CPU.
+
+    Raises:
+        UserError: A GPU was asked for and there is none for this rank.
+    """
+    gpus = [device for device in jax.devices() if device.platform == "gpu"]
+    if job.train.device == "cpu" or (job.train.device == "auto" and not gpus):
+        jax.config.update("jax_default_device", jax.devices("cpu")[0])
+        return
+    if world.local_rank >= len(gpus):
+        raise UserError(
+            f"local rank {world.local_rank} on {world.host} has no GPU of its own: {len(gpus)} found",
+            hint="start at most one rank per GPU, or set train.device: cpu",
+        )
+    jax.config.update("jax_default_device", gpus[world.local_rank])

@@ -1,0 +1,69 @@
+"""For users of JAX and optax with a training loop of their own.
+
+    import optax
+    from horovod_train.frameworks.jax.optax import average_over_ranks, init
+
+    ranks = init()
+    optimizer = optax.chain(average_over_ranks(ranks), optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+
+Works under ``jax.jit``. Put it first: what follows then sees the gradient of the global batch, so
+every rank clips and updates alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from horovod_train.engine.base import World
+from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
+from horovod_train.frameworks.jax.reducer import Exchange
+from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.world import connect
+
+
+def init() -> World:
+    """Join the ranks this process was started with; a world of one when there are none.
+
+    Raises:
+        EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
+    """
+    return connect(TorchWorld)
+
+
+def average_over_ranks(
+    world: World, *, bucket_size_mib: float = 8.0, wire_dtype: Any = "float32"
+) -> optax.GradientTransformation:
+    """Return a transformation that replaces gradients by their mean over ranks.
+
+    Args:
+        world: From ``init()``.
+        bucket_size_mib: Gradients travel in pieces of about this size.
+        wire_dtype: Type of 32-bit gradients on the way: float32 or float16.
+    """
+    exchange = Exchange(world, int(bucket_size_mib * 2**20), wire_dtype)
+
+    def update(updates: Any, state: optax.EmptyState, _params: Any = None) -> tuple[Any, optax.EmptyState]:
+        leaves, tree = jax.tree.flatten(updates)
+        means = [total / world.size for total in exchange.sum(leaves)]
+        return jax.tree.unflatten(tree, means), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+
+
+def broadcast(world: World, tree: Any) -> Any:
+    """Return rank 0's arrays on every rank: call it on parameters before the first step.
+
+    Raises:
+        UserError: Ranks hold different trees.
+    """
+    if world.size == 1:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = {str(number): jax.device_get(leaf) for number, leaf in enumerate(leaves)}
+    check_same_layout(world, arrays)
+    return jax.tree.unflatten(
+        structure, [jax.numpy.asarray(from_rank_0(world, array)) for array in arrays.values()]
+    )

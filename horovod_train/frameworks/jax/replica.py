@@ -1,0 +1,313 @@
+"""The training step: forward, backward and the sum over ranks in one compiled function, then the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.config.schema import Job
+from horovod_train.data.shard import StepShare
+from horovod_train.engine.base import World
+from horovod_train.errors import CheckpointError, UserError
+from horovod_train.frameworks.arrays import from_blob, to_blob
+from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.jax.optax import broadcast
+from horovod_train.frameworks.jax.reducer import Exchange
+from horovod_train.frameworks.jax.task import JaxTask
+from horovod_train.frameworks.reader import batch_length
+from horovod_train.frameworks.scaling import LossScale
+
+COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+WIRE_DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16}
+
+
+class Keys:
+    """A rank's random keys: each is used once."""
+
+    def __init__(self) -> None:
+        self.state = jax.random.PRNGKey(0)
+
+    def next(self) -> jax.Array:
+        """Return a new key."""
+        self.state, key = jax.random.split(self.state)
+        return key
+
+
+class JaxReplica:
+    """The parameters and the optimizer's state of one rank.
+
+    Args:
+        params: Tree of arrays.
+        optimizer: Made with ``optax.inject_hyperparams``: its learning rate is a value.
+        world: The ranks.
+        job: Says how to train.
+        task: Gives loss and metrics.
+        keys: Random keys for the loss.
+
+    Raises:
+        UserError: There is nothing to train.
+    """
+
+    def __init__(
+        self,
+        *,
+        params: Any,
+        optimizer: optax.GradientTransformation,
+        world: World,
+        job: Job,
+        task: JaxTask,
+        keys: Keys,
+    ) -> None:
+        self.params = jax.tree.map(jnp.asarray, params)
+        self.scale = LossScale(is_enabled=job.train.precision == "fp16")
+        self._task = task
+        self._optimizer = optimizer
+        self._world = world
+        self._train = job.train
+        self._guard_gradients = job.health.non_finite == "skip"
+        self._keys = keys
+        leaves = jax.tree.leaves(self.params)
+        if not leaves:
+            raise UserError("the model has no parameters", hint="model(rng) has to return a tree of arrays")
+        self._exchange = Exchange(
+            world, int(job.allreduce.bucket_size_mib * 2**20), WIRE_DTYPES[job.allreduce.wire_dtype]
+        )
+        self._bytes_per_step = self._exchange.bytes_on_wire(leaves)
+        self._state = optimizer.init(self.params)
+        self._zeros = jax.tree.map(jnp.zeros_like, self.params)
+        self._add = jax.jit(self._add_gradients)
+        self._reduce = jax.jit(self._reduce_gradients)
+        self._reduce_nothing = jax.jit(self._sum)
+        self._update = jax.jit(self._apply, static_argnames="looks", donate_argnums=(0, 1))
+        self._metrics = jax.jit(self._compute_metrics)
+
+    # -- the step
+
+    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
+        """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
+        clock = StepClock()
+        gradients, loss = self._zeros, jnp.zeros(())
+        for micro_batch in share.micro_batches:
+            batch = next(batches)
+            clock.lap("data")
+            work = self._reduce if micro_batch is share.micro_batches[-1] else self._add
+            gradients, loss = self._call(
+                work,
+                self.params,
+                gradients,
+                loss,
+                batch,
+                self._keys.next(),
+                micro_batch.share,
+                self.scale.scale,
+            )
+            clock.lap("compute")
+        if not share.micro_batches:
+            gradients, loss = self._call(self._reduce_nothing, gradients, loss)
+        local_loss, whole_loss = (float(value) for value in loss)
+        clock.lap("compute")
+        clock.move("compute", "allreduce_wait", self._take_wait())
+        norm, is_finite = self._finish(gradients, whole_loss, lr, want_norm=want_norm)
+        clock.lap("optimizer")
+        return StepOutcome(
+            loss=whole_loss,
+            local_loss=local_loss,
+            grad_norm=norm,
+            is_finite=is_finite,
+            bytes_reduced=self._bytes_per_step,
+            clock=clock,
+        )
+
+    def _loss(self, params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+        """Return the loss in the job's precision; gradients come in the parameters' own."""
+        dtype = COMPUTE_DTYPES.get(self._train.precision)
+        if dtype is not None:
+            params, batch = cast_floats(params, dtype), cast_floats(batch, dtype)
+        return self._task.loss(params, batch, key).astype(jnp.float32)
+
+    def _add_gradients(
+        self,
+        params: Any,
+        gradients: Any,
+        loss: jax.Array,
+        batch: Any,
+        key: jax.Array,
+        share: jax.Array,
+        scale: jax.Array,
+    ) -> tuple[Any, jax.Array]:
+        """Add the gradient of one micro-batch's share x loss x scale, and its share x loss."""
+
+        def weighted(params: Any) -> tuple[jax.Array, jax.Array]:
+            mine = self._loss(params, batch, key) * share
+            return mine * scale, mine
+
+        more, mine = jax.grad(weighted, has_aux=True)(params)
+        return jax.tree.map(jnp.add, gradients, more), loss + mine
+
+    def _reduce_gradients(self, params: Any, gradients: Any, loss: jax.Array, *rest: Any) -> Any:
+        """Add the last micro-batch's and sum over ranks."""
+        return self._sum(*self._add_gradients(params, gradients, loss, *rest))
+
+    def _sum(self, gradients: Any, loss: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        """Sum gradients and loss over ranks; return this rank's loss beside that of all."""
+        leaves, tree = jax.tree.flatten(gradients)
+        *sums, whole_loss = self._exchange.sum([*leaves, loss])
+        return jax.tree.unflatten(tree, sums), (loss, whole_loss)
+
+    def _finish(
+        self, gradients: Any, loss: float, lr: float, *, want_norm: bool
+    ) -> tuple[float | None, bool]:
+        """Unscale, clip and update. Return the gradient norm and whether all was finite.
+
+        Gradients are equal on all ranks here, so every rank decides alike without asking.
+        """
+        if not math.isfinite(loss):
+            return None, False
+        looks = want_norm or self._guard_gradients or self.scale.is_enabled
+        looks = looks or self._train.clip_grad_norm is not None
+        self.params, self._state, found = self._update(
+            self.params, self._state, gradients, lr, 1.0 / self.scale.scale, looks=looks
+        )
+        norm = float(found) if looks else None
+        is_finite = norm is None or math.isfinite(norm)
+        self.scale.update(is_finite=is_finite)
+        return norm, is_finite
+
+    def _apply(
+        self, params: Any, state: Any, gradients: Any, lr: jax.Array, inverse_scale: jax.Array, *, looks: bool
+    ) -> tuple[Any, Any, jax.Array]:
+        """Update. With ``looks``, take the norm, clip, and leave all alone if it is not finite."""
+        state.hyperparams["learning_rate"] = lr
+        norm = jnp.zeros(())
+        if self.scale.is_enabled:
+            gradients = jax.tree.map(lambda g: g * inverse_scale.astype(g.dtype), gradients)
+        if looks:
+            norm = optax.global_norm(jax.tree.map(lambda g: g.astype(jnp.float32), gradients))
+        if (limit := self._train.clip_grad_norm) is not None:
+            factor = jnp.where(norm > limit, limit / norm, 1.0)
+            gradients = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
+        updates, new_state = self._optimizer.update(gradients, state, params)
+        new_params = optax.apply_updates(params, updates)
+        if looks:
+            keep = partial(jnp.where, jnp.isfinite(norm))
+            new_params, new_state = jax.tree.map(keep, (new_params, new_state), (params, state))
+        return new_params, new_state, norm
+
+    def _call(self, work: Any, *arguments: Any) -> Any:
+        """Call compiled code that talks to other ranks; a failure there becomes an error of ours.
+
+        Raises:
+            PeerError: Another rank was lost.
+        """
+        try:
+            return jax.block_until_ready(work(*arguments))
+        except jax.errors.JaxRuntimeError as error:
+            cause, self._exchange.error = self._exchange.error, None
+            if cause is None:
+                raise
+            raise cause from error
+
+    def _take_wait(self) -> float:
+        seconds, self._exchange.seconds = self._exchange.seconds, 0.0
+        return seconds
+
+    # -- everything else
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+        """Return (sum, count) of each metric over this rank's batches."""
+        sums: dict[str, tuple[float, int]] = {}
+        for batch in batches:
+            for name, value in self._metrics(self.params, batch).items():
+                add_metric(sums, name, value, batch_length(batch))
+        return sums
+
+    def _compute_metrics(self, params: Any, batch: Any) -> Mapping[str, jax.Array]:
+        compute = getattr(self._task, "metrics", None)
+        return {"loss": self._loss(params, batch, None)} if compute is None else compute(params, batch)
+
+    def sync_buffers(self) -> None:
+        """Do nothing: parameters are all there is."""
+
+    def broadcast(self) -> None:
+        """Take over rank 0's parameters."""
+        self.params = broadcast(self._world, self.params)
+
+    def is_finite(self) -> bool:
+        """Return whether all parameters are finite numbers."""
+        return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(self.params))
+
+    def state(self, *, copy: bool) -> ReplicaState:
+        """Return the state, which stays as it is."""
+        return ReplicaState(
+            model=blobs_of(self.params),
+            optimizer=blobs_of(self._state),
+            optimizer_tree={"structure": str(jax.tree.structure(self._state))},
+            scaler=self.scale.state(),
+        )
+
+    def load_state(self, state: ReplicaState) -> None:
+        """Take over a state.
+
+        Raises:
+            CheckpointError: The state belongs to another model or optimizer.
+        """
+        params = filled(self.params, state.model, "model")
+        self._state = filled(self._state, state.optimizer, "optimizer")
+        self.params = params
+        self.scale.load_state(state.scaler)
+
+    def device_name(self) -> str:
+        """Return where the model lives, for a person."""
+        return ", ".join(sorted(str(device) for device in jax.tree.leaves(self.params)[0].devices()))
+
+    def num_parameters(self) -> int:
+        """Return how many numbers are trained."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+
+def cast_floats(tree: Any, dtype: Any) -> Any:
+    """Return a tree with its floating-point arrays in another type."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(cast, tree)
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by their path: ``layers.0.kernel``."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def blobs_of(tree: Any) -> dict[str, ArrayBlob]:
+    """Return copies of a tree's arrays as bytes, by path."""
+    return {name: to_blob(np.array(leaf)) for name, leaf in named_leaves(tree).items()}
+
+
+def filled(tree: Any, blobs: Mapping[str, ArrayBlob], what: str) -> Any:
+    """Return a tree of the same shape with the arrays of a checkpoint.
+
+    Raises:
+        CheckpointError: Paths or shapes differ.
+    """
+    here = {name: tuple(np.shape(leaf)) for name, leaf in named_leaves(tree).items()}
+    there = {name: tuple(blob.shape) for name, blob in blobs.items()}
+    odd = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    if odd:
+        raise CheckpointError(
+            f"the checkpoint belongs to another {what}: {odd[0]} has shape {there.get(odd[0], 'none')} there "
+            f"and {here.get(odd[0], 'none')} here",
+            hint="train under another name, or set checkpoint.resume: never",
+        )
+    return jax.tree.unflatten(
+        jax.tree.structure(tree), [jnp.asarray(from_blob(blobs[name])) for name in here]
+    )

@@ -1,0 +1,23 @@
+"""Keras 3 on Horovod, on its TensorFlow, PyTorch and JAX back ends.
+
+exchange.py    the ranks and the sum over them, for the back end that Keras uses
+optimizer.py   an optimizer that applies the mean gradient of all ranks
+callbacks.py   equal weights at the start, exact metrics, the learning rate
+framework.py   makes everything for a job
+task.py        what a user brings
+
+For a script of your own:
+
+    import keras
+    from horovod_train.frameworks.keras import BroadcastState, ExactMetrics, distribute, init
+
+    ranks = init()
+    model.compile(optimizer=distribute(keras.optimizers.SGD(0.01 * ranks.size), ranks), loss=...)
+    model.fit(x[ranks.rank :: ranks.size], ..., callbacks=[BroadcastState(ranks), ExactMetrics(ranks)])
+"""
+
+from horovod_train.frameworks.keras.callbacks import BroadcastState, ExactMetrics, ScaledLearningRate
+from horovod_train.frameworks.keras.exchange import init
+from horovod_train.frameworks.keras.optimizer import distribute
+
+__all__ = ["BroadcastState", "ExactMetrics", "ScaledLearningRate", "distribute", "init"]

@@ -1,0 +1,37 @@
+"""The optimizer of a job, from the framework's table or by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import UserError
+from horovod_train.registry import load_attribute, optimizers_of
+
+
+def make_optimizer(job: Job, make: Callable[[Any, Mapping[str, Any]], Any]) -> Any:
+    """Return the job's optimizer.
+
+    Args:
+        job: Names it and its arguments.
+        make: Calls the class with the arguments, and with what else the framework gives to it.
+
+    Raises:
+        UserError: There is no such optimizer, or it refuses its arguments.
+    """
+    name = job.optimizer.name
+    location = name if ":" in name else optimizers_of(job.framework).location(name)
+    factory = load_attribute(location, what=f"optimizer {name!r}")
+    try:
+        return make(factory, _with_tuples(job.optimizer.args))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"optimizer {name!r} cannot be made: {error}",
+            hint="optimizer.args must fit the arguments of its class",
+        ) from error
+
+
+def _with_tuples(args: Mapping[str, Any]) -> dict[str, Any]:
+    """YAML has lists where optimizers want tuples, as in ``betas: [0.9, 0.95]``."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in args.items()}

@@ -1,0 +1,43 @@
+"""Random generators that every framework's code uses besides its own: Python's and NumPy's."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.checkpoint.tree import pack_tree, unpack_tree
+from horovod_train.frameworks.arrays import from_blob, to_blob
+
+
+def mix(seed: int, rank: int, epoch: int) -> int:
+    """Return 64 bits that differ for any two combinations of the three numbers."""
+    return int(np.random.SeedSequence([seed, rank, epoch]).generate_state(1, np.uint64)[0])
+
+
+def rng_state(own: Mapping[str, Any]) -> tuple[Any, dict[str, ArrayBlob]]:
+    """Return the state of Python's and NumPy's generators and the framework's own.
+
+    Args:
+        own: The framework's: numbers, text and NumPy arrays in lists and mappings.
+    """
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    state = {
+        "python": random.getstate(),
+        "numpy": (name, np.asarray(keys).tolist(), position, has_gauss, gauss),
+        "own": dict(own),
+    }
+    plain, arrays = pack_tree(state, lambda leaf: isinstance(leaf, np.ndarray))
+    return plain, {key: to_blob(array) for key, array in arrays.items()}
+
+
+def load_rng_state(tree: Any, arrays: Mapping[str, ArrayBlob]) -> dict[str, Any]:
+    """Take over the state of Python's and NumPy's generators; return the framework's own."""
+    state = unpack_tree(tree, {key: from_blob(blob) for key, blob in arrays.items()})
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    own: dict[str, Any] = state["own"]
+    return own

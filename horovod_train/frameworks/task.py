@@ -1,0 +1,72 @@
+"""What a user brings: any class with the methods that its framework calls. No base class is needed.
+
+Every task has ``model()`` and ``train_data()``, and may have ``eval_data()``. What else it has to
+have depends on who computes the loss; each framework's package says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from horovod_train.errors import UserError
+from horovod_train.registry import TASKS, load_attribute
+
+
+def load_task(location: str, args: Mapping[str, Any], required: Sequence[str]) -> Any:
+    """Import a task's class and make one.
+
+    Args:
+        location: Name of a shipped task, ``module:Class`` or ``/path/file.py:Class``.
+        args: Keyword arguments of the class.
+        required: Methods that it must have.
+
+    Raises:
+        UserError: It cannot be imported or made, or lacks a method.
+    """
+    task_class = load_task_class(location)
+    try:
+        inspect.signature(task_class).bind(**args)
+    except TypeError as error:
+        raise UserError(
+            f"task {location}: {error}", hint="task_args must fit the arguments of the task's class"
+        ) from error
+    task = task_class(**args)
+    missing = [name for name in required if not callable(getattr(task, name, None))]
+    if missing:
+        raise UserError(
+            f"task {location} lacks {', '.join(name + '()' for name in missing)}",
+            hint=f"a task has {', '.join(name + '()' for name in required)}",
+        )
+    return task
+
+
+def load_task_class(location: str) -> Any:
+    """Import a task's class.
+
+    Raises:
+        UserError: It cannot be imported.
+    """
+    if ":" not in location:
+        return TASKS.load(location)
+    file, _, name = location.rpartition(":")
+    if not file.endswith(".py"):
+        if "" not in sys.path:
+            sys.path.insert(0, "")
+        return load_attribute(location, what=f"task {location}")
+    module_name = f"horovod_train_task_{Path(file).stem}"
+    if module_name in sys.modules:
+        return load_attribute(f"{module_name}:{name}", what=f"task {location}")
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None or not Path(file).is_file():
+        raise UserError(f"task {location}: no such file", hint="every host needs the file at this path")
+    module = importlib.util.module_from_spec(spec)
+    # Loader processes look classes up by module name.
+    sys.modules[module_name] = module
+    sys.path.insert(0, str(Path(file).parent))
+    spec.loader.exec_module(module)
+    return load_attribute(f"{module_name}:{name}", what=f"task {location}")

@@ -1,0 +1,117 @@
+"""Makes everything that a job needs of TensorFlow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.config.schema import Job
+from horovod_train.engine.base import World
+from horovod_train.errors import UserError
+from horovod_train.frameworks import variables
+from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
+from horovod_train.frameworks.reader import NumpyReader, start_loader_server
+from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.tensorflow.replica import TensorflowReplica
+from horovod_train.frameworks.tensorflow.task import REQUIRED
+from horovod_train.frameworks.tensorflow.world import TensorflowWorld
+from horovod_train.frameworks.world import connect
+
+POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+
+
+class TensorflowFramework:
+    """TensorFlow, for one job in one process."""
+
+    def __init__(self) -> None:
+        self._seeds: list[Any] = []
+
+    def connect(self, job: Job) -> World:
+        """Join the ranks this process was started with; a world of one when there are none."""
+        if keras.backend.backend() != "tensorflow":
+            raise UserError(
+                f"Keras uses the back end {keras.backend.backend()}, but the job's framework is tensorflow",
+                hint="unset KERAS_BACKEND",
+            )
+        if job.launch.threads_per_rank is not None:
+            tf.config.threading.set_intra_op_parallelism_threads(job.launch.threads_per_rank)
+        if job.data.num_workers:
+            start_loader_server("horovod_train.frameworks.reader")
+        return connect(TensorflowWorld, job)
+
+    def prepare(self, job: Job, world: World) -> tuple[TensorflowReplica, NumpyReader, NumpyReader | None]:
+        """Return this rank's replica and the readers of training and evaluation data."""
+        if job.train.deterministic:
+            tf.config.experimental.enable_op_determinism()
+        choose_device(job, world)
+        keras.utils.clear_session()  # names of layers count from 1: a checkpoint knows them by name
+        keras.config.set_dtype_policy(POLICIES[job.train.precision])
+        keras.utils.set_random_seed(mix(job.train.seed, 0, 0) % 2**32)
+        task = load_task(job.task, job.task_args, REQUIRED)
+        read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
+        train_reader = read(task.train_data())
+        eval_data = getattr(task, "eval_data", None)
+        model = task.model()
+        if isinstance(model, keras.Layer) and not model.built:
+            task.loss(model, train_reader.first(), training=False)
+        self._seeds = variables.seed_states(model)
+        replica = TensorflowReplica(
+            model=model,
+            optimizer=make_optimizer(
+                job, lambda factory, args: factory(learning_rate=job.lr.base_lr, **args)
+            ),
+            world=world,
+            job=job,
+            task=task,
+        )
+        return replica, train_reader, read(eval_data()) if eval_data else None
+
+    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+        """Return the state of Python's, NumPy's, TensorFlow's and the model's generators."""
+        state = tf.random.get_global_generator().state.numpy()
+        return rng_state({"tensorflow": state, "model": [v.numpy() for v in self._seeds]})
+
+    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+        """Take over the state of all random generators."""
+        own = load_rng_state(tree, arrays)
+        tf.random.get_global_generator().state.assign(own["tensorflow"])
+        for variable, value in zip(self._seeds, own["model"], strict=True):
+            variable.assign(value)
+
+    def seed(self, seed: int, rank: int, epoch: int) -> None:
+        """Seed all random generators of this rank."""
+        mixed = mix(seed, rank, epoch)
+        random.seed(mixed)
+        np.random.seed(mixed % 2**32)
+        tf.random.set_seed(mixed % 2**32)
+        tf.random.get_global_generator().reset_from_seed(mixed % 2**63)
+        for place, variable in enumerate(self._seeds):
+            value = [mix(mixed % 2**32, place, part) % 2**31 for part in range(variable.numpy().size)]
+            variable.assign(np.array(value).astype(variable.numpy().dtype).reshape(variable.numpy().shape))
+
+
+def choose_device(job: Job, world: World) -> None:
+    """Show TensorFlow the rank's own GPU only, or none.
+
+    Raises:
+        UserError: A GPU was asked for and there is none for this rank.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if job.train.device == "cpu" or (job.train.device == "auto" and not gpus):
+        tf.config.set_visible_devices([], "GPU")
+        return
+    if world.local_rank >= len(gpus):
+        raise UserError(
+            f"local rank {world.local_rank} on {world.host} has no GPU of its own: {len(gpus)} found",
+            hint="start at most one rank per GPU, or set train.device: cpu",
+        )
+    tf.config.set_visible_devices(gpus[world.local_rank], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[world.local_rank], enable=True)

@@ -1,0 +1,298 @@
+"""The training step: forward, backward and the sum over ranks in one graph, then the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from horovod_train.checkpoint.arrays import ReplicaState
+from horovod_train.config.schema import Job
+from horovod_train.data.shard import StepShare
+from horovod_train.engine.base import World
+from horovod_train.errors import CheckpointError, UserError
+from horovod_train.frameworks import variables
+from horovod_train.frameworks.arrays import check_same_layout, from_rank_0, mean_over_ranks
+from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.reader import batch_length
+from horovod_train.frameworks.scaling import LossScale
+from horovod_train.frameworks.tensorflow.reducer import Exchange
+from horovod_train.frameworks.tensorflow.task import TensorflowTask
+from horovod_train.frameworks.world import HorovodWorld
+
+WIRE_DTYPES = {"fp32": tf.float32, "fp16": tf.float16}
+
+
+class TensorflowReplica:
+    """The model and optimizer of one rank.
+
+    Args:
+        model: A built Keras model, or a module.
+        optimizer: A Keras optimizer.
+        world: The ranks.
+        job: Says how to train.
+        task: Gives loss and metrics.
+
+    Raises:
+        UserError: The model has nothing to train.
+    """
+
+    def __init__(
+        self, *, model: Any, optimizer: keras.Optimizer, world: World, job: Job, task: TensorflowTask
+    ) -> None:
+        self.task = task
+        self.model = model
+        self.optimizer = optimizer
+        self.scale = LossScale(is_enabled=job.train.precision == "fp16")
+        self._world = world
+        self._train = job.train
+        self._guard_gradients = job.health.non_finite == "skip"
+        self._sums = Exchange(
+            world, int(job.allreduce.bucket_size_mib * 2**20), WIRE_DTYPES[job.allreduce.wire_dtype]
+        )
+        self._trained = list(model.trainable_variables)
+        if not self._trained:
+            raise UserError("the model trains nothing", hint="is any of its layers trainable?")
+        optimizer.build(self._trained)
+        self._tensors = [tf_variable(v) for v in self._trained]
+        self._bytes_per_step = self._sums.bytes_on_wire(self._tensors)
+        self._statistics = variables.running_statistics(list(all_layers(model)))
+        self._statistics_before: list[Any] = []
+        self._accumulated = [
+            tf.Variable(tf.zeros_like(t), trainable=False)
+            for t in (self._tensors if job.train.accumulation_steps > 1 else [])
+        ]
+        self._add = tf.function(self._add_gradients, reduce_retracing=True)
+        self._exchange = tf.function(self._exchange_gradients, reduce_retracing=True)
+        self._exchange_nothing = tf.function(self._exchange_zeros)
+        self._update = tf.function(self._apply)
+        self._metrics = tf.function(self._compute_metrics, reduce_retracing=True)
+
+    # -- the step
+
+    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
+        """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
+        clock = StepClock()
+        self._statistics_before = [v.numpy() for v in self._statistics] if self._guard_gradients else []
+        local_loss = 0.0
+        scale = tf.constant(self.scale.scale)
+        for micro_batch in share.micro_batches[:-1]:
+            batch = next(batches)
+            clock.lap("data")
+            local_loss += float(self._add(batch, tf.constant(micro_batch.share), scale))
+            clock.lap("compute")
+        if share.micro_batches:
+            batch = next(batches)
+            clock.lap("data")
+            weight = tf.constant(share.micro_batches[-1].share)
+            gradients, extra = self._call(self._exchange, batch, weight, scale, tf.constant(local_loss))
+        else:
+            gradients, extra = self._call(self._exchange_nothing)
+        local, loss, *num_users = extra.numpy().tolist()
+        clock.lap("compute")
+        self.optimizer.learning_rate = lr
+        used = tuple(place for place, users in enumerate(num_users) if users > 0)
+        norm, is_finite = self._finish(gradients, loss, used, want_norm=want_norm)
+        clock.lap("optimizer")
+        return StepOutcome(
+            loss=loss,
+            local_loss=local,
+            grad_norm=norm,
+            is_finite=is_finite,
+            bytes_reduced=self._bytes_per_step,
+            clock=clock,
+        )
+
+    def _gradients(self, batch: Any, share: tf.Tensor, scale: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
+        """Return the gradient of share x loss (None where a variable is not used), and share x loss."""
+        with tf.GradientTape() as tape:
+            loss = tf.cast(self.task.loss(self.model, batch, training=True), tf.float32)
+            weighted = loss * share
+            scaled = weighted * scale
+        gradients = tape.gradient(scaled, self._tensors)
+        return [None if g is None else tf.convert_to_tensor(g) for g in gradients], tf.stop_gradient(weighted)
+
+    def _add_gradients(self, batch: Any, share: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
+        gradients, loss = self._gradients(batch, share, scale)
+        for total, gradient in zip(self._accumulated, gradients, strict=True):
+            if gradient is not None:
+                total.assign_add(gradient)
+        return loss
+
+    def _exchange_gradients(
+        self, batch: Any, share: tf.Tensor, scale: tf.Tensor, loss_before: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        gradients, loss = self._gradients(batch, share, scale)
+        is_used = [float(gradient is not None) for gradient in gradients]
+        whole = [tf.zeros_like(t) if g is None else g for g, t in zip(gradients, self._tensors, strict=True)]
+        if self._accumulated:
+            whole = [g + total for g, total in zip(whole, self._accumulated, strict=True)]
+        sums = self._sum(whole, loss + loss_before, is_used)
+        for total in self._accumulated:
+            total.assign(tf.zeros_like(total))
+        return sums
+
+    def _exchange_zeros(self) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Take part without samples: an epoch's last step may have fewer than there are ranks."""
+        zeros = [tf.zeros_like(t) for t in self._tensors]
+        return self._sum(zeros, tf.constant(0.0), [0.0] * len(zeros))
+
+    def _sum(
+        self, gradients: Sequence[tf.Tensor], loss: tf.Tensor, is_used: Sequence[float]
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Sum gradients over ranks. Along go the loss, and who uses which variable.
+
+        Returns:
+            The sums; and this rank's loss, the loss of all, and how many ranks use each variable.
+        """
+        extra = tf.concat([[loss], tf.constant(is_used, tf.float32)], 0)
+        *sums, extra_sum = self._sums.sum([*gradients, extra])
+        return sums, tf.concat([[loss], extra_sum], 0)
+
+    def _finish(
+        self, gradients: list[tf.Tensor], loss: float, used: tuple[int, ...], *, want_norm: bool
+    ) -> tuple[float | None, bool]:
+        """Unscale, clip and update. Return the gradient norm and whether all was finite.
+
+        Gradients are equal on all ranks here, so every rank decides alike without asking.
+        """
+        is_finite, norm = math.isfinite(loss), None
+        if is_finite:
+            looks = want_norm or self._guard_gradients or self.scale.is_enabled
+            looks = looks or self._train.clip_grad_norm is not None
+            inverse = tf.constant(1.0 / self.scale.scale)
+            found = self._update([gradients[place] for place in used], inverse, used, looks=looks)
+            norm = float(found) if looks else None
+            is_finite = norm is None or math.isfinite(norm)
+            self.scale.update(is_finite=is_finite)
+        if not is_finite:
+            for variable, before in zip(self._statistics, self._statistics_before, strict=False):
+                variable.assign(before)
+        return norm, is_finite
+
+    def _apply(
+        self, gradients: list[tf.Tensor], inverse_scale: tf.Tensor, used: tuple[int, ...], *, looks: bool
+    ) -> tf.Tensor:
+        """Update what is used. With ``looks``, take the norm, clip, and leave all alone if not finite."""
+        trained = [self._trained[place] for place in used]
+        if self.scale.is_enabled:
+            gradients = [g * tf.cast(inverse_scale, g.dtype) for g in gradients]
+        if not looks:
+            self.optimizer.apply(gradients, trained)
+            return tf.constant(0.0)
+        norm = tf.linalg.global_norm([tf.cast(g, tf.float32) for g in gradients])
+        if (limit := self._train.clip_grad_norm) is not None:
+            factor = tf.where(norm > limit, limit / norm, 1.0)
+            gradients = [g * tf.cast(factor, g.dtype) for g in gradients]
+
+        def update() -> tf.Tensor:
+            self.optimizer.apply(gradients, trained)
+            return norm
+
+        return tf.cond(tf.math.is_finite(norm), update, lambda: norm)
+
+    def _call(self, exchange: Callable[..., Any], *arguments: Any) -> Any:
+        world = self._world
+        return (
+            world.call(lambda: exchange(*arguments))
+            if isinstance(world, HorovodWorld)
+            else exchange(*arguments)
+        )
+
+    # -- everything else
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+        """Return (sum, count) of each metric over this rank's batches."""
+        sums: dict[str, tuple[float, int]] = {}
+        for batch in batches:
+            for name, value in self._metrics(batch).items():
+                add_metric(sums, name, value.numpy(), batch_length(batch))
+        return sums
+
+    def _compute_metrics(self, batch: Any) -> dict[str, tf.Tensor]:
+        compute = getattr(self.task, "metrics", None)
+        if compute is None:
+            return {"loss": tf.convert_to_tensor(self.task.loss(self.model, batch, training=False))}
+        return {name: tf.convert_to_tensor(value) for name, value in compute(self.model, batch).items()}
+
+    def sync_buffers(self) -> None:
+        """Make what ranks update by themselves equal: running statistics are averaged, others rank 0's."""
+        if self._world.size == 1:
+            return
+        averaged = {id(v) for v in self._statistics}
+        trained = {id(v) for v in self._trained}
+        for variable in variables.shared_state(self.model):
+            if id(variable) in averaged:
+                variable.assign(mean_over_ranks(self._world, variable.numpy()))
+            elif id(variable) not in trained:
+                variable.assign(from_rank_0(self._world, variable.numpy()))
+
+    def broadcast(self) -> None:
+        """Take over rank 0's weights.
+
+        Raises:
+            UserError: Ranks have made different models.
+        """
+        if self._world.size == 1:
+            return
+        state = variables.named(variables.shared_state(self.model))
+        check_same_layout(self._world, variables.arrays_of(state))
+        for variable in state.values():
+            variable.assign(from_rank_0(self._world, variable.numpy()))
+
+    def is_finite(self) -> bool:
+        """Return whether all weights are finite numbers."""
+        return all(
+            bool(tf.reduce_all(tf.math.is_finite(tf_variable(v))))
+            for v in variables.shared_state(self.model)
+            if tf_variable(v).dtype.is_floating
+        )
+
+    def state(self, *, copy: bool) -> ReplicaState:
+        """Return the state, which stays as it is."""
+        return ReplicaState(
+            model=variables.blobs_of(variables.named(variables.shared_state(self.model))),
+            optimizer=variables.blobs_of(variables.named(self.optimizer.variables)),
+            optimizer_tree={"class": type(self.optimizer).__name__},
+            scaler=self.scale.state(),
+        )
+
+    def load_state(self, state: ReplicaState) -> None:
+        """Take over a state.
+
+        Raises:
+            CheckpointError: The state belongs to another model or optimizer.
+        """
+        trained_with = state.optimizer_tree["class"]
+        if trained_with != type(self.optimizer).__name__:
+            raise CheckpointError(
+                f"the checkpoint belongs to another optimizer: it was trained with {trained_with}",
+                hint="train under another name, or set checkpoint.resume: never",
+            )
+        variables.load_blobs(variables.named(variables.shared_state(self.model)), state.model, "model")
+        variables.load_blobs(variables.named(self.optimizer.variables), state.optimizer, "optimizer")
+        self.scale.load_state(state.scaler)
+
+    def device_name(self) -> str:
+        """Return where the model lives, for a person."""
+        return str(self._tensors[0].device.rpartition("device:")[2].lower())
+
+    def num_parameters(self) -> int:
+        """Return how many numbers are trained."""
+        return int(sum(tensor.shape.num_elements() for tensor in self._tensors))
+
+
+def tf_variable(variable: Any) -> tf.Variable:
+    """Return TensorFlow's variable inside of a Keras variable."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def all_layers(model: Any) -> Iterator[Any]:
+    """Yield every layer of a Keras model, or every module of a module."""
+    if isinstance(model, keras.Layer):
+        yield from model._flatten_layers()  # noqa: SLF001  (Keras has no public way to all layers)
+    else:
+        yield from model.submodules

@@ -1,0 +1,33 @@
+"""The ranks of a job, through Horovod's TensorFlow binding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tensorflow as tf
+
+from horovod_train.frameworks.world import Array, HorovodWorld
+
+
+class TensorflowWorld(HorovodWorld):
+    """A world of ranks."""
+
+    BINDING = "tensorflow"
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        super().__init__(settings)
+        # Operations in a graph cannot raise Horovod's own error.
+        self.lost = (*self.lost, tf.errors.UnknownError, tf.errors.FailedPreconditionError)
+
+    def sum_array(self, array: Array, name: str) -> Array:
+        """Return the elementwise sum over ranks."""
+        with tf.device("CPU:0"):
+            total = self.hvd.allreduce(tf.constant(array), op=self.hvd.Sum, name=name)
+        result: Array = total.numpy()
+        return result
+
+    def join_arrays(self, array: Array, name: str) -> Array:
+        """Return the arrays of all ranks, one after the other."""
+        with tf.device("CPU:0"):
+            joined: Array = self.hvd.allgather(tf.constant(array), name=name).numpy()
+        return joined

@@ -1,0 +1,72 @@
+"""Sum gradients over ranks after backward: for loops that hand out all gradients at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from horovod_train.engine.base import World
+from horovod_train.frameworks.buckets import plan_buckets
+from horovod_train.frameworks.torch.world import TorchWorld
+
+NARROW = (torch.bfloat16, torch.float16)  # summed in 32 bits: Horovod knows no bfloat16, fp16 overflows
+
+
+@dataclass
+class Exchange:
+    """Sums lists of tensors over ranks.
+
+    Args:
+        world: The ranks.
+        bucket_size_bytes: About how much travels in one piece.
+        wire_dtype: Type of 32-bit tensors on the way: float32 or float16.
+
+    Attributes:
+        seconds: Time spent waiting for other ranks, so far.
+    """
+
+    world: World
+    bucket_size_bytes: int = 8 * 2**20
+    wire_dtype: torch.dtype = torch.float32
+    seconds: float = field(default=0.0, init=False)
+
+    @torch.no_grad()
+    def sum(self, tensors: Sequence[torch.Tensor], name: str = "gradients") -> list[torch.Tensor]:
+        """Return the elementwise sums over ranks, in the types and shapes of the tensors.
+
+        Every rank calls it with tensors of the same shapes in the same order.
+        """
+        if self.world.size == 1:
+            return list(tensors)
+        assert isinstance(self.world, TorchWorld)
+        dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors]
+        kinds = [(self._type_on_wire(tensor.dtype), tensor.device) for tensor in dense]
+        sizes = [tensor.numel() * kind.itemsize for tensor, (kind, _) in zip(dense, kinds, strict=True)]
+        plan = plan_buckets(kinds, sizes, self.bucket_size_bytes)
+        waiting = []
+        for number, places in enumerate(plan):
+            packed = torch.cat([dense[place].reshape(-1).to(kinds[place][0]) for place in places])
+            waiting.append((packed, self.world.start_sum(packed, f"horovod_train.{name}.{number}")))
+        sums = dense
+        for places, (packed, handle) in zip(plan, waiting, strict=True):
+            started = perf_counter()
+            self.world.finish(handle)
+            self.seconds += perf_counter() - started
+            pieces = torch.split(packed, [dense[place].numel() for place in places])
+            for place, piece in zip(places, pieces, strict=True):
+                sums[place] = piece.view(dense[place].shape).to(dense[place].dtype)
+        return sums
+
+    def bytes_on_wire(self, tensors: Sequence[torch.Tensor]) -> int:
+        """Return how many bytes a rank gives away when such tensors are summed."""
+        if self.world.size == 1:
+            return 0
+        return sum(tensor.numel() * self._type_on_wire(tensor.dtype).itemsize for tensor in tensors)
+
+    def _type_on_wire(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype in NARROW:
+            return torch.float32
+        return self.wire_dtype if dtype == torch.float32 else dtype

@@ -1,0 +1,86 @@
+"""Variables of TensorFlow and Keras as plain arrays: on every back end they can ``numpy`` and ``assign``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.errors import CheckpointError
+from horovod_train.frameworks.arrays import Array, from_blob, to_blob, unique_names
+
+
+class Variable(Protocol):
+    """What these functions need of a variable."""
+
+    def numpy(self) -> Array:
+        """Return the value."""
+        ...
+
+    def assign(self, value: Any) -> Any:
+        """Overwrite the value."""
+        ...
+
+
+def named(variables: Iterable[Any]) -> dict[str, Any]:
+    """Return variables by name: by their path in the model where they have one."""
+    found = list(variables)
+    return dict(zip(unique_names([getattr(v, "path", v.name) for v in found]), found, strict=True))
+
+
+def arrays_of(variables: Mapping[str, Variable]) -> dict[str, Array]:
+    """Return the values of variables."""
+    return {name: variable.numpy() for name, variable in variables.items()}
+
+
+def blobs_of(variables: Mapping[str, Variable]) -> dict[str, ArrayBlob]:
+    """Return the values of variables as bytes; the copies stay when the variables change."""
+    return {name: to_blob(variable.numpy().copy()) for name, variable in variables.items()}
+
+
+def load_blobs(variables: Mapping[str, Variable], blobs: Mapping[str, ArrayBlob], what: str) -> None:
+    """Overwrite variables with the values of the same names.
+
+    Raises:
+        CheckpointError: Names or shapes differ; nothing was changed then.
+    """
+    odd = sorted(set(variables) ^ set(blobs))
+    if odd:
+        missing = odd[0] in variables
+        raise CheckpointError(
+            f"the checkpoint belongs to another {what}: {odd[0]} is only in the "
+            f"{'job' if missing else 'checkpoint'}, as are {len(odd) - 1} others",
+            hint="train under another name, or set checkpoint.resume: never",
+        )
+    values = {name: from_blob(blob) for name, blob in blobs.items()}
+    for name, variable in variables.items():
+        if variable.numpy().shape != values[name].shape:
+            raise CheckpointError(
+                f"the checkpoint belongs to another {what}: {name} has shape {values[name].shape} there "
+                f"and {variable.numpy().shape} here",
+                hint="train under another name, or set checkpoint.resume: never",
+            )
+    for name, variable in variables.items():
+        variable.assign(values[name])
+
+
+def seed_states(model: Any) -> list[Any]:
+    """Return the states of a Keras model's random generators: a rank's own, unlike weights."""
+    weights = {id(variable) for variable in model.weights} if hasattr(model, "weights") else None
+    return [] if weights is None else [v for v in model.variables if id(v) not in weights]
+
+
+def shared_state(model: Any) -> list[Any]:
+    """Return what has to be equal on all ranks: weights and statistics."""
+    return list(model.weights if hasattr(model, "weights") else model.variables)
+
+
+def running_statistics(layers: Sequence[Any]) -> list[Any]:
+    """Return the running means and variances of batch normalization, which ranks update by themselves."""
+    return [
+        variable
+        for layer in layers
+        if type(layer).__name__ == "BatchNormalization"
+        for variable in layer.non_trainable_variables
+        if getattr(variable, "path", "").endswith(("moving_mean", "moving_variance"))
+    ]

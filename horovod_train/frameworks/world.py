@@ -1,0 +1,133 @@
+"""The ranks of a job, through one of Horovod's bindings.
+
+Each binding has a core, a thread and connections of its own, so a process uses one of them for
+everything: gradients and what ranks tell each other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from horovod_train.config.schema import Job
+from horovod_train.engine.base import SingleWorld, World
+from horovod_train.engine.environment import horovod_settings, started_as_one_of_many
+from horovod_train.errors import EngineError, PeerError, WorldError
+
+Result = TypeVar("Result")
+Array = npt.NDArray[Any]
+
+
+class HorovodWorld:
+    """A world of Horovod ranks. A subclass says how its binding handles arrays.
+
+    Args:
+        settings: Environment variables that Horovod reads when it starts. What the user has set
+            already wins.
+
+    Raises:
+        EngineError: Horovod is missing or cannot start.
+    """
+
+    BINDING = ""
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        for variable, value in settings.items():
+            os.environ.setdefault(variable, value)
+        try:
+            self.hvd: Any = importlib.import_module(f"horovod.{self.BINDING}")
+            from horovod.common.exceptions import HorovodInternalError
+        except ImportError as error:
+            raise EngineError(
+                f"this process was started as one of several ranks, but Horovod for {self.BINDING} is "
+                f"missing: {error}",
+                hint="run `horovod-train engine build`, then `horovod-train engine check`",
+            ) from error
+        self.lost: tuple[type[Exception], ...] = (HorovodInternalError,)
+        try:
+            self.hvd.init()
+        except (RuntimeError, ValueError) as error:
+            raise EngineError(
+                f"Horovod cannot start: {error}", hint="run `horovod-train engine check` on this host"
+            ) from error
+        self.rank: int = self.hvd.rank()
+        self.size: int = self.hvd.size()
+        self.local_rank: int = self.hvd.local_rank()
+        self.host = socket.gethostname()
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Return the elementwise sum over ranks, in double precision."""
+        total = self.call(lambda: self.sum_array(np.array(values, np.float64), "horovod_train.sum"))
+        result: list[float] = total.tolist()
+        return result
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, by rank."""
+        framed = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8)
+        everything = self.call(lambda: self.join_arrays(framed, "horovod_train.gather")).tobytes()
+        pieces, at = [], 0
+        for _ in range(self.size):
+            (length,) = struct.unpack_from("<q", everything, at)
+            pieces.append(everything[at + 8 : at + 8 + length])
+            at += 8 + length
+        return pieces
+
+    def sum_array(self, array: Array, name: str) -> Array:
+        """Return the elementwise sum over ranks; float32, float64 or an integer type."""
+        raise NotImplementedError
+
+    def join_arrays(self, array: Array, name: str) -> Array:
+        """Return the arrays of all ranks, shape [any], one after the other."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Leave the world. Safe to call twice."""
+        if self.hvd.is_initialized():
+            self.hvd.shutdown()
+
+    def call(self, collective: Callable[[], Result]) -> Result:
+        """Call a collective; what Horovod raises becomes an error of ours.
+
+        Raises:
+            PeerError: Another rank was lost.
+            WorldError: Ranks do not exchange the same.
+        """
+        try:
+            return collective()
+        except self.lost as error:
+            raise explained(error) from error
+
+
+def explained(error: Exception) -> PeerError | WorldError:
+    """Return our error for one that a collective raised."""
+    if "mismatched" in str(error).lower():
+        return WorldError(
+            f"ranks disagree about what they exchange: {error}",
+            hint="models and code must be the same on every rank",
+        )
+    return PeerError(f"a collective was ended because another rank left: {error}")
+
+
+def connect(
+    world_class: type[HorovodWorld], job: Job | None = None, environ: Mapping[str, str] = os.environ
+) -> World:
+    """Join the ranks this process was started with; a world of one when it was started alone.
+
+    Args:
+        world_class: Which binding to use.
+        job: Says how Horovod is set up; None: as a job without settings of its own does.
+        environ: What launchers leave in the environment.
+
+    Raises:
+        EngineError: It was started as one of several ranks, and Horovod is missing or cannot start.
+    """
+    if not started_as_one_of_many(environ):
+        return SingleWorld()
+    return world_class(horovod_settings(job or Job(name="library", task="own:Loop")))
