@@ -89,6 +89,7 @@ FRAMEWORKS = Registry(
         "torch": "horovod_train.frameworks.torch.framework:TorchFramework",
         "tensorflow": "horovod_train.frameworks.tensorflow.framework:TensorflowFramework",
         "jax": "horovod_train.frameworks.jax.framework:JaxFramework",
+        "keras": "horovod_train.frameworks.keras.framework:KerasFramework",
     },
 )
 

@@ -29,6 +29,7 @@ from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import FRAMEWORKS
 from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.bridge import LoopBridge
 from horovod_train.training.hooks import CheckInSync, RecordMetrics, ReportProgress, SaveCheckpoints
 from horovod_train.training.loop import train
 from horovod_train.training.parts import go_on_from
@@ -109,7 +110,10 @@ def run_rank(job: Job, options: WorkerOptions, reporter: Reporter, stack: ExitSt
     if world.rank == 0:
         tell_start(run, reporter)
     before, started = run.progress.epochs_passed, monotonic()
-    train(run)
+    if hasattr(framework, "fit"):
+        framework.fit(LoopBridge(run))
+    else:
+        train(run)
     manager.close()
     if world.rank == 0:
         seconds = monotonic() - started

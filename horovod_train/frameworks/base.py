@@ -127,8 +127,66 @@ class Reader(Protocol):
         ...
 
 
+class Bridge(Protocol):
+    """One run, as a loop that is not ours sees it (see ``training/bridge.py``)."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing left to train."""
+        ...
+
+    @property
+    def epoch(self) -> int:
+        """Epochs completed."""
+        ...
+
+    @property
+    def is_epoch_complete(self) -> bool:
+        """Whether every sample of the current epoch was used."""
+        ...
+
+    @property
+    def num_steps_left(self) -> int | None:
+        """Steps until the job's limit; None: no limit."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step."""
+        ...
+
+    @property
+    def wants_norm(self) -> bool:
+        """Whether the next step is to take the gradient norm."""
+        ...
+
+    def begin(self) -> None:
+        """Training begins."""
+        ...
+
+    def rest_of_epoch(self) -> tuple[list[StepShare], Iterator[Any]]:
+        """Return this rank's shares of the steps that the current epoch still has, and their batches."""
+        ...
+
+    def after_step(self, share: StepShare, outcome: StepOutcome, lr: float) -> None:
+        """An optimizer step was made."""
+        ...
+
+    def after_epoch(self) -> dict[str, float]:
+        """All steps of an epoch were made; return the evaluation, empty when none was due."""
+        ...
+
+    def end(self) -> None:
+        """Training is complete."""
+        ...
+
+
 class Framework(Protocol):
-    """Makes everything above for one job."""
+    """Makes everything above for one job.
+
+    A framework that owns its loop has a method ``fit(bridge)`` as well, which trains to the end of
+    the job; the others are stepped by ours.
+    """
 
     def connect(self, job: Job) -> World:
         """Join the ranks the process was started with; a world of one when there are none.

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.errors import CheckpointError
 from horovod_train.frameworks.arrays import Array, from_blob, to_blob, unique_names
+from horovod_train.frameworks.randomness import mix
 
 
 class Variable(Protocol):
@@ -84,3 +87,11 @@ def running_statistics(layers: Sequence[Any]) -> list[Any]:
         for variable in layer.non_trainable_variables
         if getattr(variable, "path", "").endswith(("moving_mean", "moving_variance"))
     ]
+
+
+def seed(states: Sequence[Any], seed: int) -> None:
+    """Give each random generator of a model a state of its own, from one number."""
+    for place, variable in enumerate(states):
+        old = variable.numpy()
+        numbers = [mix(seed % 2**32, place, part) % 2**31 for part in range(old.size)]
+        variable.assign(np.array(numbers).astype(old.dtype).reshape(old.shape))

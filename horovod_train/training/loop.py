@@ -1,14 +1,21 @@
-"""The training loop: epochs, steps, evaluation."""
+"""The training loop: epochs, steps, evaluation.
+
+Each of its moments is a function of its own. A framework that owns its loop (Keras, Lightning,
+Transformers) calls the same functions at the same moments, through ``bridge.py``.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
-from horovod_train.data.shard import eval_micro_batches
+from horovod_train.data.shard import StepShare, eval_micro_batches
 from horovod_train.engine.base import any_rank, mean_over_ranks
 from horovod_train.errors import UserError, did_you_mean
+from horovod_train.frameworks.base import StepOutcome
 from horovod_train.training.plan import plan_epoch
 from horovod_train.training.run import Run, StepReport
 
@@ -19,56 +26,86 @@ def train(run: Run) -> None:
     Every rank makes the same steps in the same order, because everything that decides (progress,
     losses, metrics) is equal on all of them.
     """
+    begin(run)
+    while not run.is_done:
+        shares, batches = rest_of_epoch(run)
+        for share in shares:
+            if run.reached_max_steps:
+                break
+            lr = run.policy.at(run.progress.epochs_passed)
+            after_step(run, share, run.replica.step(share, batches, lr, want_norm=wants_norm(run)), lr)
+        if not run.is_epoch_complete:
+            break
+        after_epoch(run)
+    end(run)
+
+
+def begin(run: Run) -> None:
+    """Note that training begins.
+
+    Raises:
+        UserError: The job decides by a metric, and the task has no evaluation data.
+    """
     if run.eval_reader is None and wanted_metrics(run):
         raise UserError(
             f"{', '.join(wanted_metrics(run))}: the task has no evaluation data", hint="give it eval_data()"
         )
     for hook in run.hooks:
         hook.on_start(run)
-    while not run.is_done:
-        train_epoch(run)
-        if run.reached_max_steps and run.progress.cursor < len(run.train_reader):
-            break
-        run.progress.finish_epoch()
-        evaluated = is_evaluation_due(run)
-        if evaluated:
-            take_metrics(run)
-            consider_stopping(run)
-        for hook in run.hooks:
-            hook.on_epoch(run, evaluated=evaluated)
+
+
+def rest_of_epoch(run: Run) -> tuple[list[StepShare], Iterator[Any]]:
+    """Return this rank's shares of the steps that the current epoch still has, and their batches."""
+    return plan_epoch(
+        run.world,
+        run.train_reader,
+        run.progress,
+        batch_size_per_rank=run.job.train.batch_size_per_rank,
+        accumulation_steps=run.job.train.accumulation_steps,
+    )
+
+
+def wants_norm(run: Run) -> bool:
+    """Whether the next step is to take the gradient norm."""
+    metrics = run.job.metrics
+    return metrics.enabled and run.progress.step % metrics.grad_norm_every_steps == 0
+
+
+def after_step(run: Run, share: StepShare, outcome: StepOutcome, lr: float) -> None:
+    """Note one optimizer step.
+
+    Raises:
+        NumericError: It was not finite, and the job does not allow that.
+    """
+    run.progress.advance(share.num_samples)
+    run.guard.check(
+        run.progress.step,
+        is_finite=outcome.is_finite,
+        loss=outcome.loss,
+        local_loss=outcome.local_loss,
+    )
+    report = StepReport(share, outcome, lr)
+    for hook in run.hooks:
+        hook.on_step(run, report)
+
+
+def after_epoch(run: Run) -> None:
+    """Note the end of an epoch: evaluate when it is due, and consider stopping."""
+    run.progress.finish_epoch()
+    evaluated = is_evaluation_due(run)
+    if evaluated:
+        take_metrics(run)
+        consider_stopping(run)
+    for hook in run.hooks:
+        hook.on_epoch(run, evaluated=evaluated)
+
+
+def end(run: Run) -> None:
+    """Note the end of training: evaluate what will be kept."""
     if not run.progress.current_metrics and run.eval_reader is not None:
         take_metrics(run)
     for hook in run.hooks:
         hook.on_end(run)
-
-
-def train_epoch(run: Run) -> None:
-    """Make the steps that the current epoch still has."""
-    progress, every = run.progress, run.job.metrics.grad_norm_every_steps
-    shares, batches = plan_epoch(
-        run.world,
-        run.train_reader,
-        progress,
-        batch_size_per_rank=run.job.train.batch_size_per_rank,
-        accumulation_steps=run.job.train.accumulation_steps,
-    )
-    for share in shares:
-        if run.reached_max_steps:
-            return
-        lr = run.policy.at(progress.epochs_passed)
-        outcome = run.replica.step(
-            share, batches, lr, want_norm=run.job.metrics.enabled and progress.step % every == 0
-        )
-        progress.advance(share.num_samples)
-        run.guard.check(
-            progress.step,
-            is_finite=outcome.is_finite,
-            loss=outcome.loss,
-            local_loss=outcome.local_loss,
-        )
-        report = StepReport(share, outcome, lr)
-        for hook in run.hooks:
-            hook.on_step(run, report)
 
 
 def is_evaluation_due(run: Run) -> bool:

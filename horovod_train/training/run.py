@@ -48,6 +48,11 @@ class Run:
         limit = self.job.train.max_steps
         return limit is not None and self.progress.step >= limit
 
+    @property
+    def is_epoch_complete(self) -> bool:
+        """Whether every sample of the current epoch was used."""
+        return self.progress.cursor >= len(self.train_reader)
+
     def planned_steps(self) -> int:
         """Return the step at which the job will end, if nothing stops it early."""
         progress, train = self.progress, self.job.train

@@ -14,7 +14,13 @@ from horovod_train.frameworks.world import HorovodWorld, connect
 
 
 class Exchange(Protocol):
-    """Sums lists of the back end's tensors over ranks."""
+    """Sums lists of the back end's tensors over ranks.
+
+    Attributes:
+        seconds: Time spent waiting for other ranks, so far; 0 where it cannot be seen.
+    """
+
+    seconds: float
 
     def sum(self, tensors: Sequence[Any], name: str = "gradients") -> list[Any]:
         """Return the elementwise sums; every rank calls it in the same order."""

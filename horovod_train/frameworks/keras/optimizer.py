@@ -67,6 +67,12 @@ def _become(optimizer: keras.Optimizer, mixin: type, world: World, exchange: Exc
     optimizer._horovod = (world, exchange)  # noqa: SLF001  (our own attribute)
 
 
+def exchange_of(optimizer: keras.Optimizer) -> Exchange:
+    """Return what sums the gradients of a distributed optimizer."""
+    assert isinstance(optimizer, _Distributed)
+    return optimizer._horovod[1]  # noqa: SLF001  (our own attribute)
+
+
 class _Distributed:
     """What is mixed into an optimizer's class."""
 

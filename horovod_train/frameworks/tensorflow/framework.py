@@ -93,9 +93,7 @@ class TensorflowFramework:
         np.random.seed(mixed % 2**32)
         tf.random.set_seed(mixed % 2**32)
         tf.random.get_global_generator().reset_from_seed(mixed % 2**63)
-        for place, variable in enumerate(self._seeds):
-            value = [mix(mixed % 2**32, place, part) % 2**31 for part in range(variable.numpy().size)]
-            variable.assign(np.array(value).astype(variable.numpy().dtype).reshape(variable.numpy().shape))
+        variables.seed(self._seeds, mixed)
 
 
 def choose_device(job: Job, world: World) -> None:

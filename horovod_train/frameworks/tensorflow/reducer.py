@@ -7,7 +7,7 @@ as soon as its inputs are there, so a bucket leaves while backward still makes t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -27,11 +27,15 @@ class Exchange:
         world: The ranks.
         bucket_size_bytes: About how much travels in one piece.
         wire_dtype: Type of 32-bit tensors on the way: float32 or float16.
+
+    Attributes:
+        seconds: 0: inside of a graph, waiting cannot be told from computing.
     """
 
     world: World
     bucket_size_bytes: int = 8 * 2**20
     wire_dtype: tf.DType = tf.float32
+    seconds: float = field(default=0.0, init=False)
 
     def sum(self, tensors: Sequence[Any], name: str = "gradients") -> list[tf.Tensor]:
         """Return the elementwise sums over ranks, in the types and shapes of the tensors.

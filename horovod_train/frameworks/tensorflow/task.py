@@ -31,6 +31,6 @@ class TensorflowTask(Protocol):
         """Return the training samples."""
         ...
 
-    def loss(self, model: Any, batch: Any, training: bool) -> tf.Tensor:  # noqa: FBT001  (Keras's own order)
+    def loss(self, model: Any, batch: Any, training: bool) -> tf.Tensor:
         """Return the mean loss over a batch, shape []."""
         ...

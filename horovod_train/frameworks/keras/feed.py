@@ -1,0 +1,49 @@
+"""The shard rule as ``model.fit`` can read it: one stream of batches of equal number per step.
+
+Keras takes the same number of micro-batches in every step and the mean of their gradients. Where the
+rule gives a rank fewer samples (at the end of an epoch), batches carry weights, and a rank without
+samples reads one that weighs nothing. Full steps have no weights at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from horovod_train.data.shard import StepShare
+from horovod_train.frameworks.reader import batch_length
+
+
+def feed(
+    shares: list[StepShare], batches: Iterator[Any], spare: Any, *, accumulation_steps: int, world_size: int
+) -> Iterator[tuple[Any, ...]]:
+    """Yield (inputs, labels, weights) for each micro-step.
+
+    The gradient that Keras applies is the mean over ranks and micro-steps; a micro-batch of a share
+    s of the step's samples weighs s x ranks x micro-steps, so that mean is the sum of s x gradient.
+
+    Args:
+        shares: This rank's part of each step.
+        batches: Its batches, in this order.
+        spare: A batch to read where there is none.
+        accumulation_steps: Micro-steps per step.
+        world_size: Ranks.
+    """
+    for share in shares:
+        for place in range(accumulation_steps):
+            if place < len(share.micro_batches):
+                batch = next(batches)
+                weight = share.micro_batches[place].share * world_size * accumulation_steps
+            else:
+                batch, weight = spare, 0.0
+            yield weighted(batch, weight)
+
+
+def weighted(batch: Any, weight: float) -> tuple[Any, ...]:
+    """Return a batch with a weight for each sample, times those that it has already."""
+    inputs, labels, own = (*batch, None)[:3]
+    # Always there: a stream must not change its shape.
+    weights = np.full(batch_length(labels), weight, np.float32)
+    return inputs, labels, weights if own is None else weights * np.asarray(own, np.float32)

@@ -1,0 +1,309 @@
+"""Makes everything that a job needs of Keras, and lets ``model.fit`` train it."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import keras
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.config.schema import Job
+from horovod_train.data.shard import StepShare
+from horovod_train.engine.base import World, any_rank, mean_over_ranks
+from horovod_train.errors import UserError
+from horovod_train.frameworks import variables
+from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
+from horovod_train.frameworks.keras.callbacks import set_learning_rate
+from horovod_train.frameworks.keras.exchange import Exchange, init
+from horovod_train.frameworks.keras.feed import feed
+from horovod_train.frameworks.keras.optimizer import distribute, exchange_of
+from horovod_train.frameworks.keras.replica import KerasReplica, take_back_state
+from horovod_train.frameworks.keras.task import REQUIRED, KerasTask
+from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
+from horovod_train.frameworks.reader import NumpyReader, start_loader_server
+from horovod_train.frameworks.task import load_task
+
+POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
+
+
+class KerasFramework:
+    """Keras, for one job in one process."""
+
+    def __init__(self) -> None:
+        self._seeds: list[Any] = []
+
+    def connect(self, job: Job) -> World:
+        """Join the ranks this process was started with; a world of one when there are none."""
+        if job.launch.threads_per_rank is not None:
+            limit_threads(job.launch.threads_per_rank)
+        if job.data.num_workers:
+            start_loader_server("horovod_train.frameworks.reader")
+        return init(job)
+
+    def prepare(self, job: Job, world: World) -> tuple[KerasReplica, NumpyReader, NumpyReader | None]:
+        """Return this rank's replica and the readers of training and evaluation data."""
+        self._job, self._world = job, world
+        choose_device(job, world)
+        keras.utils.clear_session()  # names of layers count from 1: a checkpoint knows them by name
+        keras.config.set_dtype_policy(POLICIES[job.train.precision])
+        keras.utils.set_random_seed(mix(job.train.seed, 0, 0) % 2**32)
+        self._task: KerasTask = load_task(job.task, job.task_args, REQUIRED)
+        read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
+        self._train_reader = read(self._task.train_data())
+        eval_data = getattr(self._task, "eval_data", None)
+        model = self._task.model()
+        if not model.built:
+            model(self._train_reader.first()[0])
+        optimizer = distribute(
+            make_optimizer(job, partial(self._make_optimizer, job)),
+            world,
+            bucket_size_mib=job.allreduce.bucket_size_mib,
+            wire_dtype=job.allreduce.wire_dtype,
+        )
+        self._exchange = exchange_of(optimizer)
+        arguments = self._task.compile()
+        check_reduction(arguments.get("loss"))
+        model.compile(optimizer=optimizer, **arguments)
+        optimizer.build(model.trainable_variables)
+        self._seeds = variables.seed_states(model)
+        self.model = model
+        return KerasReplica(model, world), self._train_reader, read(eval_data()) if eval_data else None
+
+    def fit(self, bridge: Bridge) -> None:
+        """Let ``model.fit`` train to the end of the job, epoch by epoch."""
+        own = [_OneTraining(callback) for callback in getattr(self._task, "callbacks", list)()]
+        accumulation_steps = self._job.train.accumulation_steps
+        bridge.begin()
+        while not bridge.is_done:
+            shares, batches = bridge.rest_of_epoch()
+            shares = shares[: bridge.num_steps_left]
+            if shares:
+                moments = _Moments(bridge, self._world, self._exchange, shares, accumulation_steps)
+                spare = self._train_reader.first()
+                self.model.fit(
+                    feed(
+                        shares,
+                        batches,
+                        spare,
+                        accumulation_steps=accumulation_steps,
+                        world_size=self._world.size,
+                    ),
+                    steps_per_epoch=len(shares) * accumulation_steps,
+                    initial_epoch=bridge.epoch,
+                    epochs=bridge.epoch + 1,
+                    verbose=0,
+                    callbacks=[moments, *own],
+                )
+            elif bridge.is_epoch_complete:
+                bridge.after_epoch()
+            if any_rank(self._world, flag=bool(shares and self.model.stop_training)):
+                break
+        for callback in own:
+            callback.end()
+        bridge.end()
+
+    def _make_optimizer(self, job: Job, factory: Any, args: Mapping[str, Any]) -> keras.Optimizer:
+        settings = {**args, "learning_rate": job.lr.base_lr}
+        if job.train.clip_grad_norm is not None:
+            settings["global_clipnorm"] = job.train.clip_grad_norm
+        if job.train.accumulation_steps > 1:
+            settings["gradient_accumulation_steps"] = job.train.accumulation_steps
+        return factory(**settings)
+
+    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+        """Return the state of Python's, NumPy's and the model's generators."""
+        take_back_state(self.model)
+        return rng_state({"model": [v.numpy() for v in self._seeds]})
+
+    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+        """Take over the state of all random generators."""
+        for variable, value in zip(self._seeds, load_rng_state(tree, arrays)["model"], strict=True):
+            variable.assign(value)
+
+    def seed(self, seed: int, rank: int, epoch: int) -> None:
+        """Seed all random generators of this rank."""
+        mixed = mix(seed, rank, epoch)
+        keras.utils.set_random_seed(mixed % 2**32)
+        random.seed(mixed)
+        variables.seed(self._seeds, mixed)
+
+
+class _Moments(keras.callbacks.Callback):
+    """Tells the bridge what happens inside of one epoch of ``model.fit``."""
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        world: World,
+        exchange: Exchange,
+        shares: list[StepShare],
+        accumulation_steps: int,
+    ) -> None:
+        super().__init__()
+        self._bridge = bridge
+        self._world = world
+        self._exchange = exchange
+        self._shares = shares
+        self._accumulation_steps = accumulation_steps
+        self._clock = StepClock()
+        self._loss = _LossOfStep()
+        self._lr: float | None = None
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the learning rate of the step that begins."""
+        # TensorFlow reads the batch inside of its step.
+        if keras.backend.backend() != "tensorflow":
+            self._clock.lap("data")
+        if batch % self._accumulation_steps == 0 and self._bridge.lr != self._lr:
+            self._lr = self._bridge.lr
+            set_learning_rate(self.model, self._lr)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Tell about a step that is complete."""
+        number, place = divmod(batch, self._accumulation_steps)
+        share = self._shares[number]
+        has_batch = place < len(share.micro_batches)
+        self._loss.add(float(logs["loss"]), len(share.micro_batches[place]) if has_batch else 1)
+        self._clock.lap("compute")
+        if place < self._accumulation_steps - 1:
+            return
+        local_loss = self._loss.take() / self._world.size
+        (loss,) = self._world.sum([local_loss])
+        wait_s, self._exchange.seconds = self._exchange.seconds, 0.0
+        if wait_s:
+            self._clock.move("compute", "allreduce_wait", wait_s)
+        outcome = StepOutcome(
+            loss=loss,
+            local_loss=local_loss,
+            grad_norm=None,
+            is_finite=math.isfinite(loss),
+            bytes_reduced=self._exchange.bytes_on_wire([v.value for v in self.model.trainable_variables]),
+            clock=self._clock,
+        )
+        assert self._lr is not None
+        self._bridge.after_step(share, outcome, self._lr)
+        self._clock = StepClock()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Evaluate, and let callbacks behind this one see exact metrics."""
+        mine = {name: (float(value), 1) for name, value in logs.items()}
+        logs.update(mean_over_ranks(self._world, mine))
+        if self._bridge.is_epoch_complete:
+            metrics = self._bridge.after_epoch()
+            logs.update({f"val_{name}": value for name, value in metrics.items()})
+
+
+class _LossOfStep:
+    """A step's loss, from the mean over the epoch so far: that is all that Keras tells."""
+
+    def __init__(self) -> None:
+        self._num_samples = 0
+        self._total = 0.0
+        self._losses: list[float] = []
+
+    def add(self, mean_of_epoch: float, num_samples: int) -> None:
+        """Note the mean after one more micro-batch of so many samples."""
+        self._num_samples += num_samples
+        total = mean_of_epoch * self._num_samples
+        self._losses.append((total - self._total) / num_samples)
+        self._total = total
+
+    def take(self) -> float:
+        """Return the mean over the micro-batches since the last call."""
+        mean = sum(self._losses) / len(self._losses)
+        self._losses = []
+        return mean
+
+
+class _OneTraining(keras.callbacks.Callback):
+    """A user's callback, which sees one training although each epoch is a call of ``fit``."""
+
+    def __init__(self, inner: keras.callbacks.Callback) -> None:
+        super().__init__()
+        self._inner = inner
+        self._has_begun = False
+        for name in dir(keras.callbacks.Callback):
+            if name.startswith("on_") and name not in {"on_train_begin", "on_train_end"}:
+                setattr(self, name, getattr(inner, name))
+
+    def set_model(self, model: keras.Model) -> None:
+        """Pass the model on."""
+        super().set_model(model)
+        self._inner.set_model(model)
+
+    def set_params(self, params: Any) -> None:
+        """Pass the parameters on."""
+        super().set_params(params)
+        self._inner.set_params(params)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Pass the first beginning on."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._inner.on_train_begin(logs)
+
+    def end(self) -> None:
+        """Training is complete."""
+        if self._has_begun:
+            self._inner.on_train_end({})
+
+
+def check_reduction(loss: Any) -> None:
+    """Refuse losses whose mean over ranks is not the loss of the joint batch.
+
+    Raises:
+        UserError: The loss does not divide by the number of samples.
+    """
+    for one in keras.tree.flatten(loss):
+        reduction = getattr(one, "reduction", "sum_over_batch_size")
+        if reduction not in {"sum_over_batch_size", "mean"}:
+            raise UserError(
+                f"the loss {one.name} has reduction {reduction!r}: it is not a mean over samples, and "
+                "the mean over ranks would not be the loss of the joint batch",
+                hint="use reduction='sum_over_batch_size', Keras's default",
+            )
+
+
+def limit_threads(num_threads: int) -> None:
+    """Let the back end compute with so many threads."""
+    match keras.backend.backend():
+        case "tensorflow":
+            import tensorflow as tf
+
+            tf.config.threading.set_intra_op_parallelism_threads(num_threads)
+        case "torch":
+            import torch
+
+            torch.set_num_threads(num_threads)
+        case "jax":
+            # The callback holds one thread while it waits for other ranks.
+            os.environ.setdefault("NPROC", str(max(2, num_threads)))
+
+
+def choose_device(job: Job, world: World) -> None:
+    """Give the back end the rank's own GPU, or the CPU.
+
+    Raises:
+        UserError: A GPU was asked for and there is none for this rank.
+    """
+    match keras.backend.backend():
+        case "tensorflow":
+            from horovod_train.frameworks.tensorflow import framework as tensorflow
+
+            tensorflow.choose_device(job, world)
+        case "torch":
+            from horovod_train.frameworks.torch import framework as torch
+
+            keras.src.backend.common.global_state.set_global_attribute(
+                "torch_device", str(torch.choose_device(job, world))
+            )
+        case "jax":
+            from horovod_train.frameworks.jax import framework as jax
+
+            jax.choose_device(job, world)

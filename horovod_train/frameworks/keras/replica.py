@@ -1,0 +1,118 @@
+"""A Keras model as the rest of the product sees it: state, evaluation, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import keras
+import numpy as np
+
+from horovod_train.checkpoint.arrays import ReplicaState
+from horovod_train.data.shard import StepShare
+from horovod_train.engine.base import World
+from horovod_train.errors import CheckpointError
+from horovod_train.frameworks import variables
+from horovod_train.frameworks.arrays import from_rank_0, mean_over_ranks
+from horovod_train.frameworks.base import StepOutcome
+from horovod_train.frameworks.keras.callbacks import broadcast, exact_metrics
+
+
+class KerasReplica:
+    """The compiled model of one rank.
+
+    Args:
+        model: Compiled, with a distributed optimizer.
+        world: The ranks.
+    """
+
+    def __init__(self, model: keras.Model, world: World) -> None:
+        self.model = model
+        self._world = world
+        layers = list(model._flatten_layers())  # noqa: SLF001  (Keras has no public way to all layers)
+        self._statistics = variables.running_statistics(layers)
+
+    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
+        """Keras makes steps itself."""
+        raise NotImplementedError
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+        """Return the metrics over the batches of all ranks, on rank 0; others return nothing.
+
+        What metrics have counted is summed over ranks, so any Keras metric is exact: the result
+        needs no further mean.
+        """
+        self.model.reset_metrics()
+        found = iter(batches)
+        first = next(found, None)
+        if first is not None:
+            self.model.evaluate((tuple(batch) for batch in chain([first], found)), verbose=0)
+        metrics = exact_metrics(self.model, self._world)
+        return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
+
+    def sync_buffers(self) -> None:
+        """Make what ranks update by themselves equal: running statistics are averaged, others rank 0's."""
+        take_back_state(self.model)
+        if self._world.size == 1:
+            return
+        averaged = {id(v) for v in self._statistics}
+        trained = {id(v) for v in self.model.trainable_variables}
+        for variable in variables.shared_state(self.model):
+            if id(variable) in averaged:
+                variable.assign(mean_over_ranks(self._world, variable.numpy()))
+            elif id(variable) not in trained:
+                variable.assign(from_rank_0(self._world, variable.numpy()))
+
+    def broadcast(self) -> None:
+        """Take over rank 0's weights and optimizer state."""
+        broadcast(self.model, self._world)
+
+    def is_finite(self) -> bool:
+        """Return whether all weights are finite numbers."""
+        take_back_state(self.model)
+        return all(
+            bool(np.isfinite(v.numpy().astype(np.float32)).all())
+            for v in variables.shared_state(self.model)
+            if "float" in keras.backend.standardize_dtype(v.dtype)
+        )
+
+    def state(self, *, copy: bool) -> ReplicaState:
+        """Return the state, which stays as it is."""
+        take_back_state(self.model)
+        return ReplicaState(
+            model=variables.blobs_of(variables.named(variables.shared_state(self.model))),
+            optimizer=variables.blobs_of(variables.named(self.model.optimizer.variables)),
+            optimizer_tree={"class": type(self.model.optimizer).__name__},
+            scaler={},  # Keras keeps it among the optimizer's variables
+        )
+
+    def load_state(self, state: ReplicaState) -> None:
+        """Take over a state, of whatever back end.
+
+        Raises:
+            CheckpointError: The state belongs to another model or optimizer.
+        """
+        trained_with, mine = state.optimizer_tree["class"], type(self.model.optimizer).__name__
+        if trained_with != mine:
+            raise CheckpointError(
+                f"the checkpoint belongs to another optimizer: it was trained with {trained_with}",
+                hint="train under another name, or set checkpoint.resume: never",
+            )
+        variables.load_blobs(variables.named(variables.shared_state(self.model)), state.model, "model")
+        optimizer = variables.named(self.model.optimizer.variables)
+        variables.load_blobs(optimizer, state.optimizer, "optimizer")
+
+    def device_name(self) -> str:
+        """Return where the model lives, for a person."""
+        return keras.distribution.list_devices()[0] if keras.backend.backend() != "torch" else "torch"
+
+    def num_parameters(self) -> int:
+        """Return how many numbers are trained."""
+        return int(sum(np.prod(v.shape) for v in self.model.trainable_variables))
+
+
+def take_back_state(model: keras.Model) -> None:
+    """Let variables have their values: on JAX, ``fit`` holds them itself during an epoch."""
+    if keras.backend.backend() == "jax":
+        model.jax_state_sync()

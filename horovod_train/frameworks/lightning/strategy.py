@@ -1,0 +1,353 @@
+"""A Lightning strategy: ranks that Horovod's launcher started, gradients summed while backward runs."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torchmetrics import Metric
+
+from horovod_train.checkpoint.arrays import dump_state, parse_state
+from horovod_train.config.schema import Allreduce
+from horovod_train.engine.base import World, barrier
+from horovod_train.errors import CheckpointError, UserError
+from horovod_train.frameworks.torch.framework import make_gradients
+from horovod_train.frameworks.torch.reducer import Gradients
+from horovod_train.frameworks.torch.state import pack_tensors, unpack_tensors
+from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.world import connect
+
+OPERATIONS = {"mean": "Average", "avg": "Average", "sum": "Sum", "min": "Min", "max": "Max"}
+NATIVE_DTYPES = {torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
+FACTOR = "horovod_train_lr_factor"
+
+
+class HorovodEnvironment(ClusterEnvironment):
+    """Ranks that ``horovodrun``, ``mpirun`` or ``srun`` started."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Lightning starts no process."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Not used: torch.distributed is never started."""
+        return socket.gethostname()
+
+    @property
+    def main_port(self) -> int:
+        """Not used: torch.distributed is never started."""
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        """Never chosen by itself; the strategy brings it."""
+        return False
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self._world.size
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: the launcher has decided."""
+
+    def global_rank(self) -> int:
+        """Return this process's number."""
+        return self._world.rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: the launcher has decided."""
+
+    def local_rank(self) -> int:
+        """Return this process's number among the ranks of its host."""
+        return self._world.local_rank
+
+    def node_rank(self) -> int:
+        """Return the number of the host."""
+        return int(os.environ.get("HOROVOD_CROSS_RANK", "0"))
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Accept whatever ``Trainer`` was told: the launcher has decided."""
+
+
+class HorovodStrategy(ParallelStrategy):
+    """Data-parallel training on Horovod's ranks.
+
+    With automatic optimization, gradients are summed while backward still runs, only in the last
+    micro-batch of an accumulation, and before clipping. With manual optimization, an optimizer's
+    gradients are summed when it steps.
+
+    Args:
+        accelerator: Given by ``Trainer``.
+        parallel_devices: Given by ``Trainer``.
+        cluster_environment: Not used: the launcher has decided.
+        checkpoint_io: As in any strategy.
+        precision_plugin: As in any strategy.
+        scale_learning_rate: How rates of optimizers and schedulers follow the number of ranks:
+            linear (x ranks), sqrt or none. Right again when a checkpoint is resumed on another number.
+        bucket_size_mib: Gradients travel in pieces of about this size.
+        wire_dtype: Type of 32-bit gradients on the way: fp32 or fp16.
+        world: The ranks; None: those this process was started with.
+
+    Raises:
+        EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
+    """
+
+    strategy_name = "horovod"
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        *,
+        scale_learning_rate: Literal["linear", "sqrt", "none"] = "none",
+        bucket_size_mib: float = 8.0,
+        wire_dtype: Literal["fp32", "fp16"] = "fp32",
+        world: World | None = None,
+    ) -> None:
+        self.world = connect(TorchWorld) if world is None else world
+        super().__init__(
+            accelerator, parallel_devices, HorovodEnvironment(self.world), checkpoint_io, precision_plugin
+        )
+        rank_zero_only.rank = self.world.rank
+        self._allreduce = Allreduce(bucket_size_mib=bucket_size_mib, wire_dtype=wire_dtype)
+        rules = {"linear": float(self.world.size), "sqrt": self.world.size**0.5, "none": 1.0}
+        if scale_learning_rate not in rules:
+            raise UserError(
+                f"scale_learning_rate is {scale_learning_rate!r}", hint=f"use one of {', '.join(rules)}"
+            )
+        self.lr_factor = rules[scale_learning_rate]
+        self.share = 1.0 / self.world.size  # of a micro-batch in its step: all are alike
+        self.gradients: Gradients | None = None
+        self.loss: torch.Tensor | None = None
+        self._weighted_loss: torch.Tensor | None = None
+        self._is_blocked = False
+
+    # -- who is where
+
+    @property
+    def is_distributed(self) -> bool:
+        """Without it, Lightning would inject no sampler."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        first: torch.device = self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
+        return torch.device(first.type, self.local_rank) if first.type == "cuda" else first
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """What the injected sampler is told."""
+        return {"num_replicas": self.world.size, "rank": self.world.rank}
+
+    def setup(self, trainer: Any) -> None:
+        """Take over rank 0's weights; make what sums gradients."""
+        super().setup(trainer)
+        if self.world.size == 1:
+            return
+        assert self.model is not None
+        self._synchronize_metrics()
+        for name, tensor in self.model.state_dict().items():
+            self._broadcast_tensor(tensor, f"horovod_train.model.{name}")
+        if trainer.state.fn == TrainerFn.FITTING:
+            scale_rates(self.optimizers, [c.scheduler for c in self.lr_scheduler_configs], self.lr_factor)
+            if self._is_automatic:
+                (optimizer,) = self.optimizers
+                self.gradients = make_gradients(self._allreduce, self.model, optimizer, self.world)
+
+    def teardown(self) -> None:
+        """Let go of the parameters."""
+        close = getattr(self.gradients, "close", None)
+        if close is not None:
+            close()
+        self.gradients = None
+        super().teardown()
+
+    @property
+    def _is_automatic(self) -> bool:
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.automatic_optimization)
+
+    # -- gradients
+
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run backward for this rank's share of the loss."""
+        if self.gradients is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        weighted = closure_loss * self.share
+        before = self._weighted_loss
+        self._weighted_loss = weighted.detach() if before is None else before + weighted.detach()
+        return super().backward(weighted, optimizer, *args, **kwargs)
+
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Let gradients leave as they are made, in the last backward of a step."""
+        if self.gradients is not None and not self._is_blocked:
+            self.gradients.expect_last()
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Wait for the other ranks' gradients, after the last backward of a step."""
+        if self.gradients is not None and not self._is_blocked:
+            assert self._weighted_loss is not None
+            self.loss = self.gradients.finish(self._weighted_loss)
+            self._weighted_loss = None
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate without talking to other ranks."""
+        self._is_blocked = True
+        try:
+            yield
+        finally:
+            self._is_blocked = False
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step; with manual optimization, sum the optimizer's gradients first."""
+        if self.world.size > 1 and not self._is_automatic:
+            self._average_gradients_of(optimizer)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    def _average_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace gradients by their mean over ranks; one that any rank has, all ranks get."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        num_users = self.world.sum([float(p.grad is not None) for p in parameters])
+        used = [p for p, users in zip(parameters, num_users, strict=True) if users]
+        for parameter in used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        from horovod_train.frameworks.torch.exchange import Exchange
+
+        sums = Exchange(self.world, int(self._allreduce.bucket_size_mib * 2**20)).sum(
+            [p.grad for p in used if p.grad is not None]
+        )
+        for parameter, total in zip(used, sums, strict=True):
+            parameter.grad = total / self.world.size
+
+    # -- what ranks tell each other
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return a tensor's mean, sum, smallest or largest value over ranks; others are returned as is."""
+        if self.world.size == 1 or not isinstance(tensor, torch.Tensor):
+            return tensor
+        name = str(getattr(reduce_op, "name", reduce_op)).rpartition(".")[2].lower()
+        if name not in OPERATIONS:
+            raise UserError(f"cannot reduce by {reduce_op!r}", hint=f"use one of {', '.join(OPERATIONS)}")
+        is_native = tensor.dtype in NATIVE_DTYPES and not (
+            name in {"mean", "avg"} and not tensor.is_floating_point()
+        )
+        sent = tensor.detach() if is_native else tensor.detach().float()
+        hvd = self._horovod.hvd
+        total = self._horovod.call(lambda: hvd.allreduce(sent, op=getattr(hvd, OPERATIONS[name])))
+        return total.to(tensor.dtype) if tensor.is_floating_point() else total
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """Return the tensors of all ranks, shape [ranks, ...]."""
+        if self.world.size == 1:
+            return tensor.unsqueeze(0)
+        sent = tensor if sync_grads else tensor.detach()
+        hvd = self._horovod.hvd
+        gathered: torch.Tensor = self._horovod.call(lambda: hvd.allgather(sent.unsqueeze(0).contiguous()))
+        return gathered
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return a rank's object: numbers, text, tensors, and lists, tuples and mappings of them.
+
+        Raises:
+            UserError: The object is something else: it would have to be pickled, and is not.
+        """
+        if self.world.size == 1:
+            return obj
+        try:
+            data = dump_state(*pack_tensors({"value": obj}, None)) if self.world.rank == src else b""
+        except CheckpointError as error:
+            raise UserError(
+                f"cannot broadcast a {type(obj).__name__}: {error.message}",
+                hint="send plain data; objects are not pickled between ranks",
+            ) from error
+        return unpack_tensors(*parse_state(self.world.gather(data)[src]))["value"]
+
+    def barrier(self, name: str | None = None) -> None:
+        """Return when every rank has come here."""
+        barrier(self.world)
+
+    @property
+    def _horovod(self) -> TorchWorld:
+        assert isinstance(self.world, TorchWorld)
+        return self.world
+
+    def _broadcast_tensor(self, tensor: torch.Tensor, name: str) -> None:
+        self._horovod.broadcast(tensor, name)
+
+    def _synchronize_metrics(self) -> None:
+        """Let torchmetrics see all ranks: it only knows torch.distributed by itself."""
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module.dist_sync_fn = self._gather_tensors
+                module.distributed_available_fn = lambda: True
+
+    def _gather_tensors(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        """Return the tensor of each rank; first dimensions may differ."""
+        tree, arrays = pack_tensors({"value": tensor}, None)
+        pieces = self.world.gather(dump_state(tree, arrays))
+        return [unpack_tensors(*parse_state(piece))["value"].to(tensor.device) for piece in pieces]
+
+    # -- checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint, on rank 0; note how rates were scaled."""
+        checkpoint[FACTOR] = self.lr_factor
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; rates that were scaled for another number of ranks are made right."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        ratio = self.lr_factor / checkpoint.get(FACTOR, self.lr_factor)
+        if ratio != 1.0:
+            rescale_checkpoint(checkpoint, ratio)
+        return checkpoint
+
+
+def scale_rates(optimizers: Any, schedulers: Any, factor: float) -> None:
+    """Multiply the rates of optimizers, and those that their schedulers start from."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for key in ("lr", "initial_lr"):
+                if key in group:
+                    group[key] = group[key] * factor
+    for scheduler in schedulers:
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [rate * factor for rate in scheduler.base_lrs]
+
+
+def rescale_checkpoint(checkpoint: Mapping[str, Any], ratio: float) -> None:
+    """Multiply every rate that a Lightning checkpoint holds."""
+    for state in checkpoint.get("optimizer_states", []):
+        for group in state["param_groups"]:
+            for key in ("lr", "initial_lr"):
+                if key in group:
+                    group[key] = group[key] * ratio
+    for state in checkpoint.get("lr_schedulers", []):
+        for key in ("base_lrs", "_last_lr"):
+            if key in state:
+                state[key] = [rate * ratio for rate in state[key]]
+
+
+if "horovod" not in StrategyRegistry.available_strategies():
+    StrategyRegistry.register("horovod", HorovodStrategy, description="Ranks started by horovodrun")
