@@ -90,6 +90,7 @@ FRAMEWORKS = Registry(
         "tensorflow": "horovod_train.frameworks.tensorflow.framework:TensorflowFramework",
         "jax": "horovod_train.frameworks.jax.framework:JaxFramework",
         "keras": "horovod_train.frameworks.keras.framework:KerasFramework",
+        "lightning": "horovod_train.frameworks.lightning.framework:LightningFramework",
     },
 )
 
@@ -139,6 +140,8 @@ _OPTAX_OPTIMIZERS = Registry(
 
 OPTIMIZERS: Mapping[str, Registry] = {
     "torch": _TORCH_OPTIMIZERS,
+    "lightning": _TORCH_OPTIMIZERS,
+    "transformers": _TORCH_OPTIMIZERS,
     "tensorflow": _KERAS_OPTIMIZERS,
     "keras": _KERAS_OPTIMIZERS,
     "jax": _OPTAX_OPTIMIZERS,

@@ -160,6 +160,11 @@ class Bridge(Protocol):
         """Whether the next step is to take the gradient norm."""
         ...
 
+    @property
+    def evaluates_next(self) -> bool:
+        """Whether the epoch under way ends with an evaluation."""
+        ...
+
     def begin(self) -> None:
         """Training begins."""
         ...

@@ -49,6 +49,11 @@ class LoopBridge:
         """Whether the next step is to take the gradient norm."""
         return loop.wants_norm(self.run)
 
+    @property
+    def evaluates_next(self) -> bool:
+        """Whether the epoch under way ends with an evaluation."""
+        return loop.evaluates_next(self.run)
+
     def begin(self) -> None:
         """Training begins."""
         loop.begin(self.run)

@@ -115,6 +115,14 @@ def is_evaluation_due(run: Run) -> bool:
     return run.is_done or run.progress.epoch % run.job.evaluation.every_epochs == 0
 
 
+def evaluates_next(run: Run) -> bool:
+    """Whether the epoch under way ends with an evaluation, if nothing stops it before."""
+    if run.eval_reader is None:
+        return False
+    completed = run.progress.epoch + 1
+    return completed % run.job.evaluation.every_epochs == 0 or completed == run.job.train.epochs
+
+
 def evaluate(run: Run) -> dict[str, float]:
     """Return each metric over all samples of the evaluation data: the same on every rank.
 

@@ -19,6 +19,7 @@ from horovod_train.checkpoint.arrays import dump_state, parse_state
 from horovod_train.config.schema import Allreduce
 from horovod_train.engine.base import World, barrier
 from horovod_train.errors import CheckpointError, UserError
+from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.framework import make_gradients
 from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.state import pack_tensors, unpack_tensors
@@ -160,12 +161,11 @@ class HorovodStrategy(ParallelStrategy):
     def setup(self, trainer: Any) -> None:
         """Take over rank 0's weights; make what sums gradients."""
         super().setup(trainer)
-        if self.world.size == 1:
-            return
         assert self.model is not None
-        self._synchronize_metrics()
-        for name, tensor in self.model.state_dict().items():
-            self._broadcast_tensor(tensor, f"horovod_train.model.{name}")
+        if self.world.size > 1:
+            self._synchronize_metrics()
+            for name, tensor in self.model.state_dict().items():
+                self._horovod.broadcast(tensor, f"horovod_train.model.{name}")
         if trainer.state.fn == TrainerFn.FITTING:
             scale_rates(self.optimizers, [c.scheduler for c in self.lr_scheduler_configs], self.lr_factor)
             if self._is_automatic:
@@ -231,8 +231,6 @@ class HorovodStrategy(ParallelStrategy):
         for parameter in used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        from horovod_train.frameworks.torch.exchange import Exchange
-
         sums = Exchange(self.world, int(self._allreduce.bucket_size_mib * 2**20)).sum(
             [p.grad for p in used if p.grad is not None]
         )
@@ -290,9 +288,6 @@ class HorovodStrategy(ParallelStrategy):
     def _horovod(self) -> TorchWorld:
         assert isinstance(self.world, TorchWorld)
         return self.world
-
-    def _broadcast_tensor(self, tensor: torch.Tensor, name: str) -> None:
-        self._horovod.broadcast(tensor, name)
 
     def _synchronize_metrics(self) -> None:
         """Let torchmetrics see all ranks: it only knows torch.distributed by itself."""

@@ -100,6 +100,12 @@ class TorchReader:
         """Return the number of samples."""
         return self._length
 
+    def first(self) -> Any:
+        """Return a batch of the first sample alone, on the replica's device."""
+        (sample,) = self._loader.dataset.__getitems__(Fetch((0,), self._seed))  # type: ignore[attr-defined]
+        collate = self._loader.collate_fn
+        return to_device(collate([sample]), self._device)
+
     def read(self, epoch: int, order: Any, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
         """Yield the collated batch of each micro-batch, on the replica's device."""
         self._schedule.fetches = fetches(self._seed, epoch, order, micro_batches)

@@ -1,0 +1,325 @@
+"""Makes everything that a job needs of Lightning, and lets its ``Trainer`` train it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from torch.nn.utils import get_total_norm
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.config.schema import Job
+from horovod_train.data.shard import StepShare, eval_micro_batches
+from horovod_train.engine.base import World
+from horovod_train.errors import UserError
+from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
+from horovod_train.frameworks.lightning.strategy import HorovodStrategy
+from horovod_train.frameworks.lightning.task import REQUIRED, LightningTask
+from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.frameworks.reader import start_loader_server
+from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.torch import state
+from horovod_train.frameworks.torch.framework import choose_device, seed_generators
+from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.reducer import LocalGradients
+from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.world import connect
+
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+
+
+class LightningReplica(TorchReplica):
+    """A module as the rest of the product sees it; steps and evaluations are made by ``Trainer``."""
+
+    def __init__(self, module: lightning.LightningModule, **arguments: Any) -> None:
+        super().__init__(model=module, **arguments)
+        self.metrics: dict[str, float] | None = None
+        self.evaluate_now: Callable[[], dict[str, float]] = dict
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+        """Return what ``validation_step`` has logged, over all ranks, on rank 0; others return nothing.
+
+        At the end of an epoch ``Trainer`` has evaluated already; without that, it does so now.
+        """
+        metrics = self.evaluate_now() if self.metrics is None else self.metrics
+        self.metrics = None
+        return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
+
+
+class LightningFramework:
+    """Lightning, for one job in one process."""
+
+    def connect(self, job: Job) -> World:
+        """Join the ranks this process was started with; a world of one when there are none."""
+        if job.launch.threads_per_rank is not None:
+            torch.set_num_threads(job.launch.threads_per_rank)
+        if job.data.num_workers:
+            start_loader_server("horovod_train.frameworks.torch.reader")
+        return connect(TorchWorld, job)
+
+    def prepare(self, job: Job, world: World) -> tuple[LightningReplica, TorchReader, TorchReader | None]:
+        """Return this rank's replica and the readers of training and evaluation data."""
+        if job.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+        device = choose_device(job, world)
+        if job.train.precision == "fp16" and device.type == "cpu":
+            raise UserError(
+                "Lightning has no fp16 on a CPU", hint="set train.precision: bf16, or framework: torch"
+            )
+        seed_generators(job.train.seed, 0, 0)
+        self._job, self._world, self._device = job, world, device
+        self._task: LightningTask = load_task(job.task, job.task_args, REQUIRED)
+        module = self._task.model().to(device)
+        log_exactly(module)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        optimizer = make_optimizer(job, lambda make, args: make(parameters, lr=job.lr.base_lr, **args))
+        module.configure_optimizers = lambda: optimizer
+        read = partial(TorchReader, data=job.data, seed=job.train.seed, device=device, task=job.task)
+        eval_data = getattr(self._task, "eval_data", None)
+        self._train_reader = read(self._task.train_data())
+        self._eval_reader = read(eval_data()) if eval_data else None
+        if self._eval_reader is not None and len(self._eval_reader) < world.size:
+            raise UserError(
+                f"{len(self._eval_reader)} samples cannot be evaluated on {world.size} ranks: Lightning "
+                "needs one for each",
+                hint="use fewer ranks, or framework: torch",
+            )
+        self._replica = LightningReplica(
+            module,
+            optimizer=optimizer,
+            gradients=LocalGradients(parameters),
+            world=world,
+            train=job.train,
+        )
+        self._replica.evaluate_now = self._evaluate
+        return self._replica, self._train_reader, self._eval_reader
+
+    def fit(self, bridge: Bridge) -> None:
+        """Let ``Trainer`` train to the end of the job."""
+        bridge.begin()
+        if not bridge.is_done:
+            strategy = self._strategy()
+            source = _Source(bridge, self._train_reader, self._job.train.accumulation_steps)
+            own: list[Any] = getattr(self._task, "callbacks", list)()
+            trainer = self._trainer(
+                strategy=strategy,
+                max_epochs=-1,
+                accumulate_grad_batches=self._job.train.accumulation_steps,
+                gradient_clip_val=self._job.train.clip_grad_norm,
+                reload_dataloaders_every_n_epochs=1,
+                callbacks=[_Moments(bridge, strategy, self._replica, source), *own],
+            )
+            # Users' modules look at current_epoch, also after a resume.
+            trainer.fit_loop.epoch_progress.current.processed = bridge.epoch
+            has_eval = self._eval_reader is not None
+            trainer.fit(self._replica.model, source, self._eval_batches() if has_eval else None)
+        bridge.end()
+
+    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+        """Return the state of all random generators."""
+        return state.rng_state()
+
+    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+        """Take over the state of all random generators."""
+        state.load_rng_state(tree, arrays)
+
+    def seed(self, seed: int, rank: int, epoch: int) -> None:
+        """Seed all random generators of this rank."""
+        seed_generators(seed, rank, epoch)
+
+    def _strategy(self) -> HorovodStrategy:
+        allreduce = self._job.allreduce
+        return HorovodStrategy(
+            world=self._world, bucket_size_mib=allreduce.bucket_size_mib, wire_dtype=allreduce.wire_dtype
+        )
+
+    def _trainer(self, **settings: Any) -> lightning.Trainer:
+        """Return a trainer that leaves to this package what this package does."""
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        on_gpu = self._device.type == "cuda"
+        return lightning.Trainer(
+            accelerator="gpu" if on_gpu else "cpu",
+            devices=[self._device.index] if on_gpu else 1,
+            precision=PRECISIONS[self._job.train.precision],
+            deterministic=self._job.train.deterministic,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            **settings,
+        )
+
+    def _evaluate(self) -> dict[str, float]:
+        """Return what ``validation_step`` logs, over all ranks."""
+        trainer = self._trainer(strategy=self._strategy())
+        found = trainer.validate(self._replica.model, self._eval_batches(), verbose=False)
+        return {name: float(value) for metrics in found for name, value in metrics.items()}
+
+    def _eval_batches(self) -> _Batches:
+        """Return this rank's evaluation batches: every sample on exactly one rank."""
+        reader, job = self._eval_reader, self._job
+        assert reader is not None
+        batch_size = job.evaluation.batch_size_per_rank or job.train.batch_size_per_rank
+        mine = eval_micro_batches(len(reader), batch_size, self._world.rank, self._world.size)
+        return _Batches(len(mine), lambda: reader.read(0, np.arange(len(reader)), mine))
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """Batches that can be counted and read again."""
+
+    length: int
+    read: Callable[[], Iterator[Any]]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.read()
+
+
+class _Source:
+    """The shard rule as ``Trainer`` can read it: the same number of micro-batches in every step.
+
+    Where the rule gives a rank fewer samples (at the end of an epoch), it reads one that weighs nothing.
+    """
+
+    def __init__(self, bridge: Bridge, reader: TorchReader, accumulation_steps: int) -> None:
+        self._bridge = bridge
+        self._reader = reader
+        self.accumulation_steps = accumulation_steps
+        self._epoch = -1
+        self.shares: list[StepShare] = []
+        self._batches: Iterator[Any] = iter(())
+
+    def _plan(self) -> None:
+        if self._epoch != self._bridge.epoch:
+            self._epoch = self._bridge.epoch
+            shares, self._batches = self._bridge.rest_of_epoch()
+            self.shares = shares[: self._bridge.num_steps_left]
+
+    def __len__(self) -> int:
+        self._plan()
+        return len(self.shares) * self.accumulation_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        self._plan()
+        for share in self.shares:
+            for place in range(self.accumulation_steps):
+                has_samples = place < len(share.micro_batches)
+                yield next(self._batches) if has_samples else self._reader.first()
+
+    def share_of(self, batch_idx: int) -> float:
+        """Return which part of its step's samples a micro-batch is."""
+        number, place = divmod(batch_idx, self.accumulation_steps)
+        micro_batches = self.shares[number].micro_batches
+        return micro_batches[place].share if place < len(micro_batches) else 0.0
+
+
+class _Moments(lightning.Callback):
+    """Tells the bridge what happens inside of ``Trainer``."""
+
+    def __init__(
+        self, bridge: Bridge, strategy: HorovodStrategy, replica: LightningReplica, source: _Source
+    ) -> None:
+        self._bridge = bridge
+        self._strategy = strategy
+        self._replica = replica
+        self._source = source
+        self._clock = StepClock()
+        self._lr = 0.0
+        self._local_loss = 0.0
+        self._norm: float | None = None
+
+    def on_train_epoch_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Let the epoch end with an evaluation when one is due."""
+        trainer.check_val_every_n_epoch = 1 if self._bridge.evaluates_next else 2**60
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Set the learning rate of a step, and the weight of a micro-batch."""
+        self._clock.lap("data")
+        if batch_idx % self._source.accumulation_steps == 0:
+            self._lr = self._bridge.lr
+            for group in self._replica.optimizer.param_groups:
+                group["lr"] = self._lr * group.get("lr_scale", 1.0)
+        # Lightning divides by the number of micro-batches: their shares add up without that.
+        self._strategy.share = self._source.share_of(batch_idx) * self._source.accumulation_steps
+
+    def on_before_backward(self, trainer: lightning.Trainer, module: Any, loss: torch.Tensor) -> None:
+        """Note the end of the forward pass."""
+        self._local_loss += float(loss.detach()) * self._strategy.share
+        self._clock.lap("forward")
+
+    def on_after_backward(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Note the end of the backward pass; what follows is waiting for other ranks."""
+        self._clock.lap("backward")
+
+    def on_before_optimizer_step(self, trainer: lightning.Trainer, module: Any, optimizer: Any) -> None:
+        """Note that all gradients are there; they are not clipped yet."""
+        self._clock.lap("allreduce_wait")
+        assert self._strategy.gradients is not None
+        gradients = self._strategy.gradients.gradients()
+        self._norm = float(get_total_norm(gradients)) if self._bridge.wants_norm else None
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Tell about a step that is complete."""
+        self._clock.lap("optimizer")
+        number, place = divmod(batch_idx, self._source.accumulation_steps)
+        if place < self._source.accumulation_steps - 1:
+            return
+        assert self._strategy.loss is not None
+        assert self._strategy.gradients is not None
+        loss = float(self._strategy.loss)
+        outcome = StepOutcome(
+            loss=loss,
+            local_loss=self._local_loss,
+            grad_norm=self._norm,
+            is_finite=math.isfinite(loss),
+            bytes_reduced=self._strategy.gradients.bytes_per_step,
+            clock=self._clock,
+        )
+        self._clock, self._local_loss = StepClock(), 0.0
+        self._bridge.after_step(self._source.shares[number], outcome, self._lr)
+
+    def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Evaluate the same statistics on all ranks."""
+        self._replica.sync_buffers()
+
+    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Keep what was logged."""
+        found = trainer._logger_connector.metrics["callback"]  # noqa: SLF001  (has no other name)
+        self._replica.metrics = {name: float(value) for name, value in found.items()}
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, module: Any) -> None:
+        """Tell about the end of an epoch."""
+        if self._bridge.is_epoch_complete:
+            self._bridge.after_epoch()
+            trainer.should_stop = trainer.should_stop or self._bridge.is_done
+        else:
+            trainer.should_stop = True
+
+
+def log_exactly(module: lightning.LightningModule) -> None:
+    """Let what ``validation_step`` logs be the mean over all samples of all ranks."""
+    plain = module.log
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if module.trainer.validating:
+            kwargs["sync_dist"] = True
+        plain(name, value, *args, **kwargs)
+
+    module.log = log

@@ -1,0 +1,377 @@
+"""A Transformers ``Trainer`` on Horovod's ranks.
+
+Accelerate is left in the belief that there is one process: it would start torch.distributed. What it
+does for several processes is done here: shards, the sum of gradients, the mean over tokens, the
+evaluation, and who writes files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Subset
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+from horovod_train.checkpoint.arrays import dump_state, parse_state
+from horovod_train.checkpoint.tree import pack_tree, unpack_tree
+from horovod_train.config.schema import Allreduce
+from horovod_train.data.shard import StepShare, epoch_order, split_evenly, steps_of_epoch
+from horovod_train.engine.base import World, barrier
+from horovod_train.errors import UserError
+from horovod_train.frameworks import arrays
+from horovod_train.frameworks.reader import batch_length, checked_length
+from horovod_train.frameworks.torch.framework import make_gradients
+from horovod_train.frameworks.torch.reducer import Gradients
+from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.world import connect
+
+_world: World | None = None
+
+# Accelerate takes these for the sign of a launcher of its own, and dies without MASTER_ADDR.
+FOREIGN = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_")
+
+
+def init(environ: MutableMapping[str, str] = os.environ) -> World:
+    """Join the ranks this process was started with; a world of one when there are none.
+
+    Has to be called before ``TrainingArguments`` are made: variables by which Accelerate would take
+    MPI's ranks for its own are removed from the environment.
+
+    Raises:
+        EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
+    """
+    global _world  # noqa: PLW0603  (a process is in one world, and its variables are gone after the first call)
+    if _world is None:
+        _world = connect(TorchWorld)
+        hide_launcher(environ)
+    return _world
+
+
+def hide_launcher(environ: MutableMapping[str, str]) -> None:
+    """Remove the variables by which Accelerate would take MPI's ranks for its own."""
+    for name in [name for name in environ if name.startswith(FOREIGN)]:
+        del environ[name]
+
+
+class HorovodTrainerMixin:
+    """Makes a ``Trainer`` train on all ranks. Put it first: ``class T(HorovodTrainerMixin, Trainer)``.
+
+    ``world``, ``bucket_size_mib`` and ``wire_dtype`` can be given by name beside the arguments of the
+    trainer. Each rank reads its part of every global batch; no sample is read twice in an epoch.
+    """
+
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    model: Any
+    state: Any
+    train_dataset: Any
+    data_collator: Any
+    compute_metrics: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        world: World | None = None,
+        bucket_size_mib: float = 8.0,
+        wire_dtype: str = "fp32",
+        **kwargs: Any,
+    ) -> None:
+        self.world = init() if world is None else world
+        self._allreduce = Allreduce.model_validate(
+            {"bucket_size_mib": bucket_size_mib, "wire_dtype": wire_dtype}
+        )
+        self.gradients: Gradients | None = None
+        self.local_loss = torch.zeros(())
+        self._weights: list[float] = []
+        given = kwargs.get("args") or next((a for a in args if isinstance(a, TrainingArguments)), None)
+        if given is None:
+            kwargs["args"] = given = TrainingArguments()
+        see_all_ranks(given, self.world)
+        super().__init__(*args, **kwargs)
+
+    # -- who reads what
+
+    def get_train_dataloader(self) -> Any:
+        """Return this rank's part of every global batch."""
+        if self.world.size == 1:
+            return super().get_train_dataloader()  # type: ignore[misc]
+        batches = ShardedBatches(
+            checked_length(self.train_dataset),
+            self.world,
+            batch_size=self.args.train_batch_size,
+            accumulation_steps=self.args.gradient_accumulation_steps,
+            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
+        )
+        self._batches = batches
+        return DataLoader(
+            self._remove_unused_columns_of(self.train_dataset),
+            batch_sampler=batches,  # type: ignore[arg-type]
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+        )
+
+    def _remove_unused_columns_of(self, dataset: Any) -> Any:
+        is_table = type(dataset).__module__.startswith("datasets.")
+        return self._remove_unused_columns(dataset, description="training") if is_table else dataset  # type: ignore[attr-defined]
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Return the micro-batches of a step, and the number of items (tokens) in it over all ranks."""
+        samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+        if self.world.size == 1 or not samples:
+            return samples, num_items
+        counts = self._batches.take_weights(len(samples))
+        real = [batch for batch, counts_one in zip(samples, counts, strict=True) if counts_one]
+        mine = self._get_num_items_in_batch(real, device)  # type: ignore[attr-defined]
+        lengths = [
+            batch_length(batch) * counts_one for batch, counts_one in zip(samples, counts, strict=True)
+        ]
+        total, items, num_with_items = self.world.sum(
+            [sum(lengths), 0.0 if mine is None else float(mine), float(mine is not None)]
+        )
+        if num_with_items:
+            # The model divides by the items of the whole step.
+            self._weights = counts
+            return samples, torch.tensor(items, device=device)
+        # A mean over a micro-batch counts by its samples; Trainer divides by the number of micro-batches.
+        self._weights = [length / total * len(samples) for length in lengths]
+        return samples, None
+
+    # -- gradients
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        """Return the loss; in training this rank's part of the mean over the global batch."""
+        found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
+        if self.world.size == 1 or not model.training or return_outputs:
+            return found
+        return found * self._weights.pop(0)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Make a forward and backward pass; after the last of a step, wait for the other ranks."""
+        if self.world.size == 1:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        if self.gradients is None:
+            self._prepare_ranks(model)
+        assert self.gradients is not None
+        is_last = bool(self.accelerator.sync_gradients)
+        if is_last:
+            self.gradients.expect_last()
+        mine = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        self.local_loss = self.local_loss.to(mine.device) + mine.detach()
+        if not is_last:
+            return torch.zeros_like(mine)
+        loss = self.gradients.finish(self.local_loss).clone()
+        self.local_loss = torch.zeros_like(mine)
+        # What Trainer logs is the sum over micro-batches: all of it is in the last.
+        return loss.to(mine.dtype)
+
+    def _prepare_ranks(self, model: Any) -> None:
+        """Take over rank 0's weights; make what sums gradients."""
+        world = self.world
+        assert isinstance(world, TorchWorld)
+        for name, tensor in model.state_dict().items():
+            world.broadcast(tensor, f"horovod_train.model.{name}")
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        self.gradients = make_gradients(self._allreduce, model, optimizer, world)
+
+    # -- evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate this rank's part, and return the result over all samples of all ranks."""
+        if self.world.size == 1:
+            return super().evaluation_loop(  # type: ignore[misc]
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        self._loss_sums = (0.0, 0)
+        compute_metrics, self.compute_metrics = self.compute_metrics, None
+        try:
+            wanted = prediction_loss_only
+            if wanted is None and not self.args.prediction_loss_only:
+                wanted = compute_metrics is None and description != "Prediction"
+            part = part_of(dataloader, self.world)
+            if len(part) > 0:
+                mine = super().evaluation_loop(part, description, wanted, ignore_keys, metric_key_prefix)  # type: ignore[misc]
+            else:
+                mine = EvalLoopOutput(None, None, {}, 0)
+        finally:
+            self.compute_metrics = compute_metrics
+        return self._joined(mine, compute_metrics, metric_key_prefix, len(dataloader.dataset))
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """Predict a batch; note its loss and length."""
+        found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)  # type: ignore[misc]
+        if self.world.size > 1 and found[0] is not None:
+            count = batch_length(inputs)
+            total, samples = self._loss_sums
+            self._loss_sums = total + float(found[0].mean()) * count, samples + count
+        return found
+
+    def _joined(
+        self, mine: EvalLoopOutput, compute_metrics: Any, prefix: str, num_samples: int
+    ) -> EvalLoopOutput:
+        predictions = self._join(mine.predictions)
+        labels = self._join(mine.label_ids)
+        metrics: dict[str, Any] = {}
+        if compute_metrics is not None and predictions is not None and labels is not None:
+            found = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+            metrics = {
+                name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value
+                for name, value in denumpify_detensorize(found).items()
+            }
+        total, samples = self.world.sum([float(value) for value in self._loss_sums])
+        if samples:
+            metrics[f"{prefix}_loss"] = total / samples
+        return EvalLoopOutput(predictions, labels, metrics, num_samples)
+
+    def _join(self, mine: Any) -> Any:
+        """Return the arrays of all ranks, in the order of samples."""
+        tree, found = pack_tree({"value": mine}, lambda leaf: isinstance(leaf, np.ndarray))
+        data = dump_state(tree, {name: arrays.to_blob(array) for name, array in found.items()})
+        pieces = []
+        for piece in self.world.gather(data):
+            plain, blobs = parse_state(piece)
+            value = unpack_tree(plain, {name: arrays.from_blob(blob) for name, blob in blobs.items()})[
+                "value"
+            ]
+            if value is not None:
+                pieces.append(value)
+        return concatenated(pieces) if pieces else None
+
+    # -- files
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        barrier(self.world)
+
+
+class HorovodTrainer(HorovodTrainerMixin, Trainer):
+    """A ``Trainer`` that trains on all ranks."""
+
+
+@dataclass
+class ShardedBatches:
+    """This rank's micro-batches of each epoch, as lists of indices: the same number on every rank.
+
+    Where the shard rule gives a rank fewer samples, it reads one that weighs nothing.
+    """
+
+    num_samples: int
+    world: World
+    batch_size: int
+    accumulation_steps: int
+    seed: int
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        self._weights: list[float] = []
+
+    def _steps(self) -> list[StepShare]:
+        return list(
+            steps_of_epoch(
+                num_samples=self.num_samples,
+                cursor=0,
+                batch_size_per_rank=self.batch_size,
+                accumulation_steps=self.accumulation_steps,
+                rank=self.world.rank,
+                size=self.world.size,
+            )
+        )
+
+    def __len__(self) -> int:
+        return len(self._steps()) * self.accumulation_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = epoch_order(self.num_samples, self.seed, self.epoch, shuffle=True)
+        steps, places = self._steps(), range(self.accumulation_steps)
+        self._weights = [float(place < len(step.micro_batches)) for step in steps for place in places]
+        for step in steps:
+            for place in places:
+                if place < len(step.micro_batches):
+                    piece = step.micro_batches[place]
+                    yield order[piece.start : piece.stop].tolist()
+                else:
+                    yield [int(order[0])]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: its order is its own."""
+        self.epoch = epoch
+
+    def take_weights(self, count: int) -> list[float]:
+        """Return for the next micro-batches whether they count: 1 or 0."""
+        taken, self._weights = self._weights[:count], self._weights[count:]
+        return taken
+
+
+def see_all_ranks(args: TrainingArguments, world: World) -> None:
+    """Let training arguments know the ranks: who logs, who saves, how many there are."""
+    base = type(args)
+    if world.size == 1 or getattr(base, "_sees_all_ranks", False):
+        return
+    if args.deepspeed or args.fsdp:
+        raise UserError("DeepSpeed and FSDP need ranks of their own", hint="leave them out")
+
+    @contextmanager
+    def main_process_first(_: Any, local: bool = True, desc: str = "") -> Generator[None, None, None]:
+        del desc  # Trainer names what is waited for; nobody asks
+        is_first = (world.local_rank if local else world.rank) == 0
+        if not is_first:
+            barrier(world)
+        try:
+            yield
+        finally:
+            if is_first:
+                barrier(world)
+
+    members = {
+        "_sees_all_ranks": True,
+        "world_size": property(lambda _: world.size),
+        "process_index": property(lambda _: world.rank),
+        "local_process_index": property(lambda _: world.local_rank),
+        "main_process_first": main_process_first,
+    }
+    args.__class__ = type(base.__name__, (base,), members)
+
+
+def part_of(dataloader: Any, world: World) -> DataLoader[Any]:
+    """Return a loader of a rank's part of the samples, in their order."""
+    start, stop = split_evenly(len(dataloader.dataset), world.rank, world.size)
+    return DataLoader(
+        Subset(dataloader.dataset, range(start, stop)),
+        batch_size=dataloader.batch_size or 1,
+        collate_fn=dataloader.collate_fn,
+        num_workers=dataloader.num_workers,
+    )
+
+
+def concatenated(pieces: list[Any]) -> Any:
+    """Join the predictions of ranks; sequences of different lengths are padded with -100, as Trainer does."""
+    first = pieces[0]
+    if isinstance(first, tuple | list):
+        return type(first)(concatenated(list(column)) for column in zip(*pieces, strict=True))
+    if isinstance(first, dict):
+        return {key: concatenated([piece[key] for piece in pieces]) for key in first}
+    if first.ndim < 2:
+        return np.concatenate(pieces)
+    width = max(piece.shape[1] for piece in pieces)
+    padded = [
+        np.pad(p, [(0, 0), (0, width - p.shape[1])] + [(0, 0)] * (p.ndim - 2), constant_values=-100)
+        for p in pieces
+    ]
+    return np.concatenate(padded)
