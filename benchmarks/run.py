@@ -1,8 +1,8 @@
 """Step times as paired ratios: ours against a hand-written Horovod loop and DistributedDataParallel.
 
-Each comparison runs A B A B ... in fresh processes and prints the ratio of each pair: the machine's
-speed drifts, ratios of neighbours do not. The time of a step is the time between two calls of the
-loss function on rank 0, medians over a process, the first steps left out.
+Each comparison runs A B A B ... in fresh processes, or in turns within one, and prints the ratio of
+each pair: the machine's speed drifts, ratios of neighbours do not. The time of a step is the time
+between two calls of the loss function on rank 0; the first steps are left out.
 
 usage: python -m benchmarks.run [--models mlp,...] [--pairs N] [--steps N] [--only NAME,...]
 """
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from benchmarks.alternating import is_recorded
 from benchmarks.models import MODELS
 
 HERE = Path(__file__).parent
@@ -45,14 +46,17 @@ class Comparison:
     """Two variants and the ratio that was aimed at.
 
     Attributes:
+        other: None: ours does both in turns, which hides the drift between processes.
+        is_first: Whether a step, counted from 0, is one of the first kind; None: of neither.
         steps: Steps of a run; 0: as the command line says.
         use_mean: Compare means: what happens once in fifty steps does not move a median.
     """
 
     name: str
     ours: Variant
-    other: Variant
+    other: Variant | None
     target: float
+    is_first: Callable[[int], bool | None] = lambda _: None
     steps: int = 0
     use_mean: bool = False
 
@@ -91,6 +95,14 @@ OURS_GLOO = Variant(
         "--gloo" if part == "--mpi" else part for part in OURS.command(model, steps, folder)
     ],
 )
+ALTERNATING = Variant(
+    "metrics in blocks",
+    lambda model, steps, folder: [
+        *OURS.command(model, steps, folder)[:5],
+        str(HERE / "alternating.py"),
+        str(folder / "job.json"),
+    ],
+)
 PLAIN = Variant(
     "hand-written", lambda model, steps, _: horovodrun(str(HERE / "plain_horovod.py"), model, str(steps))
 )
@@ -113,20 +125,29 @@ def comparisons() -> list[Comparison]:
         Comparison("hand-written Horovod", OURS, PLAIN, 1.02),
         Comparison("DDP over Gloo", OURS, ddp(25), 1.00),
         Comparison("DDP, small buckets", OURS, ddp(4), 1.00),
-        Comparison("metrics on / off", OURS, ours("no metrics", metrics={"enabled": False}), 1.01),
+        Comparison("metrics on / off, in turns", ALTERNATING, None, 1.01, is_first=is_recorded, steps=125),
         Comparison(
-            "checkpoint every 50 steps / none",
-            ours("checkpoints", checkpoint={"every_epochs": None, "every_steps": 50}),
-            OURS,
+            "50 steps with a checkpoint / without",
+            ours("checkpoints", checkpoint={"every_epochs": None, "every_steps": 100}),
+            None,
             1.05,
-            steps=111,
+            is_first=follows_checkpoint,
+            steps=400,
             use_mean=True,
         ),
     ]
 
 
-def step_time_s(variant: Variant, model: str, steps: int) -> tuple[float, float]:
-    """Run a variant in fresh processes; return (median, mean) time of a step."""
+def follows_checkpoint(step: int) -> bool | None:
+    """Whether a step is one of the 50 after a checkpoint (every 100 steps), or of the 50 after those.
+
+    A checkpoint is taken at the end of step 99: its copy belongs to that step's time.
+    """
+    return None if step < 99 else (step - 99) % 100 < 50
+
+
+def step_times_s(variant: Variant, model: str, steps: int) -> list[float]:
+    """Run a variant in fresh processes; return the time of each step."""
     folder = Path(tempfile.mkdtemp(prefix="horovod-train-bench-"))
     out = folder / "starts.json"
     env = {
@@ -144,28 +165,35 @@ def step_time_s(variant: Variant, model: str, steps: int) -> tuple[float, float]
         )
         if done.returncode != 0 or not out.exists():
             sys.exit(f"{variant.name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-        starts = json.loads(out.read_text())[WARMUP_STEPS:]
+        starts = json.loads(out.read_text())
     finally:
         shutil.rmtree(folder)
-    times = [after - before for before, after in pairwise(starts)]
-    return statistics.median(times), statistics.fmean(times)
+    return [after - before for before, after in pairwise(starts)]
+
+
+def pair_of_times_s(comparison: Comparison, model: str, steps: int) -> tuple[float, float]:
+    """Return the typical time of a step with each of two variants, run one after the other or in turns."""
+    typical = statistics.fmean if comparison.use_mean else statistics.median
+    ours = step_times_s(comparison.ours, model, steps)[WARMUP_STEPS:]
+    if comparison.other is not None:
+        return typical(ours), typical(step_times_s(comparison.other, model, steps)[WARMUP_STEPS:])
+    kinds = [comparison.is_first(step) for step in range(WARMUP_STEPS, WARMUP_STEPS + len(ours))]
+    first, second = (
+        [t for t, kind in zip(ours, kinds, strict=True) if kind is wanted] for wanted in (True, False)
+    )
+    return typical(first), typical(second)
 
 
 def compare(comparison: Comparison, model: str, pairs: int, steps: int) -> list[float]:
     """Print and return the ratio of each pair."""
-    use_mean, steps = comparison.use_mean, comparison.steps or steps
-    ratios, a_times, b_times = [], [], []
-    for _ in range(pairs):
-        a = step_time_s(comparison.ours, model, steps)[use_mean]
-        b = step_time_s(comparison.other, model, steps)[use_mean]
-        a_times.append(a)
-        b_times.append(b)
-        ratios.append(a / b)
+    times = [pair_of_times_s(comparison, model, comparison.steps or steps) for _ in range(pairs)]
+    ratios = [ours / other for ours, other in times]
     median = statistics.median(ratios)
     verdict = "met" if median <= comparison.target else "MISSED"
     print(
         f"{model:<13} {comparison.name:<34} {median:6.3f}  [{min(ratios):.3f} .. {max(ratios):.3f}]  "
-        f"{1e3 * statistics.median(a_times):7.1f} ms / {1e3 * statistics.median(b_times):7.1f} ms  "
+        f"{1e3 * statistics.median(ours for ours, _ in times):7.1f} ms / "
+        f"{1e3 * statistics.median(other for _, other in times):7.1f} ms  "
         f"target {comparison.target:.2f} {verdict}",
         flush=True,
     )

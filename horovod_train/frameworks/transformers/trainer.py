@@ -113,7 +113,7 @@ class HorovodTrainerMixin:
         self._batches = batches
         return DataLoader(
             self._remove_unused_columns_of(self.train_dataset),
-            batch_sampler=batches,  # type: ignore[arg-type]
+            batch_sampler=batches,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
