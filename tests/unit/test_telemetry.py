@@ -59,7 +59,7 @@ def test_a_step_moves_every_metric_it_speaks_of(recorder):
     assert found[prefix + "allreduce_bytes_total",] == 2000
     assert found[prefix + "non_finite_steps_total",] == 1
     assert found[prefix + "gradient_norm",] == 2.0
-    assert found[prefix + "step_seconds_sum",] == pytest.approx(1.25 + 0.25)
+    assert found[prefix + "step_seconds_sum",] == pytest.approx(len(PHASES) * 0.25 + len(PHASES) * 0.05)
     assert found[prefix + "step_phase_seconds_count", "backward"] == 2
     assert found[prefix + "step_phase_seconds_bucket", "0.1", "backward"] == 1
     assert found[prefix + "world_size_wanted",] == 4
@@ -99,7 +99,7 @@ def test_the_clock_accounts_for_all_time():
     clock.lap("data")
     clock.lap("forward")
 
-    assert set(clock.seconds) == set(PHASES)
+    assert set(clock.seconds) == {"data", "forward"}, "a phase that was not seen is absent"
     assert sum(clock.seconds.values()) == pytest.approx(clock._last)
 
 
