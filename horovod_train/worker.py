@@ -84,6 +84,8 @@ def run_rank(job: Job, options: WorkerOptions, reporter: Reporter, stack: ExitSt
         HorovodTrainError: Anything that this package knows to explain.
         Exception: Anything that the user's task raises.
     """
+    # TensorFlow tells every process about its compiler flags.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     framework: Framework = FRAMEWORKS.load(job.framework)()
     world = framework.connect(job)
     stack.callback(world.close)

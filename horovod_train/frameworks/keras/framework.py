@@ -97,6 +97,7 @@ class KerasFramework:
                     steps_per_epoch=len(shares) * accumulation_steps,
                     initial_epoch=bridge.epoch,
                     epochs=bridge.epoch + 1,
+                    shuffle=False,
                     verbose=0,
                     callbacks=[moments, *own],
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -47,7 +48,10 @@ class KerasReplica:
         found = iter(batches)
         first = next(found, None)
         if first is not None:
-            self.model.evaluate((tuple(batch) for batch in chain([first], found)), verbose=0)
+            with warnings.catch_warnings():
+                # Keras cannot know that a stream ends where it should.
+                warnings.filterwarnings("ignore", message=".*ran out of data")
+                self.model.evaluate((tuple(batch) for batch in chain([first], found)), verbose=0)
         metrics = exact_metrics(self.model, self._world)
         return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
 
@@ -105,7 +109,8 @@ class KerasReplica:
 
     def device_name(self) -> str:
         """Return where the model lives, for a person."""
-        return keras.distribution.list_devices()[0] if keras.backend.backend() != "torch" else "torch"
+        value = self.model.trainable_variables[0].value
+        return str(value.device).rpartition("device:")[2].lower()
 
     def num_parameters(self) -> int:
         """Return how many numbers are trained."""

@@ -158,6 +158,11 @@ class HorovodStrategy(ParallelStrategy):
         """What the injected sampler is told."""
         return {"num_replicas": self.world.size, "rank": self.world.rank}
 
+    def model_to_device(self) -> None:
+        """Move the model to the device of this rank."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
     def setup(self, trainer: Any) -> None:
         """Take over rank 0's weights; make what sums gradients."""
         super().setup(trainer)

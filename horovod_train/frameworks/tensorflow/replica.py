@@ -68,7 +68,7 @@ class TensorflowReplica:
         self._add = tf.function(self._add_gradients, reduce_retracing=True)
         self._exchange = tf.function(self._exchange_gradients, reduce_retracing=True)
         self._exchange_nothing = tf.function(self._exchange_zeros)
-        self._update = tf.function(self._apply)
+        self._update = tf.function(self._apply, autograph=False)
         self._metrics = tf.function(self._compute_metrics, reduce_retracing=True)
 
     # -- the step
