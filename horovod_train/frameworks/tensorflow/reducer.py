@@ -43,6 +43,9 @@ class Exchange:
         Every rank calls it with tensors of the same shapes in the same order; in a graph or outside.
         The slices of an embedding's gradient become dense.
 
+        Constants of a graph must not be among them: TensorFlow computes what depends on constants only
+        once, when it optimizes the graph, and other ranks would wait for the second time for ever.
+
         Args:
             tensors: Of floating-point types.
             name: Tells this exchange from others; the same on all ranks.

@@ -65,6 +65,7 @@ class TensorflowReplica:
             tf.Variable(tf.zeros_like(t), trainable=False)
             for t in (self._tensors if job.train.accumulation_steps > 1 else [])
         ]
+        self._zero = tf.Variable(0.0, trainable=False)  # a sum over ranks must not be of constants
         self._add = tf.function(self._add_gradients, reduce_retracing=True)
         self._exchange = tf.function(self._exchange_gradients, reduce_retracing=True)
         self._exchange_nothing = tf.function(self._exchange_zeros)
@@ -127,7 +128,7 @@ class TensorflowReplica:
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         gradients, loss = self._gradients(batch, share, scale)
         is_used = [float(gradient is not None) for gradient in gradients]
-        whole = [tf.zeros_like(t) if g is None else g for g, t in zip(gradients, self._tensors, strict=True)]
+        whole = [self._zeros(t) if g is None else g for g, t in zip(gradients, self._tensors, strict=True)]
         if self._accumulated:
             whole = [g + total for g, total in zip(whole, self._accumulated, strict=True)]
         sums = self._sum(whole, loss + loss_before, is_used)
@@ -137,8 +138,11 @@ class TensorflowReplica:
 
     def _exchange_zeros(self) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Take part without samples: an epoch's last step may have fewer than there are ranks."""
-        zeros = [tf.zeros_like(t) for t in self._tensors]
-        return self._sum(zeros, tf.constant(0.0), [0.0] * len(zeros))
+        zeros = [self._zeros(t) for t in self._tensors]
+        return self._sum(zeros, self._zero + 0.0, [0.0] * len(zeros))
+
+    def _zeros(self, like: tf.Variable) -> tf.Tensor:
+        return tf.fill(like.shape, tf.cast(self._zero, like.dtype))
 
     def _sum(
         self, gradients: Sequence[tf.Tensor], loss: tf.Tensor, is_used: Sequence[float]
