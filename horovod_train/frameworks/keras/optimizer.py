@@ -101,6 +101,14 @@ class _AppliesTheMean(_Distributed):
         result: list[Any] = keras.ops.cond(is_last, lambda: mean(grads), lambda: list(grads))
         return result
 
+    def _backend_reset_gradient_accumulators(self) -> None:
+        super()._backend_reset_gradient_accumulators()  # type: ignore[misc]
+        if keras.backend.backend() == "torch":
+            # There Keras multiplies by zero: NaN would stay for ever, and -0.0 differs between ranks.
+            for total in self._accumulated_gradients:  # type: ignore[attr-defined]
+                if total is not None:
+                    total.value.zero_()
+
     def __setattr__(self, name: str, value: Any) -> None:
         # What LossScaleOptimizer does first of all to the optimizer inside of it.
         if name == "loss_scale_factor" and value is None and self._horovod[0].size > 1:
