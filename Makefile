@@ -42,19 +42,28 @@ $(VENV)/installed: setup.py constraints.txt pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	@echo "== packages for development"
-	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,dev]' | $(SHORT)
+	@echo "== packages for development, every framework among them"
+	@$(PIP_INSTALL) tensorflow-cpu==2.21.0 | $(SHORT)
+	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,dev,keras,jax,lightning,transformers]' | $(SHORT)
 	@touch $@
 
-$(VENV)/engine: $(VENV)/installed $(wildcard horovod_train/engine/patches/*.patch) horovod_train/engine/build.py
+ENGINE_SOURCE := $(wildcard horovod_train/engine/patches/*.patch) horovod_train/engine/build.py
+
+$(VENV)/engine: $(VENV)/installed $(ENGINE_SOURCE)
 	@echo "== engine"
 	@$(BIN)/horovod-train engine build
 	@touch $@
 
+# The same, and for the frameworks that came with the packages for development.
+$(VENV)/engine-dev: $(VENV)/installed-dev $(ENGINE_SOURCE)
+	@echo "== engine for all frameworks"
+	@$(BIN)/horovod-train engine build
+	@touch $@ $(VENV)/engine
+
 train: tools $(VENV)/installed $(VENV)/engine
 	@$(BIN)/horovod-train run digits --set checkpoint.resume=never
 
-test: tools $(VENV)/installed-dev $(VENV)/engine
+test: tools $(VENV)/installed-dev $(VENV)/engine-dev
 	@$(BIN)/python -m pytest
 
 lint: tools $(VENV)/installed-dev
@@ -68,10 +77,10 @@ format: $(VENV)/installed-dev
 
 check: lint test
 
-bench: tools $(VENV)/installed-dev $(VENV)/engine
+bench: tools $(VENV)/installed-dev $(VENV)/engine-dev
 	@$(BIN)/python -m benchmarks.run
 
-accuracy: tools $(VENV)/installed-dev $(VENV)/engine
+accuracy: tools $(VENV)/installed-dev $(VENV)/engine-dev
 	@$(BIN)/python -m benchmarks.accuracy
 
 clean:

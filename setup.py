@@ -25,7 +25,7 @@ setup(
     install_requires=[
         "click>=8.1",
         "mpi4py>=4.0",
-        "numpy>=2.0",
+        "numpy>=1.23",  # MXNet needs the old one
         "prometheus-client>=0.20",
         "psutil>=5.9",
         "pydantic>=2.8",
@@ -47,6 +47,12 @@ setup(
             "setuptools<80",
             "wheel",
         ],
+        # Frameworks. "tensorflow-cpu" in place of "tensorflow" serves as well.
+        "tensorflow": ["keras>=3.10", "tensorflow>=2.18"],
+        "keras": ["keras>=3.10"],
+        "jax": ["jax>=0.6", "optax>=0.2.5"],
+        "lightning": ["lightning>=2.5,<2.7"],
+        "transformers": ["accelerate>=1.10", "transformers>=5.0"],
         "tasks": ["scikit-learn"],
         "optimizers": ["pytorch-optimizer>=3.0"],
         "dev": [

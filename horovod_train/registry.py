@@ -91,6 +91,7 @@ FRAMEWORKS = Registry(
         "jax": "horovod_train.frameworks.jax.framework:JaxFramework",
         "keras": "horovod_train.frameworks.keras.framework:KerasFramework",
         "lightning": "horovod_train.frameworks.lightning.framework:LightningFramework",
+        "transformers": "horovod_train.frameworks.transformers.framework:TransformersFramework",
     },
 )
 

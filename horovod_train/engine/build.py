@@ -371,7 +371,7 @@ def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, say: Say) -> Pat
         EngineError: The build fails; its log is kept and named.
     """
     what = ", ".join(f"{name} {version}" for name, version in plan.frameworks.items())
-    say(f"engine: compiling for {what}; about 3 minutes on two cores")
+    say(f"engine: compiling for {what}; 3 to 6 minutes on two cores")
     log = cache_dir() / "build.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = _pip("wheel", "--no-build-isolation", "--no-deps", "-v", "-w", str(scratch), str(source))

@@ -26,20 +26,26 @@ from horovod_train.errors import EngineError
 REBUILD = "run `horovod-train engine build`"
 
 _PROBE = """
-import json, horovod.torch as hvd
+import json, horovod.{binding} as hvd
 hvd.init()
-found = {
+found = {{
     "controllers": [name for name in ("mpi", "gloo") if getattr(hvd, name + "_built")()],
     "nccl": bool(hvd.nccl_built()),
-    "cuda": bool(hvd.cuda_built()),
     "mpi_threads": bool(hvd.mpi_enabled() and hvd.mpi_threads_supported()),
     "world": [hvd.rank(), hvd.size()],
-}
-import torch
-found["sum"] = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="check").tolist()
+}}
+{sum_of_ones}
+found["sum"] = total.tolist()
 hvd.shutdown()
 print(json.dumps(found))
 """
+
+# Each framework has a library and a core of its own; how to sum three ones with it.
+_SUMS_OF_ONES = {
+    "torch": 'import torch; total = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="check")',
+    "tensorflow": "import tensorflow as tf; total = hvd.allreduce(tf.ones(3), op=hvd.Sum).numpy()",
+    "mxnet": "import mxnet as mx; total = hvd.allreduce(mx.nd.ones(3), average=False).asnumpy()",
+}
 
 _MPI_PROBE = """
 import os, sys
@@ -102,9 +108,15 @@ def _built_for() -> Finding:
 
 
 def _probe_horovod() -> list[Finding]:
-    found, error = _run_probe(_PROBE)
+    plan = installed_plan()
+    frameworks = list(plan["frameworks"]) if plan is not None else ["torch"]
+    return [finding for framework in frameworks for finding in _probe_framework(framework)]
+
+
+def _probe_framework(framework: str) -> list[Finding]:
+    found, error = _run_probe(_PROBE.format(binding=framework, sum_of_ones=_SUMS_OF_ONES[framework]))
     if found is None:
-        return [Finding("start", f"Horovod does not start: {error}", is_good=False, fix=REBUILD)]
+        return [Finding(framework, f"Horovod does not start: {error}", is_good=False, fix=REBUILD)]
     facts: dict[str, Any] = json.loads(found)
     controllers = facts["controllers"]
     operations = [*controllers, *(["nccl"] if facts["nccl"] else [])]
@@ -115,7 +127,7 @@ def _probe_horovod() -> list[Finding]:
     both = set(controllers) == {"mpi", "gloo"}
     has_nccl = facts["nccl"] or not wants_nccl
     return [
-        Finding("start", world, facts["sum"] == [1.0] * 3, REBUILD),
+        Finding(framework, world, facts["sum"] == [1.0] * 3, REBUILD),
         Finding("controllers", ", ".join(controllers), both, REBUILD),
         Finding("operations", ", ".join(operations), has_nccl, f"CUDA and NCCL are here: {REBUILD} --force"),
         Finding("mpi threads", threads, facts["mpi_threads"], "use an MPI built with thread support"),

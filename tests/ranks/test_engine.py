@@ -38,7 +38,8 @@ def test_check_lists_what_is_built_in(tmp_path):
     done = cli("engine", "check", cwd=tmp_path)
 
     assert "FAIL" not in done.stdout
-    assert "torch 2.13.0" in done.stdout
+    assert "torch 2.13.0, tensorflow 2.21.0" in done.stdout
+    assert "ok   tensorflow   rank 0 of 1, all-reduce works" in done.stdout
     assert "controllers  mpi, gloo" in done.stdout
     assert "Open MPI v4.1" in done.stdout
     for patch in build.patch_files():

@@ -68,13 +68,20 @@ class TorchReader:
         seed: Seed of augmentation.
         device: Where batches are wanted.
         task: Where the task came from, which loader processes have to import; None: nowhere.
+        collate: Joins samples into a batch, for a dataset that does not say how.
 
     Raises:
         UserError: The dataset has no length or no samples, or cannot be sent to loader processes.
     """
 
     def __init__(
-        self, dataset: Any, data: Data, seed: int, device: torch.device, task: str | None = None
+        self,
+        dataset: Any,
+        data: Data,
+        seed: int,
+        device: torch.device,
+        task: str | None = None,
+        collate: Callable[[list[Any]], Any] = default_collate,
     ) -> None:
         self._length = checked_length(dataset)
         self._seed = seed
@@ -84,7 +91,7 @@ class TorchReader:
         self._loader: DataLoader[Any] = DataLoader(
             _SeededFetches(TaskModule(task), dataset),  # type: ignore[arg-type]
             batch_sampler=self._schedule,  # type: ignore[arg-type]
-            collate_fn=getattr(dataset, "collate", default_collate),
+            collate_fn=getattr(dataset, "collate", collate),
             num_workers=workers,
             prefetch_factor=data.prefetch_batches if workers else None,
             persistent_workers=workers > 0,

@@ -21,7 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from horovod_train.checkpoint.arrays import dump_state, parse_state
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
-from horovod_train.config.schema import Allreduce
+from horovod_train.config.schema import Allreduce, Job
 from horovod_train.data.shard import StepShare, epoch_order, split_evenly, steps_of_epoch
 from horovod_train.engine.base import World, barrier
 from horovod_train.errors import UserError
@@ -38,7 +38,7 @@ _world: World | None = None
 FOREIGN = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_")
 
 
-def init(environ: MutableMapping[str, str] = os.environ) -> World:
+def init(job: Job | None = None, environ: MutableMapping[str, str] = os.environ) -> World:
     """Join the ranks this process was started with; a world of one when there are none.
 
     Has to be called before ``TrainingArguments`` are made: variables by which Accelerate would take
@@ -49,7 +49,7 @@ def init(environ: MutableMapping[str, str] = os.environ) -> World:
     """
     global _world  # noqa: PLW0603  (a process is in one world, and its variables are gone after the first call)
     if _world is None:
-        _world = connect(TorchWorld)
+        _world = connect(TorchWorld, job)
         hide_launcher(environ)
     return _world
 
@@ -90,7 +90,7 @@ class HorovodTrainerMixin:
         )
         self.gradients: Gradients | None = None
         self.local_loss = torch.zeros(())
-        self._weights: list[float] = []
+        self._weights: list[float] = []  # of the micro-batches that the current step still has
         given = kwargs.get("args") or next((a for a in args if isinstance(a, TrainingArguments)), None)
         if given is None:
             kwargs["args"] = given = TrainingArguments()
@@ -111,7 +111,7 @@ class HorovodTrainerMixin:
             seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
         )
         self._batches = batches
-        return DataLoader(
+        return _EpochLoader(
             self._remove_unused_columns_of(self.train_dataset),
             batch_sampler=batches,
             collate_fn=self.data_collator,
@@ -126,9 +126,9 @@ class HorovodTrainerMixin:
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the micro-batches of a step, and the number of items (tokens) in it over all ranks."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
-        if self.world.size == 1 or not samples:
+        if not self.is_split or not samples:
             return samples, num_items
-        counts = self._batches.take_weights(len(samples))
+        counts = self._which_count()
         real = [batch for batch, counts_one in zip(samples, counts, strict=True) if counts_one]
         mine = self._get_num_items_in_batch(real, device)  # type: ignore[attr-defined]
         lengths = [
@@ -145,18 +145,27 @@ class HorovodTrainerMixin:
         self._weights = [length / total * len(samples) for length in lengths]
         return samples, None
 
+    def _which_count(self) -> list[float]:
+        """Return for each micro-batch of the coming step whether it counts: 1 or 0."""
+        return self._batches.which_count(self.state.global_step)
+
     # -- gradients
+
+    @property
+    def is_split(self) -> bool:
+        """Whether steps are split over ranks; if not, all is left to ``Trainer``."""
+        return self.world.size > 1
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Return the loss; in training this rank's part of the mean over the global batch."""
         found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
-        if self.world.size == 1 or not model.training or return_outputs:
+        if not self.is_split or not model.training or return_outputs:
             return found
         return found * self._weights.pop(0)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Make a forward and backward pass; after the last of a step, wait for the other ranks."""
-        if self.world.size == 1:
+        if not self.is_split:
             return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         if self.gradients is None:
             self._prepare_ranks(model)
@@ -168,10 +177,14 @@ class HorovodTrainerMixin:
         self.local_loss = self.local_loss.to(mine.device) + mine.detach()
         if not is_last:
             return torch.zeros_like(mine)
-        loss = self.gradients.finish(self.local_loss).clone()
+        loss = self._complete(self.gradients).clone()
         self.local_loss = torch.zeros_like(mine)
         # What Trainer logs is the sum over micro-batches: all of it is in the last.
         return loss.to(mine.dtype)
+
+    def _complete(self, gradients: Gradients) -> torch.Tensor:
+        """Wait for the sum over ranks; return the loss of the global batch."""
+        return gradients.finish(self.local_loss)
 
     def _prepare_ranks(self, model: Any) -> None:
         """Take over rank 0's weights; make what sums gradients."""
@@ -279,9 +292,6 @@ class ShardedBatches:
     seed: int
     epoch: int = 0
 
-    def __post_init__(self) -> None:
-        self._weights: list[float] = []
-
     def _steps(self) -> list[StepShare]:
         return list(
             steps_of_epoch(
@@ -300,7 +310,6 @@ class ShardedBatches:
     def __iter__(self) -> Iterator[list[int]]:
         order = epoch_order(self.num_samples, self.seed, self.epoch, shuffle=True)
         steps, places = self._steps(), range(self.accumulation_steps)
-        self._weights = [float(place < len(step.micro_batches)) for step in steps for place in places]
         for step in steps:
             for place in places:
                 if place < len(step.micro_batches):
@@ -313,10 +322,20 @@ class ShardedBatches:
         """Begin an epoch: its order is its own."""
         self.epoch = epoch
 
-    def take_weights(self, count: int) -> list[float]:
-        """Return for the next micro-batches whether they count: 1 or 0."""
-        taken, self._weights = self._weights[:count], self._weights[count:]
-        return taken
+    def which_count(self, step: int) -> list[float]:
+        """Return for each micro-batch of a step, counted over epochs, whether it counts: 1 or 0."""
+        steps = self._steps()
+        num_real = len(steps[step % len(steps)].micro_batches)
+        return [float(place < num_real) for place in range(self.accumulation_steps)]
+
+
+class _EpochLoader(DataLoader[Any]):
+    """A loader that tells its batches which epoch begins."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch."""
+        assert isinstance(self.batch_sampler, ShardedBatches)
+        self.batch_sampler.set_epoch(epoch)
 
 
 def see_all_ranks(args: TrainingArguments, world: World) -> None:

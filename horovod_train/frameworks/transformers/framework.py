@@ -1,0 +1,312 @@
+"""Makes everything that a job needs of Transformers, and lets its ``Trainer`` train it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.utils import get_total_norm
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.data.data_collator import default_data_collator
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.config.schema import Job
+from horovod_train.data.shard import StepShare, steps_of_epoch
+from horovod_train.engine.base import World
+from horovod_train.errors import UserError
+from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
+from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.frameworks.reader import start_loader_server
+from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.torch import state
+from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
+from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.reducer import Gradients
+from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.transformers.task import REQUIRED, TransformersTask
+from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, init
+
+UNTIMED = ("_runtime", "_samples_per_second", "_steps_per_second")
+
+
+class TransformersReplica(TorchReplica):
+    """A model as the rest of the product sees it; steps and evaluations are made by ``Trainer``."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.evaluate_now: Callable[[], dict[str, float]] = dict
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+        """Return the metrics over all ranks' samples, on rank 0; others return nothing."""
+        metrics = self.evaluate_now()
+        return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
+
+
+class TransformersFramework:
+    """Transformers, for one job in one process."""
+
+    def connect(self, job: Job) -> World:
+        """Join the ranks this process was started with; a world of one when there are none."""
+        if job.launch.threads_per_rank is not None:
+            torch.set_num_threads(job.launch.threads_per_rank)
+        if job.data.num_workers:
+            start_loader_server("horovod_train.frameworks.torch.reader")
+        return init(job)
+
+    def prepare(self, job: Job, world: World) -> tuple[TransformersReplica, TorchReader, TorchReader | None]:
+        """Return this rank's replica and the readers of training and evaluation data."""
+        if job.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+        device = choose_device(job, world)
+        if job.train.precision == "fp16" and device.type == "cpu":
+            raise UserError(
+                "Transformers has no fp16 on a CPU", hint="set train.precision: bf16, or framework: torch"
+            )
+        seed_generators(job.train.seed, 0, 0)
+        self._job, self._world = job, world
+        self._task: TransformersTask = load_task(job.task, job.task_args, REQUIRED)
+        model = self._task.model().to(device)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = make_optimizer(job, lambda make, args: make(parameters, lr=job.lr.base_lr, **args))
+        collate = getattr(self._task, "collate", default_data_collator)
+        read = partial(
+            TorchReader, data=job.data, seed=job.train.seed, device=device, task=job.task, collate=collate
+        )
+        eval_data = getattr(self._task, "eval_data", None)
+        eval_set = eval_data() if eval_data else None
+        self._train_reader = read(self._task.train_data())
+        self._gradients = make_gradients(job.allreduce, model, optimizer, world)
+        self._replica = TransformersReplica(
+            model=model, optimizer=optimizer, gradients=self._gradients, world=world, train=job.train
+        )
+        self._trainer = _JobTrainer(
+            world=world,
+            gradients=self._gradients,
+            model=model,
+            args=self._arguments(on_cpu=device.type == "cpu"),
+            train_dataset=self._train_reader,
+            eval_dataset=eval_set,
+            data_collator=collate,
+            compute_metrics=getattr(self._task, "metrics", None),
+            optimizers=(optimizer, LambdaLR(optimizer, lambda _: 1.0)),
+        )
+        if (scaler := self._trainer.accelerator.scaler) is not None:
+            self._replica.scaler = scaler
+        self._trainer.remove_callback(PrinterCallback)
+        self._replica.evaluate_now = self._evaluate
+        return self._replica, self._train_reader, read(eval_set) if eval_set is not None else None
+
+    def fit(self, bridge: Bridge) -> None:
+        """Let ``Trainer`` train to the end of the job."""
+        bridge.begin()
+        if not bridge.is_done:
+            trainer = self._trainer
+            trainer.bridge = bridge
+            trainer.source = _Source(bridge, self._train_reader, self._job, self._world)
+            trainer.add_callback(_Moments(trainer, bridge))
+            for callback in getattr(self._task, "callbacks", list)():
+                trainer.add_callback(callback)
+            trainer.train()
+        bridge.end()
+
+    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+        """Return the state of all random generators."""
+        return state.rng_state()
+
+    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+        """Take over the state of all random generators."""
+        state.load_rng_state(tree, arrays)
+
+    def seed(self, seed: int, rank: int, epoch: int) -> None:
+        """Seed all random generators of this rank."""
+        seed_generators(seed, rank, epoch)
+
+    def _evaluate(self) -> dict[str, float]:
+        """Return the metrics over the evaluation data of all ranks."""
+        found = self._trainer.evaluate()
+        return {
+            name.removeprefix("eval_"): float(value)
+            for name, value in found.items()
+            if not name.endswith(UNTIMED) and name != "epoch"
+        }
+
+    def _arguments(self, *, on_cpu: bool) -> TrainingArguments:
+        """Return arguments that leave to this package what this package does."""
+        job = self._job
+        logging.getLogger("transformers.trainer").setLevel(logging.WARNING)
+        return TrainingArguments(
+            output_dir=str(Path(job.run_dir) / job.name),
+            per_device_train_batch_size=job.train.batch_size_per_rank,
+            per_device_eval_batch_size=job.evaluation.batch_size_per_rank or job.train.batch_size_per_rank,
+            gradient_accumulation_steps=job.train.accumulation_steps,
+            num_train_epochs=job.train.epochs,
+            max_grad_norm=job.train.clip_grad_norm or 0.0,
+            bf16=job.train.precision == "bf16",
+            fp16=job.train.precision == "fp16",
+            use_cpu=on_cpu,
+            seed=job.train.seed % 2**32,
+            save_strategy="no",
+            eval_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            average_tokens_across_devices=False,
+        )
+
+
+class _JobTrainer(HorovodTrainerMixin, Trainer):
+    """A trainer whose batches, learning rate and end come from the job."""
+
+    bridge: Bridge
+    source: _Source
+
+    def __init__(self, *, world: World, gradients: Gradients, **settings: Any) -> None:
+        super().__init__(world=world, **settings)
+        self.gradients = gradients
+        self.clock = StepClock()
+        self.loss_of_step = 0.0
+        self.local_loss_of_step = 0.0
+        self.norm: float | None = None
+
+    @property
+    def is_split(self) -> bool:
+        """Also one rank alone has the shares of the shard rule."""
+        return True
+
+    def get_train_dataloader(self) -> Any:
+        """Return what the shard rule gives this rank."""
+        return self.source
+
+    def _which_count(self) -> list[float]:
+        return self.source.which_count()
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        super()._init_training_state(*args, **kwargs)
+        return self.bridge.epoch, 0
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the micro-batches of a step."""
+        found = super().get_batch_samples(*args, **kwargs)
+        self.clock.lap("data")
+        return found
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return this rank's part of the loss."""
+        found = super().compute_loss(*args, **kwargs)
+        self.clock.lap("forward")
+        return found
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Make a forward and backward pass."""
+        found = super().training_step(*args, **kwargs)
+        self.clock.lap("allreduce_wait" if self.accelerator.sync_gradients else "backward")
+        return found
+
+    def _complete(self, gradients: Gradients) -> torch.Tensor:
+        self.clock.lap("backward")
+        loss = super()._complete(gradients)
+        self.loss_of_step, self.local_loss_of_step = float(loss), float(self.local_loss)
+        return loss
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        # What it returns is the norm before clipping, of gradients that are unscaled now.
+        norm = super()._clip_grad_norm(model)
+        self.norm = float(norm)
+        return norm
+
+
+class _Source:
+    """The shard rule as ``Trainer`` can read it: the same number of micro-batches in every step.
+
+    Where the rule gives a rank fewer samples (at the end of an epoch), it reads one that weighs nothing.
+    """
+
+    def __init__(self, bridge: Bridge, reader: TorchReader, job: Job, world: World) -> None:
+        self._bridge = bridge
+        self._reader = reader
+        self._accumulation_steps = job.train.accumulation_steps
+        self._num_steps = sum(
+            1
+            for _ in steps_of_epoch(
+                num_samples=len(reader),
+                cursor=0,
+                batch_size_per_rank=job.train.batch_size_per_rank,
+                accumulation_steps=job.train.accumulation_steps,
+                rank=world.rank,
+                size=world.size,
+            )
+        )
+        self.shares: list[StepShare] = []
+        self.number = 0
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches of a whole epoch; the first after a resume has fewer."""
+        return self._num_steps * self._accumulation_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        shares, batches = self._bridge.rest_of_epoch()
+        self.shares, self.number = shares[: self._bridge.num_steps_left], 0
+        for share in self.shares:
+            for place in range(self._accumulation_steps):
+                has_samples = place < len(share.micro_batches)
+                yield next(batches) if has_samples else self._reader.first()
+
+    def which_count(self) -> list[float]:
+        """Return for each micro-batch of the coming step whether it counts: 1 or 0."""
+        num_real = len(self.shares[self.number].micro_batches)
+        return [float(place < num_real) for place in range(self._accumulation_steps)]
+
+
+class _Moments(TrainerCallback):
+    """Tells the bridge what happens inside of ``Trainer``."""
+
+    def __init__(self, trainer: _JobTrainer, bridge: Bridge) -> None:
+        self._trainer = trainer
+        self._bridge = bridge
+        self._lr = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Set the learning rate of the step that begins."""
+        self._lr = self._bridge.lr
+        for group in kwargs["optimizer"].param_groups:
+            group["lr"] = self._lr * group.get("lr_scale", 1.0)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the gradient norm, when clipping has not."""
+        trainer = self._trainer
+        if trainer.norm is None and self._bridge.wants_norm:
+            assert trainer.gradients is not None
+            trainer.norm = float(get_total_norm(trainer.gradients.gradients()))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell about a step that is complete."""
+        trainer, source = self._trainer, self._trainer.source
+        trainer.clock.lap("optimizer")
+        assert trainer.gradients is not None
+        outcome = StepOutcome(
+            loss=trainer.loss_of_step,
+            local_loss=trainer.local_loss_of_step,
+            grad_norm=trainer.norm,
+            is_finite=math.isfinite(trainer.loss_of_step),
+            bytes_reduced=trainer.gradients.bytes_per_step,
+            clock=trainer.clock,
+        )
+        share = source.shares[source.number]
+        source.number += 1
+        trainer.clock, trainer.norm = StepClock(), None
+        self._bridge.after_step(share, outcome, self._lr)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell about the end of an epoch."""
+        if self._bridge.is_epoch_complete:
+            self._bridge.after_epoch()
+            control.should_training_stop = control.should_training_stop or self._bridge.is_done
+        else:
+            control.should_training_stop = True
