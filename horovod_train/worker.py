@@ -112,10 +112,7 @@ def run_rank(job: Job, options: WorkerOptions, reporter: Reporter, stack: ExitSt
     if world.rank == 0:
         tell_start(run, reporter)
     before, started = run.progress.epochs_passed, monotonic()
-    if hasattr(framework, "fit"):
-        framework.fit(LoopBridge(run))
-    else:
-        train(run)
+    train_all(framework, run)
     manager.close()
     if world.rank == 0:
         seconds = monotonic() - started
@@ -158,6 +155,14 @@ def make_run(
         guard=FiniteGuard(job.health, world, scaler_skips=job.train.precision == "fp16"),
         progress=Progress(DataOrder(len(train_reader), job.train.seed, job.data.shuffle)),
     )
+
+
+def train_all(framework: Framework, run: Run) -> None:
+    """Train to the end of the job: with the framework's own loop if it has one, else with ours."""
+    if hasattr(framework, "fit"):
+        framework.fit(LoopBridge(run))
+    else:
+        train(run)
 
 
 def serve_metrics(

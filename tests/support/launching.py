@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,12 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def on_horovod(
-    num_ranks: int, controller: str, program: str, *arguments: str, check: bool = True
+    num_ranks: int,
+    controller: str,
+    program: str,
+    *arguments: str,
+    check: bool = True,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run one of ``tests/programs`` on real ranks under the real horovodrun."""
     command = [
@@ -38,7 +44,12 @@ def on_horovod(
         sys.executable, str(PROGRAMS / program), *arguments,
     ]  # fmt: skip
     done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        command,
+        env=environment(**(env or {})),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
     )
     if check:
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"

@@ -1,0 +1,75 @@
+"""Ways to train the small network, the same for every framework."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from frameworks.net import BATCH_SIZE, NUM_SAMPLES
+
+EPOCHS = 3
+CAN_FP16_ON_CPU = ("torch", "tensorflow", "keras", "jax")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to train.
+
+    Attributes:
+        tolerance: Largest difference of a weight from the reference that is allowed.
+    """
+
+    name: str
+    optimizer: str = "sgd"
+    optimizer_args: dict[str, Any] = field(default_factory=lambda: {"momentum": 0.9})
+    lr: dict[str, Any] = field(default_factory=lambda: {"base_lr": 0.05, "scaling": "none"})
+    accumulation: int = 1
+    clip: float | None = None
+    precision: str = "fp32"
+    tolerance: float = 1e-6
+
+    def job(self, framework: str, **task_args: Any) -> dict[str, Any]:
+        return {
+            "name": "case",
+            "framework": framework,
+            "task": f"frameworks.{framework}_task:Task",
+            "task_args": task_args,
+            "train": {
+                "epochs": EPOCHS,
+                "batch_size_per_rank": BATCH_SIZE,
+                "accumulation_steps": self.accumulation,
+                "clip_grad_norm": self.clip,
+                "precision": self.precision,
+            },
+            "optimizer": {"name": self.optimizer, "args": self.optimizer_args},
+            "lr": self.lr,
+            "data": {"shuffle": False},
+            "allreduce": {"bucket_size_mib": 0.0005},  # several buckets, also for a model this small
+        }
+
+
+CASES = (
+    Case("sgd momentum"),
+    Case("adam, clipping", "adam", {}, {"base_lr": 2e-3, "scaling": "none"}, clip=0.2),
+    Case("sgd momentum, accumulation, clipping", accumulation=3, clip=0.3),
+    Case(
+        "sgd momentum, warm-up, scaling, decay",
+        lr={"base_lr": 0.01, "reference_batch_size": 4, "warmup_epochs": 1.5, "decay": "cosine"},
+    ),
+    Case("bf16", precision="bf16", tolerance=4e-3),
+    Case("fp16, clipping", precision="fp16", clip=0.3, tolerance=2e-3),
+)
+
+# What 16 bits cannot hold, on rank 1 alone: there a gradient overflows, but not the loss.
+OVERFLOW = Case("overflow", precision="fp16", tolerance=1e-2)
+OVERFLOWING = 6e4
+# There the loss itself is not a number.
+NOT_A_NUMBER = Case("not a number", precision="bf16")
+
+
+def cases_of(framework: str) -> list[Case]:
+    return [case for case in CASES if case.precision != "fp16" or framework in CAN_FP16_ON_CPU]
+
+
+def num_steps(world_size: int, accumulation: int) -> int:
+    return -(-NUM_SAMPLES // (BATCH_SIZE * world_size * accumulation))

@@ -1,0 +1,59 @@
+"""The network in PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from frameworks.net import NumpyTask, start_weights
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+
+def network() -> nn.Module:
+    start = {name: torch.from_numpy(array) for name, array in start_weights().items()}
+    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    net.load_state_dict(
+        {
+            "0.weight": start["w1"].T,
+            "0.bias": start["b1"],
+            "2.weight": start["w2"].T,
+            "2.bias": start["b2"],
+        }
+    )
+    return net
+
+
+class TensorTask(NumpyTask):
+    """The data of a task whose samples are tensors."""
+
+    def train_data(self) -> Any:
+        samples = super().train_data()
+        return TensorDataset(torch.from_numpy(samples.x), torch.from_numpy(samples.y))
+
+    def eval_data(self) -> Any:
+        samples = super().eval_data()
+        return TensorDataset(torch.from_numpy(samples.x), torch.from_numpy(samples.y))
+
+
+class Task(TensorTask):
+    def model(self) -> nn.Module:
+        return network()
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return functional.cross_entropy(model(x).float(), y)
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        x, y = batch
+        logits = model(x).float()
+        return {
+            "loss": functional.cross_entropy(logits, y, reduction="none"),
+            "accuracy": logits.argmax(1) == y,
+        }
+
+
+def weights(replica: Any) -> list[Any]:
+    w1, b1, w2, b2 = (p.detach().numpy() for p in replica.model.parameters())
+    return [w1.T, b1, w2.T, b2]

@@ -1,0 +1,62 @@
+"""On every rank: train the small network in one framework in several ways, and write down what came out.
+
+The test compares it with a computation in NumPy, which shares no code with this.
+usage: FRAMEWORK OUT_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from frameworks.cases import NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import HorovodTrainError, UserError
+from horovod_train.health.sync import fingerprints
+from horovod_train.registry import FRAMEWORKS
+from horovod_train.training.loop import evaluate
+from horovod_train.worker import make_run, train_all
+
+name, folder = sys.argv[1], Path(sys.argv[2])
+task = import_module(f"frameworks.{name}_task")
+framework = FRAMEWORKS.load(name)()
+world = None
+
+
+def train(job: Job):
+    replica, train_reader, eval_reader = framework.prepare(job, world)
+    run = make_run(job, world, replica, train_reader, eval_reader)
+    replica.broadcast()
+    error = ""
+    try:
+        train_all(framework, run)
+    except HorovodTrainError as stopped:
+        error = f"{type(stopped).__name__}: {stopped}"
+    found = {
+        "weights": [array.astype("float64").ravel().tolist() for array in task.weights(replica)],
+        "fingerprints": fingerprints(replica.state(copy=False)),
+        "metrics": {} if error else evaluate(run),
+        "steps": run.progress.step,
+        "error": error,
+    }
+    # Reducers of earlier cases must not listen to later ones.
+    getattr(getattr(replica, "gradients", None), "close", lambda: None)()
+    return found
+
+
+found = {}
+for case in cases_of(name):
+    job = Job.model_validate(case.job(name))
+    if world is None:
+        world = framework.connect(job)
+    found[case.name] = train(job)
+try:
+    found[OVERFLOW.name] = train(Job.model_validate(OVERFLOW.job(name, huge=OVERFLOWING)))
+except UserError as refused:
+    found[OVERFLOW.name] = {"fingerprints": [], "refused": str(refused)}
+found[NOT_A_NUMBER.name] = train(Job.model_validate(NOT_A_NUMBER.job(name, huge=float("inf"))))
+(folder / f"rank-{world.rank}.json").write_text(json.dumps(found))
+world.close()

@@ -1,0 +1,139 @@
+"""The independent computation: one process with the joint batch, in NumPy. Imports nothing of ours.
+
+Gradients are written down by hand, in double precision; so are the optimizers, as their frameworks'
+documentation defines them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container
+from typing import Any
+
+import numpy as np
+from frameworks.cases import EPOCHS, Case
+from frameworks.net import BATCH_SIZE, NUM_EVAL_SAMPLES, NUM_SAMPLES, Samples, start_weights
+
+Weights = dict[str, np.ndarray]
+
+
+def forward(weights: Weights, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    hidden = np.tanh(x @ weights["w1"] + weights["b1"])
+    return hidden, hidden @ weights["w2"] + weights["b2"]
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+
+
+def gradient(weights: Weights, x: np.ndarray, y: np.ndarray) -> Weights:
+    """The gradient of the mean cross-entropy."""
+    hidden, logits = forward(weights, x)
+    d_logits = (np.exp(log_softmax(logits)) - np.eye(3)[y]) / len(x)
+    d_hidden = (d_logits @ weights["w2"].T) * (1 - hidden**2)
+    return {
+        "w1": x.T @ d_hidden,
+        "b1": d_hidden.sum(0),
+        "w2": hidden.T @ d_logits,
+        "b2": d_logits.sum(0),
+    }
+
+
+def clipped(gradients: Weights, limit: float | None) -> Weights:
+    norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+    if limit is None or norm <= limit:
+        return gradients
+    return {name: g * limit / norm for name, g in gradients.items()}
+
+
+class Sgd:
+    """v = m v + g, w -= lr v (PyTorch, optax); or v = m v - lr g, w += v (Keras)."""
+
+    def __init__(self, weights: Weights, momentum: float, *, like_keras: bool) -> None:
+        self.velocity = {name: np.zeros_like(w) for name, w in weights.items()}
+        self.momentum = momentum
+        self.like_keras = like_keras
+
+    def step(self, weights: Weights, gradients: Weights, lr: float) -> None:
+        for name, g in gradients.items():
+            self.velocity[name] = self.momentum * self.velocity[name] + (-lr * g if self.like_keras else g)
+            weights[name] += self.velocity[name] if self.like_keras else -lr * self.velocity[name]
+
+
+class Adam:
+    """Kingma and Ba 2015, algorithm 1 (PyTorch, optax); or with their section 2's epsilon-hat (Keras)."""
+
+    def __init__(self, weights: Weights, *, like_keras: bool) -> None:
+        self.mean = {name: np.zeros_like(w) for name, w in weights.items()}
+        self.square = {name: np.zeros_like(w) for name, w in weights.items()}
+        self.count = 0
+        self.like_keras = like_keras
+
+    def step(self, weights: Weights, gradients: Weights, lr: float) -> None:
+        self.count += 1
+        c1, c2 = 1 - 0.9**self.count, 1 - 0.999**self.count
+        for name, g in gradients.items():
+            self.mean[name] = 0.9 * self.mean[name] + 0.1 * g
+            self.square[name] = 0.999 * self.square[name] + 0.001 * g**2
+            if self.like_keras:
+                root = np.sqrt(self.square[name]) + 1e-7
+                weights[name] -= lr * math.sqrt(c2) / c1 * self.mean[name] / root
+            else:
+                root = np.sqrt(self.square[name] / c2) + 1e-8
+                weights[name] -= lr * self.mean[name] / c1 / root
+
+
+def learning_rate(section: dict[str, Any], global_batch: int, epochs: float) -> float:
+    """Linear scaling, a linear ramp, then half a cosine to zero at the end."""
+    base = section["base_lr"]
+    peak = base * global_batch / section["reference_batch_size"] if "decay" in section else base
+    warmup = section.get("warmup_epochs", 0)
+    if epochs < warmup:
+        return base + (peak - base) * epochs / warmup
+    if "decay" not in section:
+        return peak
+    return peak * (1 + math.cos(math.pi * (epochs - warmup) / (EPOCHS - warmup))) / 2
+
+
+def train_jointly(
+    case: Case,
+    world_size: int,
+    *,
+    like_keras: bool,
+    huge: float | None = None,
+    skipped: Container[int] = (),
+) -> tuple[Weights, dict[str, float]]:
+    """Return the weights, and the metrics, of one process that sees each global batch at once.
+
+    Args:
+        case: How to train.
+        world_size: How many ranks' batches make one.
+        like_keras: Which definition of the optimizers holds.
+        huge: See ``Samples``.
+        skipped: Numbers of the steps that are not used, from 0.
+    """
+    weights = {name: array.astype(np.float64) for name, array in start_weights().items()}
+    if case.optimizer == "adam":
+        optimizer: Any = Adam(weights, like_keras=like_keras)
+    else:
+        optimizer = Sgd(weights, case.optimizer_args["momentum"], like_keras=like_keras)
+    samples = Samples(NUM_SAMPLES, 1, huge)
+    global_batch = BATCH_SIZE * case.accumulation * world_size
+    for epoch in range(EPOCHS):
+        for start in range(0, NUM_SAMPLES, global_batch):
+            piece = slice(start, start + global_batch)
+            found = gradient(weights, samples.x[piece].astype(np.float64), samples.y[piece])
+            lr = learning_rate(case.lr, global_batch, epoch + start / NUM_SAMPLES)
+            if epoch == 0 and start // global_batch in skipped:
+                continue
+            optimizer.step(weights, clipped(found, case.clip), lr)
+    return weights, metrics(weights)
+
+
+def metrics(weights: Weights) -> dict[str, float]:
+    """Loss and accuracy over the evaluation data."""
+    samples = Samples(NUM_EVAL_SAMPLES, 2)
+    logits = forward(weights, samples.x.astype(np.float64))[1]
+    losses = -log_softmax(logits)[np.arange(len(samples)), samples.y]
+    return {"loss": float(losses.mean()), "accuracy": float((logits.argmax(1) == samples.y).mean())}
