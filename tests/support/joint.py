@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from frameworks.cases import EPOCHS, Case
-from frameworks.net import BATCH_SIZE, NUM_EVAL_SAMPLES, NUM_SAMPLES, Samples, start_weights
+from frameworks.net import BATCH_SIZE, NUM_EVAL_SAMPLES, Samples, start_weights
 
 Weights = dict[str, np.ndarray]
 
@@ -118,22 +118,25 @@ def train_jointly(
         optimizer: Any = Adam(weights, like_keras=like_keras)
     else:
         optimizer = Sgd(weights, case.optimizer_args["momentum"], like_keras=like_keras)
-    samples = Samples(NUM_SAMPLES, 1, huge)
+    samples = Samples(case.num_samples, 1, huge)
     global_batch = BATCH_SIZE * case.accumulation * world_size
     for epoch in range(EPOCHS):
-        for start in range(0, NUM_SAMPLES, global_batch):
+        for start in range(0, case.num_samples, global_batch):
             piece = slice(start, start + global_batch)
             found = gradient(weights, samples.x[piece].astype(np.float64), samples.y[piece])
-            lr = learning_rate(case.lr, global_batch, epoch + start / NUM_SAMPLES)
+            for name in ("w1", "w2"):
+                found[name] += 2 * case.penalty * weights[name]
+            lr = learning_rate(case.lr, global_batch, epoch + start / case.num_samples)
             if epoch == 0 and start // global_batch in skipped:
                 continue
             optimizer.step(weights, clipped(found, case.clip), lr)
-    return weights, metrics(weights)
+    return weights, metrics(weights, case.penalty)
 
 
-def metrics(weights: Weights) -> dict[str, float]:
+def metrics(weights: Weights, penalty: float) -> dict[str, float]:
     """Loss and accuracy over the evaluation data."""
     samples = Samples(NUM_EVAL_SAMPLES, 2)
     logits = forward(weights, samples.x.astype(np.float64))[1]
     losses = -log_softmax(logits)[np.arange(len(samples)), samples.y]
-    return {"loss": float(losses.mean()), "accuracy": float((logits.argmax(1) == samples.y).mean())}
+    loss = losses.mean() + penalty * sum((weights[name] ** 2).sum() for name in ("w1", "w2"))
+    return {"loss": float(loss), "accuracy": float((logits.argmax(1) == samples.y).mean())}

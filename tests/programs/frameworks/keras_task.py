@@ -9,12 +9,16 @@ from frameworks.net import NumpyTask, start_weights
 
 
 class Task(NumpyTask):
+    def __init__(self, penalty: float = 0.0, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.penalty = keras.regularizers.L2(penalty) if penalty else None
+
     def model(self) -> keras.Model:
         model = keras.Sequential(
             [
                 keras.Input((6,)),
-                keras.layers.Dense(16, activation="tanh"),
-                keras.layers.Dense(3, dtype="float32"),
+                keras.layers.Dense(16, activation="tanh", kernel_regularizer=self.penalty),
+                keras.layers.Dense(3, dtype="float32", kernel_regularizer=self.penalty),
             ]
         )
         model.set_weights(list(start_weights().values()))

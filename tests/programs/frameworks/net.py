@@ -47,11 +47,12 @@ class Samples:
 class NumpyTask:
     """The data of a task whose samples are NumPy arrays."""
 
-    def __init__(self, huge: float | None = None) -> None:
+    def __init__(self, num_samples: int = NUM_SAMPLES, huge: float | None = None) -> None:
+        self.num_samples = num_samples
         self.huge = huge
 
     def train_data(self) -> Any:
-        return Samples(NUM_SAMPLES, 1, self.huge)
+        return Samples(self.num_samples, 1, self.huge)
 
     def eval_data(self) -> Any:
         return Samples(NUM_EVAL_SAMPLES, 2)
