@@ -9,3 +9,7 @@ task.py        what a user brings
 JAX has no binding of its own in Horovod. Arrays travel through PyTorch's, as plain memory: no JAX
 array becomes a tensor that computes.
 """
+
+from horovod_train.frameworks.jax.optax import average_over_ranks, broadcast, init
+
+__all__ = ["average_over_ranks", "broadcast", "init"]

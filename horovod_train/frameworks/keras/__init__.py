@@ -2,6 +2,7 @@
 
 exchange.py    the ranks and the sum over them, for the back end that Keras uses
 optimizer.py   an optimizer that applies the mean gradient of all ranks
+dataset.py     arrays, shared out among the ranks
 callbacks.py   equal weights at the start, exact metrics, the learning rate
 framework.py   makes everything for a job
 task.py        what a user brings
@@ -9,15 +10,17 @@ task.py        what a user brings
 For a script of your own:
 
     import keras
-    from horovod_train.frameworks.keras import BroadcastState, ExactMetrics, distribute, init
+    from horovod_train.frameworks.keras import BroadcastState, ExactMetrics, ShardedDataset, distribute, init
 
     ranks = init()
     model.compile(optimizer=distribute(keras.optimizers.SGD(0.01 * ranks.size), ranks), loss=...)
-    model.fit(x[ranks.rank :: ranks.size], ..., callbacks=[BroadcastState(ranks), ExactMetrics(ranks)])
+    data = ShardedDataset(ranks, x, y, batch_size=32)
+    model.fit(data, epochs=10, callbacks=[BroadcastState(ranks), ExactMetrics(ranks)])
 """
 
 from horovod_train.frameworks.keras.callbacks import BroadcastState, ExactMetrics, ScaledLearningRate
+from horovod_train.frameworks.keras.dataset import ShardedDataset
 from horovod_train.frameworks.keras.exchange import init
 from horovod_train.frameworks.keras.optimizer import distribute
 
-__all__ = ["BroadcastState", "ExactMetrics", "ScaledLearningRate", "distribute", "init"]
+__all__ = ["BroadcastState", "ExactMetrics", "ScaledLearningRate", "ShardedDataset", "distribute", "init"]

@@ -5,4 +5,9 @@ world.py       the ranks, through Horovod
 reducer.py     gradients, summed over ranks inside the graph
 replica.py     the training step
 task.py        what a user brings
+tape.py        for users with a loop of their own
 """
+
+from horovod_train.frameworks.tensorflow.tape import DistributedGradientTape, broadcast, init
+
+__all__ = ["DistributedGradientTape", "broadcast", "init"]

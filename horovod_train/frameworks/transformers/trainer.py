@@ -7,6 +7,7 @@ evaluation, and who writes files.
 
 from __future__ import annotations
 
+import copyreg
 import os
 from collections.abc import Generator, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -358,8 +359,13 @@ def see_all_ranks(args: TrainingArguments, world: World) -> None:
             if is_first:
                 barrier(world)
 
+    def as_plain(self: Any, _protocol: Any) -> tuple[Any, ...]:
+        # Python's own way to say: an object of this class, with this state.
+        return copyreg._reconstructor, (base, object, None), dict(self.__dict__)  # type: ignore[attr-defined]  # noqa: SLF001
+
     members = {
         "_sees_all_ranks": True,
+        "__reduce_ex__": as_plain,  # saved with the model, and read where there is no such class
         "world_size": property(lambda _: world.size),
         "process_index": property(lambda _: world.rank),
         "local_process_index": property(lambda _: world.local_rank),

@@ -1,0 +1,77 @@
+"""This rank's batches of arrays that every rank holds whole, for loops of users' own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from horovod_train.data.shard import StepShare, epoch_order, num_steps, steps_of_epoch
+from horovod_train.engine.base import World
+from horovod_train.errors import UserError
+
+
+class Shards:
+    """Splits each global batch over ranks; every sample is read once per epoch.
+
+    All ranks make the same number of steps. The last may be short: then ranks have fewer samples, or
+    none, and weights make the mean over ranks the mean over samples.
+
+    Args:
+        world: The ranks.
+        arrays: Arrays with one row per sample, the same on all ranks.
+        batch_size: Samples per rank and step.
+        shuffle: Use another order in each epoch; else the order of the arrays.
+        seed: Of the order.
+
+    Raises:
+        UserError: Arrays have different lengths, or no rows.
+    """
+
+    def __init__(
+        self, world: World, *arrays: Any, batch_size: int, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        lengths = {len(array) for array in arrays}
+        if len(lengths) != 1 or 0 in lengths:
+            raise UserError(
+                f"arrays have {sorted(lengths) or 'no'} rows", hint="give arrays of one length, at least 1"
+            )
+        (self.num_samples,) = lengths
+        self._arrays = arrays
+        self._world = world
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch, the same on all ranks."""
+        return num_steps(self.num_samples, 0, self._batch_size * self._world.size)
+
+    def epoch(self, number: int) -> Iterator[tuple[float, tuple[Any, ...]]]:
+        """Yield for each step of an epoch the weight of this rank's batch, and the batch.
+
+        Multiply the mean loss of the batch by the weight: the mean over ranks is then the mean over
+        all samples of the step. The weight is 1 in all full steps; a rank without samples gets one
+        that weighs nothing.
+
+        Args:
+            number: Of the epoch, from 0.
+        """
+        order = epoch_order(self.num_samples, self._seed, number, shuffle=self._shuffle)
+        for step in self._steps():
+            weight, rows = 0.0, order[:1]
+            if step.micro_batches:
+                (piece,) = step.micro_batches
+                weight, rows = piece.share * self._world.size, order[piece.start : piece.stop]
+            yield weight, tuple(np.asarray(array)[rows] for array in self._arrays)
+
+    def _steps(self) -> Iterator[StepShare]:
+        return steps_of_epoch(
+            num_samples=self.num_samples,
+            cursor=0,
+            batch_size_per_rank=self._batch_size,
+            accumulation_steps=1,
+            rank=self._world.rank,
+            size=self._world.size,
+        )

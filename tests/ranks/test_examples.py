@@ -1,0 +1,63 @@
+"""The examples of docs/examples train alone and on two ranks, and to the same weights."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.launching import BIN, environment
+
+EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
+RUNS = {
+    "tensorflow_loop": ("tensorflow_loop.py", {}),
+    "keras_fit on tensorflow": ("keras_fit.py", {"KERAS_BACKEND": "tensorflow"}),
+    "keras_fit on torch": ("keras_fit.py", {"KERAS_BACKEND": "torch"}),
+    "keras_fit on jax": ("keras_fit.py", {"KERAS_BACKEND": "jax"}),
+    "jax_step": ("jax_step.py", {}),
+    "lightning_module": ("lightning_module.py", {}),
+    "transformers_trainer": ("transformers_trainer.py", {}),
+}
+# Alone, Trainer reads samples in an order of its own.
+OWN_ORDER = {"transformers_trainer"}
+pytestmark = pytest.mark.ranks
+
+
+def run(launcher, example, batch_size, folder, env):
+    script, variables = RUNS[example]
+    command = [*launcher, sys.executable, str(EXAMPLES / script), str(batch_size)]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment(**variables, **env),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    accuracies = [float(found) for found in re.findall(r"rank \d of \d: accuracy ([\d.]+)", done.stdout)]
+    weights = [float(found) for found in re.findall(r"weights ([\d.]+)", done.stdout)]
+    return accuracies, weights
+
+
+@pytest.mark.parametrize("example", RUNS)
+def test_trains_the_same_alone_and_on_two_ranks(example, tmp_path):
+    controller = "--mpi" if len(example) % 2 else "--gloo"
+    [accuracy], [weights] = run([], example, 64, tmp_path, {})
+
+    accuracies, of_ranks = run([str(BIN / "horovodrun"), controller, "-np", "2"], example, 32, tmp_path, {})
+
+    assert min(accuracy, *accuracies) > 0.85
+    assert len(set(of_ranks)) == 1
+    assert len(of_ranks) == len(accuracies) == 2
+    if example not in OWN_ORDER:
+        assert of_ranks[0] == pytest.approx(weights, rel=1e-5)
+        assert accuracies[0] == pytest.approx(accuracy, abs=0.004)
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_is_short(script):
+    assert len(script.read_text().splitlines()) <= 40
