@@ -18,6 +18,7 @@ class Task(NumpyTask):
             [
                 keras.Input((6,)),
                 keras.layers.Dense(16, activation="tanh", kernel_regularizer=self.penalty),
+                keras.layers.Dropout(self.dropout),
                 keras.layers.Dense(3, dtype="float32", kernel_regularizer=self.penalty),
             ]
         )

@@ -6,14 +6,15 @@ from typing import Any
 
 import lightning
 import torch
-from frameworks.torch_task import TensorTask, network, weights
+from frameworks.net import NumpyTask
+from frameworks.torch_task import network, weights
 from torch.nn import functional
 
 
 class Module(lightning.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.net = network()
+        self.net = network(dropout)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
@@ -26,9 +27,9 @@ class Module(lightning.LightningModule):
         self.log("accuracy", (logits.argmax(1) == y).float().mean())
 
 
-class Task(TensorTask):
+class Task(NumpyTask):
     def model(self) -> Module:
-        return Module()
+        return Module(self.dropout)
 
 
 __all__ = ["Task", "weights"]

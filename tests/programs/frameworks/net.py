@@ -5,6 +5,9 @@ logits = tanh(x @ w1 + b1) @ w2 + b2, trained with cross-entropy. Only NumPy her
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ import numpy as np
 NUM_SAMPLES = 50  # not divisible by any global batch used: the last batch of an epoch is short
 NUM_EVAL_SAMPLES = 23
 BATCH_SIZE = 4
+RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
 SHAPES = {"w1": (6, 16), "b1": (16,), "w2": (16, 3), "b2": (3,)}
 
 
@@ -44,14 +48,51 @@ class Samples:
         return self.x[index], self.y[index]
 
 
-class NumpyTask:
-    """The data of a task whose samples are NumPy arrays."""
+class Slow(Samples):
+    """The same samples, slower to read; reading one of them so often ends rank 1 with signal 9."""
 
-    def __init__(self, num_samples: int = NUM_SAMPLES, huge: float | None = None) -> None:
+    def __init__(self, num_samples: int, pause_s: float, kill_after: int) -> None:
+        super().__init__(num_samples, 1)
+        self.pause_s = pause_s
+        self.kill_after = kill_after
+        self.num_reads = 0
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.pause_s)
+        self.num_reads += 1
+        if self.num_reads == self.kill_after and RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+class NumpyTask:
+    """The data of a task whose samples are NumPy arrays.
+
+    Args:
+        num_samples: Training samples.
+        huge: See ``Samples``.
+        dropout: Fraction of hidden values that training leaves out.
+        pause_s: Time that it takes to read a training sample.
+        kill_after: Reads of training samples until rank 1 is gone; 0: it stays.
+    """
+
+    def __init__(
+        self,
+        num_samples: int = NUM_SAMPLES,
+        huge: float | None = None,
+        dropout: float = 0.0,
+        pause_s: float = 0.0,
+        kill_after: int = 0,
+    ) -> None:
         self.num_samples = num_samples
         self.huge = huge
+        self.dropout = dropout
+        self.pause_s = pause_s
+        self.kill_after = kill_after
 
     def train_data(self) -> Any:
+        if self.pause_s:
+            return Slow(self.num_samples, self.pause_s, self.kill_after)
         return Samples(self.num_samples, 1, self.huge)
 
     def eval_data(self) -> Any:

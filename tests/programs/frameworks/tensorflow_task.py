@@ -15,6 +15,7 @@ class Task(NumpyTask):
             [
                 keras.Input((6,)),
                 keras.layers.Dense(16, activation="tanh"),
+                keras.layers.Dropout(self.dropout),
                 keras.layers.Dense(3, dtype="float32"),
             ]
         )

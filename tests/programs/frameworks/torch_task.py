@@ -8,12 +8,11 @@ import torch
 from frameworks.net import NumpyTask, start_weights
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 
 
-def network() -> nn.Module:
+def network(dropout: float = 0.0) -> nn.Module:
     start = {name: torch.from_numpy(array) for name, array in start_weights().items()}
-    net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    net = nn.Sequential(nn.Linear(6, 16), nn.Sequential(nn.Tanh(), nn.Dropout(dropout)), nn.Linear(16, 3))
     net.load_state_dict(
         {
             "0.weight": start["w1"].T,
@@ -25,21 +24,9 @@ def network() -> nn.Module:
     return net
 
 
-class TensorTask(NumpyTask):
-    """The data of a task whose samples are tensors."""
-
-    def train_data(self) -> Any:
-        samples = super().train_data()
-        return TensorDataset(torch.from_numpy(samples.x), torch.from_numpy(samples.y))
-
-    def eval_data(self) -> Any:
-        samples = super().eval_data()
-        return TensorDataset(torch.from_numpy(samples.x), torch.from_numpy(samples.y))
-
-
-class Task(TensorTask):
+class Task(NumpyTask):
     def model(self) -> nn.Module:
-        return network()
+        return network(self.dropout)
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         x, y = batch

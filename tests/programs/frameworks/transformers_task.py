@@ -12,9 +12,9 @@ from torch.nn import functional
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.net = network()
+        self.net = network(dropout)
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.net(x).float()
@@ -35,7 +35,7 @@ class Dictionaries:
 
 class Task(NumpyTask):
     def model(self) -> nn.Module:
-        return Model()
+        return Model(self.dropout)
 
     def train_data(self) -> Any:
         return Dictionaries(super().train_data())

@@ -1,0 +1,137 @@
+"""In every framework: killed and resumed is the same as never killed, and each rank can be watched."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, free_port, write_job
+
+from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
+
+RUNS = {
+    "tensorflow": ("mpi", {}),
+    "keras on tensorflow": ("gloo", {"KERAS_BACKEND": "tensorflow"}),
+    "keras on torch": ("mpi", {"KERAS_BACKEND": "torch"}),
+    "keras on jax": ("gloo", {"KERAS_BACKEND": "jax"}),
+    "jax": ("mpi", {}),
+    "lightning": ("mpi", {}),
+    "transformers": ("gloo", {}),
+}
+RANKS, BATCH_SIZE, NUM_SAMPLES, EPOCHS, LR = 2, 4, 50, 3, 0.01
+# 25 samples per rank and epoch: rank 1 goes in its second epoch.
+KILL_AFTER = 38
+PHASES = {
+    "tensorflow": {"data", "compute", "optimizer"},
+    "keras on tensorflow": {"compute"},
+    "keras on torch": {"data", "compute", "allreduce_wait"},
+    "keras on jax": {"data", "compute", "allreduce_wait"},
+    "jax": {"data", "compute", "allreduce_wait", "optimizer"},
+    "lightning": {"data", "forward", "backward", "allreduce_wait", "optimizer"},
+    "transformers": {"data", "forward", "backward", "allreduce_wait", "optimizer"},
+}
+pytestmark = pytest.mark.ranks
+
+
+def job(folder, name, framework, controller, kill_after=0):
+    return write_job(
+        folder / f"{name}.yaml",
+        name=name,
+        framework=framework,
+        task=f"frameworks.{framework}_task:Task",
+        task_args={"dropout": 0.25, "pause_s": 0.015, "kill_after": kill_after},
+        run_dir=str(folder / "runs"),
+        train={"epochs": EPOCHS, "batch_size_per_rank": BATCH_SIZE},
+        optimizer={"name": "adamw", "args": {"weight_decay": 0.1}},
+        lr={"base_lr": LR, "scaling": "none"},
+        metrics={"port": free_port(), "grad_norm_every_steps": 1},
+        checkpoint={"every_steps": 3, "every_epochs": None, "keep_last": 100},
+        launch={"num_ranks": RANKS, "controller": controller},
+    )
+
+
+def newest(folder, name):
+    return list_checkpoints(folder / "runs" / name / "checkpoints")[0].path
+
+
+def arrays(path):
+    content = read_checkpoint(path)
+    return {
+        f"{part}.{name}": bytes(blob.data)
+        for part in ("model", "optimizer")
+        for name, blob in content.arrays[part].items()
+    }
+
+
+def watched_run(path, folder, name, env):
+    """Run a job to its end; return what each rank's metrics said last."""
+    command = [str(BIN / "horovod-train"), "run", str(path)]
+    targets = folder / "runs" / name / "prometheus-targets.json"
+    last: list[str] = []
+    with subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        deadline = time.monotonic() + TIMEOUT_S
+        while process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+            try:
+                addresses = [entry["targets"][0] for entry in json.loads(targets.read_text())]
+                last = [
+                    urllib.request.urlopen(f"http://{address}/metrics", timeout=5).read().decode()
+                    for address in addresses
+                ]
+            except OSError:
+                continue
+        output, _ = process.communicate()
+    assert process.returncode == 0, output
+    return [parsed(text) for text in last]
+
+
+def parsed(text):
+    found: dict[str, float] = {}
+    phases = set()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.removeprefix("horovod_train_")
+            if "phase" in sample.labels:
+                phases.add(sample.labels["phase"])
+            elif not sample.name.endswith("_bucket"):
+                found[name] = sample.value
+    return found, phases
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(run, tmp_path):
+    framework = run.partition(" ")[0]
+    controller, variables = RUNS[run]
+    env = environment(PYTHONPATH=str(PROGRAMS), **variables)
+    scraped = watched_run(job(tmp_path, "whole", framework, controller), tmp_path, "whole", env)
+    killed = job(tmp_path, "killed", framework, controller, kill_after=KILL_AFTER)
+    stopped = cli("run", str(killed), cwd=tmp_path, check=False, PYTHONPATH=str(PROGRAMS), **variables)
+    at_kill = read_manifest(newest(tmp_path, "killed")).step
+    resumed = job(tmp_path, "killed", framework, controller)
+
+    done = cli("run", str(resumed), cwd=tmp_path, PYTHONPATH=str(PROGRAMS), **variables)
+
+    assert stopped.returncode == 1
+    assert at_kill in (6, 9), "the kill came in the second epoch, whose steps are 8 to 14"
+    assert f"resumed from step-{at_kill:012d}" in done.stdout
+    assert arrays(newest(tmp_path, "killed")) == arrays(newest(tmp_path, "whole"))
+    check_metrics(run, scraped)
+
+
+def check_metrics(run, scraped):
+    assert len(scraped) == RANKS
+    for found, phases in scraped:
+        assert found["world_size"] == RANKS
+        assert found["learning_rate"] == pytest.approx(LR)
+        assert 0 < found["steps_total"] <= EPOCHS * 7
+        assert 0 < found["loss"] < 3
+        assert found["bytes_reduced_total"] >= found["steps_total"] * 163 * 4
+        assert phases == PHASES[run]
+        # Keras shows no gradient: absent is not zero.
+        assert ("grad_norm" in found) == (not run.startswith("keras"))
