@@ -3,6 +3,7 @@
 #   make train    install, build the engine, train the digits task on two ranks
 #   make test     install, run every test
 #   make check    lint, types and tests: what CI runs
+#   make campaign run the tests that take long, too
 #   make bench    measure against a hand-written loop and DistributedDataParallel
 #   make accuracy train digits on 1, 2 and 4 ranks, five seeds each
 
@@ -18,10 +19,10 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
-.PHONY: help tools train test check lint format bench accuracy clean
+.PHONY: help tools train test campaign check lint format bench accuracy clean
 
 help:
-	@sed -n '3,7s/^# *//p' Makefile
+	@sed -n '3,8s/^# *//p' Makefile
 
 tools:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: install it (Debian: apt-get install python3)"; exit 2; }
@@ -65,6 +66,9 @@ train: tools $(VENV)/installed $(VENV)/engine
 
 test: tools $(VENV)/installed-dev $(VENV)/engine-dev
 	@$(BIN)/python -m pytest
+
+campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev
+	@$(BIN)/python -m pytest -m campaign
 
 lint: tools $(VENV)/installed-dev
 	@$(BIN)/ruff check .

@@ -89,6 +89,8 @@ class Watcher:
         rank, text, event = parse_line(line)
         if event is not None:
             self._see_event(event)
+        elif CHATTER.search(text):
+            return  # the log has it
         elif rank is not None:
             self.console.print(f"[rank {rank}] {text}")
         elif self.request.num_ranks == 1:
@@ -173,6 +175,9 @@ def _with_code(error: LaunchError, code: int) -> LaunchError:
     error.exit_code = code
     return error
 
+
+# What TensorFlow tells on every rank before it can be told to be quiet.
+CHATTER = re.compile(r"before absl::InitializeLog|port\.cc:\d+\] oneDNN custom operations")
 
 # What mpirun, and horovodrun with Gloo, say of a rank that was killed.
 _MPIRUN_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")

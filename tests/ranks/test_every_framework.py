@@ -9,7 +9,12 @@ from frameworks.net import start_weights
 from support.joint import train_jointly
 from support.launching import on_horovod, results
 
-WORLDS = [(2, "mpi"), (2, "gloo"), (3, "mpi"), (3, "gloo")]
+WORLDS = [
+    (2, "mpi"),
+    (3, "gloo"),
+    pytest.param((2, "gloo"), marks=pytest.mark.campaign),
+    pytest.param((3, "mpi"), marks=pytest.mark.campaign),
+]
 FRAMEWORKS = {
     "tensorflow": {},
     "keras on tensorflow": {"KERAS_BACKEND": "tensorflow"},

@@ -120,12 +120,14 @@ class KerasFramework:
     def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
         """Return the state of Python's, NumPy's and the model's generators."""
         take_back_state(self.model)
-        return rng_state({"model": [v.numpy() for v in self._seeds]})
+        return rng_state({"model": [v.numpy() for v in self._seeds], "torch": torch_generators()})
 
     def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
         """Take over the state of all random generators."""
-        for variable, value in zip(self._seeds, load_rng_state(tree, arrays)["model"], strict=True):
+        own = load_rng_state(tree, arrays)
+        for variable, value in zip(self._seeds, own["model"], strict=True):
             variable.assign(value)
+        load_torch_generators(own["torch"])
 
     def seed(self, seed: int, rank: int, epoch: int) -> None:
         """Seed all random generators of this rank."""
@@ -155,9 +157,13 @@ class _Moments(keras.callbacks.Callback):
         self._clock = StepClock()
         self._loss = _LossOfStep()
         self._lr: float | None = None
+        self._generators = torch_generators()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set the learning rate of the step that begins."""
+        if batch == 0:
+            # ``fit`` draws numbers of its own when it begins; an epoch that is resumed begins twice.
+            load_torch_generators(self._generators)
         # TensorFlow reads the batch inside of its step.
         if keras.backend.backend() != "tensorflow":
             self._clock.lap("data")
@@ -285,6 +291,29 @@ def limit_threads(num_threads: int) -> None:
         case "jax":
             # The callback holds one thread while it waits for other ranks.
             os.environ.setdefault("NPROC", str(max(2, num_threads)))
+
+
+def torch_generators() -> dict[str, Any]:
+    """Return the state of PyTorch's generators, which Keras uses on that back end; else nothing."""
+    if keras.backend.backend() != "torch":
+        return {}
+    import torch
+
+    states = {"cpu": torch.get_rng_state().numpy()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state().numpy()
+    return states
+
+
+def load_torch_generators(states: Mapping[str, Any]) -> None:
+    """Take over the state of PyTorch's generators, where it is in use and was saved."""
+    if keras.backend.backend() != "torch" or not states:
+        return
+    import torch
+
+    torch.set_rng_state(torch.from_numpy(states["cpu"].copy()))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(states["cuda"].copy()))
 
 
 def choose_device(job: Job, world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -144,6 +145,7 @@ class LightningFramework:
     def _trainer(self, **settings: Any) -> lightning.Trainer:
         """Return a trainer that leaves to this package what this package does."""
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        warnings.filterwarnings("ignore", message=".*LeafSpec")  # Lightning's own use of PyTorch
         on_gpu = self._device.type == "cuda"
         return lightning.Trainer(
             accelerator="gpu" if on_gpu else "cpu",
