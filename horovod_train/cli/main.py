@@ -17,6 +17,7 @@ VERBS = {
     "config": "Show, check and describe job descriptions.",
     "checkpoint": "List, verify and compare checkpoints.",
     "engine": "Build and check Horovod.",
+    "frameworks": "Show the frameworks, and what each cannot do.",
     "tasks": "Show the tasks that ship with this package.",
 }
 

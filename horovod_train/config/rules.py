@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from horovod_train.config.schema import Job
+from horovod_train.config.support import SUPPORT
 from horovod_train.errors import Problem, UnknownNameError
 from horovod_train.registry import FRAMEWORKS, LAUNCHERS, TASKS, Registry, optimizers_of
 
@@ -168,6 +169,17 @@ def determinism_is_possible(job: Job) -> Iterator[Problem]:
         )
 
 
+def framework_can_do_it(job: Job) -> Iterator[Problem]:
+    """What a framework cannot honour is refused, never ignored."""
+    support = SUPPORT.get(job.framework)
+    for refused in support.refused if support is not None else ():
+        section, field = refused.field.split(".")
+        value = getattr(getattr(job, section), field)
+        if value != type(getattr(job, section)).model_fields[field].default:
+            message = f"cannot be had with framework: {job.framework}: {refused.reason}"
+            yield Problem(refused.field, repr(value), message, refused.instead)
+
+
 RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     names_are_known,
     task_file_exists,
@@ -179,6 +191,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     ports_fit,
     stalls_are_reported_before_they_end_the_job,
     determinism_is_possible,
+    framework_can_do_it,
 )
 
 

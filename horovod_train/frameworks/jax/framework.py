@@ -38,8 +38,7 @@ class JaxFramework:
             # The callback holds one thread while it waits for other ranks.
             os.environ.setdefault("NPROC", str(max(2, job.launch.threads_per_rank)))
         if job.train.deterministic:
-            flags = os.environ.get("XLA_FLAGS", "")
-            os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
+            be_deterministic()
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.reader")
         return connect(TorchWorld, job)
@@ -85,6 +84,12 @@ class JaxFramework:
         random.seed(mixed)
         np.random.seed(mixed % 2**32)
         self._keys.state = jax.random.PRNGKey(mixed % 2**31)
+
+
+def be_deterministic() -> None:
+    """Let XLA use deterministic operations on GPUs, as it does on CPUs; before JAX is first used."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
 
 
 def choose_device(job: Job, world: World) -> None:

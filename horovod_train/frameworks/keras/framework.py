@@ -42,6 +42,8 @@ class KerasFramework:
         """Join the ranks this process was started with; a world of one when there are none."""
         if job.launch.threads_per_rank is not None:
             limit_threads(job.launch.threads_per_rank)
+        if job.train.deterministic:
+            be_deterministic()
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.reader")
         return init(job)
@@ -291,6 +293,23 @@ def limit_threads(num_threads: int) -> None:
         case "jax":
             # The callback holds one thread while it waits for other ranks.
             os.environ.setdefault("NPROC", str(max(2, num_threads)))
+
+
+def be_deterministic() -> None:
+    """Let the back end refuse operations whose result can differ; XLA's are all deterministic on a CPU."""
+    match keras.backend.backend():
+        case "tensorflow":
+            import tensorflow as tf
+
+            tf.config.experimental.enable_op_determinism()
+        case "torch":
+            import torch
+
+            torch.use_deterministic_algorithms(True)
+        case "jax":
+            from horovod_train.frameworks.jax import framework as jax
+
+            jax.be_deterministic()
 
 
 def torch_generators() -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""What each framework offers of the job description, and what it cannot offer, with the reason.
+
+A field that a framework has no way to honour is refused before anything starts (see ``rules.py``);
+``horovod-train frameworks`` prints this table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field that a framework cannot honour.
+
+    Attributes:
+        field: Dotted path; refused when it has another value than its default.
+        reason: Why.
+        instead: What to do.
+    """
+
+    field: str
+    reason: str
+    instead: str
+
+
+@dataclass(frozen=True)
+class Support:
+    """One framework.
+
+    Attributes:
+        distributions: Packages that provide it; one of them is enough.
+        tested: The version that the tests run with.
+        loop: Whose training loop makes the steps.
+        refused: What it cannot honour.
+        note: What else to know; empty: nothing.
+    """
+
+    distributions: tuple[str, ...]
+    tested: str
+    loop: str
+    refused: tuple[Refused, ...] = ()
+    note: str = ""
+
+
+def _compiles_itself(framework: str) -> tuple[Refused, ...]:
+    """PyTorch's own compiler and recomputation have no meaning in other frameworks."""
+    return (
+        Refused(
+            "train.compile_backend",
+            f"is torch.compile's; {framework} compiles steps by itself",
+            "leave it out",
+        ),
+        Refused(
+            "train.activation_checkpointing",
+            "names PyTorch modules",
+            "recompute inside of the task's model, or use framework: torch",
+        ),
+    )
+
+
+def _keeps_its_model(framework: str) -> tuple[Refused, ...]:
+    """The module is called by a loop that is not ours."""
+    return (
+        Refused(
+            "train.compile_backend",
+            f"does not reach the model: {framework} calls it",
+            "call torch.compile in the task's model()",
+        ),
+        Refused(
+            "train.activation_checkpointing",
+            f"does not reach the model: {framework} calls it",
+            "switch it on in the task's model()",
+        ),
+    )
+
+
+def _updates_at_once(framework: str) -> Refused:
+    return Refused(
+        "health.non_finite",
+        f"a step cannot be taken back: {framework} updates weights before anybody sees the loss",
+        "use non_finite: stop; fp16's loss scale skips overflows by itself",
+    )
+
+
+SUPPORT: Mapping[str, Support] = {
+    "torch": Support(("torch",), "2.13.0", "ours"),
+    "tensorflow": Support(
+        ("tensorflow", "tensorflow-cpu"), "2.21.0", "ours, in tf.function", _compiles_itself("TensorFlow")
+    ),
+    "keras": Support(
+        ("keras",),
+        "3.15.1",
+        "model.fit",
+        (*_compiles_itself("Keras"), _updates_at_once("Keras")),
+        note="on the tensorflow, torch and jax back ends (KERAS_BACKEND); no gradient norm",
+    ),
+    "jax": Support(("jax",), "0.10.2", "ours, in jax.jit", _compiles_itself("JAX")),
+    "lightning": Support(
+        ("lightning",),
+        "2.6.6",
+        "Trainer.fit",
+        (*_keeps_its_model("Lightning"), _updates_at_once("Lightning")),
+        note="no fp16 on a CPU",
+    ),
+    "transformers": Support(
+        ("transformers",),
+        "5.23.0",
+        "Trainer.train",
+        (*_keeps_its_model("Transformers"), _updates_at_once("Transformers")),
+        note="no fp16 on a CPU",
+    ),
+}

@@ -1,0 +1,74 @@
+"""What a framework cannot do is refused with the reason, and said beforehand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from horovod_train.cli.main import cli
+from horovod_train.config.rules import broken_rules
+from horovod_train.config.schema import Job
+from horovod_train.config.support import SUPPORT
+from horovod_train.registry import FRAMEWORKS
+
+OTHER_VALUES = {
+    "train.compile_backend": "inductor",
+    "train.activation_checkpointing": ["layers.*"],
+    "health.non_finite": "skip",
+}
+CASES = [(name, refused) for name, support in SUPPORT.items() for refused in support.refused]
+
+
+def test_every_framework_of_ours_is_described():
+    assert set(SUPPORT) == set(FRAMEWORKS.builtin)
+
+
+@pytest.mark.parametrize(("framework", "refused"), CASES, ids=lambda value: getattr(value, "field", value))
+def test_a_field_that_cannot_be_honoured_is_refused_with_the_reason(framework, refused):
+    section, field = refused.field.split(".")
+    job = {"name": "x", "framework": framework, "task": "m:Task"}
+
+    assert not broken_rules(Job.model_validate(job))
+    (problem,) = broken_rules(Job.model_validate({**job, section: {field: OTHER_VALUES[refused.field]}}))
+
+    assert problem.path == refused.field
+    assert refused.reason in problem.message
+    assert problem.hint == refused.instead
+
+
+@pytest.mark.parametrize("field", OTHER_VALUES)
+def test_torch_does_all_of_them(field):
+    section, name = field.split(".")
+    job = {"name": "x", "task": "m:Task", section: {name: OTHER_VALUES[field]}}
+
+    assert not broken_rules(Job.model_validate(job))
+
+
+def test_the_table_is_printed_without_importing_a_framework(monkeypatch):
+    import sys
+
+    for name in FRAMEWORKS.builtin:
+        monkeypatch.setitem(sys.modules, name, None)
+
+    done = CliRunner().invoke(cli, ["frameworks"])
+
+    assert done.exit_code == 0
+    for name, support in SUPPORT.items():
+        assert re.search(rf"^{name} +\S+ +{re.escape(support.tested)} ", done.output, re.MULTILINE)
+    assert "refuses health.non_finite: a step cannot be taken back" in done.output
+
+
+def test_versions_said_to_be_tested_are_those_installed_for_tests():
+    pins = dict(
+        line.split("==")
+        for line in (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    names = {name.lower().replace("_", "-"): version for name, version in pins.items()}
+
+    for support in SUPPORT.values():
+        found = [names[d] for d in support.distributions if d in names]
+        assert found == [support.tested]
