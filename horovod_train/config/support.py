@@ -111,4 +111,17 @@ SUPPORT: Mapping[str, Support] = {
         (*_keeps_its_model("Transformers"), _updates_at_once("Transformers")),
         note="no fp16 on a CPU",
     ),
+    "mxnet": Support(
+        ("mxnet",),
+        "1.9.1",
+        "ours, with gluon",
+        (
+            *_compiles_itself("MXNet"),
+            Refused("train.precision", "MXNet's is another mechanism, and it is legacy", "use fp32"),
+            Refused("train.deterministic", "MXNet has no such switch", "leave it out"),
+            Refused("allreduce.wire_dtype", "MXNet is legacy: gradients travel as they are", "use fp32"),
+            Refused("launch.threads_per_rank", "MXNet reads OMP_NUM_THREADS only", "set it in launch.env"),
+        ),
+        note="legacy, frozen: an environment of its own with numpy < 1.24",
+    ),
 }

@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, free_port, write_job
+from support.launching import PROGRAMS, TIMEOUT_S, bin_of, cli, environment, free_port, write_job
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
 
@@ -21,6 +21,7 @@ RUNS = {
     "jax": ("mpi", {}),
     "lightning": ("mpi", {}),
     "transformers": ("gloo", {}),
+    "mxnet": ("mpi", {}),
 }
 RANKS, BATCH_SIZE, NUM_SAMPLES, EPOCHS, LR = 2, 4, 50, 3, 0.01
 # 25 samples per rank and epoch: rank 1 goes in its second epoch.
@@ -33,6 +34,7 @@ PHASES = {
     "jax": {"data", "compute", "allreduce_wait", "optimizer"},
     "lightning": {"data", "forward", "backward", "allreduce_wait", "optimizer"},
     "transformers": {"data", "forward", "backward", "allreduce_wait", "optimizer"},
+    "mxnet": {"data", "compute", "allreduce_wait", "optimizer"},
 }
 pytestmark = pytest.mark.ranks
 
@@ -46,7 +48,7 @@ def job(folder, name, framework, controller, kill_after=0):
         task_args={"dropout": 0.25, "pause_s": 0.015, "kill_after": kill_after},
         run_dir=str(folder / "runs"),
         train={"epochs": EPOCHS, "batch_size_per_rank": BATCH_SIZE},
-        optimizer={"name": "adamw", "args": {"weight_decay": 0.1}},
+        optimizer={"name": "adam"},
         lr={"base_lr": LR, "scaling": "none"},
         metrics={"port": free_port(), "grad_norm_every_steps": 1},
         checkpoint={"every_steps": 3, "every_epochs": None, "keep_last": 100},
@@ -69,7 +71,7 @@ def arrays(path):
 
 def watched_run(path, folder, name, env):
     """Run a job to its end; return what each rank's metrics said last."""
-    command = [str(BIN / "horovod-train"), "run", str(path)]
+    command = ["horovod-train", "run", str(path)]
     targets = folder / "runs" / name / "prometheus-targets.json"
     last: list[str] = []
     with subprocess.Popen(
@@ -109,14 +111,16 @@ def parsed(text):
 def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(run, tmp_path):
     framework = run.partition(" ")[0]
     controller, variables = RUNS[run]
-    env = environment(PYTHONPATH=str(PROGRAMS), **variables)
-    scraped = watched_run(job(tmp_path, "whole", framework, controller), tmp_path, "whole", env)
+    settings = {"PYTHONPATH": str(PROGRAMS), "programs": bin_of(framework), **variables}
+    scraped = watched_run(
+        job(tmp_path, "whole", framework, controller), tmp_path, "whole", environment(**settings)
+    )
     killed = job(tmp_path, "killed", framework, controller, kill_after=KILL_AFTER)
-    stopped = cli("run", str(killed), cwd=tmp_path, check=False, PYTHONPATH=str(PROGRAMS), **variables)
+    stopped = cli("run", str(killed), cwd=tmp_path, check=False, **settings)
     at_kill = read_manifest(newest(tmp_path, "killed")).step
     resumed = job(tmp_path, "killed", framework, controller)
 
-    done = cli("run", str(resumed), cwd=tmp_path, PYTHONPATH=str(PROGRAMS), **variables)
+    done = cli("run", str(resumed), cwd=tmp_path, **settings)
 
     assert stopped.returncode == 1
     assert at_kill in (6, 9), "the kill came in the second epoch, whose steps are 8 to 14"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.launching import BIN, environment
+from support.launching import bin_of, environment
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 RUNS = {
@@ -19,6 +18,7 @@ RUNS = {
     "jax_step": ("jax_step.py", {}),
     "lightning_module": ("lightning_module.py", {}),
     "transformers_trainer": ("transformers_trainer.py", {}),
+    "gluon_loop": ("gluon_loop.py", {}),
 }
 # Alone, Trainer reads samples in an order of its own.
 OWN_ORDER = {"transformers_trainer"}
@@ -27,11 +27,12 @@ pytestmark = pytest.mark.ranks
 
 def run(launcher, example, batch_size, folder, env):
     script, variables = RUNS[example]
-    command = [*launcher, sys.executable, str(EXAMPLES / script), str(batch_size)]
+    programs = bin_of("mxnet" if example == "gluon_loop" else "")
+    command = [*launcher, "python", str(EXAMPLES / script), str(batch_size)]
     done = subprocess.run(
         command,
         cwd=folder,
-        env=environment(**variables, **env),
+        env=environment(programs=programs, **variables, **env),
         capture_output=True,
         text=True,
         timeout=120,
@@ -48,7 +49,7 @@ def test_trains_the_same_alone_and_on_two_ranks(example, tmp_path):
     controller = "--mpi" if len(example) % 2 else "--gloo"
     [accuracy], [weights] = run([], example, 64, tmp_path, {})
 
-    accuracies, of_ranks = run([str(BIN / "horovodrun"), controller, "-np", "2"], example, 32, tmp_path, {})
+    accuracies, of_ranks = run(["horovodrun", controller, "-np", "2"], example, 32, tmp_path, {})
 
     assert min(accuracy, *accuracies) > 0.85
     assert len(set(of_ranks)) == 1

@@ -14,6 +14,7 @@ import numpy as np
 from frameworks.cases import EPOCHS, Case
 from frameworks.net import BATCH_SIZE, NUM_EVAL_SAMPLES, Samples, start_weights
 
+LIKE_KERAS = {"tensorflow", "keras", "mxnet"}
 Weights = dict[str, np.ndarray]
 
 
@@ -48,7 +49,7 @@ def clipped(gradients: Weights, limit: float | None) -> Weights:
 
 
 class Sgd:
-    """v = m v + g, w -= lr v (PyTorch, optax); or v = m v - lr g, w += v (Keras)."""
+    """v = m v + g, w -= lr v (PyTorch, optax); or v = m v - lr g, w += v (Keras, MXNet)."""
 
     def __init__(self, weights: Weights, momentum: float, *, like_keras: bool) -> None:
         self.velocity = {name: np.zeros_like(w) for name, w in weights.items()}
@@ -62,13 +63,14 @@ class Sgd:
 
 
 class Adam:
-    """Kingma and Ba 2015, algorithm 1 (PyTorch, optax); or with their section 2's epsilon-hat (Keras)."""
+    """Kingma and Ba 2015, algorithm 1 (PyTorch, optax), or with epsilon-hat (Keras, MXNet; section 2)."""
 
-    def __init__(self, weights: Weights, *, like_keras: bool) -> None:
+    def __init__(self, weights: Weights, *, like_keras: bool, epsilon: float) -> None:
         self.mean = {name: np.zeros_like(w) for name, w in weights.items()}
         self.square = {name: np.zeros_like(w) for name, w in weights.items()}
         self.count = 0
         self.like_keras = like_keras
+        self.epsilon = epsilon
 
     def step(self, weights: Weights, gradients: Weights, lr: float) -> None:
         self.count += 1
@@ -77,10 +79,10 @@ class Adam:
             self.mean[name] = 0.9 * self.mean[name] + 0.1 * g
             self.square[name] = 0.999 * self.square[name] + 0.001 * g**2
             if self.like_keras:
-                root = np.sqrt(self.square[name]) + 1e-7
+                root = np.sqrt(self.square[name]) + self.epsilon
                 weights[name] -= lr * math.sqrt(c2) / c1 * self.mean[name] / root
             else:
-                root = np.sqrt(self.square[name] / c2) + 1e-8
+                root = np.sqrt(self.square[name] / c2) + self.epsilon
                 weights[name] -= lr * self.mean[name] / c1 / root
 
 
@@ -100,7 +102,7 @@ def train_jointly(
     case: Case,
     world_size: int,
     *,
-    like_keras: bool,
+    framework: str,
     huge: float | None = None,
     skipped: Container[int] = (),
 ) -> tuple[Weights, dict[str, float]]:
@@ -109,13 +111,15 @@ def train_jointly(
     Args:
         case: How to train.
         world_size: How many ranks' batches make one.
-        like_keras: Which definition of the optimizers holds.
+        framework: Whose definitions of the optimizers hold.
         huge: See ``Samples``.
         skipped: Numbers of the steps that are not used, from 0.
     """
     weights = {name: array.astype(np.float64) for name, array in start_weights().items()}
+    like_keras = framework in LIKE_KERAS
     if case.optimizer == "adam":
-        optimizer: Any = Adam(weights, like_keras=like_keras)
+        epsilon = 1e-7 if framework in {"tensorflow", "keras"} else 1e-8
+        optimizer: Any = Adam(weights, like_keras=like_keras, epsilon=epsilon)
     else:
         optimizer = Sgd(weights, case.optimizer_args["momentum"], like_keras=like_keras)
     samples = Samples(case.num_samples, 1, huge)

@@ -11,19 +11,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 BIN = Path(sys.executable).parent
+# MXNet needs the NumPy of its time, and so an environment of its own; `make mxnet` makes it.
+MXNET_BIN = Path(__file__).parents[2] / ".venv-mxnet" / "bin"
 PROGRAMS = Path(__file__).parent.parent / "programs"
 TIMEOUT_S = 180
 
 
-def environment(**extra: str) -> dict[str, str]:
+def bin_of(framework: str) -> Path:
+    """The programs of the environment in which a framework is installed."""
+    if framework != "mxnet":
+        return BIN
+    if not (MXNET_BIN / "horovodrun").exists():
+        pytest.skip("MXNet's environment is missing: run `make mxnet`")
+    return MXNET_BIN
+
+
+def environment(*, programs: Path = BIN, **extra: str) -> dict[str, str]:
     """The environment of this environment's programs, without what this test run was started with."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD", "OMPI", "PMI", "BENCH"))}
     return {
         **kept,
-        "PATH": f"{BIN}{os.pathsep}{kept['PATH']}",
+        "PATH": f"{programs}{os.pathsep}{kept['PATH']}",
         "OMP_NUM_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         **extra,
@@ -37,15 +49,16 @@ def on_horovod(
     *arguments: str,
     check: bool = True,
     env: Mapping[str, str] | None = None,
+    programs: Path = BIN,
 ) -> subprocess.CompletedProcess[str]:
     """Run one of ``tests/programs`` on real ranks under the real horovodrun."""
     command = [
-        str(BIN / "horovodrun"), f"--{controller}", "-np", str(num_ranks),
-        sys.executable, str(PROGRAMS / program), *arguments,
+        str(programs / "horovodrun"), f"--{controller}", "-np", str(num_ranks),
+        str(programs / "python"), str(PROGRAMS / program), *arguments,
     ]  # fmt: skip
     done = subprocess.run(
         command,
-        env=environment(**(env or {})),
+        env=environment(programs=programs, **(env or {})),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -56,12 +69,14 @@ def on_horovod(
     return done
 
 
-def cli(*arguments: str, cwd: Path, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+def cli(
+    *arguments: str, cwd: Path, check: bool = True, programs: Path = BIN, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run ``horovod-train``; with ``check``, it has to end well."""
     done = subprocess.run(
-        [str(BIN / "horovod-train"), *arguments],
+        [str(programs / "horovod-train"), *arguments],
         cwd=cwd,
-        env=environment(**env),
+        env=environment(programs=programs, **env),
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,

@@ -61,6 +61,7 @@ OUTSIDE = {
     "optax": {"frameworks", "tasks"},
     "lightning": {"frameworks", "tasks"},
     "transformers": {"frameworks", "tasks"},
+    "mxnet": {"frameworks", "tasks"},
     "click": {"cli"},
     "rich": {"launch", "cli"},
     "prometheus_client": {"telemetry"},

@@ -18,6 +18,10 @@ OTHER_VALUES = {
     "train.compile_backend": "inductor",
     "train.activation_checkpointing": ["layers.*"],
     "health.non_finite": "skip",
+    "train.precision": "bf16",
+    "train.deterministic": True,
+    "allreduce.wire_dtype": "fp16",
+    "launch.threads_per_rank": 1,
 }
 CASES = [(name, refused) for name, support in SUPPORT.items() for refused in support.refused]
 
@@ -64,7 +68,8 @@ def test_the_table_is_printed_without_importing_a_framework(monkeypatch):
 def test_versions_said_to_be_tested_are_those_installed_for_tests():
     pins = dict(
         line.split("==")
-        for line in (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+        for file in ("constraints.txt", "constraints-mxnet.txt")
+        for line in (Path(__file__).parents[2] / file).read_text().splitlines()
         if "==" in line
     )
     names = {name.lower().replace("_", "-"): version for name, version in pins.items()}

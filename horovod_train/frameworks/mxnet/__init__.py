@@ -1,0 +1,14 @@
+"""MXNet (gluon) on Horovod: legacy. MXNet ended with 1.9.1; this room is kept working and gains nothing.
+
+world.py       the ranks, through Horovod
+trainer.py     for users with a gluon loop of their own
+framework.py   makes everything for a job
+replica.py     the training step
+task.py        what a user brings
+
+    from horovod_train.frameworks.mxnet import DistributedTrainer, broadcast, init
+"""
+
+from horovod_train.frameworks.mxnet.trainer import DistributedTrainer, broadcast, init
+
+__all__ = ["DistributedTrainer", "broadcast", "init"]

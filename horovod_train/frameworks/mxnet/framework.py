@@ -1,0 +1,95 @@
+"""Makes everything that a job needs of MXNet."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.config.schema import Job
+from horovod_train.engine.base import World
+from horovod_train.errors import UserError
+from horovod_train.frameworks.mxnet.replica import MxnetReplica, Seeds
+from horovod_train.frameworks.mxnet.task import REQUIRED
+from horovod_train.frameworks.mxnet.world import MxnetWorld, to_arrays
+from horovod_train.frameworks.optimizers import make_optimizer
+from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
+from horovod_train.frameworks.reader import NumpyReader, start_loader_server
+from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.world import connect
+
+
+class MxnetFramework:
+    """MXNet with gluon, for one job in one process."""
+
+    def __init__(self) -> None:
+        self._seeds = Seeds()
+
+    def connect(self, job: Job) -> World:
+        """Join the ranks this process was started with; a world of one when there are none."""
+        if job.data.num_workers:
+            start_loader_server("horovod_train.frameworks.reader")
+        return connect(MxnetWorld, job)
+
+    def prepare(self, job: Job, world: World) -> tuple[MxnetReplica, NumpyReader, NumpyReader | None]:
+        """Return this rank's replica and the readers of training and evaluation data."""
+        context = choose_context(job, world)
+        mx.random.seed(mix(job.train.seed, 0, 0) % 2**31)
+        task = load_task(job.task, job.task_args, REQUIRED)
+        read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
+        train_reader = read(task.train_data())
+        eval_data = getattr(task, "eval_data", None)
+        with context:
+            model = task.model()
+        model.collect_params().reset_ctx(context)
+        if any(not param.shape or 0 in param.shape for param in model.collect_params().values()):
+            task.loss(model, to_arrays(train_reader.first(), context))  # shapes follow from a batch
+        optimizer = make_optimizer(job, lambda factory, args: factory(learning_rate=job.lr.base_lr, **args))
+        replica = MxnetReplica(
+            model=model,
+            optimizer=optimizer,
+            world=world,
+            job=job,
+            task=task,
+            context=context,
+            seeds=self._seeds,
+        )
+        return replica, train_reader, read(eval_data()) if eval_data else None
+
+    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+        """Return the state of Python's and NumPy's generators, and the seeds of steps."""
+        return rng_state({"mxnet": list(self._seeds.state)})
+
+    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+        """Take over the state of all random generators."""
+        seed, number = load_rng_state(tree, arrays)["mxnet"]
+        self._seeds.state = (seed, number)
+
+    def seed(self, seed: int, rank: int, epoch: int) -> None:
+        """Seed all random generators of this rank."""
+        mixed = mix(seed, rank, epoch)
+        random.seed(mixed)
+        np.random.seed(mixed % 2**32)
+        self._seeds.state = (mixed % 2**31, 0)
+
+
+def choose_context(job: Job, world: World) -> Any:
+    """Return the rank's own GPU, or the CPU.
+
+    Raises:
+        UserError: A GPU was asked for and there is none for this rank.
+    """
+    num_gpus = mx.context.num_gpus()
+    if job.train.device == "cpu" or (job.train.device == "auto" and not num_gpus):
+        return mx.cpu()
+    if world.local_rank >= num_gpus:
+        raise UserError(
+            f"local rank {world.local_rank} on {world.host} has no GPU of its own: {num_gpus} found",
+            hint="start at most one rank per GPU, or set train.device: cpu",
+        )
+    return mx.gpu(world.local_rank)

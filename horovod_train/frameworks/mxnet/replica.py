@@ -1,0 +1,251 @@
+"""The training step: forward and backward by gluon, the sum over ranks, then the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+from horovod_train.checkpoint.arrays import ReplicaState
+from horovod_train.checkpoint.tree import pack_tree, unpack_tree
+from horovod_train.config.schema import Job
+from horovod_train.data.shard import StepShare
+from horovod_train.engine.base import World
+from horovod_train.errors import CheckpointError, UserError
+from horovod_train.frameworks import arrays
+from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.mxnet.task import MxnetTask
+from horovod_train.frameworks.mxnet.world import Exchange, size_bytes, to_arrays
+from horovod_train.frameworks.randomness import mix
+from horovod_train.frameworks.reader import batch_length
+from horovod_train.frameworks.world import HorovodWorld
+
+
+class Seeds:
+    """A rank's seeds, one for each step: MXNet tells nobody the state of its generators."""
+
+    def __init__(self) -> None:
+        self.state = (0, 0)
+
+    def seed_step(self) -> None:
+        """Seed MXNet's generators for the next step."""
+        seed, number = self.state
+        mx.random.seed(mix(seed, number, 0) % 2**31)
+        self.state = (seed, number + 1)
+
+
+class MxnetReplica:
+    """The block and optimizer of one rank.
+
+    Args:
+        model: A gluon block whose parameters have shapes.
+        optimizer: An MXNet optimizer.
+        world: The ranks.
+        job: Says how to train.
+        task: Gives loss and metrics.
+        context: Where the block lives.
+        seeds: Seeds of each step.
+
+    Raises:
+        UserError: The block has nothing to train.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        optimizer: Any,
+        world: World,
+        job: Job,
+        task: MxnetTask,
+        context: Any,
+        seeds: Seeds,
+    ) -> None:
+        self.model = model
+        self._params: dict[str, Any] = dict(model._collect_params_with_prefix())  # noqa: SLF001  (as save_parameters)
+        self._trained = {name: p for name, p in self._params.items() if p.grad_req != "null"}
+        if not self._trained:
+            raise UserError("the model trains nothing", hint="does any parameter have grad_req 'write'?")
+        for param in self._trained.values():
+            param.grad_req = "add"  # micro-batches add up; zeroed before each step
+        self._optimizer = optimizer
+        self._updater = mx.optimizer.get_updater(optimizer)
+        self._world = world
+        self._train = job.train
+        self._guard_gradients = job.health.non_finite == "skip"
+        self._task = task
+        self._context = context
+        self._seeds = seeds
+        self._exchange = Exchange(world, int(job.allreduce.bucket_size_mib * 2**20))
+        num_bytes = sum(size_bytes(p.data()) for p in self._trained.values())
+        self._bytes_per_step = num_bytes if world.size > 1 else 0
+
+    # -- the step
+
+    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
+        """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
+        clock = StepClock()
+        self._seeds.seed_step()
+        for param in self._trained.values():
+            param.zero_grad()
+        statistics = self._copied_statistics()
+        local_loss = 0.0
+        for micro_batch in share.micro_batches:
+            batch = to_arrays(next(batches), self._context)
+            clock.lap("data")
+            with mx.autograd.record():
+                weighted = self._task.loss(self.model, batch).mean() * micro_batch.share
+            weighted.backward()
+            local_loss += float(weighted.asscalar())
+            clock.lap("compute")
+        gradients = [param.grad() for param in self._trained.values()]
+        extra = mx.nd.array([local_loss], dtype="float64")
+        loss = self._summed([*gradients, extra])
+        clock.lap("allreduce_wait")
+        norm, is_finite = self._finish(gradients, loss, lr, want_norm=want_norm)
+        if not is_finite:
+            for param, before in statistics:
+                param.set_data(before)
+        clock.lap("optimizer")
+        return StepOutcome(
+            loss=loss,
+            local_loss=local_loss,
+            grad_norm=norm,
+            is_finite=is_finite,
+            bytes_reduced=self._bytes_per_step,
+            clock=clock,
+        )
+
+    def _summed(self, values: list[Any]) -> float:
+        """Sum gradients over ranks in place, and wait; return the loss, which travels along."""
+
+        def exchange() -> float:
+            self._exchange.sum(values)
+            mx.nd.waitall()
+            return float(values[-1].asscalar())
+
+        world = self._world
+        return world.call(exchange) if isinstance(world, HorovodWorld) else exchange()
+
+    def _finish(
+        self, gradients: list[Any], loss: float, lr: float, *, want_norm: bool
+    ) -> tuple[float | None, bool]:
+        """Clip and update. Return the gradient norm, when taken, and whether all was finite."""
+        norm = None
+        limit = self._train.clip_grad_norm
+        if want_norm or self._guard_gradients or limit is not None:
+            norm = math.sqrt(sum(float((g.astype("float64") ** 2).sum().asscalar()) for g in gradients))
+        if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm)):
+            return norm, False
+        if limit is not None and norm is not None and norm > limit:
+            for gradient in gradients:
+                gradient[:] = gradient * (limit / norm)
+        self._optimizer.set_learning_rate(lr)
+        for number, param in enumerate(self._trained.values()):
+            self._updater(number, param.grad(), param.data())
+        mx.nd.waitall()
+        return norm, True
+
+    def _copied_statistics(self) -> list[tuple[Any, Any]]:
+        if not self._guard_gradients:
+            return []
+        return [(p, p.data().copy()) for name, p in self._params.items() if name not in self._trained]
+
+    # -- everything else
+
+    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+        """Return (sum, count) of each metric over this rank's batches."""
+        sums: dict[str, tuple[float, int]] = {}
+        compute = getattr(self._task, "metrics", None)
+        for batch in batches:
+            found = to_arrays(batch, self._context)
+            values = (
+                compute(self.model, found)
+                if compute is not None
+                else {"loss": self._task.loss(self.model, found).mean().asscalar()}
+            )
+            for name, value in values.items():
+                plain = value.asnumpy() if isinstance(value, mx.nd.NDArray) else value
+                add_metric(sums, name, plain, batch_length(batch))
+        return sums
+
+    def sync_buffers(self) -> None:
+        """Make what ranks update by themselves equal: running statistics are averaged."""
+        if self._world.size == 1:
+            return
+        for name, param in self._params.items():
+            if name not in self._trained:
+                mean = arrays.mean_over_ranks(self._world, param.data().asnumpy())
+                param.set_data(mx.nd.array(mean, dtype=param.dtype))
+
+    def broadcast(self) -> None:
+        """Take over rank 0's weights.
+
+        Raises:
+            UserError: Ranks have made different models.
+        """
+        if self._world.size == 1:
+            return
+        arrays.check_same_layout(self._world, {n: p.data().asnumpy() for n, p in self._params.items()})
+        for param in self._params.values():
+            value = arrays.from_rank_0(self._world, param.data().asnumpy())
+            param.set_data(mx.nd.array(value, dtype=param.dtype))
+
+    def is_finite(self) -> bool:
+        """Return whether all weights are finite numbers."""
+        return all(bool(np.isfinite(p.data().asnumpy()).all()) for p in self._params.values())
+
+    def state(self, *, copy: bool) -> ReplicaState:
+        """Return the state, which stays as it is: MXNet's arrays are copied to be read."""
+        tree, found = pack_tree(
+            {"slots": self._updater.states, "counts": self._optimizer._index_update_count},  # noqa: SLF001
+            lambda leaf: isinstance(leaf, mx.nd.NDArray),
+        )
+        return ReplicaState(
+            model={name: arrays.to_blob(p.data().asnumpy()) for name, p in self._params.items()},
+            optimizer={name: arrays.to_blob(array.asnumpy()) for name, array in found.items()},
+            optimizer_tree={"class": type(self._optimizer).__name__, "state": tree},
+            scaler={},
+        )
+
+    def load_state(self, state: ReplicaState) -> None:
+        """Take over a state.
+
+        Raises:
+            CheckpointError: The state belongs to another model or optimizer.
+        """
+        mine = type(self._optimizer).__name__
+        if state.optimizer_tree["class"] != mine:
+            raise CheckpointError(
+                f"the checkpoint belongs to another optimizer: it was trained with "
+                f"{state.optimizer_tree['class']}",
+                hint="train under another name, or set checkpoint.resume: never",
+            )
+        expected = {name: tuple(p.shape) for name, p in self._params.items()}
+        if {name: tuple(blob.shape) for name, blob in state.model.items()} != expected:
+            raise CheckpointError(
+                "the checkpoint belongs to another model: names or shapes of parameters differ",
+                hint="train under another name, or set checkpoint.resume: never",
+            )
+        for name, param in self._params.items():
+            param.set_data(mx.nd.array(arrays.from_blob(state.model[name]), dtype=param.dtype))
+        slots = {
+            name: mx.nd.array(arrays.from_blob(blob), ctx=self._context, dtype=blob.dtype)
+            for name, blob in state.optimizer.items()
+        }
+        own = unpack_tree(state.optimizer_tree["state"], slots)
+        self._updater.states = own["slots"]
+        self._updater.states_synced = dict.fromkeys(own["slots"], True)
+        self._optimizer._index_update_count.update(own["counts"])  # noqa: SLF001  (Adam's number of steps)
+        self._optimizer.num_update = max(own["counts"].values(), default=0)
+
+    def device_name(self) -> str:
+        """Return where the model lives, for a person."""
+        return str(self._context)
+
+    def num_parameters(self) -> int:
+        """Return how many numbers are trained."""
+        return sum(int(np.prod(p.shape)) for p in self._trained.values())

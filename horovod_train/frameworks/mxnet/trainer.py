@@ -1,0 +1,63 @@
+"""A gluon Trainer that applies the mean gradient of all ranks, for users with a loop of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mxnet as mx
+
+from horovod_train.engine.base import World
+from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
+from horovod_train.frameworks.mxnet.world import Exchange, MxnetWorld
+from horovod_train.frameworks.world import connect
+
+
+def init() -> World:
+    """Join the ranks this process was started with; a world of one when there are none.
+
+    Raises:
+        EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
+    """
+    return connect(MxnetWorld)
+
+
+class DistributedTrainer(mx.gluon.Trainer):
+    """A ``gluon.Trainer`` whose ``step(batch_size)`` takes this rank's batch size.
+
+    Args:
+        params: As in ``gluon.Trainer``.
+        optimizer: As in ``gluon.Trainer``.
+        world: The ranks.
+        optimizer_params: As in ``gluon.Trainer``.
+        bucket_size_mib: Gradients travel in pieces of about this size.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer: Any,
+        world: World,
+        optimizer_params: dict[str, Any] | None = None,
+        *,
+        bucket_size_mib: float = 8.0,
+    ) -> None:
+        super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
+        self._exchange = Exchange(world, int(bucket_size_mib * 2**20))
+        self._scale /= world.size
+
+    def _allreduce_grads(self) -> None:
+        self._exchange.sum([p.grad() for p in self._params if p.grad_req != "null"])
+
+
+def broadcast(world: World, params: Any) -> None:
+    """Give parameters rank 0's values: call it before the first step, when all have their shapes.
+
+    Raises:
+        UserError: Ranks hold different parameters.
+    """
+    if world.size == 1:
+        return
+    held = {str(number): param for number, param in enumerate(params.values())}
+    check_same_layout(world, {name: param.data().asnumpy() for name, param in held.items()})
+    for param in held.values():
+        param.set_data(mx.nd.array(from_rank_0(world, param.data().asnumpy()), dtype=param.dtype))

@@ -1,0 +1,85 @@
+"""The ranks of a job, through Horovod's MXNet binding, and the sum of gradients over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+from horovod_train.engine.base import World
+from horovod_train.frameworks.buckets import plan_buckets
+from horovod_train.frameworks.world import Array, HorovodWorld
+
+
+class MxnetWorld(HorovodWorld):
+    """A world of ranks."""
+
+    BINDING = "mxnet"
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        super().__init__(settings)
+        # MXNet's engine runs collectives by itself and passes on what they raised as its own error.
+        self.lost = (*self.lost, mx.base.MXNetError)
+
+    def sum_array(self, array: Array, name: str) -> Array:
+        """Return the elementwise sum over ranks."""
+        sent = mx.nd.array(array, dtype=array.dtype)
+        total: Array = self.hvd.allreduce(sent, average=False, name=name).asnumpy()
+        return total
+
+    def join_arrays(self, array: Array, name: str) -> Array:
+        """Return the arrays of all ranks, one after the other."""
+        joined: Array = self.hvd.allgather(mx.nd.array(array, dtype=array.dtype), name=name).asnumpy()
+        return joined
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Sums arrays over ranks, in place.
+
+    Args:
+        world: The ranks.
+        bucket_size_bytes: About how much travels in one piece.
+    """
+
+    world: World
+    bucket_size_bytes: int = 8 * 2**20
+
+    def sum(self, arrays: Sequence[Any]) -> None:
+        """Replace arrays by their sums; returns before they are there, as everything in MXNet does.
+
+        Every rank calls it with arrays of the same shapes in the same order.
+        """
+        if self.world.size == 1:
+            return
+        assert isinstance(self.world, MxnetWorld)
+        hvd = self.world.hvd
+        kinds = [array.dtype for array in arrays]
+        plan = plan_buckets(kinds, [size_bytes(array) for array in arrays], self.bucket_size_bytes)
+        for number, places in enumerate(plan):
+            bucket = mx.nd.concat(*[arrays[place].reshape(-1) for place in places], dim=0)
+            hvd.allreduce_(bucket, average=False, name=f"horovod_train.gradients.{number}", priority=-number)
+            at = 0
+            for place in places:
+                array = arrays[place]
+                array[:] = bucket[at : at + array.size].reshape(array.shape)
+                at += array.size
+
+
+def size_bytes(array: Any) -> int:
+    """Return the size of an array in bytes."""
+    return int(array.size * mx.nd.zeros(0, dtype=array.dtype).asnumpy().itemsize)
+
+
+def to_arrays(batch: Any, context: Any) -> Any:
+    """Return a batch with MXNet's arrays in place of NumPy's."""
+    if isinstance(batch, np.ndarray):
+        return mx.nd.array(batch, ctx=context, dtype=batch.dtype)
+    if isinstance(batch, dict):
+        return {key: to_arrays(value, context) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(to_arrays(value, context) for value in batch)
+    return batch
