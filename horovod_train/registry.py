@@ -171,5 +171,8 @@ def optimizers_of(framework: str) -> Registry:
 TASKS = Registry(
     kind="task",
     group="horovod_train.tasks",
-    builtin={"digits": "horovod_train.tasks.digits:Digits"},
+    builtin={
+        "digits": "horovod_train.tasks.digits:Digits",
+        "vit-digits": "horovod_train.tasks.vit_digits:VitDigits",
+    },
 )

@@ -29,7 +29,7 @@ def find_job(name: str) -> Path:
     """
     path = Path(name)
     shipped = {file.stem: file for file in sorted(TASKS_FOLDER.glob("*.yaml"))}
-    if path.exists():
+    if path.is_file():
         return path
     if name in shipped:
         return shipped[name]

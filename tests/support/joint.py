@@ -105,6 +105,7 @@ def train_jointly(
     framework: str,
     huge: float | None = None,
     skipped: Container[int] = (),
+    epochs: int = EPOCHS,
 ) -> tuple[Weights, dict[str, float]]:
     """Return the weights, and the metrics, of one process that sees each global batch at once.
 
@@ -114,6 +115,7 @@ def train_jointly(
         framework: Whose definitions of the optimizers hold.
         huge: See ``Samples``.
         skipped: Numbers of the steps that are not used, from 0.
+        epochs: How long.
     """
     weights = {name: array.astype(np.float64) for name, array in start_weights().items()}
     like_keras = framework in LIKE_KERAS
@@ -124,7 +126,7 @@ def train_jointly(
         optimizer = Sgd(weights, case.optimizer_args["momentum"], like_keras=like_keras)
     samples = Samples(case.num_samples, 1, huge)
     global_batch = BATCH_SIZE * case.accumulation * world_size
-    for epoch in range(EPOCHS):
+    for epoch in range(epochs):
         for start in range(0, case.num_samples, global_batch):
             piece = slice(start, start + global_batch)
             found = gradient(weights, samples.x[piece].astype(np.float64), samples.y[piece])

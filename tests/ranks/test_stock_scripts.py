@@ -1,0 +1,35 @@
+"""Scripts in the style of Horovod's documentation train right on this engine, or end in a clear refusal."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from frameworks.cases import Case
+from support.joint import train_jointly
+from support.launching import on_horovod
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.mark.parametrize("module", ["horovod.keras", "horovod.tensorflow.keras"])
+def test_the_keras_wrapper_is_refused_under_keras_3(module):
+    done = on_horovod(2, "gloo", "stock_keras.py", module, check=False)
+
+    output = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "trained" not in done.stdout
+    assert "does not average gradients under Keras 3" in output
+    assert "from horovod_train.frameworks.keras import distribute, init" in output
+
+
+def test_a_gradient_tape_over_keras_3_variables_trains_like_one_process(tmp_path):
+    on_horovod(2, "mpi", "stock_tensorflow.py", str(tmp_path))
+    expected, _ = train_jointly(Case("sgd", num_samples=48), 2, framework="tensorflow", epochs=1)
+
+    first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
+
+    assert first == second
+    for found, array in zip(first, expected.values(), strict=True):
+        assert np.abs(np.asarray(found) - array.ravel()).max() <= 1e-6
