@@ -71,7 +71,7 @@ class Exchange:
 
 def size_bytes(array: Any) -> int:
     """Return the size of an array in bytes."""
-    return int(array.size * mx.nd.zeros(0, dtype=array.dtype).asnumpy().itemsize)
+    return int(array.size * np.dtype(array.dtype).itemsize)
 
 
 def to_arrays(batch: Any, context: Any) -> Any:

@@ -24,15 +24,20 @@ class Task(NumpyTask):
 
     def loss(self, model: Any, batch: Any) -> Any:
         x, y = batch
-        return mx.gluon.loss.SoftmaxCrossEntropyLoss()(model(x), y).mean()
+        return cross_entropy(model(x), y).mean()
 
     def metrics(self, model: Any, batch: Any) -> dict[str, Any]:
         x, y = batch
         logits = model(x)
         return {
-            "loss": mx.gluon.loss.SoftmaxCrossEntropyLoss()(logits, y),
+            "loss": cross_entropy(logits, y),
             "accuracy": logits.asnumpy().argmax(1) == y.asnumpy(),
         }
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    """One value per sample. MXNet's own log_softmax is off by 3e-6, more than the tests allow."""
+    return mx.nd.log(mx.nd.exp(logits).sum(axis=1)) - mx.nd.pick(logits, labels, axis=1)
 
 
 def weights(replica: Any) -> list[Any]:
