@@ -16,7 +16,7 @@ data = [{"pixel_values": p, "labels": int(label)} for p, label in zip(pixels, la
 set_seed(0)
 model = ViTForImageClassification(
     ViTConfig(
-        image_size=8, patch_size=2, num_channels=1, num_labels=10, hidden_size=48, num_hidden_layers=2,
+        image_size=8, patch_size=2, num_channels=1, num_labels=10, hidden_size=64, num_hidden_layers=2,
         num_attention_heads=4, intermediate_size=96, hidden_dropout_prob=0.0,
     )
 )  # fmt: skip
@@ -24,6 +24,7 @@ args = TrainingArguments(
     output_dir=sys.argv[2] if len(sys.argv) > 2 else "vit-digits",
     per_device_train_batch_size=batch_size,
     learning_rate=3e-5 * batch_size * ranks.size,
+    warmup_steps=30,
     num_train_epochs=12,
     use_cpu=True,
     disable_tqdm=True,

@@ -185,7 +185,8 @@ def test_a_rank_that_stays_away_is_named_under_both_controllers(controller):
 
     assert done.returncode != 0
     assert "Missing ranks" in done.stdout + done.stderr
-    assert "1: [only_on_rank_0" in (done.stdout + done.stderr).replace("\n", " ").replace("allreduce.", "")
+    # Behind a rank that has been away for long stands a "!".
+    assert re.search(r"1!?: \[allreduce\.only_on_rank_0", done.stdout + done.stderr)
 
 
 def test_the_cache_follows_the_users_setting(monkeypatch, tmp_path):

@@ -20,8 +20,6 @@ RUNS = {
     "transformers_trainer": ("transformers_trainer.py", {}),
     "gluon_loop": ("gluon_loop.py", {}),
 }
-# Alone, Trainer reads samples in an order of its own.
-OWN_ORDER = {"transformers_trainer"}
 pytestmark = pytest.mark.ranks
 
 
@@ -54,9 +52,8 @@ def test_trains_the_same_alone_and_on_two_ranks(example, tmp_path):
     assert min(accuracy, *accuracies) > 0.85
     assert len(set(of_ranks)) == 1
     assert len(of_ranks) == len(accuracies) == 2
-    if example not in OWN_ORDER:
-        assert of_ranks[0] == pytest.approx(weights, rel=1e-5)
-        assert accuracies[0] == pytest.approx(accuracy, abs=0.004)
+    assert of_ranks[0] == pytest.approx(weights, rel=1e-5)
+    assert accuracies[0] == pytest.approx(accuracy, abs=0.004)
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

@@ -7,7 +7,7 @@ documentation defines them.
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,7 @@ def train_jointly(
     huge: float | None = None,
     skipped: Container[int] = (),
     epochs: int = EPOCHS,
+    batches: Sequence[Sequence[Sequence[int]]] | None = None,
 ) -> tuple[Weights, dict[str, float]]:
     """Return the weights, and the metrics, of one process that sees each global batch at once.
 
@@ -116,6 +117,7 @@ def train_jointly(
         huge: See ``Samples``.
         skipped: Numbers of the steps that are not used, from 0.
         epochs: How long.
+        batches: Numbers of the samples of each step of each epoch; None: one after the other.
     """
     weights = {name: array.astype(np.float64) for name, array in start_weights().items()}
     like_keras = framework in LIKE_KERAS
@@ -126,14 +128,15 @@ def train_jointly(
         optimizer = Sgd(weights, case.optimizer_args["momentum"], like_keras=like_keras)
     samples = Samples(case.num_samples, 1, huge)
     global_batch = BATCH_SIZE * case.accumulation * world_size
-    for epoch in range(epochs):
-        for start in range(0, case.num_samples, global_batch):
-            piece = slice(start, start + global_batch)
+    in_order = np.split(np.arange(case.num_samples), range(global_batch, case.num_samples, global_batch))
+    for epoch, pieces in enumerate(batches or [in_order] * epochs):
+        for number, piece in enumerate(pieces):
+            start = number * global_batch
             found = gradient(weights, samples.x[piece].astype(np.float64), samples.y[piece])
             for name in ("w1", "w2"):
                 found[name] += 2 * case.penalty * weights[name]
             lr = learning_rate(case.lr, global_batch, epoch + start / case.num_samples)
-            if epoch == 0 and start // global_batch in skipped:
+            if epoch == 0 and number in skipped:
                 continue
             optimizer.step(weights, clipped(found, case.clip), lr)
     return weights, metrics(weights, case.penalty)

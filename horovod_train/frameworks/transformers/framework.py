@@ -175,11 +175,6 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
         self.local_loss_of_step = 0.0
         self.norm: float | None = None
 
-    @property
-    def is_split(self) -> bool:
-        """Also one rank alone has the shares of the shard rule."""
-        return True
-
     def get_train_dataloader(self) -> Any:
         """Return what the shard rule gives this rank."""
         return self.source

@@ -65,7 +65,8 @@ class HorovodTrainerMixin:
     """Makes a ``Trainer`` train on all ranks. Put it first: ``class T(HorovodTrainerMixin, Trainer)``.
 
     ``world``, ``bucket_size_mib`` and ``wire_dtype`` can be given by name beside the arguments of the
-    trainer. Each rank reads its part of every global batch; no sample is read twice in an epoch.
+    trainer. Each rank reads its part of every global batch, and each sample counts once in an epoch; one
+    process alone trains on the same global batches in the same order.
     """
 
     args: Any
@@ -102,8 +103,6 @@ class HorovodTrainerMixin:
 
     def get_train_dataloader(self) -> Any:
         """Return this rank's part of every global batch."""
-        if self.world.size == 1:
-            return super().get_train_dataloader()  # type: ignore[misc]
         batches = ShardedBatches(
             checked_length(self.train_dataset),
             self.world,
@@ -127,7 +126,7 @@ class HorovodTrainerMixin:
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the micro-batches of a step, and the number of items (tokens) in it over all ranks."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
-        if not self.is_split or not samples:
+        if not samples:
             return samples, num_items
         counts = self._which_count()
         real = [batch for batch, counts_one in zip(samples, counts, strict=True) if counts_one]
@@ -152,22 +151,15 @@ class HorovodTrainerMixin:
 
     # -- gradients
 
-    @property
-    def is_split(self) -> bool:
-        """Whether steps are split over ranks; if not, all is left to ``Trainer``."""
-        return self.world.size > 1
-
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         """Return the loss; in training this rank's part of the mean over the global batch."""
         found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
-        if not self.is_split or not model.training or return_outputs:
+        if not model.training or return_outputs:
             return found
         return found * self._weights.pop(0)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Make a forward and backward pass; after the last of a step, wait for the other ranks."""
-        if not self.is_split:
-            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
         if self.gradients is None:
             self._prepare_ranks(model)
         assert self.gradients is not None
@@ -189,12 +181,11 @@ class HorovodTrainerMixin:
 
     def _prepare_ranks(self, model: Any) -> None:
         """Take over rank 0's weights; make what sums gradients."""
-        world = self.world
-        assert isinstance(world, TorchWorld)
-        for name, tensor in model.state_dict().items():
-            world.broadcast(tensor, f"horovod_train.model.{name}")
+        if isinstance(self.world, TorchWorld):
+            for name, tensor in model.state_dict().items():
+                self.world.broadcast(tensor, f"horovod_train.model.{name}")
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        self.gradients = make_gradients(self._allreduce, model, optimizer, world)
+        self.gradients = make_gradients(self._allreduce, model, optimizer, self.world)
 
     # -- evaluation
 

@@ -1,0 +1,92 @@
+"""HorovodStrategy in Lightning's own Trainer, without a job."""
+
+from __future__ import annotations
+
+import subprocess
+from itertools import chain
+
+import numpy as np
+import pytest
+from frameworks.cases import Case
+from frameworks.net import BATCH_SIZE
+from support.joint import train_jointly
+from support.launching import BIN, PROGRAMS, environment, on_horovod, results
+
+RANKS, NUM_SAMPLES, EPOCHS = 2, 48, 3
+PLAIN = Case("plain", num_samples=NUM_SAMPLES)
+ACCUMULATION = Case("accumulation", num_samples=NUM_SAMPLES, accumulation=3, clip=0.3)
+SCALED = Case("scaled", num_samples=NUM_SAMPLES, lr={"base_lr": 0.02})
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("lightning")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    on_horovod(RANKS, "mpi", "lightning_ways.py", str(folder))
+    return results(folder)
+
+
+def joint_batches(ranks, way, accumulation=1):
+    """Lightning shuffles: the numbers of the samples that all ranks together read in each step."""
+    places = [[*first, *second] for first, second in zip(*(rank[way]["seen"] for rank in ranks), strict=True)]
+    steps = np.reshape(places, (EPOCHS, -1, accumulation * 2 * BATCH_SIZE))
+    return [[list(step) for step in epoch] for epoch in steps]
+
+
+def difference(ranks, way, case):
+    batches = joint_batches(ranks, way, case.accumulation)
+    expected, _ = train_jointly(case, RANKS, framework="torch", batches=batches)
+    assert ranks[0][way]["weights"] == ranks[1][way]["weights"]
+    pairs = zip(ranks[0][way]["weights"], expected.values(), strict=True)
+    return max(float(np.abs(np.asarray(a) - e.ravel()).max()) for a, e in pairs)
+
+
+@pytest.mark.parametrize("way", ["by object", "by name"])
+def test_the_strategy_trains_like_one_process_with_the_joint_batch(ranks, way):
+    assert [rank[way]["strategy"] for rank in ranks] == ["HorovodStrategy"] * RANKS
+    assert difference(ranks, way, PLAIN) <= 1e-6
+
+
+def test_lightning_gives_each_rank_samples_of_its_own(ranks):
+    epochs = joint_batches(ranks, "by name")
+
+    assert [sorted(chain(*epoch)) for epoch in epochs] == [list(range(NUM_SAMPLES))] * EPOCHS
+    assert epochs[0] != epochs[1]
+
+
+def test_accumulation_communicates_in_the_last_backward_only(ranks):
+    assert difference(ranks, "accumulation, clipping", ACCUMULATION) <= 1e-6
+    for rank in ranks:
+        found = rank["accumulation, clipping"]
+        assert found["steps"] == EPOCHS * NUM_SAMPLES / RANKS / BATCH_SIZE / 3
+        assert [bool(count) for count in found["sums_per_batch"]] == [False, False, True] * found["steps"]
+
+
+def test_mixed_precision_stays_near(ranks):
+    assert difference(ranks, "bf16", PLAIN) <= 4e-3
+
+
+def test_sync_dist_is_the_mean_over_ranks(ranks):
+    assert [rank["by object"]["logged"]["rank"] for rank in ranks] == [0.5, 0.5]
+
+
+def test_rank_0_saves_and_all_resume(ranks, folder):
+    assert (folder / "saved by 0" / "epoch-1.ckpt").is_file()
+    assert not (folder / "saved by 1").exists()
+    assert difference(ranks, "undisturbed", SCALED) <= 1e-6
+    for rank in ranks:
+        assert len(rank["resumed"]["seen"]) == len(rank["undisturbed"]["seen"]) * 2 / 3
+        assert rank["resumed"]["weights"] == rank["undisturbed"]["weights"]
+        assert rank["resumed"]["lr"] == pytest.approx(0.02)
+
+
+def test_a_scaled_rate_is_right_again_when_one_process_resumes(ranks, folder):
+    command = [str(BIN / "python"), str(PROGRAMS / "lightning_ways.py"), str(folder)]
+
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=120)
+
+    assert results(folder)[0]["resumed"]["lr"] == pytest.approx(0.01)

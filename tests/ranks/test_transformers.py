@@ -1,0 +1,99 @@
+"""HorovodTrainer in a script of its own, without a job, started by mpirun alone."""
+
+from __future__ import annotations
+
+import subprocess
+from itertools import chain
+
+import numpy as np
+import pytest
+from language import EPOCHS, NUM_SAMPLES, step_by_step
+from support.launching import BIN, PROGRAMS, environment, results
+
+RANKS = 2
+WAYS = {"plain": 1, "accumulation": 2}
+pytestmark = pytest.mark.ranks
+
+
+def run(launcher, folder):
+    command = [*launcher, str(BIN / "python"), str(PROGRAMS / "transformers_ways.py"), str(folder)]
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    return results(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("transformers")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder):
+    return run(["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(RANKS)], folder)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return run([], tmp_path_factory.mktemp("alone"))
+
+
+def steps_of_all(found, way):
+    """The numbers of the samples of each step, over all ranks; what fills up a short step is left out."""
+    places = [list(chain(*places)) for places in zip(*(rank[way]["seen"] for rank in found), strict=True)]
+    steps = [list(chain(*places[at : at + WAYS[way]])) for at in range(0, len(places), WAYS[way])]
+    per_epoch = len(steps) // EPOCHS
+    kept = []
+    for epoch in range(EPOCHS):
+        used = set()
+        for step in steps[epoch * per_epoch : (epoch + 1) * per_epoch]:
+            kept.append(sorted(set(step) - used))
+            used |= set(step)
+        assert used == set(range(NUM_SAMPLES))
+    return kept
+
+
+def difference(found, expected):
+    pairs = zip(found, expected, strict=True)
+    return max(float(np.abs(np.asarray(a) - np.asarray(e)).max()) for a, e in pairs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("who", ["ranks", "alone"])
+def test_every_token_of_a_step_weighs_the_same(who, way, request):
+    found = request.getfixturevalue(who)
+    expected, losses = step_by_step(steps_of_all(found, way))
+
+    for rank in found:
+        assert difference(rank[way]["weights"], expected) <= 1e-6
+    epochs = np.split(np.array(losses), EPOCHS)
+    assert found[0][way]["logged"] == pytest.approx([epoch.mean() for epoch in epochs], abs=1e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ranks_hold_the_same_bits(ranks, way):
+    assert ranks[0][way]["weights"] == ranks[1][way]["weights"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_alone_with_the_joint_batch_is_the_same_training(ranks, alone, way):
+    assert difference(alone[0][way]["weights"], ranks[0][way]["weights"]) <= 1e-6
+    assert steps_of_all(alone, way) == steps_of_all(ranks, way)
+
+
+def test_rank_0_saves_and_others_add_their_generators_only(ranks, folder):
+    saved = [
+        {file.name for file in (folder / f"saved by {rank}" / "checkpoint-4").iterdir()} for rank in range(2)
+    ]
+
+    assert [rank["plain"]["should_save"] for rank in ranks] == [True, False]
+    assert {"model.safetensors", "optimizer.pt", "trainer_state.json", "rng_state_0.pth"} <= saved[0]
+    assert saved[1] == {"rng_state_1.pth"}
+
+
+def test_a_checkpoint_of_trainer_resumes_in_mid_epoch(ranks):
+    for rank in ranks:
+        assert rank["resumed"]["steps"] == rank["plain"]["steps"]
+        assert len(rank["resumed"]["seen"]) < len(rank["plain"]["seen"])
+        assert rank["resumed"]["weights"] == rank["plain"]["weights"]
