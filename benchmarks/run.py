@@ -191,7 +191,7 @@ def compare(comparison: Comparison, model: str, pairs: int, steps: int) -> list[
     median = statistics.median(ratios)
     verdict = "met" if median <= comparison.target else "MISSED"
     print(
-        f"{model:<13} {comparison.name:<34} {median:6.3f}  [{min(ratios):.3f} .. {max(ratios):.3f}]  "
+        f"{model:<19} {comparison.name:<34} {median:6.3f}  [{min(ratios):.3f} .. {max(ratios):.3f}]  "
         f"{1e3 * statistics.median(ours for ours, _ in times):7.1f} ms / "
         f"{1e3 * statistics.median(other for _, other in times):7.1f} ms  "
         f"target {comparison.target:.2f} {verdict}",

@@ -13,6 +13,48 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "programs")]
 
 
+from support.matrix import Matrix, update  # noqa: E402  (found by the path above)
+
+MATRIX = pytest.StashKey[Matrix]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--matrix", metavar="PAGE", help="write what each framework was seen to do")
+
+
+def pytest_configure(config):
+    config.stash[MATRIX] = Matrix()
+
+
+@pytest.fixture
+def matrix(record_property):
+    """Say which cell of the matrix a test fills: row, column and what stands there if it passes."""
+    return lambda row, column, text="yes": record_property("matrix", (row, column, text))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.when == "call":
+        for name, value in report.user_properties:
+            if name == "matrix":
+                row, column, text = value
+                item.config.stash[MATRIX].add(row, column, text, passed=report.passed)
+    return report
+
+
+def pytest_sessionfinish(session):
+    page = session.config.getoption("--matrix")
+    if page and not update(session.config.stash[MATRIX], Path(page)):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    page = config.getoption("--matrix")
+    if page:
+        terminalreporter.write_line(f"{page} says what was seen; if it has changed, look at it and commit it")
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind():
     environment = dict(os.environ)

@@ -102,7 +102,6 @@ SUPPORT: Mapping[str, Support] = {
         "2.6.6",
         "Trainer.fit",
         (*_keeps_its_model("Lightning"), _updates_at_once("Lightning")),
-        note="no fp16 on a CPU",
     ),
     "transformers": Support(
         ("transformers",),

@@ -130,4 +130,8 @@ def connect(
     """
     if not started_as_one_of_many(environ):
         return SingleWorld()
-    return world_class(horovod_settings(job or Job(name="library", task="own:Loop")))
+    job = job or Job(name="library", task="own:Loop")
+    settings = horovod_settings(job)
+    if job.launch.threads_per_rank is not None:
+        settings["OMP_NUM_THREADS"] = str(job.launch.threads_per_rank)  # else a world may share the cores
+    return world_class(settings)

@@ -24,7 +24,6 @@ from horovod_train.worker import make_run, train_all
 name, folder = sys.argv[1], Path(sys.argv[2])
 task = import_module(f"frameworks.{name}_task")
 framework = FRAMEWORKS.load(name)()
-world = None
 
 
 def train(job: Job):
@@ -50,16 +49,22 @@ def train(job: Job):
     return found
 
 
-found = {}
-for case in cases_of(name):
-    job = Job.model_validate(case.job(name))
-    if world is None:
-        world = framework.connect(job)
-    found[case.name] = train(job)
-try:
-    found[OVERFLOW.name] = train(Job.model_validate(OVERFLOW.job(name, huge=OVERFLOWING)))
-except UserError as refused:
-    found[OVERFLOW.name] = {"fingerprints": [], "refused": str(refused)}
-found[NOT_A_NUMBER.name] = train(Job.model_validate(NOT_A_NUMBER.job(name, huge=float("inf"))))
+def train_or_refuse(job: Job):
+    try:
+        return {"refused": "", **train(job)}
+    except UserError as refused:
+        return {"refused": str(refused)}
+
+
+world = framework.connect(Job.model_validate(NOT_A_NUMBER[0].job(name)))
+found = {
+    case.name: train_or_refuse(Job.model_validate(case.job(name, huge=huge)))
+    for cases, huge in (
+        (cases_of(name), None),
+        ([OVERFLOW], OVERFLOWING),
+        (NOT_A_NUMBER, float("inf")),
+    )
+    for case in cases
+}
 (folder / f"rank-{world.rank}.json").write_text(json.dumps(found))
 world.close()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
-from frameworks.cases import CAN_FP16_ON_CPU, NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of
+from frameworks.cases import NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of, refusal
 from frameworks.net import start_weights
 from support.joint import train_jointly
 from support.launching import bin_of, on_horovod, results
+from support.matrix import WEIGHTS
 
-WORLDS = [
-    (2, "mpi"),
-    (3, "gloo"),
-    pytest.param((2, "gloo"), marks=pytest.mark.campaign),
-    pytest.param((3, "mpi"), marks=pytest.mark.campaign),
-]
+
+def name_of(framework):
+    """The framework of the job; Keras stands there with its back end."""
+    return framework.partition(" ")[0]
+
+
 FRAMEWORKS = {
     "tensorflow": {},
     "keras on tensorflow": {"KERAS_BACKEND": "tensorflow"},
@@ -26,7 +29,45 @@ FRAMEWORKS = {
     "transformers": {},
     "mxnet": {},
 }
+WORLDS = [
+    (2, "gloo"),
+    (3, "mpi"),
+    pytest.param((2, "mpi"), marks=pytest.mark.campaign),
+    pytest.param((3, "gloo"), marks=pytest.mark.campaign),
+]
+WAYS = [
+    pytest.param(framework, case, id=f"{framework}-{case.name}")
+    for framework in FRAMEWORKS
+    for case in cases_of(name_of(framework))
+]
+on_worlds = pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world[0]} ranks {world[1]}")
+in_frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
 pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """What each rank has found, by rank: all cases of a framework are trained in one launch."""
+
+    @functools.cache
+    def launch(world, framework):
+        num_ranks, controller = world
+        name = name_of(framework)
+        folder = tmp_path_factory.mktemp("trained")
+        on_horovod(
+            num_ranks,
+            controller,
+            "train_cases.py",
+            name,
+            str(folder),
+            env=FRAMEWORKS[framework],
+            programs=bin_of(name),
+        )
+        found = results(folder)
+        assert len(found) == num_ranks
+        return found
+
+    return launch
 
 
 def largest_difference(found, expected):
@@ -34,81 +75,85 @@ def largest_difference(found, expected):
     return max(float(np.abs(a - e.ravel()).max()) for a, e in zip(flat, expected.values(), strict=True))
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world[0]} ranks {world[1]}")
-def world(request):
-    return request.param
+def says_why_not(found, case, framework):
+    """Whether a way to train is refused, and if so, that the reason is the one that was expected."""
+    reason = refusal(case, name_of(framework))
+    assert all(reason in rank[case.name]["refused"] for rank in found)
+    assert bool(reason) == bool(found[0][case.name]["refused"])
+    return f"no: {reason}" if reason else ""
 
 
-@pytest.fixture(scope="module", params=FRAMEWORKS)
-def framework(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def name(framework):
-    return framework.partition(" ")[0]
-
-
-@pytest.fixture(scope="module")
-def trained(world, framework, name, tmp_path_factory):
-    num_ranks, controller = world
-    folder = tmp_path_factory.mktemp("trained")
-    on_horovod(
-        num_ranks,
-        controller,
-        "train_cases.py",
-        name,
-        str(folder),
-        env=FRAMEWORKS[framework],
-        programs=bin_of(name),
-    )
-    found = results(folder)
-    assert len(found) == num_ranks
-    return found
-
-
-def test_weights_are_those_of_one_process_with_the_joint_batch(trained, name):
-    for case in cases_of(name):
-        expected, _ = train_jointly(case, len(trained), framework=name)
-
-        found = trained[0][case.name]
-
-        assert not found["error"]
-        assert largest_difference(found["weights"], expected) <= case.tolerance, case.name
-        assert largest_difference(found["weights"], start_weights()) > 10 * case.tolerance, case.name
-
-
-def test_all_ranks_hold_the_same_bits(trained):
-    for case in trained[0]:
-        first = trained[0][case]["fingerprints"]
-
-        assert all(rank[case]["fingerprints"] == first for rank in trained), case
-
-
-def test_evaluation_is_exact(trained, name):
-    for case in cases_of(name):
-        _, expected = train_jointly(case, len(trained), framework=name)
-
-        for rank in trained:
-            found = rank[case.name]["metrics"]
-            assert found == trained[0][case.name]["metrics"]
-            if case.precision == "fp32":
-                assert found["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-7)
-                assert found["loss"] == pytest.approx(expected["loss"], abs=2e-6)
-
-
-def test_an_overflow_on_one_rank_skips_that_step_on_all(trained, name):
-    if name not in CAN_FP16_ON_CPU:
-        reason = trained[0][OVERFLOW.name]["refused"]
-        assert "has no fp16 on a CPU" in reason or "train.precision cannot be had" in reason
+@pytest.mark.parametrize(("framework", "case"), WAYS)
+@on_worlds
+def test_weights_are_those_of_one_process_with_the_joint_batch(train, world, framework, case, matrix):
+    found = train(world, framework)
+    if not case.penalty:
+        matrix(WEIGHTS.format(case.name), framework, says_why_not(found, case, framework) or "yes")
+    if found[0][case.name]["refused"]:
         return
-    expected, _ = train_jointly(OVERFLOW, len(trained), framework=name, huge=OVERFLOWING, skipped=[0])
+    expected, _ = train_jointly(case, len(found), framework=name_of(framework))
 
-    for rank in trained:
+    mine = found[0][case.name]
+
+    assert not mine["error"]
+    assert largest_difference(mine["weights"], expected) <= case.tolerance
+    assert largest_difference(mine["weights"], start_weights()) > 10 * case.tolerance
+
+
+@in_frameworks
+@on_worlds
+def test_all_ranks_hold_the_same_bits(train, world, framework, matrix):
+    matrix("the same bits on all ranks", framework)
+    found = train(world, framework)
+    trained = [case for case in found[0] if not found[0][case]["refused"]]
+
+    assert len(trained) >= 5
+    for case in trained:
+        first = found[0][case]["fingerprints"]
+        assert first
+        assert all(rank[case]["fingerprints"] == first for rank in found), case
+
+
+@in_frameworks
+@on_worlds
+def test_evaluation_is_exact(train, world, framework, matrix):
+    matrix("exact evaluation", framework)
+    found = train(world, framework)
+    for case in cases_of(name_of(framework)):
+        if case.precision != "fp32":
+            continue
+        _, expected = train_jointly(case, len(found), framework=name_of(framework))
+
+        for rank in found:
+            metrics = rank[case.name]["metrics"]
+            assert metrics == found[0][case.name]["metrics"]
+            assert metrics["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-7)
+            assert metrics["loss"] == pytest.approx(expected["loss"], abs=2e-6)
+
+
+@in_frameworks
+@on_worlds
+def test_an_overflow_on_one_rank_skips_that_step_on_all(train, world, framework, matrix):
+    found = train(world, framework)
+    row = "an overflow on one rank: all skip the step"
+    matrix(row, framework, says_why_not(found, OVERFLOW, framework) or "yes")
+    if found[0][OVERFLOW.name]["refused"]:
+        return
+    expected, _ = train_jointly(
+        OVERFLOW, len(found), framework=name_of(framework), huge=OVERFLOWING, skipped=[0]
+    )
+
+    for rank in found:
         assert not rank[OVERFLOW.name]["error"]
         assert largest_difference(rank[OVERFLOW.name]["weights"], expected) <= OVERFLOW.tolerance
 
 
-def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_its_name(trained):
-    for rank in trained:
-        assert "step 1: the loss is nan because of rank 1" in rank[NOT_A_NUMBER.name]["error"]
+@in_frameworks
+@on_worlds
+def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_its_name(train, world, framework, matrix):
+    matrix("not a number on one rank: all stop and name it", framework)
+    found = train(world, framework)
+    for case in NOT_A_NUMBER:
+        if not says_why_not(found, case, framework):
+            for rank in found:
+                assert "step 1: the loss is nan because of rank 1" in rank[case.name]["error"]

@@ -14,6 +14,7 @@ from support.launching import PROGRAMS, TIMEOUT_S, bin_of, cli, environment, fre
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
 
 RUNS = {
+    "torch": ("gloo", {}),
     "tensorflow": ("mpi", {}),
     "keras on tensorflow": ("gloo", {"KERAS_BACKEND": "tensorflow"}),
     "keras on torch": ("mpi", {"KERAS_BACKEND": "torch"}),
@@ -27,6 +28,7 @@ RANKS, BATCH_SIZE, NUM_SAMPLES, EPOCHS, LR = 2, 4, 50, 3, 0.01
 # 25 samples per rank and epoch: rank 1 goes in its second epoch.
 KILL_AFTER = 38
 PHASES = {
+    "torch": {"data", "forward", "backward", "allreduce_wait", "optimizer"},
     "tensorflow": {"data", "compute", "optimizer"},
     "keras on tensorflow": {"compute"},
     "keras on torch": {"data", "compute", "allreduce_wait"},
@@ -36,6 +38,7 @@ PHASES = {
     "transformers": {"data", "forward", "backward", "allreduce_wait", "optimizer"},
     "mxnet": {"data", "compute", "allreduce_wait", "optimizer"},
 }
+NO_NORM = "Keras shows no gradient: the metric is absent, not zero"
 pytestmark = pytest.mark.ranks
 
 
@@ -108,7 +111,11 @@ def parsed(text):
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(run, tmp_path):
+def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(run, tmp_path, matrix):
+    for row in ("killed and resumed: bit for bit as if undisturbed", "metrics of each rank"):
+        matrix(row, run)
+    matrix("parts of a step that can be told apart", run, ", ".join(sorted(PHASES[run])))
+    matrix("gradient norm among them", run, f"no: {NO_NORM}" if run.startswith("keras") else "yes")
     framework = run.partition(" ")[0]
     controller, variables = RUNS[run]
     settings = {"PYTHONPATH": str(PROGRAMS), "programs": bin_of(framework), **variables}
@@ -138,5 +145,4 @@ def check_metrics(run, scraped):
         assert 0 < found["loss"] < 3
         assert found["allreduce_bytes_total"] >= found["steps_total"] * 163 * 4
         assert phases == PHASES[run]
-        # Keras shows no gradient: absent is not zero.
         assert ("gradient_norm" in found) == (not run.startswith("keras"))

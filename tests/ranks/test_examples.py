@@ -20,6 +20,16 @@ RUNS = {
     "transformers_trainer": ("transformers_trainer.py", {}),
     "gluon_loop": ("gluon_loop.py", {}),
 }
+FRAMEWORK_OF = {
+    "tensorflow_loop": "tensorflow",
+    "keras_fit on tensorflow": "keras on tensorflow",
+    "keras_fit on torch": "keras on torch",
+    "keras_fit on jax": "keras on jax",
+    "jax_step": "jax",
+    "lightning_module": "lightning",
+    "transformers_trainer": "transformers",
+    "gluon_loop": "mxnet",
+}
 pytestmark = pytest.mark.ranks
 
 
@@ -43,7 +53,8 @@ def run(launcher, example, batch_size, folder, env):
 
 
 @pytest.mark.parametrize("example", RUNS)
-def test_trains_the_same_alone_and_on_two_ranks(example, tmp_path):
+def test_trains_the_same_alone_and_on_two_ranks(example, tmp_path, matrix):
+    matrix("in a script of your own, without a job", FRAMEWORK_OF[example])
     controller = "--mpi" if len(example) % 2 else "--gloo"
     [accuracy], [weights] = run([], example, 64, tmp_path, {})
 

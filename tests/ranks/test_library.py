@@ -30,7 +30,8 @@ def check(found, size):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("size", [2, 3])
-def test_an_own_loop_on_ranks_trains_like_one_process(tmp_path, controller, size):
+def test_an_own_loop_on_ranks_trains_like_one_process(tmp_path, controller, size, matrix):
+    matrix("in a script of your own, without a job", "torch")
     arguments = [str(tmp_path), str(tmp_path / "checkpoints"), str(EPOCHS), str(free_port())]
 
     on_horovod(size, controller, "own_loop.py", *arguments)

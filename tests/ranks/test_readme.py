@@ -19,6 +19,7 @@ INLINE = sorted(set(re.findall(r"`((?:make|horovod-train|horovodrun) [^`]+)`", R
 NOT_RUN_HERE = {
     "make test": "runs this test",
     "make bench": "takes half an hour; tests/unit/test_benchmarks.py runs a short one",
+    "make mxnet": "has been run by `make test` before this test",
     "make accuracy": "takes minutes; tests/unit/test_benchmarks.py runs a short one",
     next(command for command in INLINE if "node01" in command): "needs two hosts; planned below",
 }

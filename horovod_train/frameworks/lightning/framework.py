@@ -13,6 +13,7 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.nn.utils import get_total_norm
 
 from horovod_train.checkpoint.arrays import ArrayBlob
@@ -33,8 +34,6 @@ from horovod_train.frameworks.torch.reducer import LocalGradients
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.world import TorchWorld
 from horovod_train.frameworks.world import connect
-
-PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
 class LightningReplica(TorchReplica):
@@ -71,10 +70,6 @@ class LightningFramework:
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
         device = choose_device(job, world)
-        if job.train.precision == "fp16" and device.type == "cpu":
-            raise UserError(
-                "Lightning has no fp16 on a CPU", hint="set train.precision: bf16, or framework: torch"
-            )
         seed_generators(job.train.seed, 0, 0)
         self._job, self._world, self._device = job, world, device
         self._task: LightningTask = load_task(job.task, job.task_args, REQUIRED)
@@ -142,6 +137,16 @@ class LightningFramework:
             world=self._world, bucket_size_mib=allreduce.bucket_size_mib, wire_dtype=allreduce.wire_dtype
         )
 
+    def _precision(self) -> Precision:
+        """Return how Lightning computes; its loss scale is the replica's, which is saved and resumed."""
+        match self._job.train.precision:
+            case "fp16":
+                return MixedPrecision("16-mixed", self._device.type, scaler=self._replica.scaler)
+            case "bf16":
+                return MixedPrecision("bf16-mixed", self._device.type)
+            case _:
+                return Precision()
+
     def _trainer(self, **settings: Any) -> lightning.Trainer:
         """Return a trainer that leaves to this package what this package does."""
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
@@ -150,7 +155,7 @@ class LightningFramework:
         return lightning.Trainer(
             accelerator="gpu" if on_gpu else "cpu",
             devices=[self._device.index] if on_gpu else 1,
-            precision=PRECISIONS[self._job.train.precision],
+            plugins=self._precision(),
             deterministic=self._job.train.deterministic,
             logger=False,
             enable_checkpointing=False,

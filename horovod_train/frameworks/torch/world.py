@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,6 +15,11 @@ class TorchWorld(HorovodWorld):
     """A world of ranks; also the wire on which gradients travel."""
 
     BINDING = "torch"
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        super().__init__(settings)
+        if "OMP_NUM_THREADS" not in os.environ:
+            share_cores(self.hvd.local_size())
 
     def sum_array(self, array: Array, name: str) -> Array:
         """Return the elementwise sum over ranks."""
@@ -41,3 +48,12 @@ class TorchWorld(HorovodWorld):
         self.call(lambda: self.hvd.broadcast_(view, root_rank=0, name=name))
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
+
+
+def share_cores(num_ranks: int) -> None:
+    """Let the ranks of a host share its cores: with a thread per core each, they would fight for them.
+
+    ``horovodrun`` does not see to it; ``horovod-train run`` sets OMP_NUM_THREADS instead.
+    """
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // num_ranks)))
