@@ -82,7 +82,7 @@ train: tools $(VENV)/installed $(VENV)/engine
 	@$(BIN)/horovod-train run digits --set checkpoint.resume=never
 
 test: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
-	@$(BIN)/python -m pytest --matrix docs/frameworks.md
+	@$(BIN)/python -m pytest --matrix=docs/frameworks.md
 
 campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest -m campaign

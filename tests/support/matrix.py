@@ -1,7 +1,7 @@
 """docs/frameworks.md: what the tests have seen each framework do, and with which version.
 
 A test says with the fixture ``matrix`` which cell it fills; whether it passed decides what stands
-there. ``pytest --matrix docs/frameworks.md`` rewrites the page when it is not what was seen.
+there. ``pytest --matrix=docs/frameworks.md`` rewrites the page when it is not what was seen.
 """
 
 from __future__ import annotations

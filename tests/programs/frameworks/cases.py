@@ -85,7 +85,7 @@ def cases_of(framework: str) -> list[Case]:
 def refusal(case: Case, framework: str) -> str:
     """Why a framework does not train that way; empty: it does."""
     if framework == "mxnet" and case.precision != "fp32":
-        return "train.precision cannot be had with framework mxnet"
+        return "MXNet's is another mechanism, and it is legacy"
     if framework == "transformers" and case.precision == "fp16":
         return "Transformers has no fp16 on a CPU"
     return ""
