@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.flatten_util import ravel_pytree
 from vectors import LR, MOMENTUM, NUM_CLASSES, NUM_LAYERS, WIDTH, Vectors, batches
 
 
@@ -46,12 +47,12 @@ def by_hand(num_steps: int) -> None:
     task, optimizer = Task(), optax.sgd(LR * hvd.size(), MOMENTUM)
     params = task.model(jax.random.key(0))
     state = optimizer.init(params)
-    _, unravel = jax.flatten_util.ravel_pytree(params)
+    _, unravel = ravel_pytree(params)
 
     @jax.jit
     def gradient(params: Any, x: Any, y: Any) -> tuple[jax.Array, jax.Array]:
         loss, found = jax.value_and_grad(task.loss)(params, (x, y), None)
-        return loss, jax.flatten_util.ravel_pytree(found)[0]
+        return loss, ravel_pytree(found)[0]
 
     @jax.jit
     def update(params: Any, state: Any, flat: Any) -> tuple[Any, Any]:

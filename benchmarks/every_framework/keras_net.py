@@ -70,9 +70,10 @@ def on_jax(model: keras.Model, loss_of: Any, optimizer: Any, num_steps: int) -> 
     import horovod.torch as hvd
     import jax
     import torch
+    from jax.flatten_util import ravel_pytree
 
     hvd.init()
-    _, unravel = jax.flatten_util.ravel_pytree([v.value for v in model.trainable_variables])
+    _, unravel = ravel_pytree([v.value for v in model.trainable_variables])
 
     def loss_and_state(trained: Any, fixed: Any, x: Any, y: Any) -> Any:
         logits, fixed = model.stateless_call(trained, fixed, x, training=True)
@@ -81,7 +82,7 @@ def on_jax(model: keras.Model, loss_of: Any, optimizer: Any, num_steps: int) -> 
     @jax.jit
     def gradient(trained: Any, fixed: Any, x: Any, y: Any) -> Any:
         (loss, fixed), found = jax.value_and_grad(loss_and_state, has_aux=True)(trained, fixed, x, y)
-        return loss, fixed, jax.flatten_util.ravel_pytree(found)[0]
+        return loss, fixed, ravel_pytree(found)[0]
 
     @jax.jit
     def update(state: Any, flat: Any, trained: Any) -> Any:
