@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.engine.base import World, gather_json
-from horovod_train.errors import UserError
+from horovod_train.errors import CheckpointError, UserError
 
 Array = npt.NDArray[Any]
 
@@ -69,6 +69,41 @@ def check_same_layout(world: World, arrays: Mapping[str, Array]) -> None:
                 f"{[entry for entry in layout if entry not in layouts[0]][:2]} and {known[:2]}",
                 hint="a model must not depend on the rank or on its part of the data",
             )
+
+
+def check_same_optimizer(state: ReplicaState, optimizer: object) -> None:
+    """Check that a checkpoint was trained with an optimizer of the same class.
+
+    Raises:
+        CheckpointError: It was not.
+    """
+    trained_with = state.optimizer_tree["class"]
+    if trained_with != type(optimizer).__name__:
+        raise CheckpointError(
+            f"the checkpoint belongs to another optimizer: it was trained with {trained_with}",
+            hint="train under another name, or set checkpoint.resume: never",
+        )
+
+
+def check_fits(shapes: Mapping[str, tuple[int, ...]], blobs: Mapping[str, ArrayBlob], what: str) -> None:
+    """Check that what a checkpoint holds has the names and shapes that are here.
+
+    Args:
+        shapes: Those that are here.
+        blobs: Those of the checkpoint.
+        what: Names them for a person: model, optimizer.
+
+    Raises:
+        CheckpointError: Names or shapes differ.
+    """
+    there = {name: tuple(blob.shape) for name, blob in blobs.items()}
+    odd = sorted(name for name in shapes.keys() | there.keys() if shapes.get(name) != there.get(name))
+    if odd:
+        raise CheckpointError(
+            f"the checkpoint belongs to another {what}: {odd[0]} has shape {there.get(odd[0], 'none')} there "
+            f"and {shapes.get(odd[0], 'none')} here, and {len(odd) - 1} others differ",
+            hint="train under another name, or set checkpoint.resume: never",
+        )
 
 
 def unique_names(names: Sequence[str]) -> list[str]:

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.errors import CheckpointError
-from horovod_train.frameworks.arrays import Array, from_blob, to_blob, unique_names
+from horovod_train.frameworks.arrays import Array, check_fits, from_blob, to_blob, unique_names
 from horovod_train.frameworks.randomness import mix
 
 
@@ -47,24 +46,9 @@ def load_blobs(variables: Mapping[str, Variable], blobs: Mapping[str, ArrayBlob]
     Raises:
         CheckpointError: Names or shapes differ; nothing was changed then.
     """
-    odd = sorted(set(variables) ^ set(blobs))
-    if odd:
-        missing = odd[0] in variables
-        raise CheckpointError(
-            f"the checkpoint belongs to another {what}: {odd[0]} is only in the "
-            f"{'job' if missing else 'checkpoint'}, as are {len(odd) - 1} others",
-            hint="train under another name, or set checkpoint.resume: never",
-        )
-    values = {name: from_blob(blob) for name, blob in blobs.items()}
+    check_fits({name: tuple(variable.numpy().shape) for name, variable in variables.items()}, blobs, what)
     for name, variable in variables.items():
-        if variable.numpy().shape != values[name].shape:
-            raise CheckpointError(
-                f"the checkpoint belongs to another {what}: {name} has shape {values[name].shape} there "
-                f"and {variable.numpy().shape} here",
-                hint="train under another name, or set checkpoint.resume: never",
-            )
-    for name, variable in variables.items():
-        variable.assign(values[name])
+        variable.assign(from_blob(blobs[name]))
 
 
 def seed_states(model: Any) -> list[Any]:

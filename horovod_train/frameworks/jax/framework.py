@@ -15,7 +15,7 @@ import optax
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.config.schema import Job
 from horovod_train.engine.base import World
-from horovod_train.errors import UserError
+from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.jax.replica import JaxReplica, Keys
 from horovod_train.frameworks.jax.task import REQUIRED
 from horovod_train.frameworks.optimizers import make_optimizer
@@ -99,12 +99,5 @@ def choose_device(job: Job, world: World) -> None:
         UserError: A GPU was asked for and there is none for this rank.
     """
     gpus = [device for device in jax.devices() if device.platform == "gpu"]
-    if job.train.device == "cpu" or (job.train.device == "auto" and not gpus):
-        jax.config.update("jax_default_device", jax.devices("cpu")[0])
-        return
-    if world.local_rank >= len(gpus):
-        raise UserError(
-            f"local rank {world.local_rank} on {world.host} has no GPU of its own: {len(gpus)} found",
-            hint="start at most one rank per GPU, or set train.device: cpu",
-        )
-    jax.config.update("jax_default_device", gpus[world.local_rank])
+    own = own_gpu(job, world, len(gpus))
+    jax.config.update("jax_default_device", jax.devices("cpu")[0] if own is None else gpus[own])

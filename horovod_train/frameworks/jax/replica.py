@@ -16,8 +16,8 @@ from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
 from horovod_train.engine.base import World
-from horovod_train.errors import CheckpointError, UserError
-from horovod_train.frameworks.arrays import from_blob, to_blob
+from horovod_train.errors import UserError
+from horovod_train.frameworks.arrays import check_fits, from_blob, to_blob
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.jax.optax import broadcast
 from horovod_train.frameworks.jax.reducer import Exchange
@@ -299,15 +299,8 @@ def filled(tree: Any, blobs: Mapping[str, ArrayBlob], what: str) -> Any:
     Raises:
         CheckpointError: Paths or shapes differ.
     """
-    here = {name: tuple(np.shape(leaf)) for name, leaf in named_leaves(tree).items()}
-    there = {name: tuple(blob.shape) for name, blob in blobs.items()}
-    odd = sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
-    if odd:
-        raise CheckpointError(
-            f"the checkpoint belongs to another {what}: {odd[0]} has shape {there.get(odd[0], 'none')} there "
-            f"and {here.get(odd[0], 'none')} here",
-            hint="train under another name, or set checkpoint.resume: never",
-        )
+    here = named_leaves(tree)
+    check_fits({name: tuple(np.shape(leaf)) for name, leaf in here.items()}, blobs, what)
     return jax.tree.unflatten(
         jax.tree.structure(tree), [jnp.asarray(from_blob(blobs[name])) for name in here]
     )

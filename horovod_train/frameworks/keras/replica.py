@@ -13,9 +13,8 @@ import numpy as np
 from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.data.shard import StepShare
 from horovod_train.engine.base import World
-from horovod_train.errors import CheckpointError
 from horovod_train.frameworks import variables
-from horovod_train.frameworks.arrays import from_rank_0, mean_over_ranks
+from horovod_train.frameworks.arrays import check_same_optimizer, from_rank_0, mean_over_ranks
 from horovod_train.frameworks.base import StepOutcome
 from horovod_train.frameworks.keras.callbacks import broadcast, exact_metrics
 
@@ -97,12 +96,7 @@ class KerasReplica:
         Raises:
             CheckpointError: The state belongs to another model or optimizer.
         """
-        trained_with, mine = state.optimizer_tree["class"], type(self.model.optimizer).__name__
-        if trained_with != mine:
-            raise CheckpointError(
-                f"the checkpoint belongs to another optimizer: it was trained with {trained_with}",
-                hint="train under another name, or set checkpoint.resume: never",
-            )
+        check_same_optimizer(state, self.model.optimizer)
         variables.load_blobs(variables.named(variables.shared_state(self.model)), state.model, "model")
         optimizer = variables.named(self.model.optimizer.variables)
         variables.load_blobs(optimizer, state.optimizer, "optimizer")

@@ -13,7 +13,7 @@ import numpy as np
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.config.schema import Job
 from horovod_train.engine.base import World
-from horovod_train.errors import UserError
+from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.mxnet.replica import MxnetReplica, Seeds
 from horovod_train.frameworks.mxnet.task import REQUIRED
 from horovod_train.frameworks.mxnet.world import MxnetWorld, to_arrays
@@ -84,12 +84,5 @@ def choose_context(job: Job, world: World) -> Any:
     Raises:
         UserError: A GPU was asked for and there is none for this rank.
     """
-    num_gpus = mx.context.num_gpus()
-    if job.train.device == "cpu" or (job.train.device == "auto" and not num_gpus):
-        return mx.cpu()
-    if world.local_rank >= num_gpus:
-        raise UserError(
-            f"local rank {world.local_rank} on {world.host} has no GPU of its own: {num_gpus} found",
-            hint="start at most one rank per GPU, or set train.device: cpu",
-        )
-    return mx.gpu(world.local_rank)
+    gpu = own_gpu(job, world, mx.context.num_gpus())
+    return mx.cpu() if gpu is None else mx.gpu(gpu)

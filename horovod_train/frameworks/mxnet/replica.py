@@ -14,7 +14,7 @@ from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
 from horovod_train.engine.base import World
-from horovod_train.errors import CheckpointError, UserError
+from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.mxnet.task import MxnetTask
@@ -217,19 +217,8 @@ class MxnetReplica:
         Raises:
             CheckpointError: The state belongs to another model or optimizer.
         """
-        mine = type(self._optimizer).__name__
-        if state.optimizer_tree["class"] != mine:
-            raise CheckpointError(
-                f"the checkpoint belongs to another optimizer: it was trained with "
-                f"{state.optimizer_tree['class']}",
-                hint="train under another name, or set checkpoint.resume: never",
-            )
-        expected = {name: tuple(p.shape) for name, p in self._params.items()}
-        if {name: tuple(blob.shape) for name, blob in state.model.items()} != expected:
-            raise CheckpointError(
-                "the checkpoint belongs to another model: names or shapes of parameters differ",
-                hint="train under another name, or set checkpoint.resume: never",
-            )
+        arrays.check_same_optimizer(state, self._optimizer)
+        arrays.check_fits({name: tuple(p.shape) for name, p in self._params.items()}, state.model, "model")
         for name, param in self._params.items():
             param.set_data(mx.nd.array(arrays.from_blob(state.model[name]), dtype=param.dtype))
         slots = {

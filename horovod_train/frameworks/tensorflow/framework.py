@@ -16,6 +16,7 @@ from horovod_train.config.schema import Job
 from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
+from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
@@ -103,13 +104,9 @@ def choose_device(job: Job, world: World) -> None:
         UserError: A GPU was asked for and there is none for this rank.
     """
     gpus = tf.config.list_physical_devices("GPU")
-    if job.train.device == "cpu" or (job.train.device == "auto" and not gpus):
+    own = own_gpu(job, world, len(gpus))
+    if own is None:
         tf.config.set_visible_devices([], "GPU")
         return
-    if world.local_rank >= len(gpus):
-        raise UserError(
-            f"local rank {world.local_rank} on {world.host} has no GPU of its own: {len(gpus)} found",
-            hint="start at most one rank per GPU, or set train.device: cpu",
-        )
-    tf.config.set_visible_devices(gpus[world.local_rank], "GPU")
-    tf.config.experimental.set_memory_growth(gpus[world.local_rank], enable=True)
+    tf.config.set_visible_devices(gpus[own], "GPU")
+    tf.config.experimental.set_memory_growth(gpus[own], enable=True)

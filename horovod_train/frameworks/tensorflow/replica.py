@@ -13,9 +13,14 @@ from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
 from horovod_train.engine.base import World
-from horovod_train.errors import CheckpointError, UserError
+from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
-from horovod_train.frameworks.arrays import check_same_layout, from_rank_0, mean_over_ranks
+from horovod_train.frameworks.arrays import (
+    check_same_layout,
+    check_same_optimizer,
+    from_rank_0,
+    mean_over_ranks,
+)
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.scaling import LossScale
@@ -270,12 +275,7 @@ class TensorflowReplica:
         Raises:
             CheckpointError: The state belongs to another model or optimizer.
         """
-        trained_with = state.optimizer_tree["class"]
-        if trained_with != type(self.optimizer).__name__:
-            raise CheckpointError(
-                f"the checkpoint belongs to another optimizer: it was trained with {trained_with}",
-                hint="train under another name, or set checkpoint.resume: never",
-            )
+        check_same_optimizer(state, self.optimizer)
         variables.load_blobs(variables.named(variables.shared_state(self.model)), state.model, "model")
         variables.load_blobs(variables.named(self.optimizer.variables), state.optimizer, "optimizer")
         self.scale.load_state(state.scaler)

@@ -17,6 +17,7 @@ from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.engine.base import World
 from horovod_train.errors import UserError
+from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
@@ -99,15 +100,10 @@ def choose_device(job: Job, world: World) -> torch.device:
     Raises:
         UserError: A GPU was asked for and there is none for this rank.
     """
-    wanted, count = job.train.device, torch.cuda.device_count()
-    if wanted == "cpu" or (wanted == "auto" and count == 0):
+    gpu = own_gpu(job, world, torch.cuda.device_count())
+    if gpu is None:
         return torch.device("cpu")
-    if world.local_rank >= count:
-        raise UserError(
-            f"local rank {world.local_rank} on {world.host} has no GPU of its own: {count} found",
-            hint="start at most one rank per GPU, or set train.device: cpu",
-        )
-    device = torch.device("cuda", world.local_rank)
+    device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     return device
 
