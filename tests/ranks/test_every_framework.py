@@ -4,31 +4,13 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
 from frameworks.cases import NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of, refusal
 from frameworks.net import start_weights
-from support.joint import train_jointly
-from support.launching import bin_of, on_horovod, results
-from support.matrix import WEIGHTS
+from support.joint import largest_difference, train_jointly
+from support.launching import bin_of, name_of, on_horovod, results, variables_of
+from support.matrix import COLUMNS, WEIGHTS
 
-
-def name_of(framework):
-    """The framework of the job; Keras stands there with its back end."""
-    return framework.partition(" ")[0]
-
-
-FRAMEWORKS = {
-    "tensorflow": {},
-    "keras on tensorflow": {"KERAS_BACKEND": "tensorflow"},
-    "keras on torch": {"KERAS_BACKEND": "torch"},
-    "keras on jax": {"KERAS_BACKEND": "jax"},
-    "jax": {},
-    "torch": {},
-    "lightning": {},
-    "transformers": {},
-    "mxnet": {},
-}
 WORLDS = [
     (2, "gloo"),
     (3, "mpi"),
@@ -37,11 +19,11 @@ WORLDS = [
 ]
 WAYS = [
     pytest.param(framework, case, id=f"{framework}-{case.name}")
-    for framework in FRAMEWORKS
+    for framework in COLUMNS
     for case in cases_of(name_of(framework))
 ]
 on_worlds = pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world[0]} ranks {world[1]}")
-in_frameworks = pytest.mark.parametrize("framework", FRAMEWORKS)
+in_frameworks = pytest.mark.parametrize("framework", COLUMNS)
 pytestmark = pytest.mark.ranks
 
 
@@ -60,7 +42,7 @@ def train(tmp_path_factory):
             "train_cases.py",
             name,
             str(folder),
-            env=FRAMEWORKS[framework],
+            env=variables_of(framework),
             programs=bin_of(name),
         )
         found = results(folder)
@@ -68,11 +50,6 @@ def train(tmp_path_factory):
         return found
 
     return launch
-
-
-def largest_difference(found, expected):
-    flat = [np.asarray(array) for array in found]
-    return max(float(np.abs(a - e.ravel()).max()) for a, e in zip(flat, expected.values(), strict=True))
 
 
 def says_why_not(found, case, framework):
@@ -96,8 +73,8 @@ def test_weights_are_those_of_one_process_with_the_joint_batch(train, world, fra
     mine = found[0][case.name]
 
     assert not mine["error"]
-    assert largest_difference(mine["weights"], expected) <= case.tolerance
-    assert largest_difference(mine["weights"], start_weights()) > 10 * case.tolerance
+    assert largest_difference(mine["weights"], expected.values()) <= case.tolerance
+    assert largest_difference(mine["weights"], start_weights().values()) > 10 * case.tolerance
 
 
 @in_frameworks
@@ -120,15 +97,16 @@ def test_evaluation_is_exact(train, world, framework, matrix):
     matrix("exact evaluation", framework)
     found = train(world, framework)
     for case in cases_of(name_of(framework)):
-        if case.precision != "fp32":
+        if says_why_not(found, case, framework):
             continue
         _, expected = train_jointly(case, len(found), framework=name_of(framework))
 
         for rank in found:
             metrics = rank[case.name]["metrics"]
             assert metrics == found[0][case.name]["metrics"]
-            assert metrics["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-7)
-            assert metrics["loss"] == pytest.approx(expected["loss"], abs=2e-6)
+            if case.precision == "fp32":
+                assert metrics["accuracy"] == pytest.approx(expected["accuracy"], abs=1e-7)
+                assert metrics["loss"] == pytest.approx(expected["loss"], abs=2e-6)
 
 
 @in_frameworks
@@ -145,7 +123,7 @@ def test_an_overflow_on_one_rank_skips_that_step_on_all(train, world, framework,
 
     for rank in found:
         assert not rank[OVERFLOW.name]["error"]
-        assert largest_difference(rank[OVERFLOW.name]["weights"], expected) <= OVERFLOW.tolerance
+        assert largest_difference(rank[OVERFLOW.name]["weights"], expected.values()) <= OVERFLOW.tolerance
 
 
 @in_frameworks

@@ -9,20 +9,30 @@ import urllib.request
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.launching import PROGRAMS, TIMEOUT_S, bin_of, cli, environment, free_port, write_job
+from support.launching import (
+    PROGRAMS,
+    TIMEOUT_S,
+    bin_of,
+    cli,
+    environment,
+    free_port,
+    name_of,
+    variables_of,
+    write_job,
+)
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
 
-RUNS = {
-    "torch": ("gloo", {}),
-    "tensorflow": ("mpi", {}),
-    "keras on tensorflow": ("gloo", {"KERAS_BACKEND": "tensorflow"}),
-    "keras on torch": ("mpi", {"KERAS_BACKEND": "torch"}),
-    "keras on jax": ("gloo", {"KERAS_BACKEND": "jax"}),
-    "jax": ("mpi", {}),
-    "lightning": ("mpi", {}),
-    "transformers": ("gloo", {}),
-    "mxnet": ("mpi", {}),
+CONTROLLERS = {
+    "torch": "gloo",
+    "tensorflow": "mpi",
+    "keras on tensorflow": "gloo",
+    "keras on torch": "mpi",
+    "keras on jax": "gloo",
+    "jax": "mpi",
+    "lightning": "mpi",
+    "transformers": "gloo",
+    "mxnet": "mpi",
 }
 RANKS, BATCH_SIZE, NUM_SAMPLES, EPOCHS, LR = 2, 4, 50, 3, 0.01
 # 25 samples per rank and epoch: rank 1 goes in its second epoch.
@@ -110,15 +120,14 @@ def parsed(text):
     return found, phases
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", CONTROLLERS)
 def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(run, tmp_path, matrix):
     for row in ("killed and resumed: bit for bit as if undisturbed", "metrics of each rank"):
         matrix(row, run)
     matrix("parts of a step that can be told apart", run, ", ".join(sorted(PHASES[run])))
     matrix("gradient norm among them", run, f"no: {NO_NORM}" if run.startswith("keras") else "yes")
-    framework = run.partition(" ")[0]
-    controller, variables = RUNS[run]
-    settings = {"PYTHONPATH": str(PROGRAMS), "programs": bin_of(framework), **variables}
+    framework, controller = name_of(run), CONTROLLERS[run]
+    settings = {"PYTHONPATH": str(PROGRAMS), "programs": bin_of(framework), **variables_of(run)}
     scraped = watched_run(
         job(tmp_path, "whole", framework, controller), tmp_path, "whole", environment(**settings)
     )

@@ -7,19 +7,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.launching import bin_of, environment
+from support.launching import bin_of, environment, name_of, variables_of
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
-RUNS = {
-    "tensorflow_loop": ("tensorflow_loop.py", {}),
-    "keras_fit on tensorflow": ("keras_fit.py", {"KERAS_BACKEND": "tensorflow"}),
-    "keras_fit on torch": ("keras_fit.py", {"KERAS_BACKEND": "torch"}),
-    "keras_fit on jax": ("keras_fit.py", {"KERAS_BACKEND": "jax"}),
-    "jax_step": ("jax_step.py", {}),
-    "lightning_module": ("lightning_module.py", {}),
-    "transformers_trainer": ("transformers_trainer.py", {}),
-    "gluon_loop": ("gluon_loop.py", {}),
-}
 FRAMEWORK_OF = {
     "tensorflow_loop": "tensorflow",
     "keras_fit on tensorflow": "keras on tensorflow",
@@ -34,13 +24,13 @@ pytestmark = pytest.mark.ranks
 
 
 def run(launcher, example, batch_size, folder, env):
-    script, variables = RUNS[example]
-    programs = bin_of("mxnet" if example == "gluon_loop" else "")
-    command = [*launcher, "python", str(EXAMPLES / script), str(batch_size)]
+    framework = FRAMEWORK_OF[example]
+    script = EXAMPLES / f"{name_of(example)}.py"
+    command = [*launcher, "python", str(script), str(batch_size)]
     done = subprocess.run(
         command,
         cwd=folder,
-        env=environment(programs=programs, **variables, **env),
+        env=environment(programs=bin_of(framework), **variables_of(framework), **env),
         capture_output=True,
         text=True,
         timeout=120,
@@ -52,7 +42,7 @@ def run(launcher, example, batch_size, folder, env):
     return accuracies, weights
 
 
-@pytest.mark.parametrize("example", RUNS)
+@pytest.mark.parametrize("example", FRAMEWORK_OF)
 def test_trains_the_same_alone_and_on_two_ranks(example, tmp_path, matrix):
     matrix("in a script of your own, without a job", FRAMEWORK_OF[example])
     controller = "--mpi" if len(example) % 2 else "--gloo"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from frameworks.cases import Case
 from frameworks.net import BATCH_SIZE
-from support.joint import train_jointly
+from support.joint import largest_difference, train_jointly
 from support.launching import BIN, PROGRAMS, environment, on_horovod, results
 
 RANKS, NUM_SAMPLES, EPOCHS = 2, 48, 3
@@ -41,8 +41,7 @@ def difference(ranks, way, case):
     batches = joint_batches(ranks, way, case.accumulation)
     expected, _ = train_jointly(case, RANKS, framework="torch", batches=batches)
     assert ranks[0][way]["weights"] == ranks[1][way]["weights"]
-    pairs = zip(ranks[0][way]["weights"], expected.values(), strict=True)
-    return max(float(np.abs(np.asarray(a) - e.ravel()).max()) for a, e in pairs)
+    return largest_difference(ranks[0][way]["weights"], expected.values())
 
 
 @pytest.mark.parametrize("way", ["by object", "by name"])

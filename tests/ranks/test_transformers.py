@@ -8,6 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 from language import EPOCHS, NUM_SAMPLES, step_by_step
+from support.joint import largest_difference
 from support.launching import BIN, PROGRAMS, environment, results
 
 RANKS = 2
@@ -54,11 +55,6 @@ def steps_of_all(found, way):
     return kept
 
 
-def difference(found, expected):
-    pairs = zip(found, expected, strict=True)
-    return max(float(np.abs(np.asarray(a) - np.asarray(e)).max()) for a, e in pairs)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("who", ["ranks", "alone"])
 def test_every_token_of_a_step_weighs_the_same(who, way, request):
@@ -66,7 +62,7 @@ def test_every_token_of_a_step_weighs_the_same(who, way, request):
     expected, losses = step_by_step(steps_of_all(found, way))
 
     for rank in found:
-        assert difference(rank[way]["weights"], expected) <= 1e-6
+        assert largest_difference(rank[way]["weights"], expected) <= 1e-6
     epochs = np.split(np.array(losses), EPOCHS)
     assert found[0][way]["logged"] == pytest.approx([epoch.mean() for epoch in epochs], abs=1e-3)
 
@@ -78,7 +74,7 @@ def test_all_ranks_hold_the_same_bits(ranks, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_alone_with_the_joint_batch_is_the_same_training(ranks, alone, way):
-    assert difference(alone[0][way]["weights"], ranks[0][way]["weights"]) <= 1e-6
+    assert largest_difference(alone[0][way]["weights"], ranks[0][way]["weights"]) <= 1e-6
     assert steps_of_all(alone, way) == steps_of_all(ranks, way)
 
 

@@ -7,7 +7,7 @@ documentation defines them.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,12 @@ from frameworks.net import BATCH_SIZE, NUM_EVAL_SAMPLES, Samples, start_weights
 
 LIKE_KERAS = {"tensorflow", "keras", "mxnet"}
 Weights = dict[str, np.ndarray]
+
+
+def largest_difference(found: Iterable[Any], expected: Iterable[Any]) -> float:
+    """The largest difference of any number; arrays may be flat on one side."""
+    pairs = zip(found, expected, strict=True)
+    return max(float(np.abs(np.ravel(mine) - np.ravel(theirs)).max()) for mine, theirs in pairs)
 
 
 def forward(weights: Weights, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

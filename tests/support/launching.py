@@ -21,6 +21,17 @@ PROGRAMS = Path(__file__).parent.parent / "programs"
 TIMEOUT_S = 180
 
 
+def name_of(framework: str) -> str:
+    """The framework of a job; in the tests Keras stands with its back end: ``keras on jax``."""
+    return framework.partition(" on ")[0]
+
+
+def variables_of(framework: str) -> dict[str, str]:
+    """The environment variables that choose a back end."""
+    back_end = framework.partition(" on ")[2]
+    return {"KERAS_BACKEND": back_end} if back_end else {}
+
+
 def bin_of(framework: str) -> Path:
     """The programs of the environment in which a framework is installed."""
     if framework != "mxnet":
