@@ -20,7 +20,7 @@ from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 
 PHASES = ("data", "forward", "backward", "compute", "allreduce_wait", "optimizer")
-"""``compute`` is forward and backward, with the all-reduce, where a graph does not let them be told apart."""
+"""``compute`` is forward and backward, with all-reduce and update where a graph does not tell them apart."""
 
 
 @dataclass

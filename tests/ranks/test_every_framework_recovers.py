@@ -39,7 +39,7 @@ RANKS, BATCH_SIZE, NUM_SAMPLES, EPOCHS, LR = 2, 4, 50, 3, 0.01
 KILL_AFTER = 38
 PHASES = {
     "torch": {"data", "forward", "backward", "allreduce_wait", "optimizer"},
-    "tensorflow": {"data", "compute", "optimizer"},
+    "tensorflow": {"data", "compute"},
     "keras on tensorflow": {"compute"},
     "keras on torch": {"data", "compute", "allreduce_wait"},
     "keras on jax": {"data", "compute", "allreduce_wait"},

@@ -60,8 +60,12 @@ class Exchange:
         kinds = [array.dtype for array in arrays]
         plan = plan_buckets(kinds, [size_bytes(array) for array in arrays], self.bucket_size_bytes)
         for number, places in enumerate(plan):
+            name = f"horovod_train.gradients.{number}"
+            if len(places) == 1:
+                hvd.allreduce_(arrays[places[0]], average=False, name=name, priority=-number)
+                continue
             bucket = mx.nd.concat(*[arrays[place].reshape(-1) for place in places], dim=0)
-            hvd.allreduce_(bucket, average=False, name=f"horovod_train.gradients.{number}", priority=-number)
+            hvd.allreduce_(bucket, average=False, name=name, priority=-number)
             at = 0
             for place in places:
                 array = arrays[place]

@@ -68,7 +68,8 @@ class Exchange:
                 # The name must be the same in every graph that calls this, on every rank.
                 ignore_name_scope=True,
             )
-            for place, piece in zip(places, tf.split(total, [lengths[p] for p in places]), strict=True):
+            parts = tf.split(total, [lengths[p] for p in places]) if len(places) > 1 else [total]
+            for place, piece in zip(places, parts, strict=True):
                 sums[place] = tf.cast(tf.reshape(piece, arrays[place].shape), arrays[place].dtype)
         return [sums[place] for place in range(len(arrays))]
 

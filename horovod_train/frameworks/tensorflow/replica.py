@@ -1,4 +1,8 @@
-"""The training step: forward, backward and the sum over ranks in one graph, then the update."""
+"""The training step in one graph: forward, backward, the sum over ranks, the update.
+
+In a graph an operation runs as soon as its inputs are there, so one weight is updated while the
+gradient of another is still on its way.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +59,9 @@ class TensorflowReplica:
         self._world = world
         self._train = job.train
         self._guard_gradients = job.health.non_finite == "skip"
+        self._always_looks = (
+            self._guard_gradients or self.scale.is_enabled or job.train.clip_grad_norm is not None
+        )
         self._sums = Exchange(
             world, int(job.allreduce.bucket_size_mib * 2**20), WIRE_DTYPES[job.allreduce.wire_dtype]
         )
@@ -72,9 +79,9 @@ class TensorflowReplica:
         ]
         self._zero = tf.Variable(0.0, trainable=False)  # a sum over ranks must not be of constants
         self._add = tf.function(self._add_gradients, reduce_retracing=True)
-        self._exchange = tf.function(self._exchange_gradients, reduce_retracing=True)
+        self._last = tf.function(self._exchange_and_update, reduce_retracing=True)
         self._exchange_nothing = tf.function(self._exchange_zeros)
-        self._update = tf.function(self._apply, autograph=False)
+        self._update = tf.function(self._apply)
         self._metrics = tf.function(self._compute_metrics, reduce_retracing=True)
 
     # -- the step
@@ -83,8 +90,10 @@ class TensorflowReplica:
         """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
         clock = StepClock()
         self._statistics_before = [v.numpy() for v in self._statistics] if self._guard_gradients else []
+        self.optimizer.learning_rate = lr
         local_loss = 0.0
         scale = tf.constant(self.scale.scale)
+        looks = tf.constant(want_norm)
         for micro_batch in share.micro_batches[:-1]:
             batch = next(batches)
             clock.lap("data")
@@ -94,19 +103,20 @@ class TensorflowReplica:
             batch = next(batches)
             clock.lap("data")
             weight = tf.constant(share.micro_batches[-1].share)
-            gradients, extra = self._call(self._exchange, batch, weight, scale, tf.constant(local_loss))
+            loss_before = tf.constant(local_loss)
+            gradients, extra = self._call(self._last, batch, weight, scale, loss_before, looks)
         else:
             gradients, extra = self._call(self._exchange_nothing)
-        local, loss, *num_users = extra.numpy().tolist()
+        local, loss, norm, *num_users = extra.numpy().tolist()
+        if gradients:
+            used = tuple(place for place, users in enumerate(num_users) if users > 0)
+            norm = float(self._update([gradients[place] for place in used], loss, scale, looks, used))
+        is_finite = self._judge(loss, norm)
         clock.lap("compute")
-        self.optimizer.learning_rate = lr
-        used = tuple(place for place, users in enumerate(num_users) if users > 0)
-        norm, is_finite = self._finish(gradients, loss, used, want_norm=want_norm)
-        clock.lap("optimizer")
         return StepOutcome(
             loss=loss,
             local_loss=local,
-            grad_norm=norm,
+            grad_norm=norm if want_norm or self._always_looks else None,
             is_finite=is_finite,
             bytes_reduced=self._bytes_per_step,
             clock=clock,
@@ -128,18 +138,26 @@ class TensorflowReplica:
                 total.assign_add(gradient)
         return loss
 
-    def _exchange_gradients(
-        self, batch: Any, share: tf.Tensor, scale: tf.Tensor, loss_before: tf.Tensor
+    def _exchange_and_update(
+        self, batch: Any, share: tf.Tensor, scale: tf.Tensor, loss_before: tf.Tensor, looks: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Make the last micro-step, sum over ranks, and update if this rank uses every variable.
+
+        Returns:
+            As ``_sum`` does, with no gradients when they have been applied.
+        """
         gradients, loss = self._gradients(batch, share, scale)
         is_used = [float(gradient is not None) for gradient in gradients]
         whole = [self._zeros(t) if g is None else g for g, t in zip(gradients, self._tensors, strict=True)]
         if self._accumulated:
             whole = [g + total for g, total in zip(whole, self._accumulated, strict=True)]
-        sums = self._sum(whole, loss + loss_before, is_used)
+        sums, extra = self._sum(whole, loss + loss_before, is_used)
         for total in self._accumulated:
             total.assign(tf.zeros_like(total))
-        return sums
+        if not all(is_used):
+            return sums, extra  # who uses what is known only when the sum is there
+        norm = self._apply(sums, extra[1], scale, looks, tuple(range(len(sums))))
+        return [], tf.tensor_scatter_nd_update(extra, [[2]], [norm])
 
     def _exchange_zeros(self) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Take part without samples: an epoch's last step may have fewer than there are ranks."""
@@ -155,53 +173,53 @@ class TensorflowReplica:
         """Sum gradients over ranks. Along go the loss, and who uses which variable.
 
         Returns:
-            The sums; and this rank's loss, the loss of all, and how many ranks use each variable.
+            The sums; and this rank's loss, the loss of all, room for the norm, and how many ranks use
+            each variable.
         """
-        extra = tf.concat([[loss], tf.constant(is_used, tf.float32)], 0)
-        *sums, extra_sum = self._sums.sum([*gradients, extra])
-        return sums, tf.concat([[loss], extra_sum], 0)
-
-    def _finish(
-        self, gradients: list[tf.Tensor], loss: float, used: tuple[int, ...], *, want_norm: bool
-    ) -> tuple[float | None, bool]:
-        """Unscale, clip and update. Return the gradient norm and whether all was finite.
-
-        Gradients are equal on all ranks here, so every rank decides alike without asking.
-        """
-        is_finite, norm = math.isfinite(loss), None
-        if is_finite:
-            looks = want_norm or self._guard_gradients or self.scale.is_enabled
-            looks = looks or self._train.clip_grad_norm is not None
-            inverse = tf.constant(1.0 / self.scale.scale)
-            found = self._update([gradients[place] for place in used], inverse, used, looks=looks)
-            norm = float(found) if looks else None
-            is_finite = norm is None or math.isfinite(norm)
-            self.scale.update(is_finite=is_finite)
-        if not is_finite:
-            for variable, before in zip(self._statistics, self._statistics_before, strict=False):
-                variable.assign(before)
-        return norm, is_finite
+        *sums, extra = self._sums.sum([*gradients, tf.concat([[loss], tf.constant(is_used, tf.float32)], 0)])
+        return sums, tf.concat([[loss], extra[:1], [0.0], extra[1:]], 0)
 
     def _apply(
-        self, gradients: list[tf.Tensor], inverse_scale: tf.Tensor, used: tuple[int, ...], *, looks: bool
+        self,
+        gradients: list[tf.Tensor],
+        loss: tf.Tensor,
+        scale: tf.Tensor,
+        looks: tf.Tensor,
+        used: tuple[int, ...],
     ) -> tf.Tensor:
-        """Update what is used. With ``looks``, take the norm, clip, and leave all alone if not finite."""
-        trained = [self._trained[place] for place in used]
+        """Unscale, clip and update the variables at these places, unless something is not finite.
+
+        Gradients and loss are equal on all ranks here, so every rank decides alike without asking.
+
+        Returns:
+            The gradient norm; 0 where nobody looks.
+        """
         if self.scale.is_enabled:
-            gradients = [g * tf.cast(inverse_scale, g.dtype) for g in gradients]
-        if not looks:
-            self.optimizer.apply(gradients, trained)
-            return tf.constant(0.0)
-        norm = tf.linalg.global_norm([tf.cast(g, tf.float32) for g in gradients])
+            gradients = [g * tf.cast(1.0 / scale, g.dtype) for g in gradients]
+
+        def global_norm() -> tf.Tensor:
+            return tf.linalg.global_norm([tf.cast(g, tf.float32) for g in gradients])
+
+        norm = global_norm() if self._always_looks else tf.cond(looks, global_norm, lambda: 0.0)
         if (limit := self._train.clip_grad_norm) is not None:
             factor = tf.where(norm > limit, limit / norm, 1.0)
             gradients = [g * tf.cast(factor, g.dtype) for g in gradients]
 
         def update() -> tf.Tensor:
-            self.optimizer.apply(gradients, trained)
+            self.optimizer.apply(gradients, [self._trained[place] for place in used])
             return norm
 
-        return tf.cond(tf.math.is_finite(norm), update, lambda: norm)
+        return tf.cond(tf.math.is_finite(loss) & tf.math.is_finite(norm), update, lambda: norm)
+
+    def _judge(self, loss: float, norm: float) -> bool:
+        """Return whether the step was made; if not, take back what the forward pass has changed."""
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        if math.isfinite(loss):
+            self.scale.update(is_finite=is_finite)
+        if not is_finite:
+            for variable, before in zip(self._statistics, self._statistics_before, strict=False):
+                variable.assign(before)
+        return is_finite
 
     def _call(self, exchange: Callable[..., Any], *arguments: Any) -> Any:
         world = self._world

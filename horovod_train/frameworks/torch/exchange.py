@@ -37,7 +37,8 @@ class Exchange:
     def sum(self, tensors: Sequence[torch.Tensor], name: str = "gradients") -> list[torch.Tensor]:
         """Return the elementwise sums over ranks, in the types and shapes of the tensors.
 
-        Every rank calls it with tensors of the same shapes in the same order.
+        Every rank calls it with tensors of the same shapes in the same order. The tensors are used up:
+        a sum may be made where the tensor was.
         """
         if self.world.size == 1:
             return list(tensors)
@@ -48,7 +49,8 @@ class Exchange:
         plan = plan_buckets(kinds, sizes, self.bucket_size_bytes)
         waiting = []
         for number, places in enumerate(plan):
-            packed = torch.cat([dense[place].reshape(-1).to(kinds[place][0]) for place in places])
+            flat = [dense[place].reshape(-1).to(kinds[place][0]) for place in places]
+            packed = torch.cat(flat) if len(flat) > 1 else flat[0]
             waiting.append((packed, self.world.start_sum(packed, f"horovod_train.{name}.{number}")))
         sums = dense
         for places, (packed, handle) in zip(plan, waiting, strict=True):
