@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import keras
-import numpy as np
 from vectors import LR, MOMENTUM, NUM_CLASSES, NUM_LAYERS, WIDTH, Vectors, batches
 
 
@@ -89,7 +89,7 @@ def on_jax(model: keras.Model, loss_of: Any, optimizer: Any, num_steps: int) -> 
         (loss, fixed), found = jax.value_and_grad(loss_and_state, has_aux=True)(trained, fixed, x, y)
         return loss, fixed, ravel_pytree(found)[0]
 
-    @jax.jit
+    @partial(jax.jit, donate_argnums=(0, 1, 2))
     def update(state: Any, flat: Any, trained: Any) -> Any:
         return optimizer.stateless_apply(state, unravel(flat), trained)
 
@@ -98,9 +98,8 @@ def on_jax(model: keras.Model, loss_of: Any, optimizer: Any, num_steps: int) -> 
     state = [v.value for v in optimizer.variables]
     for x, y in batches(hvd.rank(), hvd.size(), num_steps):
         loss, fixed, flat = gradient(trained, fixed, x, y)
-        mean = torch.from_numpy(np.array(flat))
-        hvd.allreduce_(mean, name="gradient")
-        trained, state = update(state, mean.numpy(), trained)
+        hvd.allreduce_(torch.from_dlpack(flat.block_until_ready()), name="gradient")  # where it lies
+        trained, state = update(state, flat, trained)
         float(loss)
 
 

@@ -1,17 +1,12 @@
 """Sum arrays over ranks from compiled JAX code.
 
-Gradients are joined into flat buckets inside the compiled function, and an ordered callback hands
-them to Horovod as they lie in memory. Bytes copied on the host for each byte of gradient:
+On a CPU Horovod sums where XLA's arrays lie. Bytes copied on the host for each byte of gradient: none
+where a gradient is large enough to travel alone, one where it joins a bucket (inside the compiled
+function); and what the transport itself needs. On other devices a callback takes the gradients to the
+host and back.
 
-    1  join into a bucket (compiled, fused with what made the gradient)
-    2  from XLA's memory into the callback's argument: JAX copies when it calls, and again for the device
-    1  into the memory in which the sum is made
-    1  from there into XLA's memory
-
-and what the transport itself needs (seen by comparing addresses, JAX 0.10.2).
-
-Ordered, because every rank has to call Horovod in the same order, and because nothing may decide that
-two sums are one.
+In the order of the program, because every rank has to call Horovod in the same order, and because
+nothing may decide that two sums are one.
 """
 
 from __future__ import annotations
@@ -31,6 +26,7 @@ from jax.experimental import io_callback
 from horovod_train.engine.base import World
 from horovod_train.frameworks.arrays import Array
 from horovod_train.frameworks.buckets import plan_buckets
+from horovod_train.frameworks.jax.in_place import in_place, shapes_of
 from horovod_train.frameworks.torch.world import TorchWorld
 
 NARROW = (jnp.bfloat16, jnp.float16)  # summed in 32 bits: Horovod knows no bfloat16, and fp16 overflows
@@ -69,16 +65,24 @@ class Exchange:
         )
         buckets = [
             jnp.concatenate([arrays[place].astype(kinds[place]).ravel() for place in places])
+            if len(places) > 1
+            else arrays[places[0]].astype(kinds[places[0]])
             for places in plan
         ]
-        shapes = [jax.ShapeDtypeStruct(bucket.shape, bucket.dtype) for bucket in buckets]
-        totals = io_callback(partial(self._on_host, name), shapes, *buckets, ordered=True)
+        totals = jax.lax.platform_dependent(
+            *buckets,
+            cpu=lambda *buckets: in_place(partial(self._sum, name), buckets),
+            default=lambda *buckets: io_callback(
+                partial(self._sum_copies, name), shapes_of(buckets), *buckets, ordered=True
+            ),
+        )
         sums: dict[int, jax.Array] = {}
         for places, total in zip(plan, totals, strict=True):
             at = 0
             for place in places:
                 array = arrays[place]
-                sums[place] = total[at : at + array.size].reshape(array.shape).astype(array.dtype)
+                piece = total.ravel()[at : at + array.size] if len(places) > 1 else total
+                sums[place] = piece.reshape(array.shape).astype(array.dtype)
                 at += array.size
         return [sums[place] for place in range(len(arrays))]
 
@@ -93,16 +97,15 @@ class Exchange:
             return np.dtype(np.float32)
         return np.dtype(self.wire_dtype if dtype == jnp.float32 else dtype)
 
-    def _on_host(self, name: str, *buckets: Any) -> list[Array]:
-        """Give all buckets to Horovod at once, and wait for the sums."""
+    def _sum(self, name: str, buckets: Sequence[Array]) -> None:
+        """Give all buckets to Horovod at once, and wait until the sums have taken their places."""
         started = perf_counter()
         assert isinstance(self.world, TorchWorld)
         world = self.world
         try:
-            sums = [torch.from_numpy(np.array(bucket)) for bucket in buckets]
             handles = [
-                world.start_sum(tensor, f"horovod_train.{name}.{number}")
-                for number, tensor in enumerate(sums)
+                world.start_sum(torch.from_numpy(bucket), f"horovod_train.{name}.{number}")
+                for number, bucket in enumerate(buckets)
             ]
             for handle in handles:
                 world.finish(handle)
@@ -111,4 +114,8 @@ class Exchange:
             raise
         finally:
             self.seconds += perf_counter() - started
-        return [tensor.numpy() for tensor in sums]
+
+    def _sum_copies(self, name: str, *buckets: Any) -> list[Array]:
+        sums = [np.array(bucket) for bucket in buckets]
+        self._sum(name, sums)
+        return sums
