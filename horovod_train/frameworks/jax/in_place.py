@@ -29,31 +29,31 @@ DTYPES = {10: np.float16, 11: np.float32, 12: np.float64}
 class Extension(Structure):
     """XLA_FFI_Extension_Base, and XLA_FFI_Metadata_Extension if ``kind`` is METADATA."""
 
-    _fields_ = [("size", c_size_t), ("kind", c_int), ("next", c_void_p), ("metadata", c_void_p)]  # noqa: RUF012
+    _fields_ = [("size", c_size_t), ("kind", c_int), ("next", c_void_p), ("metadata", c_void_p)]
 
 
 class Version(Structure):
     """XLA_FFI_Api_Version."""
 
-    _fields_ = [("size", c_size_t), ("extension", c_void_p), ("major", c_int), ("minor", c_int)]  # noqa: RUF012
+    _fields_ = [("size", c_size_t), ("extension", c_void_p), ("major", c_int), ("minor", c_int)]
 
 
 class Metadata(Structure):
     """The beginning of XLA_FFI_Metadata."""
 
-    _fields_ = [("size", c_size_t), ("version", Version)]  # noqa: RUF012
+    _fields_ = [("size", c_size_t), ("version", Version)]
 
 
 class ErrorArguments(Structure):
     """XLA_FFI_Error_Create_Args."""
 
-    _fields_ = [("size", c_size_t), ("extension", c_void_p), ("message", c_char_p), ("code", c_int)]  # noqa: RUF012
+    _fields_ = [("size", c_size_t), ("extension", c_void_p), ("message", c_char_p), ("code", c_int)]
 
 
 class Api(Structure):
     """The beginning of XLA_FFI_Api."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("size", c_size_t),
         ("extension", c_void_p),
         ("version", Version),
@@ -65,7 +65,7 @@ class Api(Structure):
 class Buffer(Structure):
     """XLA_FFI_Buffer."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("size", c_size_t),
         ("extension", c_void_p),
         ("dtype", c_int),
@@ -78,7 +78,7 @@ class Buffer(Structure):
 class Buffers(Structure):
     """XLA_FFI_Args and XLA_FFI_Rets, which look alike."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("size", c_size_t),
         ("extension", c_void_p),
         ("count", c_int64),
@@ -90,7 +90,7 @@ class Buffers(Structure):
 class CallFrame(Structure):
     """The beginning of XLA_FFI_CallFrame."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("size", c_size_t),
         ("extension", POINTER(Extension)),
         ("api", POINTER(Api)),
@@ -183,4 +183,4 @@ def _view(buffer: Buffer) -> Array:
     if 0 in shape:
         return np.empty(shape, dtype)  # there may be no memory then
     memory = (ctypes.c_char * (int(np.prod(shape)) * dtype.itemsize)).from_address(buffer.data)
-    return np.ndarray(shape, dtype, memory)
+    return np.frombuffer(memoryview(memory).cast("B"), dtype).reshape(shape)

@@ -47,8 +47,7 @@ def average_over_ranks(
 
     def update(updates: Any, state: optax.EmptyState, _params: Any = None) -> tuple[Any, optax.EmptyState]:
         leaves, tree = jax.tree.flatten(updates)
-        means = [total / world.size for total in exchange.sum(leaves)]
-        return jax.tree.unflatten(tree, means), state
+        return jax.tree.unflatten(tree, exchange.mean(leaves)), state
 
     return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
 

@@ -14,7 +14,7 @@ from horovod_train.frameworks.world import HorovodWorld, connect
 
 
 class Exchange(Protocol):
-    """Sums lists of the back end's tensors over ranks.
+    """Sums lists of the back end's tensors over ranks. It may make the sums where the tensors were.
 
     Attributes:
         seconds: Time spent waiting for other ranks, so far; 0 where it cannot be seen.
@@ -24,6 +24,10 @@ class Exchange(Protocol):
 
     def sum(self, tensors: Sequence[Any], name: str = "gradients") -> list[Any]:
         """Return the elementwise sums; every rank calls it in the same order."""
+        ...
+
+    def mean(self, tensors: Sequence[Any]) -> list[Any]:
+        """Return the elementwise means; every rank calls it in the same order."""
         ...
 
     def bytes_on_wire(self, tensors: Sequence[Any]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import keras
 import numpy as np
 
 from horovod_train.data.shard import StepShare
@@ -47,3 +48,12 @@ def weighted(batch: Any, weight: float) -> tuple[Any, ...]:
     # Always there: a stream must not change its shape.
     weights = np.full(batch_length(labels), weight, np.float32)
     return inputs, labels, weights if own is None else weights * np.asarray(own, np.float32)
+
+
+def as_keras_reads(batches: Iterator[tuple[Any, ...]]) -> Any:
+    """Return a stream of at least one batch in the form that the back end reads best."""
+    if keras.backend.backend() != "tensorflow":
+        return batches
+    from horovod_train.frameworks.keras.stream import as_dataset
+
+    return as_dataset(batches)

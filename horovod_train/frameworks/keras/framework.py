@@ -20,7 +20,7 @@ from horovod_train.frameworks import variables
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
 from horovod_train.frameworks.keras.callbacks import set_learning_rate
 from horovod_train.frameworks.keras.exchange import Exchange, init
-from horovod_train.frameworks.keras.feed import feed
+from horovod_train.frameworks.keras.feed import as_keras_reads, feed
 from horovod_train.frameworks.keras.optimizer import distribute, exchange_of
 from horovod_train.frameworks.keras.replica import KerasReplica, take_back_state
 from horovod_train.frameworks.keras.task import REQUIRED, KerasTask
@@ -71,6 +71,8 @@ class KerasFramework:
         self._exchange = exchange_of(optimizer)
         arguments = self._task.compile()
         check_reduction(arguments.get("loss"))
+        if keras.backend.backend() == "tensorflow" and world.size > 1:
+            without_xla(arguments)
         model.compile(optimizer=optimizer, **arguments)
         optimizer.build(model.trainable_variables)
         self._seeds = variables.seed_states(model)
@@ -87,16 +89,17 @@ class KerasFramework:
             shares = shares[: bridge.num_steps_left]
             if shares:
                 moments = _Moments(bridge, self._world, self._exchange, shares, accumulation_steps)
-                spare = self._train_reader.first()
+                num_batches = len(shares) * accumulation_steps
+                batches = feed(
+                    shares,
+                    batches,
+                    self._train_reader.first(),
+                    accumulation_steps=accumulation_steps,
+                    world_size=self._world.size,
+                )
                 self.model.fit(
-                    feed(
-                        shares,
-                        batches,
-                        spare,
-                        accumulation_steps=accumulation_steps,
-                        world_size=self._world.size,
-                    ),
-                    steps_per_epoch=len(shares) * accumulation_steps,
+                    as_keras_reads(batches),
+                    steps_per_epoch=num_batches,
                     initial_epoch=bridge.epoch,
                     epochs=bridge.epoch + 1,
                     shuffle=False,
@@ -277,6 +280,22 @@ def check_reduction(loss: Any) -> None:
                 "the mean over ranks would not be the loss of the joint batch",
                 hint="use reduction='sum_over_batch_size', Keras's default",
             )
+
+
+def without_xla(arguments: dict[str, Any]) -> None:
+    """Let TensorFlow not compile the step with XLA, which cannot compile Horovod's operations.
+
+    Left alone, Keras does so wherever there is a GPU.
+
+    Raises:
+        UserError: The task asks for it.
+    """
+    if arguments.setdefault("jit_compile", False) is True:
+        raise UserError(
+            "compile() says jit_compile=True: on TensorFlow XLA cannot compile the exchange between ranks",
+            hint="leave jit_compile out, or use KERAS_BACKEND=jax, where it can",
+        )
+    arguments["jit_compile"] = False
 
 
 def limit_threads(num_threads: int) -> None:

@@ -90,15 +90,11 @@ class _AppliesTheMean(_Distributed):
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
         if world.size == 1:
             return list(grads)
-
-        def mean(gradients: Sequence[Any]) -> list[Any]:
-            return [total / world.size for total in exchange.sum(gradients)]
-
         # The other back ends come here on the last micro-step only.
         if not steps or keras.backend.backend() != "jax":
-            return mean(grads)
+            return exchange.mean(grads)
         is_last = (self._iterations + 1) % steps == 0  # type: ignore[attr-defined]
-        result: list[Any] = keras.ops.cond(is_last, lambda: mean(grads), lambda: list(grads))
+        result: list[Any] = keras.ops.cond(is_last, lambda: exchange.mean(grads), lambda: list(grads))
         return result
 
     def _backend_reset_gradient_accumulators(self) -> None:

@@ -17,6 +17,7 @@ from horovod_train.frameworks import variables
 from horovod_train.frameworks.arrays import check_same_optimizer, from_rank_0, mean_over_ranks
 from horovod_train.frameworks.base import StepOutcome
 from horovod_train.frameworks.keras.callbacks import broadcast, exact_metrics
+from horovod_train.frameworks.keras.feed import as_keras_reads
 
 
 class KerasReplica:
@@ -50,7 +51,8 @@ class KerasReplica:
             with warnings.catch_warnings():
                 # Keras cannot know that a stream ends where it should.
                 warnings.filterwarnings("ignore", message=".*ran out of data")
-                self.model.evaluate((tuple(batch) for batch in chain([first], found)), verbose=0)
+                batches = (tuple(batch) for batch in chain([first], found))
+                self.model.evaluate(as_keras_reads(batches), verbose=0)
         metrics = exact_metrics(self.model, self._world)
         return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
 

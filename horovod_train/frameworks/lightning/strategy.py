@@ -236,11 +236,11 @@ class HorovodStrategy(ParallelStrategy):
         for parameter in used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        sums = Exchange(self.world, int(self._allreduce.bucket_size_mib * 2**20)).sum(
+        means = Exchange(self.world, int(self._allreduce.bucket_size_mib * 2**20)).mean(
             [p.grad for p in used if p.grad is not None]
         )
-        for parameter, total in zip(used, sums, strict=True):
-            parameter.grad = total / self.world.size
+        for parameter, mean in zip(used, means, strict=True):
+            parameter.grad = mean
 
     # -- what ranks tell each other
 

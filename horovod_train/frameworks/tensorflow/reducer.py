@@ -73,6 +73,10 @@ class Exchange:
                 sums[place] = tf.cast(tf.reshape(piece, arrays[place].shape), arrays[place].dtype)
         return [sums[place] for place in range(len(arrays))]
 
+    def mean(self, tensors: Sequence[Any]) -> list[tf.Tensor]:
+        """Return the elementwise means over ranks; otherwise as ``sum``."""
+        return [total / self.world.size for total in self.sum(tensors)]
+
     def bytes_on_wire(self, tensors: Sequence[Any]) -> int:
         """Return how many bytes a rank gives away when such tensors are summed."""
         if self.world.size == 1:

@@ -52,7 +52,6 @@ class DistributedGradientTape:
         wire_dtype: Literal["fp32", "fp16"] = "fp32",
     ) -> None:
         self._tape = tape
-        self._world = world
         wire = tf.float16 if wire_dtype == "fp16" else tf.float32
         self._exchange = Exchange(world, int(bucket_size_mib * 2**20), wire)
 
@@ -68,7 +67,7 @@ class DistributedGradientTape:
         found = self._tape.gradient(target, values, output_gradients)
         flat = tf.nest.flatten(found)
         used = [gradient for gradient in flat if gradient is not None]
-        means = iter([total / self._world.size for total in self._exchange.sum(used)])
+        means = iter(self._exchange.mean(used))
         return tf.nest.pack_sequence_as(found, [None if g is None else next(means) for g in flat])
 
 

@@ -62,6 +62,15 @@ class Exchange:
                 sums[place] = piece.view(dense[place].shape).to(dense[place].dtype)
         return sums
 
+    @torch.no_grad()
+    def mean(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the elementwise means over ranks; otherwise as ``sum``."""
+        sums = self.sum(tensors)
+        if self.world.size > 1:
+            for total in sums:
+                total.div_(self.world.size)  # here, too: new memory costs more than dividing
+        return sums
+
     def bytes_on_wire(self, tensors: Sequence[torch.Tensor]) -> int:
         """Return how many bytes a rank gives away when such tensors are summed."""
         if self.world.size == 1:
