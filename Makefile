@@ -5,7 +5,7 @@
 #   make check    lint, types and tests: what CI runs
 #   make mxnet    install MXNet and its engine into an environment of their own
 #   make campaign run the tests that take long, too
-#   make bench    measure against a hand-written loop and DistributedDataParallel
+#   make bench    measure against hand-written loops and DistributedDataParallel
 #   make accuracy train digits on 1, 2 and 4 ranks, five seeds each
 
 SHELL := /bin/bash
@@ -99,8 +99,9 @@ format: $(VENV)/installed-dev
 
 check: lint test
 
-bench: tools $(VENV)/installed-dev $(VENV)/engine-dev
+bench: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m benchmarks.run
+	@$(BIN)/python -m benchmarks.frameworks
 
 accuracy: tools $(VENV)/installed-dev $(VENV)/engine-dev
 	@$(BIN)/python -m benchmarks.accuracy

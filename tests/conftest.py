@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -53,6 +54,19 @@ def pytest_terminal_summary(terminalreporter, config):
     page = config.getoption("--matrix")
     if page:
         terminalreporter.write_line(f"{page} says what was seen; if it has changed, look at it and commit it")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files_are_pytests(tmp_path_factory):
+    """Let programs put theirs where pytest cleans up: a rank that is killed cannot."""
+    before, tempfile.tempdir = os.environ.get("TMPDIR"), None
+    os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("t"))
+    yield
+    tempfile.tempdir = None
+    if before is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = before
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,14 @@ from programs.cases import CASES, Task
 from support.launching import on_horovod, results
 from support.reference import joint_batch_weights
 
-WORLDS = [(2, "mpi"), (2, "gloo"), (3, "mpi"), (3, "gloo"), (4, "mpi"), (4, "gloo")]
+WORLDS = [
+    (2, "mpi"),
+    (2, "gloo"),
+    (3, "mpi"),
+    pytest.param((3, "gloo"), marks=pytest.mark.campaign),
+    pytest.param((4, "mpi"), marks=pytest.mark.campaign),
+    (4, "gloo"),
+]
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world[0]} ranks {world[1]}")

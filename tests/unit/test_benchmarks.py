@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.frameworks import FRAMEWORKS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -20,10 +22,25 @@ def run(*arguments: str) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("only", ["hand-written", "DDP over", "metrics"])
+@pytest.mark.parametrize(
+    "only", ["hand-written", "DDP over", pytest.param("metrics", marks=pytest.mark.campaign)]
+)
 def test_each_comparison_prints_a_ratio(only):
     output = run("benchmarks.run", "--models", "transformer", "--pairs", "1", "--steps", "9", "--only", only)
 
     (row,) = output.splitlines()[1:]
     assert row.startswith("transformer")
+    assert row.endswith(("met", "MISSED"))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "framework",
+    [pytest.param(name, marks=pytest.mark.campaign if name != "jax" else ()) for name in FRAMEWORKS],
+)
+def test_each_framework_is_compared_with_a_loop_by_hand(framework):
+    output = run("benchmarks.frameworks", "--pairs", "1", "--steps", "9", "--only", framework)
+
+    (row,) = output.splitlines()[1:]
+    assert row.startswith(framework)
     assert row.endswith(("met", "MISSED"))

@@ -3,8 +3,11 @@
 exchange.py    the ranks and the sum over them, for the back end that Keras uses
 optimizer.py   an optimizer that applies the mean gradient of all ranks
 dataset.py     arrays, shared out among the ranks
+feed.py        the shard rule as a stream of batches
+stream.py      the stream as a dataset of TensorFlow's
 callbacks.py   equal weights at the start, exact metrics, the learning rate
 framework.py   makes everything for a job
+replica.py     a model as the rest of the product sees it
 task.py        what a user brings
 
 For a script of your own:

@@ -104,13 +104,14 @@ class TensorflowReplica:
             clock.lap("data")
             weight = tf.constant(share.micro_batches[-1].share)
             loss_before = tf.constant(local_loss)
-            gradients, extra = self._call(self._last, batch, weight, scale, loss_before, looks)
+            gradients, told = self._call(self._last, batch, weight, scale, loss_before, looks)
         else:
-            gradients, extra = self._call(self._exchange_nothing)
-        local, loss, norm, *num_users = extra.numpy().tolist()
+            gradients, told = self._call(self._exchange_nothing)
+        local, loss, norm, *num_users = told.numpy().tolist()
         if gradients:
             used = tuple(place for place, users in enumerate(num_users) if users > 0)
-            norm = float(self._update([gradients[place] for place in used], loss, scale, looks, used))
+            gradients = [gradients[place] for place in used]
+            norm = float(self._update(gradients, tf.constant(loss), scale, looks, used))
         is_finite = self._judge(loss, norm)
         clock.lap("compute")
         return StepOutcome(
@@ -144,40 +145,38 @@ class TensorflowReplica:
         """Make the last micro-step, sum over ranks, and update if this rank uses every variable.
 
         Returns:
-            As ``_sum`` does, with no gradients when they have been applied.
+            The sums, none when they have been applied; and a report.
         """
         gradients, loss = self._gradients(batch, share, scale)
         is_used = [float(gradient is not None) for gradient in gradients]
         whole = [self._zeros(t) if g is None else g for g, t in zip(gradients, self._tensors, strict=True)]
         if self._accumulated:
             whole = [g + total for g, total in zip(whole, self._accumulated, strict=True)]
-        sums, extra = self._sum(whole, loss + loss_before, is_used)
+        local_loss = loss + loss_before
+        sums, loss_of_all, num_users = self._sum(whole, local_loss, is_used)
         for total in self._accumulated:
             total.assign(tf.zeros_like(total))
         if not all(is_used):
-            return sums, extra  # who uses what is known only when the sum is there
-        norm = self._apply(sums, extra[1], scale, looks, tuple(range(len(sums))))
-        return [], tf.tensor_scatter_nd_update(extra, [[2]], [norm])
+            return sums, report(local_loss, loss_of_all, 0.0, num_users)  # which others use is known only now
+        norm = self._apply(sums, loss_of_all, scale, looks, tuple(range(len(sums))))
+        return [], report(local_loss, loss_of_all, norm, num_users)
 
     def _exchange_zeros(self) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Take part without samples: an epoch's last step may have fewer than there are ranks."""
         zeros = [self._zeros(t) for t in self._tensors]
-        return self._sum(zeros, self._zero + 0.0, [0.0] * len(zeros))
+        sums, loss_of_all, num_users = self._sum(zeros, self._zero + 0.0, [0.0] * len(zeros))
+        return sums, report(0.0, loss_of_all, 0.0, num_users)
 
     def _zeros(self, like: tf.Variable) -> tf.Tensor:
         return tf.fill(like.shape, tf.cast(self._zero, like.dtype))
 
     def _sum(
         self, gradients: Sequence[tf.Tensor], loss: tf.Tensor, is_used: Sequence[float]
-    ) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Sum gradients over ranks. Along go the loss, and who uses which variable.
-
-        Returns:
-            The sums; and this rank's loss, the loss of all, room for the norm, and how many ranks use
-            each variable.
-        """
-        *sums, extra = self._sums.sum([*gradients, tf.concat([[loss], tf.constant(is_used, tf.float32)], 0)])
-        return sums, tf.concat([[loss], extra[:1], [0.0], extra[1:]], 0)
+    ) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+        """Sum over ranks: gradients, the loss, and how many ranks use each variable."""
+        extra = tf.concat([[loss], tf.constant(is_used, tf.float32)], 0)
+        *sums, extra = self._sums.sum([*gradients, extra])
+        return sums, extra[0], extra[1:]
 
     def _apply(
         self,
@@ -305,6 +304,11 @@ class TensorflowReplica:
     def num_parameters(self) -> int:
         """Return how many numbers are trained."""
         return int(sum(tensor.shape.num_elements() for tensor in self._tensors))
+
+
+def report(local_loss: Any, loss: Any, norm: Any, num_users: tf.Tensor) -> tf.Tensor:
+    """Return what Python needs to know of a step as one tensor: one transfer."""
+    return tf.concat([[local_loss], [loss], [norm], num_users], 0)
 
 
 def tf_variable(variable: Any) -> tf.Variable:

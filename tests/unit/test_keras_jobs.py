@@ -1,0 +1,116 @@
+"""What a Keras job makes of a task's batches and of its ``compile()``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PRELUDE = """
+import keras, numpy as np
+from horovod_train.errors import UserError
+from horovod_train.frameworks.keras.framework import check_reduction, without_xla
+"""
+STREAM = (
+    PRELUDE
+    + """
+from horovod_train.frameworks.keras.stream import as_dataset
+
+def batches(sizes, widths):
+    for number, (size, width) in enumerate(zip(sizes, widths)):
+        x = {"a": np.full((size, width), number, np.float32), "b": np.full((size, 3, 2), number, np.int64)}
+        yield x, np.full(size, number), np.ones(size, np.float32)
+
+for sizes, widths in [([4, 4, 2], [5, 5, 5]), ([4], [5]), ([4, 3, 2, 1], [5, 6, 7, 8])]:
+    given = list(batches(sizes, widths))
+    read = list(as_dataset(iter(given)).as_numpy_iterator())
+    assert len(read) == len(given)
+    for one, other in zip(given, read):
+        for left, right in zip(keras.tree.flatten(one), keras.tree.flatten(other)):
+            assert left.dtype == right.dtype
+            np.testing.assert_array_equal(left, right)
+"""
+)
+ALLOCATOR = (
+    PRELUDE
+    + """
+import ctypes
+from horovod_train.frameworks.keras.stream import as_dataset
+
+class Blocks(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Blocks
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
+model.compile("sgd", "mse")
+batches = ((np.ones((4, 5), np.float32), np.ones((4, 1), np.float32)) for _ in range(3))
+model.fit(as_dataset(batches) if SOURCE == "ours" else batches, steps_per_epoch=3, verbose=0)
+for _ in range(2):  # freeing one block of a size teaches glibc to keep the next one
+    before = libc.mallinfo2().hblks
+    block = libc.malloc(8 << 20)
+    given_by_the_system = libc.mallinfo2().hblks > before
+    libc.free(block)
+assert given_by_the_system == (SOURCE != "ours"), given_by_the_system
+"""
+)
+REDUCTION = (
+    PRELUDE
+    + """
+check_reduction(keras.losses.MeanSquaredError())
+check_reduction({"a": "mse", "b": keras.losses.MeanSquaredError()})
+try:
+    check_reduction([keras.losses.MeanSquaredError(reduction="sum")])
+except UserError as error:
+    assert "has reduction 'sum'" in str(error), error
+else:
+    raise AssertionError
+"""
+)
+XLA = (
+    PRELUDE
+    + """
+for asked in ({}, {"jit_compile": "auto"}, {"jit_compile": False}):
+    without_xla(asked)
+    assert asked == {"jit_compile": False}
+try:
+    without_xla({"jit_compile": True})
+except UserError as error:
+    assert "XLA cannot compile" in str(error), error
+else:
+    raise AssertionError
+"""
+)
+
+
+def run(program: str, back_end: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"KERAS_BACKEND": back_end, "PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_batches_come_out_of_the_dataset_as_they_went_in():
+    run(STREAM, "tensorflow")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at glibc's allocator")
+def test_training_leaves_the_memory_allocator_alone_where_keras_would_not():
+    run("SOURCE = 'keras'\n" + ALLOCATOR, "tensorflow")
+    run("SOURCE = 'ours'\n" + ALLOCATOR, "tensorflow")
+
+
+def test_a_loss_that_is_no_mean_is_refused():
+    run(REDUCTION, "jax")
+
+
+def test_xla_is_off_around_horovod_on_tensorflow():
+    run(XLA, "jax")
