@@ -44,7 +44,8 @@ class Blocks(ctypes.Structure):
 
 libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = Blocks
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
 model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(1)])
 model.compile("sgd", "mse")
 batches = ((np.ones((4, 5), np.float32), np.ones((4, 1), np.float32)) for _ in range(3))

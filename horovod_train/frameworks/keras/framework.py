@@ -83,12 +83,15 @@ class KerasFramework:
         """Let ``model.fit`` train to the end of the job, epoch by epoch."""
         own = [_OneTraining(callback) for callback in getattr(self._task, "callbacks", list)()]
         accumulation_steps = self._job.train.accumulation_steps
+        bytes_per_step = self._exchange.bytes_on_wire([v.value for v in self.model.trainable_variables])
         bridge.begin()
         while not bridge.is_done:
             shares, batches = bridge.rest_of_epoch()
             shares = shares[: bridge.num_steps_left]
             if shares:
-                moments = _Moments(bridge, self._world, self._exchange, shares, accumulation_steps)
+                moments = _Moments(
+                    bridge, self._world, self._exchange, shares, accumulation_steps, bytes_per_step
+                )
                 num_batches = len(shares) * accumulation_steps
                 batches = feed(
                     shares,
@@ -152,6 +155,7 @@ class _Moments(keras.callbacks.Callback):
         exchange: Exchange,
         shares: list[StepShare],
         accumulation_steps: int,
+        bytes_per_step: int,
     ) -> None:
         super().__init__()
         self._bridge = bridge
@@ -159,6 +163,7 @@ class _Moments(keras.callbacks.Callback):
         self._exchange = exchange
         self._shares = shares
         self._accumulation_steps = accumulation_steps
+        self._bytes_per_step = bytes_per_step
         self._clock = StepClock()
         self._loss = _LossOfStep()
         self._lr: float | None = None
@@ -195,7 +200,7 @@ class _Moments(keras.callbacks.Callback):
             local_loss=local_loss,
             grad_norm=None,
             is_finite=math.isfinite(loss),
-            bytes_reduced=self._exchange.bytes_on_wire([v.value for v in self.model.trainable_variables]),
+            bytes_reduced=self._bytes_per_step,
             clock=self._clock,
         )
         assert self._lr is not None
