@@ -36,8 +36,8 @@ PREFIX = "horovod_train_"
 STEP_PHASE = Metric(
     PREFIX + "step_phase_seconds",
     "histogram",
-    "Time of an optimizer step spent in a phase: data, forward, backward, allreduce_wait, optimizer; compute: "
-    "several of these, where a framework does not tell them apart.",
+    "Time of an optimizer step spent in a phase: data, forward, backward, allreduce_wait, optimizer; "
+    "compute: several of these, where a framework does not tell them apart.",
     labels=("phase",),
     buckets_s=STEP_BUCKETS_S,
 )
