@@ -23,7 +23,12 @@ def run(*arguments: str) -> str:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "only", ["hand-written", "DDP over", pytest.param("metrics", marks=pytest.mark.campaign)]
+    "only",
+    [
+        "hand-written",
+        pytest.param("DDP over", marks=pytest.mark.campaign),
+        pytest.param("metrics", marks=pytest.mark.campaign),
+    ],
 )
 def test_each_comparison_prints_a_ratio(only):
     output = run("benchmarks.run", "--models", "transformer", "--pairs", "1", "--steps", "9", "--only", only)
