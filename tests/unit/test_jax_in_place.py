@@ -51,14 +51,28 @@ def test_an_argument_of_another_layout_is_seen_row_by_row():
     np.testing.assert_array_equal(seen[0], np.arange(6.0).reshape(2, 3).T)
 
 
-def test_nothing_is_copied():
+def test_nothing_is_copied_that_nobody_else_needs(monkeypatch):
     addresses = []
 
     def note(arrays):
         addresses.append(arrays[0].ctypes.data)
 
-    result = jax.jit(lambda x: in_place(note, [x + 1])[0])(jnp.ones(1000)).block_until_ready()
+    def copies(function):
+        return jax.jit(function).lower(x).compile().as_text().count(" copy(%")
+
+    def alone(x):
+        return in_place(note, [x.T @ x])[0]  # as the gradient of a layer is made
+
+    def with_the_original(x):
+        return x, in_place(note, [x])[0]
+
+    monkeypatch.setattr("ctypes.memmove", None)  # how an argument comes to where its result lies
+    x = jnp.ones((30, 40))
+    result = jax.jit(alone)(x).block_until_ready()
+
     assert result.unsafe_buffer_pointer() == addresses[0]
+    assert copies(alone) == 0
+    assert copies(with_the_original) > 0
 
 
 def test_calls_that_do_not_depend_on_each_other_keep_the_order_of_the_program():

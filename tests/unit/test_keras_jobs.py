@@ -67,7 +67,7 @@ model.fit(batches(), verbose=0)
 assert is_new_memory(16)  # larger: what was kept until now may be given again
 """
 )
-REDUCTION = (
+COMPILE = (
     PRELUDE
     + """
 check_reduction(keras.losses.MeanSquaredError())
@@ -78,11 +78,7 @@ except UserError as error:
     assert "has reduction 'sum'" in str(error), error
 else:
     raise AssertionError
-"""
-)
-XLA = (
-    PRELUDE
-    + """
+
 for asked in ({}, {"jit_compile": "auto"}, {"jit_compile": False}):
     without_xla(asked)
     assert asked == {"jit_compile": False}
@@ -118,4 +114,4 @@ def test_training_leaves_the_memory_allocator_alone_where_keras_would_not():
 
 
 def test_what_compile_says_is_refused_where_it_would_train_wrong():
-    run(REDUCTION + XLA.removeprefix(PRELUDE), "jax")
+    run(COMPILE, "jax")

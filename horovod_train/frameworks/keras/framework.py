@@ -92,7 +92,6 @@ class KerasFramework:
                 moments = _Moments(
                     bridge, self._world, self._exchange, shares, accumulation_steps, bytes_per_step
                 )
-                num_batches = len(shares) * accumulation_steps
                 batches = feed(
                     shares,
                     batches,
@@ -102,7 +101,7 @@ class KerasFramework:
                 )
                 self.model.fit(
                     as_keras_reads(batches),
-                    steps_per_epoch=num_batches,
+                    steps_per_epoch=len(shares) * accumulation_steps,
                     initial_epoch=bridge.epoch,
                     epochs=bridge.epoch + 1,
                     shuffle=False,
@@ -295,7 +294,7 @@ def without_xla(arguments: dict[str, Any]) -> None:
     Raises:
         UserError: The task asks for it.
     """
-    if arguments.setdefault("jit_compile", False) is True:
+    if arguments.get("jit_compile") is True:
         raise UserError(
             "compile() says jit_compile=True: on TensorFlow XLA cannot compile the exchange between ranks",
             hint="leave jit_compile out, or use KERAS_BACKEND=jax, where it can",
