@@ -11,7 +11,8 @@
     |   |-- CheckpointError               a checkpoint cannot be written, found or trusted
     |   |-- DesyncError                   ranks no longer hold the same state
     |   `-- PeerError                     another rank failed first: a consequence, never a cause
-    `-- NumericError                  3   the numbers went wrong: NaN, infinity
+    |-- NumericError                  3   the numbers went wrong: NaN, infinity
+    `-- PreemptedError               75   asked to leave, and all is saved: start again to go on
 
 An error says what was found, what is allowed and what to do: the first two in the message, the
 third in ``hint``.
@@ -122,6 +123,12 @@ class NumericError(HorovodTrainError):
     """A loss or gradient is not a finite number; exit code 3."""
 
     exit_code = 3
+
+
+class PreemptedError(HorovodTrainError):
+    """The ranks were asked to leave, saved and left; exit code 75 (EX_TEMPFAIL of sysexits.h)."""
+
+    exit_code = 75
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -19,7 +19,16 @@ MARK = "@horovod-train "
 TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")
 
 Kind = Literal[
-    "started", "targets", "progress", "evaluation", "checkpoint", "resumed", "notice", "summary", "failure"
+    "started",
+    "targets",
+    "progress",
+    "evaluation",
+    "checkpoint",
+    "resumed",
+    "notice",
+    "left",
+    "summary",
+    "failure",
 ]
 
 
@@ -84,6 +93,14 @@ def parse_line(line: str) -> tuple[int | None, str, Event | None]:
     return event.rank, text, event
 
 
+def readable(parsed: tuple[int | None, str, Event | None]) -> str | None:
+    """Return a parsed line for a person; None for what a person need not see."""
+    rank, text, event = parsed
+    if event is not None:
+        return as_text(event)
+    return text if rank is None else f"[rank {rank}] {text}"
+
+
 def as_text(event: Event) -> str | None:
     """Return an event for a person; None for what a person need not see."""
     write = _TEXTS.get(event.kind)
@@ -146,6 +163,7 @@ _TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "evaluation": _evaluation_text,
     "resumed": lambda f: f"resumed from {f['checkpoint']}: epoch {f['epoch']}, step {f['step']}",
     "notice": lambda f: f"rank {f['rank']}: {f['text']}",
+    "left": lambda f: f"rank {f['rank']}: asked to leave; saved after step {f['step']}",
     "summary": lambda f: "\n".join(summary_lines(f)),
     "failure": lambda f: f"error: rank {f['rank']} on {f['host']}: {f['message']}",
 }

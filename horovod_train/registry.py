@@ -102,6 +102,7 @@ LAUNCHERS = Registry(
     builtin={
         "local": "horovod_train.launch.local:LocalLauncher",
         "horovodrun": "horovod_train.launch.horovodrun:HorovodrunLauncher",
+        "mpirun": "horovod_train.launch.mpirun:MpirunLauncher",
     },
 )
 

@@ -21,16 +21,24 @@ from horovod_train.checkpoint.manager import CheckpointManager, WriteReport
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.engine.base import World, broadcast_json, gather_json
-from horovod_train.errors import HorovodTrainError, PeerError, WorldError, describe_ranks
+from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError
 from horovod_train.events import Reporter
 from horovod_train.frameworks.base import Framework, Reader, Replica
 from horovod_train.health.guard import FiniteGuard
+from horovod_train.health.leave import LeaveAgreement, LeaveRequest
+from horovod_train.health.truth import check_world
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import FRAMEWORKS
 from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.bridge import LoopBridge
-from horovod_train.training.hooks import CheckInSync, RecordMetrics, ReportProgress, SaveCheckpoints
+from horovod_train.training.hooks import (
+    CheckInSync,
+    LeaveWhenAsked,
+    RecordMetrics,
+    ReportProgress,
+    SaveCheckpoints,
+)
 from horovod_train.training.loop import train
 from horovod_train.training.parts import go_on_from
 from horovod_train.training.progress import DataOrder, Progress
@@ -64,12 +72,16 @@ def main(options: WorkerOptions) -> int:
     """
     guess = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     reporter = Reporter(guess, as_json=options.as_events)
+    request = LeaveRequest()
+    request.listen()
     _log_to(reporter)
     try:
         # What `run` resolved is final; the environment has had its say.
         job = load_job(options.job_file, environ={} if options.as_events else None)
         with ExitStack() as stack:
-            run_rank(job, options, reporter, stack)
+            run_rank(job, options, request, reporter, stack)
+    except PreemptedError as left:
+        return left.exit_code
     except Exception as error:  # noqa: BLE001  (whatever a task raises, it is told once and in one place)
         return _report_failure(error, reporter)
     finally:
@@ -77,10 +89,13 @@ def main(options: WorkerOptions) -> int:
     return 0
 
 
-def run_rank(job: Job, options: WorkerOptions, reporter: Reporter, stack: ExitStack) -> None:
+def run_rank(
+    job: Job, options: WorkerOptions, request: LeaveRequest, reporter: Reporter, stack: ExitStack
+) -> None:
     """Join the world, train, and tell how it went. What has to be closed goes onto the stack.
 
     Raises:
+        PreemptedError: The ranks were asked to leave, and have saved.
         HorovodTrainError: Anything that this package knows to explain.
         Exception: Anything that the user's task raises.
     """
@@ -107,7 +122,8 @@ def run_rank(job: Job, options: WorkerOptions, reporter: Reporter, stack: ExitSt
         CheckInSync(),
         *([RecordMetrics(recorder)] if job.metrics.enabled else []),
         ReportProgress(reporter, interval_s=0.2 if options.as_events else 5.0),
-        SaveCheckpoints(manager, framework),
+        checkpoints := SaveCheckpoints(manager, framework),
+        LeaveWhenAsked(LeaveAgreement(world, request), checkpoints, recorder, reporter),
     ]
     if world.rank == 0:
         tell_start(run, reporter)
@@ -118,27 +134,6 @@ def run_rank(job: Job, options: WorkerOptions, reporter: Reporter, stack: ExitSt
         seconds = monotonic() - started
         num_samples = (run.progress.epochs_passed - before) * len(train_reader)
         tell_summary(run, reporter, addresses, manager, seconds, num_samples / seconds)
-
-
-def check_world(job: Job, world: World) -> None:
-    """Refuse a world that is not the one asked for.
-
-    Raises:
-        WorldError: The number of ranks differs, or ranks were given different jobs.
-    """
-    wanted = job.launch.num_ranks
-    if wanted is not None and wanted != world.size:
-        raise WorldError(
-            f"the job asks for {wanted} ranks, but this world has {world.size}",
-            hint="start as many ranks as launch.num_ranks says, or leave it out",
-        )
-    jobs = gather_json(world, job.model_dump_json())
-    odd = [rank for rank, other in enumerate(jobs) if other != jobs[0]]
-    if odd:
-        raise WorldError(
-            f"{describe_ranks(odd)} read another job than rank 0",
-            hint="copy the same job file to every host",
-        )
 
 
 def make_run(

@@ -89,6 +89,8 @@ class CheckpointManager:
         self._last_report: WriteReport | None = None
         self._saved: Mapping[str, Any] | None = None
         self._lock: int | None = None
+        self.last_write_s: float | None = None
+        """Time the last write took, in seconds; None: nothing was written yet."""
         self._take_lock()
 
     def save(
@@ -197,6 +199,7 @@ class CheckpointManager:
         try:
             manifest = store.write_checkpoint(self.directory, step, content)
             report = WriteReport(step, str(path), perf_counter() - started, manifest.size_bytes)
+            self.last_write_s = report.seconds
         except (CheckpointError, OSError) as error:
             log.warning("checkpoint of step %d was not written: %s", step, error)
             report = WriteReport(step, str(path), perf_counter() - started, 0, str(error))

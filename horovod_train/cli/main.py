@@ -13,6 +13,14 @@ from horovod_train.errors import HorovodTrainError
 
 VERBS = {
     "run": "Train a job and stay with it to its end.",
+    "submit": "Start a job and return at once.",
+    "status": "Show how a submitted job stands.",
+    "logs": "Show what a submitted job has written.",
+    "wait": "Wait for a submitted job; ends with its exit code.",
+    "drain": "Let a job save and leave, however long that takes.",
+    "cancel": "End a job: it may save first, for as long as its grace allows.",
+    "list": "List submitted jobs.",
+    "render": "Print what a launcher would run or apply.",
     "worker": "Run one rank; started by a launcher.",
     "config": "Show, check and describe job descriptions.",
     "checkpoint": "List, verify and compare checkpoints.",
@@ -48,7 +56,7 @@ def cli() -> None:
     """Train with Horovod: one job description, one process or a thousand ranks.
 
     Exit codes: 0 done, 1 something around the job failed, 2 something to correct in what was
-    asked, 3 the numbers went wrong (NaN).
+    asked, 3 the numbers went wrong (NaN), 75 asked to leave and all is saved: run it again.
     """
 
 

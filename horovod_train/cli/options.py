@@ -11,6 +11,7 @@ from horovod_train.errors import UserError, did_you_mean
 
 TASKS_FOLDER = Path(__file__).parent.parent / "tasks"
 
+job_id_argument = click.argument("job_id", metavar="ID")
 job_argument = click.argument("job", metavar="JOB")
 set_option = click.option(
     "--set",
@@ -43,3 +44,72 @@ def find_job(name: str) -> Path:
 def say(text: Any) -> None:
     """Print a line at once, so that long steps can be followed through a pipe."""
     click.echo(text)
+
+
+def launch_options(command: Any) -> Any:
+    """Add the options that say where and how a job is started."""
+    for option in reversed(
+        (
+            click.option(
+                "-n", "--num-ranks", type=click.IntRange(min=1), metavar="RANKS", help="Ranks to start."
+            ),
+            click.option(
+                "-H", "--hosts", metavar="HOST:SLOTS,...", help="Hosts and ranks on each, as in a:4,b:4."
+            ),
+            click.option(
+                "--hostfile",
+                type=click.Path(path_type=Path),
+                help="File of hosts, a line for each: 'node01 slots=4' or 'node01:4'.",
+            ),
+            click.option("--launcher", metavar="NAME", help="Who starts the ranks: horovodrun, mpirun, ..."),
+            click.option(
+                "--controller", type=click.Choice(["mpi", "gloo"]), help="Who coordinates the ranks."
+            ),
+            click.option("--run-id", metavar="NAME", hidden=True),
+            # What was resolved is final; the environment has had its say.
+            click.option("--resolved", is_flag=True, hidden=True),
+            set_option,
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def make_request(
+    job: str,
+    num_ranks: int | None,
+    hosts: str | None,
+    hostfile: Path | None,
+    launcher: str | None,
+    controller: str | None,
+    run_id: str | None,
+    overrides: tuple[str, ...],
+    *,
+    resolved: bool,
+) -> Any:
+    """Return the launch that a command line asks for.
+
+    Raises:
+        UserError: The job or the hosts cannot be read.
+    """
+    from horovod_train.config.load import load_job
+    from horovod_train.launch.hosts import read_hostfile
+    from horovod_train.launch.run import resolve
+
+    if hosts is not None and hostfile is not None:
+        raise UserError("--hosts and --hostfile both name hosts", hint="give one of them")
+    entries = hosts.split(",") if hosts is not None else read_hostfile(hostfile) if hostfile else None
+    flags = [
+        *([f"launch.num_ranks={num_ranks}"] if num_ranks is not None else []),
+        *([f"launch.hosts=[{_quoted(entries)}]"] if entries is not None else []),
+        *([f"launch.launcher={launcher}"] if launcher is not None else []),
+        *([f"launch.controller={controller}"] if controller is not None else []),
+        # Without -n, the slots of the hosts say how many ranks there are.
+        *(["launch.num_ranks=null"] if entries is not None and num_ranks is None else []),
+    ]
+    environ: dict[str, str] | None = {} if resolved else None
+    return resolve(load_job(find_job(job), [*overrides, *flags], environ), run_id)
+
+
+def _quoted(hosts: list[str]) -> str:
+    return ", ".join(f"'{host.strip()}'" for host in (entry.replace("'", "") for entry in hosts))

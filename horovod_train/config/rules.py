@@ -10,7 +10,7 @@ from pathlib import Path
 
 from horovod_train.config.schema import Job
 from horovod_train.config.support import SUPPORT
-from horovod_train.errors import Problem, UnknownNameError
+from horovod_train.errors import Problem, UnknownNameError, did_you_mean
 from horovod_train.registry import FRAMEWORKS, LAUNCHERS, TASKS, Registry, optimizers_of
 
 LOCAL_HOSTS = {"localhost", "127.0.0.1"}
@@ -119,19 +119,19 @@ def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
         yield Problem("launch.launcher", "'local'", "starts one rank only", "use launcher: horovodrun")
 
 
-def other_hosts_have_a_named_interface(job: Job) -> Iterator[Problem]:
-    """Without a named interface horovodrun looks for one, by exchanging pickles over the network.
-
-    Whoever reads the key from a command line could execute code (CVE-2024-10190 and its kin).
-    """
-    others = [host for host in job.launch.hosts if host.rpartition(":")[0] not in LOCAL_HOSTS]
-    if others and job.launch.network_interface is None:
+def host_settings_belong_to_hosts(job: Job) -> Iterator[Problem]:
+    """Settings of a host that takes no part would be ignored."""
+    names = [host.rpartition(":")[0] for host in job.launch.hosts]
+    for name in sorted(set(job.launch.host_settings) - set(names)):
         yield Problem(
-            "launch.network_interface",
-            "null",
-            f"is needed to reach {others[0].rpartition(':')[0]}: searching for it is not safe",
-            "name the interface that the hosts share, such as eth0 (see `ip -brief address`)",
+            f"launch.host_settings.{name}", "", "is not one of launch.hosts", did_you_mean(name, names)
         )
+
+
+def variables_are_set_once(job: Job) -> Iterator[Problem]:
+    """A variable is a secret or it is not."""
+    for name in sorted(job.launch.secrets.keys() & job.launch.env.keys()):
+        yield Problem(f"launch.env.{name}", "", "is one of launch.secrets as well", "keep the secret")
 
 
 def ports_fit(job: Job) -> Iterator[Problem]:
@@ -187,7 +187,8 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     decay_has_its_fields,
     warmup_fits,
     ranks_fit_the_hosts,
-    other_hosts_have_a_named_interface,
+    host_settings_belong_to_hosts,
+    variables_are_set_once,
     ports_fit,
     stalls_are_reported_before_they_end_the_job,
     determinism_is_possible,

@@ -33,6 +33,26 @@ HostSlots = Annotated[
 ]
 """``host:slots``, such as ``node01:8``."""
 
+HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$")]
+"""Name or IPv4 address of a host."""
+
+InterfaceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]+$")]
+"""Name of a network interface, such as ``eth0``."""
+
+VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""Name of an environment variable."""
+
+OneLine = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
+"""Text without line breaks."""
+
+SecretSource = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/\S+|kubernetes:[a-z0-9.-]+/[A-Za-z0-9._-]+)$"
+    ),
+]
+"""``env:NAME``, ``file:/path`` (its content), or on Kubernetes ``kubernetes:secret/key``."""
+
 Port = Annotated[int, Field(ge=1, le=65535)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -259,6 +279,38 @@ class Health(Section):
     stall_shutdown_s: Seconds = 600.0
     """End the job when they are still missing after this time, in seconds."""
 
+    max_clock_offset_s: Seconds = 5.0
+    """Refuse to start when the clocks of two hosts differ by more, in seconds."""
+
+
+class Ssh(Section):
+    """How hosts are reached. The rest stands in the user's own ssh configuration."""
+
+    port: Port | None = None
+    """Port of sshd on the hosts; null: what ssh's configuration says, or 22."""
+
+    user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")] | None = None
+    """User on the hosts; null: what ssh's configuration says, or the same as here."""
+
+    identity_file: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Private key; null: those that ssh finds by itself."""
+
+    options: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9]*$")], OneLine] = {}
+    """Further options of ssh_config, such as ``ProxyJump: gateway``."""
+
+
+class HostSettings(Section):
+    """What is different on one host."""
+
+    python: Annotated[str, StringConstraints(pattern=r"^/\S*$")] | None = None
+    """Python of the environment there; null: at the same path as here."""
+
+    network_interface: InterfaceName | None = None
+    """Interface that reaches the other hosts; null: as in ``launch``."""
+
+    env: dict[VariableName, str] = {}
+    """Environment variables for the ranks on this host."""
+
 
 class Launch(Section):
     """How many ranks, where, by which controller."""
@@ -272,20 +324,41 @@ class Launch(Section):
     hosts: list[HostSlots] = []
     """``host:slots`` for each host; empty: this machine."""
 
+    host_settings: dict[HostName, HostSettings] = {}
+    """What is different on some hosts, by their names."""
+
     controller: Literal["mpi", "gloo"] = "mpi"
     """Who coordinates the ranks."""
 
-    ssh_port: Port = 22
-    """Port of sshd on the hosts."""
+    ssh: Ssh = Ssh()
+    """How hosts are reached."""
 
-    network_interface: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]+$")] | None = None
-    """Interface that reaches the other hosts, such as eth0; required when there are any."""
+    network_interface: InterfaceName | None = None
+    """Interface that reaches the other hosts, such as eth0; null: the one that ssh comes in through."""
+
+    host_timeout_s: Annotated[float, Field(ge=5, le=1e6)] = 20.0
+    """A host that has not answered for so long is lost, and the job ends, in seconds."""
+
+    ship_code: bool = False
+    """Send the folder of the task's file to the hosts; false: it is there, at the same path."""
+
+    grace_s: Seconds = 30.0
+    """Time the ranks get to save and leave when they are asked to, before they are killed, in seconds."""
+
+    cpu_binding: Literal["auto", "none", "cores", "numa"] = "auto"
+    """Bind a rank to its share of the host's cores, or to a NUMA node; auto: numa, if there are several."""
+
+    share_gpus: bool = False
+    """Let ranks of a host share its GPUs: to try things out; slow, and not with NCCL."""
 
     threads_per_rank: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Compute threads of a rank; null: this machine's cores divided by the ranks on it."""
+    """Compute threads of a rank; null: its host's cores divided by the ranks on it."""
 
-    env: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str] = {}
+    env: dict[VariableName, str] = {}
     """Environment variables for every rank. Not for secrets: they stand in the resolved job."""
+
+    secrets: dict[VariableName, SecretSource] = {}
+    """Variables whose values stay off command lines, logs and files of the run: where each comes from."""
 
 
 class Job(Section):

@@ -2,27 +2,77 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Sequence
+
 from horovod_train.config.schema import Job
-from horovod_train.engine.base import World
-from horovod_train.errors import UserError
+from horovod_train.engine.base import World, gather_json
+from horovod_train.errors import UserError, WorldError, describe_ranks
 
 
-def own_gpu(job: Job, world: World, num_gpus: int) -> int | None:
-    """Return the number of the rank's own GPU on its host; None: the rank computes on the CPU.
+def gpu_uuid(number: int) -> str:
+    """Return the identity of a GPU, given its number in this process; empty when there is no driver.
+
+    Numbers mean nothing to another process: CUDA_VISIBLE_DEVICES and containers shift them.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ""
+    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), number):
+        return ""
+    return "" if cuda.cuDeviceGetUuid(ctypes.byref(uuid), device) else bytes(uuid).hex()
+
+
+def own_gpu(job: Job, world: World, num_gpus: int, uuid_of: Callable[[int], str] = gpu_uuid) -> int | None:
+    """Return the number of the rank's own GPU in this process; None: the rank computes on the CPU.
+
+    Where every rank of a host sees all its GPUs, each takes the one of its local rank. Where the
+    launcher has shown each rank another one (Slurm does), it takes that.
 
     Args:
         job: Says which device is wanted.
-        world: The ranks.
-        num_gpus: How many GPUs the framework has found on this host.
+        world: The ranks; all of them call this.
+        num_gpus: How many GPUs the framework has found in this process.
+        uuid_of: Identity of a GPU.
 
     Raises:
         UserError: A GPU was asked for and there is none for this rank.
+        WorldError: Some ranks have GPUs and others have none.
     """
-    if job.train.device == "cpu" or (job.train.device == "auto" and not num_gpus):
+    if job.train.device == "cpu":
         return None
+    mine = [world.host, world.local_rank, [uuid_of(number) or str(number) for number in range(num_gpus)]]
+    known: list[tuple[str, int, list[str]]] = gather_json(world, mine)
+    without = [rank for rank, (_, _, gpus) in enumerate(known) if not gpus]
+    if job.train.device == "auto" and len(without) == world.size:
+        return None
+    if without:
+        hosts = ", ".join(sorted({known[rank][0] for rank in without}))
+        raise WorldError(
+            f"{describe_ranks(without)} on {hosts} found no GPU"
+            + ("" if len(without) == world.size else ", the others did"),
+            hint="run `horovod-train doctor` on that host, or set train.device: cpu",
+        )
+    seen = [gpus for host, _, gpus in known if host == world.host]
+    return choose_gpu(world, seen, num_gpus, share=job.launch.share_gpus)
+
+
+def choose_gpu(world: World, seen: Sequence[Sequence[str]], num_gpus: int, *, share: bool) -> int:
+    """Return the number of this rank's GPU, given what each rank of its host sees.
+
+    Raises:
+        UserError: There are fewer GPUs than ranks.
+    """
+    everyone_sees_all = all(set(gpus) == set(seen[0]) for gpus in seen)
+    if not everyone_sees_all and sum(map(len, seen)) == len({gpu for gpus in seen for gpu in gpus}):
+        return 0
+    if share:
+        return world.local_rank % num_gpus
     if world.local_rank >= num_gpus:
         raise UserError(
             f"local rank {world.local_rank} on {world.host} has no GPU of its own: {num_gpus} found",
-            hint="start at most one rank per GPU, or set train.device: cpu",
+            hint="start at most one rank per GPU, set train.device: cpu, or (slow) launch.share_gpus: true",
         )
     return world.local_rank

@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import select
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -95,7 +96,11 @@ def start_loader_server(preload: str) -> None:
         preload: Module that loader processes need.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([preload])
-    forkserver.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def leave_with(rank_pid: int) -> None:

@@ -6,15 +6,20 @@ files it needs. The plan is a value; ``--dry-run`` prints it and nothing else ha
 
 from __future__ import annotations
 
-import os
 import shlex
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from horovod_train.config.schema import Job
+from horovod_train.launch.hosts import Host, hosts_of
+
+State = Literal[
+    "waiting", "starting", "running", "leaving", "succeeded", "failed", "preempted", "cancelled", "unknown"
+]
+ENDED: frozenset[State] = frozenset({"succeeded", "failed", "preempted", "cancelled"})
 
 
 @dataclass(frozen=True)
@@ -22,42 +27,59 @@ class LaunchRequest:
     """What is to be started.
 
     Attributes:
-        job: The resolved job; ``launch.num_ranks`` is set.
+        job: The resolved job; ``launch.num_ranks`` and ``launch.launcher`` are set.
         run_id: Name of this run.
         run_dir: Folder of the job's runs, absolute: checkpoints, and a folder for each run.
+        folder: Where the ranks are to run, absolute.
+        own_interface: This machine's network interface towards the hosts; None: none is needed, or it
+            is not known.
     """
 
     job: Job
     run_id: str
     run_dir: Path
+    folder: Path
+    own_interface: str | None = None
 
     @property
     def log_dir(self) -> Path:
-        """Folder of this run: its resolved job and its output."""
+        """Folder of this run: its resolved job, its state and its output."""
         return self.run_dir / self.run_id
 
     @property
-    def job_file(self) -> Path:
-        """Where workers read the resolved job."""
-        return self.log_dir / "job.json"
+    def job_id(self) -> str:
+        """Name by which a submitted job is asked for."""
+        return f"{self.job.name}-{self.run_id}"
+
+    @property
+    def stage(self) -> str:
+        """Folder on each host for the files that ranks start with."""
+        return f"/tmp/horovod_train-{self.job_id}"  # noqa: S108  (made with mode 0700, never reused)
 
     @property
     def num_ranks(self) -> int:
         """Ranks to start."""
         return self.job.launch.num_ranks or 1
 
-    def worker_command(self) -> tuple[str, ...]:
-        """Return the command of one rank: the same for every launcher."""
-        return (
-            sys.executable,
-            "-m",
-            "horovod_train",
-            "worker",
-            "--events",
-            "--run-id",
-            self.run_id,
-            str(self.job_file),
-        )
+    @cached_property
+    def hosts(self) -> list[Host]:
+        """Hosts that get ranks."""
+        return hosts_of(self.job.launch)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether other machines take part."""
+        return any(not host.is_here for host in self.hosts)
+
+    @property
+    def ssh(self) -> tuple[str, ...]:
+        """How ssh is called for this run."""
+        return ("ssh", "-F", str(self.log_dir / "ssh_config"))
+
+    @property
+    def rank_command(self) -> str:
+        """What starts one rank on any of the hosts."""
+        return f"{self.stage}/rank"
 
 
 @dataclass(frozen=True)
@@ -71,8 +93,8 @@ class LaunchPlan:
     """
 
     argv: tuple[str, ...]
-    env: Mapping[str, str]
-    files: Mapping[Path, str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[Path, str] = field(default_factory=dict)
 
     def as_text(self) -> str:
         """Return the plan as commands that a person could type."""
@@ -81,8 +103,52 @@ class LaunchPlan:
         return "\n".join([*lines, " \\\n  ".join([*variables, shlex.join(self.argv)])])
 
 
+@dataclass(frozen=True)
+class JobStatus:
+    """How a submitted job stands.
+
+    Attributes:
+        state: One word.
+        exit_code: How it ended; None while it has not.
+        message: What explains the state; may be empty.
+    """
+
+    state: State
+    exit_code: int | None = None
+    message: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will happen."""
+        return self.state in ENDED
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A job that was given to a launcher.
+
+    Attributes:
+        job_id: Name by which it is asked for.
+        launcher: Which launcher has it.
+        native_id: What that launcher, or the system behind it, calls it.
+        log_dir: Folder of the run.
+        submitted_unix_s: When.
+    """
+
+    job_id: str
+    launcher: str
+    native_id: str
+    log_dir: Path
+    submitted_unix_s: float
+
+
 class Launcher(Protocol):
-    """Makes plans."""
+    """Starts jobs somewhere, and speaks about them afterwards.
+
+    A launcher that starts ranks from this process has a method ``run(request, plan, console)`` as
+    well, which stays with the job and returns its exit code; ``horovod-train run`` submits to the
+    others, follows the log, and waits.
+    """
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return what would start the ranks; has no effect.
@@ -92,15 +158,36 @@ class Launcher(Protocol):
         """
         ...
 
+    def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
+        """Start a job and return at once; returns what the launcher calls it.
 
-def rank_environment(job: Job, ranks_per_host: int) -> dict[str, str]:
-    """Return the variables every rank starts with, whatever starts it.
+        Raises:
+            LaunchError: It was not accepted.
+        """
+        ...
 
-    Ranks that share a host share its cores: a thread per core and rank would have them fight.
-    """
-    threads = job.launch.threads_per_rank or max(1, (os.cpu_count() or 1) // ranks_per_host)
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONUNBUFFERED": "1",
-        **job.launch.env,
-    }
+    def status(self, job: Submitted) -> JobStatus:
+        """Return how a job stands.
+
+        Raises:
+            LaunchError: That cannot be known.
+        """
+        ...
+
+    def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
+        """Yield the lines of a job's output, with ``follow`` until it ends."""
+        ...
+
+    def cancel(self, job: Submitted, how: Literal["drain", "stop", "kill"]) -> None:
+        """End a job.
+
+        Args:
+            job: Which one.
+            how: drain: save and leave, however long it takes; stop: the same, and kill when the grace
+                is over; kill: at once.
+        """
+        ...
+
+    def wait(self, job: Submitted) -> JobStatus:
+        """Return how a job ended, when it has."""
+        ...

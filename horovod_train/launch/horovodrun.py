@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
-from horovod_train.config.rules import LOCAL_HOSTS
 from horovod_train.errors import LaunchError
-from horovod_train.launch.base import LaunchPlan, LaunchRequest, rank_environment
+from horovod_train.launch.base import LaunchPlan, LaunchRequest
+from horovod_train.launch.hosts import as_argument
+from horovod_train.launch.ssh import ssh_config
+from horovod_train.launch.supervised import SupervisedLauncher
 
 
-class HorovodrunLauncher:
+class HorovodrunLauncher(SupervisedLauncher):
     """Starts ranks with ``horovodrun``."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
@@ -22,53 +25,60 @@ class HorovodrunLauncher:
             LaunchError: ``horovodrun`` is not installed.
         """
         launch = request.job.launch
-        hosts = launch.hosts or [f"localhost:{request.num_ranks}"]
-        slots = {host: int(n) for host, _, n in (entry.rpartition(":") for entry in hosts)}
-        is_remote = any(host not in LOCAL_HOSTS for host in slots)
         argv = [
-            find_horovodrun(),
+            find_program("horovodrun"),
             f"--{launch.controller}",
             "-np",
             str(request.num_ranks),
             "-H",
-            ",".join(hosts),
+            as_argument(request.hosts),
         ]
-        if is_remote and launch.ssh_port != 22:
-            argv += ["--ssh-port", str(launch.ssh_port)]
-        if launch.network_interface is not None:
-            argv += ["--network-interfaces", launch.network_interface]
-        if is_remote and launch.controller == "mpi" and _mpi_is_in_this_environment():
-            # An ssh session has no PATH to this environment; mpirun has to bring its prefix along.
-            argv += ["--mpi-args", f"--prefix {sys.prefix}"]
-        return LaunchPlan(
-            (*argv, *request.worker_command()), self._environment(request, max(slots.values())), {}
-        )
-
-    def _environment(self, request: LaunchRequest, ranks_per_host: int) -> dict[str, str]:
-        bin_folder = str(Path(sys.executable).parent)
-        environment = {"PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", os.defpath)])}
-        if request.job.launch.controller == "mpi":
-            # Horovod's background thread polls MPI. Where it shares a core with a rank's compute
-            # thread, it has to give way.
-            environment["OMPI_MCA_mpi_yield_when_idle"] = "1"
-        return {**environment, **rank_environment(request.job, ranks_per_host)}
+        if request.is_remote:
+            # Without a name horovodrun looks for one, by exchanging pickles over the network
+            # (CVE-2024-10190 and its kin). Each host's own interface is in its ranks' environment.
+            argv += ["--network-interfaces", request.own_interface or "UNKNOWN", "--disable-cache"]
+        environment = {"PATH": path_of_this_environment()}
+        if launch.controller == "mpi":
+            environment |= open_mpi_settings(request)
+        if request.is_remote:
+            environment["HOROVOD_SSH"] = shlex.join(request.ssh)
+        return LaunchPlan((*argv, request.rank_command), environment, files_for_ssh(request))
 
 
-def find_horovodrun() -> str:
-    """Return the path of this environment's ``horovodrun``.
+def open_mpi_settings(request: LaunchRequest) -> dict[str, str]:
+    """Return the variables that Open MPI is started with, whoever calls mpirun."""
+    # Horovod's background thread polls MPI. Where it shares a core with a rank's compute thread, it
+    # has to give way.
+    settings = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    if request.is_remote:
+        settings["OMPI_MCA_plm_rsh_agent"] = shlex.join(request.ssh)
+        settings["OMPI_MCA_orte_launch_agent"] = f"{request.stage}/orted"
+    return settings
+
+
+def files_for_ssh(request: LaunchRequest) -> dict[Path, str]:
+    """Return the ssh configuration of a run that needs one."""
+    if not request.is_remote:
+        return {}
+    return {request.log_dir / "ssh_config": ssh_config(request.job.launch.ssh)}
+
+
+def path_of_this_environment() -> str:
+    """Return a PATH on which this environment's programs come first."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def find_program(name: str) -> str:
+    """Return the path of a program: this environment's, or else the one on PATH.
 
     Raises:
         LaunchError: There is none.
     """
-    beside = Path(sys.executable).with_name("horovodrun")
-    found = str(beside) if beside.exists() else shutil.which("horovodrun")
+    beside = Path(sys.executable).with_name(name)
+    found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
         raise LaunchError(
-            "horovodrun is not installed in this environment",
+            f"{name} is not installed in this environment",
             hint="run `horovod-train engine build`, or train in one process with -n 1",
         )
     return found
-
-
-def _mpi_is_in_this_environment() -> bool:
-    return (Path(sys.prefix) / "bin" / "orted").exists()

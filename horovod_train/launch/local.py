@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from horovod_train.errors import LaunchError
-from horovod_train.launch.base import LaunchPlan, LaunchRequest, rank_environment
+from horovod_train.launch.base import LaunchPlan, LaunchRequest
+from horovod_train.launch.supervised import SupervisedLauncher
 
 
-class LocalLauncher:
+class LocalLauncher(SupervisedLauncher):
     """Starts the worker and nothing around it."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
@@ -20,4 +21,4 @@ class LocalLauncher:
                 f"the launcher 'local' starts one rank, not {request.num_ranks}",
                 hint="use launch.launcher: horovodrun",
             )
-        return LaunchPlan(request.worker_command(), rank_environment(request.job, 1), {})
+        return LaunchPlan((request.rank_command,))

@@ -79,6 +79,11 @@ CHECKPOINT_AGE = Metric(
 CHECKPOINT_FAILURES = Metric(
     PREFIX + "checkpoint_failures_total", "counter", "Checkpoints that could not be written (rank 0)."
 )
+GRACE_NEEDED = Metric(
+    PREFIX + "grace_needed_seconds",
+    "gauge",
+    "Time the ranks need to save and leave when asked to: steps until they agree, and a checkpoint (rank 0).",
+)
 
 CATALOG = (
     STEP_PHASE,
@@ -99,6 +104,7 @@ CATALOG = (
     CHECKPOINT_BYTES,
     CHECKPOINT_AGE,
     CHECKPOINT_FAILURES,
+    GRACE_NEEDED,
 )
 
 

@@ -81,6 +81,10 @@ class Recorder:
         self._child(catalog.CHECKPOINT_BYTES).set(report.size_bytes)
         self._child(catalog.CHECKPOINT_AGE).set_function(lambda: time.monotonic() - written_s)
 
+    def record_grace_needed(self, seconds: float) -> None:
+        """Record how long leaving would take."""
+        self._child(catalog.GRACE_NEEDED).set(seconds)
+
     def _make(self, metric: Metric) -> Counter | Gauge | Histogram:
         labels = (*RANK_LABELS, *metric.labels)
         if metric.kind == "histogram":

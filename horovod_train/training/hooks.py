@@ -7,8 +7,10 @@ from time import monotonic
 
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
+from horovod_train.errors import PreemptedError
 from horovod_train.events import Reporter
 from horovod_train.frameworks.base import Framework
+from horovod_train.health.leave import LeaveAgreement
 from horovod_train.health.sync import check_in_sync
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.parts import record_step, save_checkpoint
@@ -77,25 +79,70 @@ class SaveCheckpoints(Hook):
         self._manager = manager
         self._framework = framework
 
+    @property
+    def last_write_s(self) -> float | None:
+        """Time the last checkpoint took to write, in seconds; None: there is none yet."""
+        return self._manager.last_write_s
+
     def on_step(self, run: Run, report: StepReport) -> None:
         """Save when steps say so."""
         every = run.job.checkpoint.every_steps
         if every and run.progress.step % every == 0:
-            self._save(run)
+            self.save(run)
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
         """Save when epochs say so."""
         every = run.job.checkpoint.every_epochs
         if every and run.progress.epoch % every == 0 and not run.is_done:
-            self._save(run)
+            self.save(run)
 
     def on_end(self, run: Run) -> None:
         """Save the result."""
-        self._save(run, wait=True)
+        self.save(run, wait=True)
 
-    def _save(self, run: Run, *, wait: bool = False) -> None:
+    def save(self, run: Run, *, wait: bool = False) -> None:
+        """Save now; with ``wait`` it is on disk afterwards."""
         rng = dump_state(*self._framework.rng_state())
         save_checkpoint(self._manager, run.replica, run.progress, rng, wait=wait)
+
+
+class LeaveWhenAsked(Hook):
+    """Saves and ends training when any rank was asked to leave; watches how long that would take."""
+
+    def __init__(
+        self, agreement: LeaveAgreement, checkpoints: SaveCheckpoints, recorder: Recorder, reporter: Reporter
+    ) -> None:
+        self._agreement = agreement
+        self._checkpoints = checkpoints
+        self._recorder = recorder
+        self._reporter = reporter
+        self._is_warned = False
+
+    def on_step(self, run: Run, report: StepReport) -> None:
+        """Leave if the ranks agree to.
+
+        Raises:
+            PreemptedError: Everything is saved.
+        """
+        if self._agreement.reached():
+            self._checkpoints.save(run, wait=True)
+            # Before the first rank is gone: some launchers kill the others as soon as one has left.
+            self._reporter.emit("left", step=run.progress.step, epoch=run.progress.epochs_passed)
+            raise PreemptedError(f"asked to leave after step {run.progress.step}")
+        write_s = self._checkpoints.last_write_s
+        if write_s is not None and run.world.rank == 0:
+            step_s = sum(report.outcome.clock.seconds.values())
+            self._watch_grace(max(step_s, self._agreement.interval_s) + write_s, run.job.launch.grace_s)
+
+    def _watch_grace(self, needed_s: float, granted_s: float) -> None:
+        self._recorder.record_grace_needed(needed_s)
+        if needed_s > granted_s and not self._is_warned:
+            self._is_warned = True
+            self._reporter.emit(
+                "notice",
+                text=f"leaving without losing work would take {needed_s:.1f} s, but launch.grace_s is "
+                f"{granted_s:g}: raise it, and the grace that Slurm or Kubernetes gives",
+            )
 
 
 class ReportProgress(Hook):

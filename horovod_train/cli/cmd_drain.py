@@ -1,0 +1,19 @@
+"""``horovod-train drain``."""
+
+from __future__ import annotations
+
+import click
+
+from horovod_train.cli.options import job_id_argument
+
+
+@click.command(name="drain")
+@job_id_argument
+def command(job_id: str) -> None:
+    """Let the job ID save and leave with exit code 75, however long that takes."""
+    from horovod_train.launch.jobs import find_job
+    from horovod_train.launch.run import launcher_named
+
+    job = find_job(job_id)
+    launcher_named(job.launcher).cancel(job, "drain")
+    click.echo(f"{job.job_id}: asked to save and leave; `horovod-train wait {job.job_id}` tells when it has")

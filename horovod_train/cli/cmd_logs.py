@@ -1,0 +1,23 @@
+"""``horovod-train logs``."""
+
+from __future__ import annotations
+
+import click
+
+from horovod_train.cli.options import job_id_argument
+
+
+@click.command(name="logs")
+@job_id_argument
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
+def command(job_id: str, *, follow: bool) -> None:
+    """Show what the job ID has written."""
+    from horovod_train.events import parse_line, readable
+    from horovod_train.launch.jobs import find_job
+    from horovod_train.launch.run import launcher_named
+
+    job = find_job(job_id)
+    for line in launcher_named(job.launcher).logs(job, follow=follow):
+        text = readable(parse_line(line))
+        if text is not None:
+            click.echo(text)

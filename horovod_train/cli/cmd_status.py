@@ -1,0 +1,28 @@
+"""``horovod-train status``."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from horovod_train.cli.options import job_id_argument
+
+
+@click.command(name="status")
+@job_id_argument
+@click.option("--json", "as_json", is_flag=True, help="For a program.")
+def command(job_id: str, *, as_json: bool) -> None:
+    """Show how the job ID stands."""
+    from horovod_train.launch.run import status_of
+
+    job, status = status_of(job_id)
+    if as_json:
+        fields = {"job_id": job.job_id, "state": status.state, "exit_code": status.exit_code}
+        click.echo(json.dumps({**fields, "message": status.message, "log_dir": str(job.log_dir)}))
+        return
+    code = "" if status.exit_code is None else f", exit code {status.exit_code}"
+    click.echo(f"{job.job_id}: {status.state}{code}")
+    if status.message:
+        click.echo(f"  {status.message}")
+    click.echo(f"  {job.log_dir}")

@@ -1,0 +1,22 @@
+"""``horovod-train submit``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from horovod_train.cli.options import job_argument, launch_options, make_request
+
+
+@click.command(name="submit")
+@job_argument
+@launch_options
+@click.option("--dry-run", is_flag=True, help="Print exactly what would be done, and do nothing.")
+def command(job: str, *, dry_run: bool, **options: Any) -> None:
+    """Start JOB and return at once; prints its id."""
+    from horovod_train.launch.run import make_plan, submit_job
+
+    request = make_request(job, **options)
+    plan = make_plan(request)
+    click.echo(plan.as_text() if dry_run else submit_job(request, plan))

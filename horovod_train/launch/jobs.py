@@ -1,0 +1,131 @@
+"""What is remembered about jobs: how a run stands, beside its log; and which jobs were submitted.
+
+<run>/state.json                                     written by whoever carries out the run
+$XDG_STATE_HOME/horovod_train/jobs/<job id>.json     written when a job is started
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from time import time
+
+import psutil
+
+from horovod_train.errors import UserError, did_you_mean
+from horovod_train.launch.base import ENDED, JobStatus, LaunchRequest, State, Submitted
+
+STATE_FILE = "state.json"
+LOG_FILE = "run.log"
+
+
+def jobs_dir() -> Path:
+    """Return the folder in which submitted jobs are remembered."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "horovod_train" / "jobs"
+
+
+def remember(request: LaunchRequest, native_id: str) -> Submitted:
+    """Note that a job was submitted."""
+    job = Submitted(
+        request.job_id, request.job.launch.launcher, native_id, request.log_dir, submitted_unix_s=time()
+    )
+    _write_whole(jobs_dir() / f"{job.job_id}.json", json.dumps({**asdict(job), "log_dir": str(job.log_dir)}))
+    return job
+
+
+def known_jobs() -> Iterator[Submitted]:
+    """Yield the submitted jobs, newest first."""
+    found = []
+    for path in jobs_dir().glob("*.json"):
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            found.append(Submitted(**{**fields, "log_dir": Path(fields["log_dir"])}))
+        except (OSError, ValueError, TypeError, KeyError):
+            continue  # written by another version, or by hand
+    yield from sorted(found, key=lambda job: job.submitted_unix_s, reverse=True)
+
+
+def find_job(job_id: str) -> Submitted:
+    """Return a submitted job by its id, or by the beginning of it if there is only one such.
+
+    Raises:
+        UserError: There is none, or more than one.
+    """
+    jobs = list(known_jobs())
+    exact = [job for job in jobs if job.job_id == job_id]
+    found = exact or [job for job in jobs if job.job_id.startswith(job_id)]
+    if len(found) == 1:
+        return found[0]
+    names = [job.job_id for job in found or jobs]
+    if found:
+        raise UserError(f"{job_id!r} begins the names of several jobs: {', '.join(names[:5])}")
+    raise UserError(f"no job {job_id!r}", hint=did_you_mean(job_id, names) or "see `horovod-train list`")
+
+
+class StateFile:
+    """How one run stands, for whoever asks.
+
+    Args:
+        log_dir: Folder of the run.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self._path = log_dir / STATE_FILE
+
+    def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
+        """Note how it stands; this process is the one that carries it out."""
+        document = {
+            "state": state,
+            "exit_code": exit_code,
+            "message": message,
+            "pid": os.getpid(),
+            "pid_started_unix_s": psutil.Process().create_time(),
+            "host": socket.gethostname(),
+            "unix_time_s": time(),
+        }
+        _write_whole(self._path, json.dumps(document, indent=2) + "\n")
+
+    def read(self) -> JobStatus:
+        """Return how it stands; a run whose process is gone without a word has failed."""
+        try:
+            document = json.loads(self._path.read_text(encoding="utf-8"))
+        except OSError:
+            return JobStatus("waiting", message="not started yet")
+        status = JobStatus(document["state"], document["exit_code"], document["message"])
+        if status.state in ENDED or document["host"] != socket.gethostname() or _is_alive(document):
+            return status
+        return JobStatus("failed", 137, "the process that carried it out was killed; nothing of it is left")
+
+    def pid(self) -> int | None:
+        """Return the process that carries it out; None: there is none on this host."""
+        try:
+            document = json.loads(self._path.read_text(encoding="utf-8"))
+        except OSError:
+            return None
+        is_here = document["host"] == socket.gethostname()
+        return int(document["pid"]) if is_here and _is_alive(document) else None
+
+
+def _is_alive(document: dict[str, float]) -> bool:
+    try:
+        process = psutil.Process(int(document["pid"]))
+        started_s = process.create_time()
+    except psutil.NoSuchProcess:
+        return False
+    # Numbers of processes are used again.
+    return abs(started_s - document["pid_started_unix_s"]) < 1 and process.status() != psutil.STATUS_ZOMBIE
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.write(text)
+    Path(temporary).replace(path)

@@ -1,0 +1,47 @@
+"""Ranks on this machine or on ssh hosts, through Open MPI's own launcher."""
+
+from __future__ import annotations
+
+import os
+
+from horovod_train.errors import LaunchError
+from horovod_train.launch.base import LaunchPlan, LaunchRequest
+from horovod_train.launch.horovodrun import (
+    files_for_ssh,
+    find_program,
+    open_mpi_settings,
+    path_of_this_environment,
+)
+from horovod_train.launch.hosts import as_argument
+from horovod_train.launch.supervised import SupervisedLauncher
+
+
+class MpirunLauncher(SupervisedLauncher):
+    """Starts ranks with ``mpirun`` of Open MPI 4."""
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """Return the plan.
+
+        Raises:
+            LaunchError: ``mpirun`` is not installed, or the job wants the Gloo controller.
+        """
+        if request.job.launch.controller != "mpi":
+            raise LaunchError(
+                "the launcher 'mpirun' starts ranks for the MPI controller only",
+                hint="use launch.launcher: horovodrun with launch.controller: gloo",
+            )
+        argv = [
+            find_program("mpirun"),
+            *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
+            "--tag-output",
+            "-np",
+            str(request.num_ranks),
+            "-H",
+            as_argument(request.hosts),
+            # Cores are given out by the ranks themselves (launch.cpu_binding).
+            *("--bind-to", "none", "--map-by", "slot"),
+            # As horovodrun does: plain TCP; Horovod's own traffic on InfiniBand is NCCL's.
+            *("-mca", "pml", "ob1", "-mca", "btl", "^openib"),
+        ]
+        environment = {"PATH": path_of_this_environment(), **open_mpi_settings(request)}
+        return LaunchPlan((*argv, request.rank_command), environment, files_for_ssh(request))

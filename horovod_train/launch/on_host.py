@@ -1,0 +1,186 @@
+"""What a launch does on one host: look at it, lay out files, signal and kill the processes of a run.
+
+On this machine it is called directly; on other hosts an agent does it (``agent.py``). Arguments and
+results are anything JSON can say.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import shutil
+import socket
+import sys
+import tarfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import psutil
+
+from horovod_train.engine.facts import environment_facts
+
+RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
+"""In the environment of every process of a run: its stage, by which it is known."""
+
+CONNECT_TIMEOUT_S = 4.0
+
+
+class OnHost:
+    """One run's part of this host.
+
+    Args:
+        stage: Folder for the run's files on each host; also the name by which processes are known.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self.stage = Path(stage)
+        self._listeners: list[socket.socket] = []
+        self._is_ours = False
+
+    # -- looking
+
+    def describe(self) -> dict[str, Any]:
+        """Return what this host is and has."""
+        return {
+            "hostname": socket.gethostname(),
+            "python": sys.executable,
+            "prefix": sys.prefix,
+            # Open MPI from its wheel lives in the environment, and has to be told so.
+            "has_mpi": (Path(sys.prefix) / "bin" / "orted").exists(),
+            "path": os.environ.get("PATH", os.defpath),
+            "cores": len(os.sched_getaffinity(0)),
+            "addresses": addresses_by_interface(),
+            # "client port server port": the server's is the address that ssh came in through.
+            "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
+            "time_s": time.time(),
+            "free_bytes": shutil.disk_usage(self.stage.parent).free,
+        }
+
+    def facts(self, task: str | None) -> dict[str, str]:
+        """Return what ranks of this host would train with."""
+        return environment_facts(task)
+
+    def listen(self, address: str, name: str) -> int:
+        """Answer with a name to whoever connects to an address; returns the port."""
+        listener = socket.create_server((address, 0))
+        self._listeners.append(listener)
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    caller, _ = listener.accept()
+                    with caller:
+                        caller.sendall(name.encode())
+
+        Thread(target=answer, daemon=True).start()
+        port: int = listener.getsockname()[1]
+        return port
+
+    def reach(self, source: str, targets: Sequence[tuple[str, str, int]]) -> dict[str, str]:
+        """Try to reach others from an address of this host.
+
+        Args:
+            source: Address to connect from.
+            targets: Name, address and port of each.
+
+        Returns:
+            Why not, for each that was not reached.
+        """
+        failed = {}
+        for name, address, port in targets:
+            try:
+                with socket.create_connection((address, port), CONNECT_TIMEOUT_S, (source, 0)) as caller:
+                    answered = caller.recv(256).decode(errors="replace")
+            except OSError as error:
+                failed[name] = str(error.strerror or error)
+                continue
+            if answered != name:
+                failed[name] = f"{address} is {answered or 'something else'} from here"
+        return failed
+
+    # -- files
+
+    def put(self, files: Mapping[str, str], archive: str = "") -> None:
+        """Lay out files, readable by this user alone.
+
+        Args:
+            files: Contents by name; those that start with ``#!`` can be executed.
+            archive: Code for ``code/``: a compressed tar file in base64; may be empty.
+
+        Raises:
+            FileExistsError: The folder is there already, and so belongs to somebody else.
+        """
+        self.stage.mkdir(mode=0o700)
+        self._is_ours = True
+        for name, content in files.items():
+            mode = 0o700 if content.startswith("#!") else 0o600
+            handle = os.open(self.stage / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(content)
+        if archive:
+            with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive)), mode="r:gz") as packed:
+                packed.extractall(self.stage / "code", filter="data")
+
+    def remove(self) -> None:
+        """Remove what ``put`` laid out, and stop listening."""
+        for listener in self._listeners:
+            listener.close()
+        if self._is_ours:
+            shutil.rmtree(self.stage, ignore_errors=True)
+
+    # -- processes
+
+    def signal_ranks(self, number: int) -> int:
+        """Send a signal to the ranks themselves, not to what they have started; returns how many."""
+        ranks = [process for process in self._processes() if _is_rank(process)]
+        for process in ranks:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        return len(ranks)
+
+    def kill(self) -> int:
+        """Kill every process of the run on this host; returns how many there were."""
+        killed = 0
+        for _ in range(50):  # what is forked meanwhile is found in the next round
+            left = list(self._processes())
+            if not left:
+                break
+            killed += len(left)
+            for process in left:
+                with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    process.kill()
+            psutil.wait_procs(left, timeout=0.2)
+        return killed
+
+    def _processes(self) -> Iterator[psutil.Process]:
+        mark = f"{RUN_VARIABLE}={self.stage}".encode()
+        for pid in psutil.pids():
+            try:
+                if mark not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    continue
+                process = psutil.Process(pid)
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    yield process
+            except (OSError, psutil.NoSuchProcess):
+                continue
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.cmdline()[1:4] == ["-m", "horovod_train", "worker"]
+    return False
+
+
+def addresses_by_interface() -> dict[str, list[str]]:
+    """Return the IPv4 addresses of each interface that is up."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return {
+        name: [found.address for found in addresses if found.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in up
+    }

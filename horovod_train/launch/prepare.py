@@ -1,0 +1,155 @@
+"""Before ranks start: hosts are alike, reach each other, and have the run's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import LaunchError
+from horovod_train.launch.base import LaunchRequest
+from horovod_train.launch.console import JobConsole
+from horovod_train.launch.fleet import Fleet, Member, check_alike
+from horovod_train.launch.interfaces import Chosen, choose
+from horovod_train.launch.stage import pack_code, stage_files
+
+# What a user exports for a job here, its ranks elsewhere are to see.
+FORWARDED = (
+    *("CUDA_LAUNCH", "HF_", "HOROVOD_", "JAX_", "KERAS_", "KMP_", "MKL_", "NCCL_", "OMP_", "TF_", "TORCH"),
+    *("UCX_", "XLA_"),
+)
+
+
+def prepare(
+    fleet: Fleet,
+    request: LaunchRequest,
+    environ: Mapping[str, str],
+    secrets: Mapping[str, str],
+    console: JobConsole,
+) -> None:
+    """Compare the hosts, see that they reach each other, and lay out the run's files on each.
+
+    Raises:
+        LaunchError: They differ, or do not reach each other; it names hosts and what to do.
+    """
+    job = request.job
+    descriptions = fleet.each("describe")
+    chosen: dict[str, Chosen] = {}
+    if request.is_remote:
+        # Code that is shipped is the same everywhere.
+        task = job.task if ":" in job.task and not job.launch.ship_code else None
+        check_alike(fleet.each("facts", lambda _: {"task": task}))
+        chosen = choose_interfaces(fleet, job, descriptions)
+        check_reach(fleet, chosen)
+        for name, interface in chosen.items():
+            console.print(
+                f"{name}: network interface {interface.name} ({interface.address}): {interface.reason}"
+            )
+    archive = ""
+    if job.launch.ship_code:
+        job, archive = _with_shipped_code(job, request.stage)
+
+    def put(member: Member) -> dict[str, Any]:
+        found = descriptions[member.host.name]
+        variables = rank_variables(job, member, found, chosen.get(member.host.name), environ)
+        return {
+            "files": stage_files(
+                job,
+                request.run_id,
+                request.stage,
+                python=found["python"],
+                prefix=found["prefix"],
+                folder=request.folder,
+                variables={**variables, **secrets},
+            ),
+            "archive": archive,
+        }
+
+    fleet.each("put", put)
+
+
+def choose_interfaces(fleet: Fleet, job: Job, descriptions: Mapping[str, Any]) -> dict[str, Chosen]:
+    """Return each host's interface.
+
+    Raises:
+        LaunchError: A host has none that fits.
+    """
+    reached = [found["reached_at"] for found in descriptions.values() if found["reached_at"]]
+    return {
+        member.host.name: choose(
+            member.host, job.launch.network_interface, descriptions[member.host.name], reached
+        )
+        for member in fleet.members
+    }
+
+
+def check_reach(fleet: Fleet, chosen: Mapping[str, Chosen]) -> None:
+    """See that every host reaches the next one and the first one, as rings and rendezvous need it.
+
+    Raises:
+        LaunchError: One does not; it names both.
+    """
+    names = [member.host.name for member in fleet.members]
+    ports = fleet.each("listen", lambda m: {"address": chosen[m.host.name].address, "name": m.host.name})
+
+    def targets(member: Member) -> dict[str, Any]:
+        own = names.index(member.host.name)
+        others = dict.fromkeys([names[(own + 1) % len(names)], names[0]])
+        others.pop(member.host.name, None)
+        return {
+            "source": chosen[member.host.name].address,
+            "targets": [(name, chosen[name].address, ports[name]) for name in others],
+        }
+
+    failures = fleet.each("reach", targets)
+    lines = [
+        f"{source} ({chosen[source].name}, {chosen[source].address}) does not reach "
+        f"{target} ({chosen[target].name}, {chosen[target].address}): {why}"
+        for source, failed in failures.items()
+        for target, why in failed.items()
+    ]
+    if lines:
+        raise LaunchError(
+            "\n  ".join(lines),
+            hint="name an interface that the hosts share (launch.network_interface), or open the firewall "
+            "between them for all TCP ports",
+        )
+
+
+def rank_variables(
+    job: Job,
+    member: Member,
+    description: Mapping[str, Any],
+    interface: Chosen | None,
+    environ: Mapping[str, str],
+) -> dict[str, str]:
+    """Return the environment that ranks of one host start with, besides what launchers give them.
+
+    Ranks that share a host share its cores: a thread per core and rank would have them fight.
+    """
+    host = member.host
+    threads = job.launch.threads_per_rank or max(1, description["cores"] // host.num_ranks)
+    variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    if not host.is_here:
+        variables |= {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
+        variables["PATH"] = f"{description['prefix']}/bin:{description['path']}"
+    if interface is not None:
+        variables |= {
+            "HOROVOD_GLOO_IFACE": interface.name,
+            "NCCL_SOCKET_IFNAME": interface.name,
+            "OMPI_MCA_btl_tcp_if_include": interface.name,
+        }
+    if description["has_mpi"]:
+        variables["OPAL_PREFIX"] = description["prefix"]
+    return {**variables, **job.launch.env, **host.settings.env}
+
+
+def _with_shipped_code(job: Job, stage: str) -> tuple[Job, str]:
+    file, _, attribute = job.task.rpartition(":")
+    if not file.endswith(".py"):
+        raise LaunchError(
+            f"launch.ship_code: the task {job.task} is not a file", hint="write task: folder/file.py:Class"
+        )
+    moved = f"{stage}/code/{Path(file).name}:{attribute}"
+    return job.model_copy(update={"task": moved}), pack_code(Path(file).parent)

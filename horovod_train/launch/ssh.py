@@ -1,0 +1,81 @@
+"""How hosts are reached: one ssh configuration for all that calls ssh, and what its errors mean."""
+
+from __future__ import annotations
+
+from horovod_train.config.schema import Ssh
+from horovod_train.errors import LaunchError
+
+CONNECT_TIMEOUT_S = 10
+SSH_FAILED = 255
+
+
+def ssh_config(ssh: Ssh) -> str:
+    """Return the text of a configuration: the job's wishes first, then the user's and the system's own files.
+
+    A connection that was cut is noticed within 15 seconds. Host keys are checked as the user's
+    configuration says.
+    """
+    wishes = {
+        "BatchMode": "yes",
+        "ConnectTimeout": str(CONNECT_TIMEOUT_S),
+        "ServerAliveInterval": "5",
+        "ServerAliveCountMax": "3",
+        **({"Port": str(ssh.port)} if ssh.port is not None else {}),
+        **({"User": ssh.user} if ssh.user is not None else {}),
+        **({"IdentityFile": ssh.identity_file, "IdentitiesOnly": "yes"} if ssh.identity_file else {}),
+    }
+    lines = [f"{name} {value}" for name, value in {**wishes, **ssh.options}.items()]
+    return "\n".join(["Host *", *lines, "Include ~/.ssh/config", "Include /etc/ssh/ssh_config", ""])
+
+
+def explain(host: str, code: int, said: str, python: str) -> LaunchError:
+    """Return what it means that a program could not be started on a host.
+
+    Args:
+        host: Which host.
+        code: Exit code of ssh: 255 is its own, others are the program's.
+        said: What it wrote.
+        python: The Python that was to be started.
+    """
+    last = said.strip().splitlines()[-1] if said.strip() else f"exit code {code}"
+    for sign, what, fix in _SSH_SAYS if code == SSH_FAILED else _PROGRAM_SAYS:
+        if sign in said:
+            return LaunchError(
+                f"{host}: {what.format(host=host, python=python)} ({last})",
+                hint=fix.format(host=host, python=python),
+            )
+    where = "ssh failed" if code == SSH_FAILED else f"{python} -m horovod_train does not start"
+    return LaunchError(
+        f"{host}: {where}: {last}", hint=f"try `ssh {host} {python} -m horovod_train --version`"
+    )
+
+
+_KEYS = "ssh-keyscan {host} >> ~/.ssh/known_hosts, after comparing its fingerprint"
+_NEW_KEYS = "if that is right: ssh-keygen -R {host}; " + _KEYS
+_LET_IN = "ssh-copy-id {host}, or set launch.ssh.identity_file or launch.ssh.user"
+_ENVIRONMENT = (
+    "install the same environment at the same path there, or say where it is: "
+    "launch.host_settings.{host}.python"
+)
+# What ssh says -> what it means, what to do.
+_SSH_SAYS = (
+    ("IDENTIFICATION HAS CHANGED", "its host key is not the one known", _NEW_KEYS),
+    ("Host key verification failed", "its host key is not known", _KEYS),
+    ("UNPROTECTED PRIVATE KEY", "the key may be read by others, so ssh ignores it", "chmod 600 the key"),
+    ("Permission denied", "it does not let this user in", _LET_IN),
+    (
+        "Could not resolve hostname",
+        "there is no host of this name",
+        "correct it, or tell DNS or /etc/hosts",
+    ),
+    ("Connection refused", "nothing listens there", "start sshd, or set launch.ssh.port"),
+    ("timed out", "it does not answer", "is it up? is a firewall in the way? `ping {host}`"),
+    ("No route to host", "it cannot be reached", "is it up? `ip route get {host}`"),
+    ("Network is unreachable", "there is no way to its network", "`ip route get {host}`"),
+)
+_PROGRAM_SAYS = (
+    ("No module named", "{python} has no horovod_train", _ENVIRONMENT),
+    ("not found", "there is no {python}", _ENVIRONMENT),
+    ("No such file", "there is no {python}", _ENVIRONMENT),
+    ("Permission denied", "{python} may not be executed", _ENVIRONMENT),
+)

@@ -1,0 +1,95 @@
+"""The files that a run needs on each host: how a rank starts there, and with which variables."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import shlex
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from horovod_train.config.load import dump_job
+from horovod_train.config.schema import Job
+from horovod_train.errors import UserError
+from horovod_train.launch.on_host import RUN_VARIABLE
+
+MAX_SHIPPED_BYTES = 64 * 1024 * 1024
+# Not code, or nobody else's business.
+NOT_SHIPPED = {".git", ".venv", "venv", "__pycache__", "node_modules", "runs", ".mypy_cache", ".ruff_cache"}
+
+# Started by horovodrun or mpirun in place of Python, because hosts may differ.
+_RANK = """#!/bin/sh
+# One rank of {run_id} on this host.
+trap '' USR1  # until the rank itself listens
+cd {folder} 2>/dev/null || cd {stage} || exit 1
+set -a
+. {stage}/environment
+set +a
+exec {python} -m horovod_train worker --events --run-id {run_id} {stage}/job.json
+"""
+
+_ORTED = """#!/bin/sh
+# Open MPI's daemon, known as part of the run so that it does not outlive it.
+set -a
+. {stage}/environment
+set +a
+exec {prefix}/bin/orted "$@"
+"""
+
+
+def stage_files(
+    job: Job,
+    run_id: str,
+    stage: str,
+    *,
+    python: str,
+    prefix: str,
+    folder: Path,
+    variables: Mapping[str, str],
+) -> dict[str, str]:
+    """Return the files of a run on one host, contents by name.
+
+    Args:
+        job: The resolved job.
+        run_id: Name of the run.
+        stage: Folder they will be in.
+        python: The host's Python.
+        prefix: The host's environment.
+        folder: Where the ranks are to run, if it is there.
+        variables: The ranks' environment on this host, secrets among it.
+    """
+    python = shlex.quote(python)
+    where = shlex.quote(str(Path(stage) / "code" if job.launch.ship_code else folder))
+    lines = [f"{name}={shlex.quote(value)}" for name, value in {**variables, RUN_VARIABLE: stage}.items()]
+    return {
+        "job.json": dump_job(job),
+        "environment": "\n".join([*lines, ""]),
+        "rank": _RANK.format(run_id=run_id, folder=where, stage=stage, python=python),
+        "orted": _ORTED.format(stage=stage, prefix=shlex.quote(prefix)),
+    }
+
+
+def pack_code(folder: Path) -> str:
+    """Return a folder's files as a compressed tar file in base64; caches and environments are left out.
+
+    Raises:
+        UserError: There is more than code in it.
+    """
+    packed, size_bytes = io.BytesIO(), 0
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
+        for root, folders, files in os.walk(folder):
+            folders[:] = sorted(name for name in folders if name not in NOT_SHIPPED)
+            for name in sorted(files):
+                path = Path(root) / name
+                if not path.is_file():
+                    continue
+                size_bytes += path.stat().st_size
+                if size_bytes > MAX_SHIPPED_BYTES:
+                    raise UserError(
+                        f"launch.ship_code: {folder} holds more than {MAX_SHIPPED_BYTES >> 20} MiB",
+                        hint="keep data elsewhere, or use a folder that the hosts share",
+                    )
+                archive.add(path, arcname=str(path.relative_to(folder)))
+    return base64.b64encode(packed.getvalue()).decode()

@@ -1,0 +1,82 @@
+"""Ending a run from outside: first the ranks are asked to save and leave, then what is left is killed.
+
+    SIGUSR1                      ask, and wait as long as it takes
+    SIGTERM, SIGINT, SIGHUP      ask, and kill when the grace is over
+    the second of them           kill at once
+
+Launchers are not relied on for this: mpirun kills its ranks a second after SIGTERM, horovodrun five
+seconds after.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from time import monotonic
+from types import FrameType
+from typing import Any
+
+ASK_AGAIN_S = 1.0
+_IN_A_HURRY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Stopper:
+    """Turns signals to this process into an orderly end of the run.
+
+    Args:
+        ask: Asks all ranks to save and leave.
+        kill: Kills all processes of the run.
+        grace_s: Time between the two, in seconds.
+    """
+
+    def __init__(self, ask: Callable[[], object], kill: Callable[[], object], grace_s: float) -> None:
+        self.received: int | None = None
+        """The first signal; None: none came."""
+        self._ask = ask
+        self._kill = kill
+        self._grace_s = grace_s
+        self._deadline_s = float("inf")
+        self._wake = Event()
+        self._is_over = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Act on signals while the block runs; main thread only."""
+        handled = (signal.SIGUSR1, *_IN_A_HURRY)
+        before: dict[int, Any] = {number: signal.signal(number, self._note) for number in handled}
+        worker = Thread(target=self._work)
+        worker.start()
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._is_over = True
+            self._wake.set()
+            worker.join()
+
+    def stop(self) -> None:
+        """Kill everything now; from any thread."""
+        self._deadline_s = 0.0
+        self._wake.set()
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number != signal.SIGUSR1:
+            is_first = self._deadline_s == float("inf")
+            self._deadline_s = monotonic() + self._grace_s if is_first else 0.0
+        if self.received is None or self.received == signal.SIGUSR1:
+            self.received = number
+        self._wake.set()
+
+    def _work(self) -> None:
+        self._wake.wait()
+        while not self._is_over:
+            self._wake.clear()
+            if monotonic() >= self._deadline_s:
+                self._kill()
+            else:
+                # Again and again: a rank that has just been started does not listen yet.
+                self._ask()
+            self._wake.wait(min(ASK_AGAIN_S, max(0.05, self._deadline_s - monotonic())))

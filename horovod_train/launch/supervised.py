@@ -1,0 +1,177 @@
+"""What launchers have in common that start ranks from a process of this machine.
+
+reach hosts -> compare them -> choose interfaces -> lay out files -> start the command -> follow
+-> clear up -> verdict
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, Literal
+
+from horovod_train.config.load import dump_job
+from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError
+from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted
+from horovod_train.launch.console import JobConsole
+from horovod_train.launch.fleet import gather
+from horovod_train.launch.jobs import LOG_FILE, StateFile
+from horovod_train.launch.prepare import prepare
+from horovod_train.launch.process import adopting_orphans, execute, kill_descendants
+from horovod_train.launch.secrets import read_secrets, without_secrets
+from horovod_train.launch.stop import Stopper
+from horovod_train.launch.verdict import Ended, Watcher
+
+POLL_S = 0.2
+_SIGNALS = {"drain": (signal.SIGUSR1,), "stop": (signal.SIGTERM,), "kill": (signal.SIGTERM, signal.SIGTERM)}
+
+
+class SupervisedLauncher:
+    """A launcher whose command runs here; a subclass says which command."""
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """Return what would start the ranks."""
+        raise NotImplementedError
+
+    def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
+        """Start the ranks, stay with them to their end, and return the exit code that tells how it went.
+
+        Raises:
+            HorovodTrainError: Anything but a good end, explained.
+        """
+        state = StateFile(request.log_dir)
+        request.log_dir.mkdir(parents=True, exist_ok=True)
+        state.write("starting")
+        try:
+            _run(request, plan, console, state)
+        except PreemptedError as error:
+            state.write("preempted", error.exit_code, error.message)
+            raise
+        except HorovodTrainError as error:
+            is_stopped = error.exit_code > 128
+            state.write("cancelled" if is_stopped else "failed", error.exit_code, str(error))
+            raise
+        except BaseException as error:
+            state.write("failed", 1, f"{type(error).__name__}: {error}")
+            raise
+        state.write("succeeded", 0)
+        return 0
+
+    def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
+        """Let a process of its own carry out the job; return its id."""
+        request.log_dir.mkdir(parents=True, exist_ok=True)
+        (request.log_dir / "request.json").write_text(dump_job(request.job), encoding="utf-8")
+        with (request.log_dir / "launcher.log").open("w", encoding="utf-8") as log:
+            process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "horovod_train", "run", str(request.log_dir / "request.json"),
+                    "--resolved",
+                    "--run-id", request.run_id,
+                ],
+                cwd=request.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+        deadline_s = monotonic() + 30
+        while StateFile(request.log_dir).read().state == "waiting":
+            if process.poll() is not None or monotonic() > deadline_s:
+                said = (request.log_dir / "launcher.log").read_text(encoding="utf-8").strip()
+                raise LaunchError(f"the job could not be started: {said or 'no word for 30 s'}")
+            sleep(POLL_S / 4)
+        return str(process.pid)
+
+    def status(self, job: Submitted) -> JobStatus:
+        """Return how a job stands."""
+        return StateFile(job.log_dir).read()
+
+    def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
+        """Yield the lines of a job's output."""
+        yield from read_log(job.log_dir / LOG_FILE, lambda: follow and not self.status(job).has_ended)
+
+    def cancel(self, job: Submitted, how: Literal["drain", "stop", "kill"]) -> None:
+        """Ask the process that carries out the job to end it."""
+        pid = StateFile(job.log_dir).pid()
+        if pid is None:
+            status = self.status(job)
+            if status.has_ended:
+                return
+            raise LaunchError(
+                f"{job.job_id} is {status.state}, but not on this host", hint="cancel it where it was started"
+            )
+        for number in _SIGNALS[how]:
+            os.kill(pid, number)
+            sleep(POLL_S)
+
+    def wait(self, job: Submitted) -> JobStatus:
+        """Return how a job ended, when it has."""
+        while not (status := self.status(job)).has_ended:
+            sleep(POLL_S)
+        return status
+
+
+def read_log(path: Path, is_going_on: Any) -> Iterator[str]:
+    """Yield the lines of a growing file.
+
+    Args:
+        path: The file; it may not be there yet.
+        is_going_on: Called with nothing; whether more may come.
+    """
+    while not path.exists() and is_going_on():
+        sleep(POLL_S)
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as log:
+        while True:
+            # Asked before reading: what was written until the end is read.
+            goes_on = is_going_on()
+            for line in log:
+                yield line.rstrip("\n")
+            if not goes_on:
+                return
+            sleep(POLL_S)
+
+
+def _run(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, state: StateFile) -> None:
+    launch = request.job.launch
+    secrets = read_secrets(launch.secrets, os.environ)
+    environ = without_secrets(launch.secrets, os.environ)
+    for path, content in plan.files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content, encoding="utf-8")
+    lost: list[str] = []
+    with ExitStack() as stack:
+        stack.enter_context(adopting_orphans())
+        log = stack.enter_context((request.log_dir / LOG_FILE).open("w", encoding="utf-8"))
+        watcher = Watcher(request, console, log, tuple(secrets.values()))
+        stack.callback(watcher.close)
+        stack.callback(console.close)
+        fleet = gather(request.hosts, request.ssh, request.stage, launch.host_timeout_s)
+        stack.callback(fleet.close)
+        prepare(fleet, request, environ, secrets, console)
+
+        def kill() -> None:
+            fleet.kill()
+            kill_descendants(keep=fleet.pids)
+
+        def ask() -> None:
+            state.write("leaving")
+            fleet.signal_ranks(signal.SIGUSR1)
+
+        def on_lost(host: str, why: str) -> None:
+            lost.append(f"{host} does not answer any more ({why})")
+            stopper.stop()
+
+        stopper = Stopper(ask, kill, launch.grace_s)
+        with stopper.listening():
+            state.write("running")
+            fleet.watch(launch.host_timeout_s, on_lost)
+            code = execute(plan, environ, watcher.see, fleet.pids)
+    watcher.verdict(Ended(code, stopper.received, lost[0] if lost else ""))

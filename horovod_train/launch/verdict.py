@@ -1,0 +1,217 @@
+"""Follow the output of a job, show it, and know in the end how it went."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from horovod_train.errors import LaunchError, PreemptedError, describe_ranks
+from horovod_train.events import Event, parse_line
+from horovod_train.launch.base import LaunchRequest
+from horovod_train.launch.console import JobConsole
+from horovod_train.launch.targets import write_targets
+
+TARGETS_FILE = "prometheus-targets.json"
+NUM_LAST_LINES = 20
+MIN_SECRET_CHARS = 6
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    Attributes:
+        code: Exit code of the command that started the ranks.
+        stopped_by: The signal that this process got; None: it ended by itself.
+        lost: The host that stopped answering, and why that is thought; empty: none did.
+    """
+
+    code: int
+    stopped_by: int | None = None
+    lost: str = ""
+
+
+@dataclass
+class Watcher:
+    """Follows the output of a job and knows in the end how it went."""
+
+    request: LaunchRequest
+    console: JobConsole
+    log: TextIO
+    secrets: Collection[str] = ()
+    causes: list[Event] = field(default_factory=list)
+    consequences: list[Event] = field(default_factory=list)
+    killed: list[str] = field(default_factory=list)
+    left: list[Event] = field(default_factory=list)
+    has_started: bool = False
+    has_summary: bool = False
+    _log_is_broken: bool = False
+    _targets: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    _logs: dict[int, TextIO] = field(default_factory=dict)
+    _untagged: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LAST_LINES))
+
+    def see(self, line: str) -> None:
+        """Take one line of output."""
+        line = self._without_secrets(line)
+        self._keep(line)
+        rank, text, event = parse_line(line)
+        if event is None and rank is not None:
+            self._keep_of_rank(rank, text)
+        if event is not None:
+            self._see_event(event)
+        elif CHATTER.search(text):
+            return  # the log has it
+        elif rank is not None:
+            self.console.print(f"[rank {rank}] {text}")
+        elif self.request.num_ranks == 1:
+            self.console.print(text)
+        elif text.strip():
+            # Launchers speak at length of what ranks have already said; kept for when they have not.
+            self._untagged.append(text)
+            if killed := _killed_rank("\n".join(self._untagged)):
+                self.killed.append(killed)
+
+    def _see_event(self, event: Event) -> None:
+        if event.kind == "targets":
+            self._targets += [(address, labels) for address, labels in event.fields["targets"]]
+            self._write_targets(self._targets)
+        elif event.kind == "left":
+            if not self.left:
+                self.console.show(event)
+            self.left.append(event)
+        elif event.kind == "failure":
+            (self.causes if event.fields["is_cause"] else self.consequences).append(event)
+        else:
+            self.has_summary |= event.kind == "summary"
+            self.has_started |= event.kind == "started"
+            self.console.show(event)
+
+    def _write_targets(self, targets: list[tuple[str, dict[str, str]]]) -> None:
+        try:
+            write_targets(self.request.run_dir / TARGETS_FILE, targets)
+        except OSError as error:
+            self.console.print(f"warning: Prometheus' targets were not written: {error.strerror}")
+
+    def _without_secrets(self, line: str) -> str:
+        for secret in self.secrets:
+            if len(secret) >= MIN_SECRET_CHARS:
+                line = line.replace(secret, "***")
+        return line
+
+    def _keep(self, line: str) -> None:
+        """Write a line to the log; a full disk is no reason to lose the job."""
+        try:
+            self.log.write(line + "\n")
+            self.log.flush()
+        except OSError as error:
+            if not self._log_is_broken:
+                self._log_is_broken = True
+                self.console.print(f"warning: {self.log.name} is incomplete: {error.strerror}")
+
+    def _keep_of_rank(self, rank: int, text: str) -> None:
+        """Write what a rank said to a log of its own."""
+        try:
+            if rank not in self._logs:
+                path = self.request.log_dir / f"rank-{rank}.log"
+                self._logs[rank] = path.open("w", encoding="utf-8")
+            self._logs[rank].write(text + "\n")
+            self._logs[rank].flush()
+        except OSError:
+            return  # the log of all ranks says so
+
+    def close(self) -> None:
+        """Close the ranks' logs, and tell Prometheus that there is nothing left to scrape."""
+        for log in self._logs.values():
+            log.close()
+        if self._targets:
+            self._write_targets([])
+
+    def verdict(self, ended: Ended) -> None:
+        """Return when the job is done; raise the one error that explains anything else.
+
+        Raises:
+            PreemptedError: The ranks were asked to leave, and have saved.
+            LaunchError: The ranks did not end well. Its exit code is that of the cause.
+        """
+        if self.left:
+            raise PreemptedError(
+                f"asked to leave: everything is saved at step {self.left[0].fields['step']}",
+                hint="run the same job again: it goes on from there",
+            )
+        if ended.code == 0 and self.has_summary and not self.causes:
+            return
+        if ended.stopped_by is not None:
+            raise _with_code(
+                LaunchError(
+                    f"stopped by signal {ended.stopped_by}, before the ranks had saved",
+                    hint="steps since the last checkpoint are lost; was launch.grace_s "
+                    f"({self.request.job.launch.grace_s:g} s) too short?"
+                    if self.has_started
+                    else "training had not begun",
+                ),
+                128 + ended.stopped_by,
+            )
+        if ended.lost:
+            raise LaunchError(
+                f"{ended.lost}; the job was ended", hint="run it again when the host is back, or without it"
+            )
+        if self.causes:
+            raise self._explain_causes()
+        raise self._explain_silence(ended)
+
+    def _explain_silence(self, ended: Ended) -> LaunchError:
+        last = "\n".join(f"    {line}" for line in self._untagged)
+        told = ""
+        if self.consequences:
+            ranks = describe_ranks(sorted({event.rank for event in self.consequences}))
+            told = f"; {ranks} only noticed: {self.consequences[0].fields['message']}"
+        if self.killed:
+            return LaunchError(
+                f"{self.killed[0]}, before it could say why{told}",
+                hint=f"out of memory (see dmesg), or killed by somebody; see {self.log.name}",
+            )
+        return LaunchError(
+            f"the launcher ended with code {ended.code} and no rank said why{told}"
+            + (f"; its last words:\n{last}" if last else ""),
+            hint=f"a rank was killed, or the machine ran out of memory; see {self.log.name}",
+        )
+
+    def _explain_causes(self) -> LaunchError:
+        first = self.causes[0].fields
+        same = [event for event in self.causes if event.fields["message"] == first["message"]]
+        hosts = sorted({event.fields["host"] for event in same})
+        ranks = describe_ranks(sorted({event.rank for event in same}))
+        message = f"{ranks} on {', '.join(hosts)}: {first['message']}"
+        if first["traceback"]:
+            message = f"{first['traceback'].rstrip()}\n{message}"
+        return _with_code(LaunchError(message), first["exit_code"])
+
+
+def _with_code(error: LaunchError, code: int) -> LaunchError:
+    error.exit_code = code
+    return error
+
+
+# What TensorFlow tells on every rank before it can be told to be quiet.
+CHATTER = re.compile(r"before absl::InitializeLog|port\.cc:\d+\] oneDNN custom operations")
+
+# What mpirun, and horovodrun with Gloo, say of a rank that was killed.
+_MPIRUN_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
+_GLOO_KILLED = re.compile(r"Process name: (\d+)\s+Exit code: -?(\d+)")
+
+
+def _killed_rank(text: str) -> str:
+    """Return which rank was killed, from a launcher's own words; empty when they do not say.
+
+    >>> _killed_rank("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
+    'rank 1 on n4 was killed by signal 9'
+    """
+    if found := _MPIRUN_KILLED.search(text):
+        return f"rank {found[1]} on {found[2]} was killed by signal {found[3]}"
+    if (found := _GLOO_KILLED.search(text)) and int(found[2]) > 1:
+        number = int(found[2])
+        return f"rank {found[1]} was killed by signal {number - 128 if number > 128 else number}"
+    return ""
