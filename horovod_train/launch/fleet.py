@@ -221,6 +221,18 @@ class Fleet:
         results = _all_at_once(lambda member: member.call(name, **args(member)), self.members)
         return {member.host.name: result for member, result in zip(self.members, results, strict=True)}
 
+    def silent(self, timeout_s: float) -> str:
+        """Return the name of a host that does not answer now; empty: all do."""
+        others = [member for member in self.members if isinstance(member, There)]
+        deadline_s = monotonic() + timeout_s
+        for member, answer in [(member, member.ask("ping")) for member in others]:
+            try:
+                answer.result(max(0.0, deadline_s - monotonic()))
+            except (EOFError, FutureTimeoutError):
+                member.abandon()
+                return member.host.name
+        return ""
+
     def watch(self, timeout_s: float, on_lost: Callable[[str, str], None]) -> None:
         """Call ``on_lost(host, why)`` once when a host stops answering; until the fleet is closed."""
         others = [member for member in self.members if isinstance(member, There)]

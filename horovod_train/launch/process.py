@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from threading import Thread
 
 import psutil
 
+from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan
+from horovod_train.launch.on_host import RUN_VARIABLE
 
 KILL_TIMEOUT_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Becomes the command; gets SIGTERM when this process dies, also by kill -9.
-_DIE_WITH_PARENT = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); "
-    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execv(sys.argv[2], sys.argv[2:])"
-)
+# When the launcher is gone, also by kill -9: kill what is marked as part of the run, remove its files.
+# A shell, because it starts at once and has to do next to nothing.
+_GUARD = """
+cat > /dev/null
+for round in 1 2 3 4 5 6 7 8 9 10; do
+  found=$(grep -lzxF "$1=$2" /proc/[0-9]*/environ 2> /dev/null) || break
+  for file in $found; do pid=${file#/proc/}; kill -9 "${pid%/environ}" 2> /dev/null; done
+  sleep 0.1
+done
+rm -rf "$2"
+"""
+
+
+@contextmanager
+def guarded(stage: str) -> Iterator[int]:
+    """While the block runs: should this process be killed, its run is killed, too.
+
+    Yields the guard's process number.
+    """
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, "guard", RUN_VARIABLE, stage],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        yield guard.pid
+    finally:
+        guard.kill()
+        guard.wait()
+        assert guard.stdin is not None
+        guard.stdin.close()
 
 
 def execute(
@@ -37,18 +63,23 @@ def execute(
         environ: Environment to which the plan's variables are added.
         on_line: Called with each line of output, standard error included.
         keep: Children of this process that are not the command's.
+
+    Raises:
+        LaunchError: The command cannot be started.
     """
-    starter = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]
-    process = subprocess.Popen(
-        [*starter, *plan.argv],
-        env={**environ, **plan.env},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
+    try:
+        process = subprocess.Popen(
+            plan.argv,
+            env={**environ, **plan.env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LaunchError(f"cannot start {plan.argv[0]}: {error.strerror}") from error
     # Not only for the output to end: something a rank has started may hold it open.
     reaper = Thread(target=_clear_up_after, args=(process, keep))
     reaper.start()

@@ -22,8 +22,9 @@ from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Subm
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.fleet import gather
 from horovod_train.launch.jobs import LOG_FILE, StateFile
+from horovod_train.launch.on_host import RUN_VARIABLE
 from horovod_train.launch.prepare import prepare
-from horovod_train.launch.process import adopting_orphans, execute, kill_descendants
+from horovod_train.launch.process import adopting_orphans, execute, guarded, kill_descendants
 from horovod_train.launch.secrets import read_secrets, without_secrets
 from horovod_train.launch.stop import Stopper
 from horovod_train.launch.verdict import Ended, Watcher
@@ -149,6 +150,7 @@ def _run(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, state: S
     lost: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(adopting_orphans())
+        guard = stack.enter_context(guarded(request.stage))
         log = stack.enter_context((request.log_dir / LOG_FILE).open("w", encoding="utf-8"))
         watcher = Watcher(request, console, log, tuple(secrets.values()))
         stack.callback(watcher.close)
@@ -159,7 +161,7 @@ def _run(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, state: S
 
         def kill() -> None:
             fleet.kill()
-            kill_descendants(keep=fleet.pids)
+            kill_descendants(keep={guard, *fleet.pids})
 
         def ask() -> None:
             state.write("leaving")
@@ -173,5 +175,8 @@ def _run(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, state: S
         with stopper.listening():
             state.write("running")
             fleet.watch(launch.host_timeout_s, on_lost)
-            code = execute(plan, environ, watcher.see, fleet.pids)
+            marked = {**environ, RUN_VARIABLE: request.stage}
+            code = execute(plan, marked, watcher.see, keep={guard, *fleet.pids})
+        if code and not lost and (host := fleet.silent(launch.host_timeout_s)):
+            lost.append(f"{host} does not answer any more")
     watcher.verdict(Ended(code, stopper.received, lost[0] if lost else ""))

@@ -33,23 +33,25 @@ def why_not() -> str:
     """Return what is missing to make hosts here; empty: nothing."""
     if os.geteuid() != 0:
         return "needs root, to make network namespaces"
-    missing = [
-        program
-        for program in NEEDS
-        if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None
-    ]
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    missing = [program for program in NEEDS if shutil.which(program, path=path) is None]
     if missing:
         return f"{', '.join(missing)} missing (Debian: apt-get install iproute2 openssh-server util-linux)"
-    if subprocess.run(
-        ["ip", "netns", "add", f"ht{os.getpid()}probe"], capture_output=True, check=False
-    ).returncode:
+    probe = f"ht{os.getpid()}probe"
+    if subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode:
         return "network namespaces cannot be made here"
-    subprocess.run(["ip", "netns", "del", f"ht{os.getpid()}probe"], check=True)
+    run("ip", "netns", "del", probe)
     return ""
 
 
-def run(*command: str, **kwargs: object) -> None:
-    subprocess.run(command, check=True, capture_output=True, **kwargs)  # type: ignore[call-overload]
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+def pids_in(namespace: str) -> list[int]:
+    """Processes of a network namespace."""
+    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
+    return [int(pid) for pid in found.stdout.split()]
 
 
 @dataclass
@@ -63,10 +65,7 @@ class Node:
 
     def pids(self) -> list[int]:
         """Processes of this host, besides sshd's own."""
-        found = subprocess.run(
-            ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
-        )
-        return [pid for pid in map(int, found.stdout.split()) if not _is_sshd(pid)]
+        return [pid for pid in pids_in(self.namespace) if not _is_sshd(pid)]
 
     def in_mounts(self, *command: str) -> None:
         """Run a command where it sees, and changes, what this host sees of the file system."""
@@ -137,8 +136,9 @@ class Cluster:
             f"mkdir -p /mnt/ht; mount --bind {self.folder.parent.parent} /mnt; "
             f"mount -t tmpfs tmpfs /tmp; mkdir -p {self.folder.parent.parent}; "
             f"mount --bind /mnt {self.folder.parent.parent}; "
-            f"exec /usr/sbin/sshd -D -e -f /dev/null -o HostKey={key} -o AuthorizedKeysFile={self.folder}/key.pub "
-            f"-o StrictModes=no -o UsePAM=no -o PidFile=none -o PermitRootLogin=yes -o MaxStartups=100"
+            f"exec /usr/sbin/sshd -D -e -f /dev/null -o HostKey={key} "
+            f"-o AuthorizedKeysFile={self.folder}/key.pub -o StrictModes=no -o UsePAM=no "
+            f"-o PidFile=none -o PermitRootLogin=yes -o MaxStartups=100"
         )
         node.sshd = subprocess.Popen(
             ["ip", "netns", "exec", node.namespace, "unshare", "-u", "sh", "-c", script],
@@ -179,21 +179,8 @@ def _make_node(made: Cluster, switch: str, name: str, number: int) -> Node:
     namespace, address = f"{made.prefix}{name}", f"{SUBNET}.{10 + number}"
     run("ip", "netns", "add", namespace)
     run("ip", "-n", namespace, "link", "set", "lo", "up")
-    run(
-        "ip",
-        "-n",
-        switch,
-        "link",
-        "add",
-        f"to-{name}",
-        "type",
-        "veth",
-        "peer",
-        "name",
-        "eth0",
-        "netns",
-        namespace,
-    )
+    link = ("type", "veth", "peer", "name", "eth0", "netns", namespace)
+    run("ip", "-n", switch, "link", "add", f"to-{name}", *link)
     run("ip", "-n", switch, "link", "set", f"to-{name}", "master", "br0", "up")
     run("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
     run("ip", "-n", namespace, "link", "set", "eth0", "up")
@@ -225,10 +212,7 @@ def _write_names(made: Cluster) -> None:
 
 def _remove(made: Cluster, switch: str) -> None:
     for node in made.nodes.values():
-        found = subprocess.run(
-            ["ip", "netns", "pids", node.namespace], capture_output=True, text=True, check=False
-        )
-        for pid in map(int, found.stdout.split()):
+        for pid in pids_in(node.namespace):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if node.sshd is not None:
