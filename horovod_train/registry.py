@@ -103,6 +103,8 @@ LAUNCHERS = Registry(
         "local": "horovod_train.launch.local:LocalLauncher",
         "horovodrun": "horovod_train.launch.horovodrun:HorovodrunLauncher",
         "mpirun": "horovod_train.launch.mpirun:MpirunLauncher",
+        "slurm": "horovod_train.launch.slurm:SlurmLauncher",
+        "slurm-allocation": "horovod_train.launch.slurm_allocation:SlurmAllocationLauncher",
     },
 )
 

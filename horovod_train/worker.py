@@ -21,6 +21,7 @@ from horovod_train.checkpoint.manager import CheckpointManager, WriteReport
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.engine.base import World, broadcast_json, gather_json
+from horovod_train.engine.environment import from_slurm
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError
 from horovod_train.events import Reporter
 from horovod_train.frameworks.base import Framework, Reader, Replica
@@ -70,6 +71,7 @@ def main(options: WorkerOptions) -> int:
     A failure is told once, by the rank it happened on. A rank that only notices that another one
     is gone says so in one line and leaves.
     """
+    os.environ.update(from_slurm(os.environ))
     guess = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     reporter = Reporter(guess, as_json=options.as_events)
     request = LeaveRequest()

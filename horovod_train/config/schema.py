@@ -312,6 +312,22 @@ class HostSettings(Section):
     """Environment variables for the ranks on this host."""
 
 
+class Slurm(Section):
+    """What Slurm is asked for. ``run_dir`` has to be a folder that all nodes share."""
+
+    options: dict[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")], OneLine] = {}
+    """Further long options of sbatch, such as ``partition: gpu``, ``time: "2:00:00"``, ``gres: "gpu:4"``."""
+
+    ranks_per_node: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Ranks on each node; null: as Slurm places them."""
+
+    requeue: bool = True
+    """Put the job back into the queue when its time is nearly over and it has saved."""
+
+    setup: list[OneLine] = []
+    """Shell commands before anything else on the first node, such as ``module load cuda``."""
+
+
 class Launch(Section):
     """How many ranks, where, by which controller."""
 
@@ -347,6 +363,9 @@ class Launch(Section):
 
     cpu_binding: Literal["auto", "none", "cores", "numa"] = "auto"
     """Bind a rank to its share of the host's cores, or to a NUMA node; auto: numa, if there are several."""
+
+    slurm: Slurm = Slurm()
+    """For the launcher slurm."""
 
     share_gpus: bool = False
     """Let ranks of a host share its GPUs: to try things out; slow, and not with NCCL."""

@@ -21,6 +21,27 @@ def started_as_one_of_many(environ: Mapping[str, str]) -> bool:
     )
 
 
+def from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what horovodrun would have told a rank that ``srun`` has started; empty: it did not.
+
+    HOROVOD_TRAIN_PLACEMENT has the hosts with their numbers of ranks, in the order of ranks.
+    """
+    if "HOROVOD_TRAIN_PLACEMENT" not in environ or "SLURM_PROCID" not in environ:
+        return {}
+    sizes = [int(entry.rpartition(":")[2]) for entry in environ["HOROVOD_TRAIN_PLACEMENT"].split(",")]
+    node, local_rank = int(environ["SLURM_NODEID"]), int(environ["SLURM_LOCALID"])
+    alike = [number for number, size in enumerate(sizes) if size > local_rank]
+    return {
+        "HOROVOD_RANK": environ["SLURM_PROCID"],
+        "HOROVOD_SIZE": str(sum(sizes)),
+        "HOROVOD_LOCAL_RANK": str(local_rank),
+        "HOROVOD_LOCAL_SIZE": str(sizes[node]),
+        "HOROVOD_CROSS_RANK": str(alike.index(node)),
+        "HOROVOD_CROSS_SIZE": str(len(alike)),
+        "HOROVOD_HOSTNAME": environ["HOROVOD_TRAIN_PLACEMENT"].split(",")[node].rpartition(":")[0],
+    }
+
+
 def horovod_settings(job: Job) -> dict[str, str]:
     """Return the variables that make Horovod do what a job says."""
     return {

@@ -72,7 +72,7 @@ class There:
 
     Args:
         host: Which one.
-        ssh: How ssh is called.
+        shell: What runs a command there, which is its last argument.
         stage: Folder of the run on each host.
         silence_s: The agent takes the launcher for dead after hearing nothing for so long, in seconds.
 
@@ -80,7 +80,7 @@ class There:
         LaunchError: It cannot be reached, or has no environment; it says what to do.
     """
 
-    def __init__(self, host: Host, ssh: Sequence[str], stage: str, silence_s: float) -> None:
+    def __init__(self, host: Host, shell: Sequence[str], stage: str, silence_s: float) -> None:
         self.host = host
         self.heard_s = monotonic()
         self._lock = Lock()
@@ -88,7 +88,7 @@ class There:
         self._next = 0
         python = host.settings.python or sys.executable
         self._process = subprocess.Popen(
-            [*ssh, host.name, f"exec {python} -m horovod_train.launch.agent {stage} {silence_s:g}"],
+            [*shell, f"exec {python} -m horovod_train.launch.agent {stage} {silence_s:g}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -282,8 +282,10 @@ class Fleet:
         return _all_at_once(attempt, self.members)
 
 
-def gather(hosts: Sequence[Host], ssh: Sequence[str], stage: str, silence_s: float) -> Fleet:
-    """Reach all hosts at once.
+def gather(
+    hosts: Sequence[Host], shell: Callable[[Host], Sequence[str]], stage: str, silence_s: float
+) -> Fleet:
+    """Reach all hosts at once, each through its shell.
 
     Raises:
         LaunchError: Some cannot be reached; it names each with what to do.
@@ -291,7 +293,7 @@ def gather(hosts: Sequence[Host], ssh: Sequence[str], stage: str, silence_s: flo
 
     def reach(host: Host) -> Member | LaunchError:
         try:
-            return Here(host, stage) if host.is_here else There(host, ssh, stage, silence_s)
+            return Here(host, stage) if host.is_here else There(host, shell(host), stage, silence_s)
         except LaunchError as error:
             return error
 

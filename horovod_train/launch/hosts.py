@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 from horovod_train.config.rules import LOCAL_HOSTS
 from horovod_train.config.schema import HostSettings, Launch
@@ -24,30 +28,36 @@ class Host:
     Attributes:
         name: Name or address.
         num_ranks: Ranks that run there.
+        is_here: Whether it is this machine.
         settings: What is different there.
     """
 
     name: str
     num_ranks: int
+    is_here: bool = False
     settings: HostSettings = field(default_factory=HostSettings)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is this machine."""
-        return self.name in LOCAL_HOSTS
 
 
 def hosts_of(launch: Launch) -> list[Host]:
     """Return the hosts that get ranks, filled in order; one, this machine, when none are named."""
     num_ranks = launch.num_ranks or 1
-    hosts = []
+    hosts, own = [], own_names()
     for entry in launch.hosts or [f"localhost:{num_ranks}"]:
         name, _, slots = entry.rpartition(":")
         here = min(int(slots), num_ranks)
         num_ranks -= here
         if here:
-            hosts.append(Host(name, here, launch.host_settings.get(name, HostSettings())))
+            settings = launch.host_settings.get(name, HostSettings())
+            hosts.append(Host(name, here, name in own, settings))
     return hosts
+
+
+def own_names() -> set[str]:
+    """Return the names under which this machine may stand in a list of hosts."""
+    full = socket.gethostname()
+    addresses = {found.address for entries in psutil.net_if_addrs().values() for found in entries}
+    # Slurm may know a node by another name than it has.
+    return {*LOCAL_HOSTS, full, full.partition(".")[0], os.environ.get("SLURMD_NODENAME", full), *addresses}
 
 
 def read_hostfile(path: Path) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from horovod_train.errors import LaunchError, did_you_mean
 from horovod_train.launch.hosts import Host
+from horovod_train.launch.on_host import source_towards
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def choose(host: Host, wanted: str | None, description: Mapping[str, Any], other
         host: Which host.
         wanted: The job's ``launch.network_interface``.
         description: What ``OnHost.describe`` said there.
-        others: Addresses of other hosts; the way to one of them decides where ssh did not come in.
+        others: Addresses at which other hosts were reached, for this machine to see the way to them.
 
     Raises:
         LaunchError: There is no such interface, or none that can be told.
@@ -50,9 +50,11 @@ def choose(host: Host, wanted: str | None, description: Mapping[str, Any], other
                 hint=did_you_mean(asked, usable) or _SET.format(host=host.name),
             )
         return Chosen(asked, usable[asked][0], "asked for")
-    reached_at = description["reached_at"]
-    candidates = [(reached_at, "ssh came in through it")] if reached_at else []
-    if host.is_here or not reached_at:
+    candidates = [(way, f"the way to {other}") for other, way in description["ways"].items()]
+    # What this process itself was reached through says nothing about the way to the others.
+    if description["reached_at"] and not host.is_here:
+        candidates.insert(0, (description["reached_at"], "ssh came in through it"))
+    elif host.is_here:
         candidates += [(way, f"the way to {other}") for other in others if (way := source_towards(other))]
     for address, reason in candidates:
         for name, found in usable.items():
@@ -65,15 +67,3 @@ def choose(host: Host, wanted: str | None, description: Mapping[str, Any], other
 
 
 _SET = "set launch.network_interface, or launch.host_settings.{host}.network_interface"
-
-
-def source_towards(address: str) -> str:
-    """Return the address of this machine from which packets to another one leave; empty: there is no way."""
-    try:
-        # Nothing is sent: connecting a datagram socket only asks for the route.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))
-            source: str = probe.getsockname()[0]
-            return source
-    except OSError:
-        return ""

@@ -10,15 +10,16 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from time import time
+from typing import Any
 
 import psutil
 
 from horovod_train.errors import UserError, did_you_mean
-from horovod_train.launch.base import ENDED, JobStatus, LaunchRequest, State, Submitted
+from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
 
 STATE_FILE = "state.json"
 LOG_FILE = "run.log"
@@ -93,26 +94,42 @@ class StateFile:
 
     def read(self) -> JobStatus:
         """Return how it stands; a run whose process is gone without a word has failed."""
-        try:
-            document = json.loads(self._path.read_text(encoding="utf-8"))
-        except OSError:
-            return JobStatus("waiting", message="not started yet")
-        status = JobStatus(document["state"], document["exit_code"], document["message"])
-        if status.state in ENDED or document["host"] != socket.gethostname() or _is_alive(document):
+        status = self.read_elsewhere()
+        document = self._document()
+        if (
+            document is None
+            or status.has_ended
+            or document["host"] != socket.gethostname()
+            or _is_alive(document)
+        ):
             return status
         return JobStatus("failed", 137, "the process that carried it out was killed; nothing of it is left")
 
+    def read_elsewhere(self) -> JobStatus:
+        """Return how it stands by its own word, whichever host carries it out."""
+        document = self._document()
+        if document is None:
+            return JobStatus("waiting", message="not started yet")
+        return JobStatus(document["state"], document["exit_code"], document["message"])
+
     def pid(self) -> int | None:
         """Return the process that carries it out; None: there is none on this host."""
-        try:
-            document = json.loads(self._path.read_text(encoding="utf-8"))
-        except OSError:
+        document = self._document()
+        if document is None:
             return None
         is_here = document["host"] == socket.gethostname()
         return int(document["pid"]) if is_here and _is_alive(document) else None
 
+    def _document(self) -> dict[str, Any] | None:
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except OSError:
+            return None
+        document: dict[str, Any] = json.loads(text)
+        return document
 
-def _is_alive(document: dict[str, float]) -> bool:
+
+def _is_alive(document: Mapping[str, Any]) -> bool:
     try:
         process = psutil.Process(int(document["pid"]))
         started_s = process.create_time()

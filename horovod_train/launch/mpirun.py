@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
@@ -12,7 +13,7 @@ from horovod_train.launch.horovodrun import (
     open_mpi_settings,
     path_of_this_environment,
 )
-from horovod_train.launch.hosts import as_argument
+from horovod_train.launch.hosts import Host, as_argument
 from horovod_train.launch.supervised import SupervisedLauncher
 
 
@@ -30,18 +31,29 @@ class MpirunLauncher(SupervisedLauncher):
                 "the launcher 'mpirun' starts ranks for the MPI controller only",
                 hint="use launch.launcher: horovodrun with launch.controller: gloo",
             )
-        argv = [
-            find_program("mpirun"),
-            *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
-            "--tag-output",
-            "-np",
-            str(request.num_ranks),
-            "-H",
-            as_argument(request.hosts),
-            # Cores are given out by the ranks themselves (launch.cpu_binding).
-            *("--bind-to", "none", "--map-by", "slot"),
-            # As horovodrun does: plain TCP; Horovod's own traffic on InfiniBand is NCCL's.
-            *("-mca", "pml", "ob1", "-mca", "btl", "^openib"),
-        ]
         environment = {"PATH": path_of_this_environment(), **open_mpi_settings(request)}
-        return LaunchPlan((*argv, request.rank_command), environment, files_for_ssh(request))
+        command = (*mpirun_command(request, request.hosts), request.rank_command)
+        return LaunchPlan(command, environment, files_for_ssh(request))
+
+
+def mpirun_command(request: LaunchRequest, hosts: Sequence[Host] | None) -> list[str]:
+    """Return the call of mpirun, without the program of a rank.
+
+    Args:
+        request: What is to be started.
+        hosts: Where; None: where the batch system says.
+
+    Raises:
+        LaunchError: ``mpirun`` is not installed.
+    """
+    return [
+        find_program("mpirun"),
+        *(["--allow-run-as-root"] if os.geteuid() == 0 else []),
+        "--tag-output",
+        *("-np", str(request.num_ranks)),
+        *(["-H", as_argument(hosts)] if hosts is not None else []),
+        # Cores are given out by the ranks themselves (launch.cpu_binding).
+        *("--bind-to", "none", "--map-by", "slot"),
+        # As horovodrun does: plain TCP; Horovod's own traffic on InfiniBand is NCCL's.
+        *("-mca", "pml", "ob1", "-mca", "btl", "^openib"),
+    ]

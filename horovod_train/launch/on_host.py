@@ -44,8 +44,12 @@ class OnHost:
 
     # -- looking
 
-    def describe(self) -> dict[str, Any]:
-        """Return what this host is and has."""
+    def describe(self, others: Sequence[str]) -> dict[str, Any]:
+        """Return what this host is and has.
+
+        Args:
+            others: Names of other hosts, to tell from which address they would be reached.
+        """
         return {
             "hostname": socket.gethostname(),
             "python": sys.executable,
@@ -57,6 +61,7 @@ class OnHost:
             "addresses": addresses_by_interface(),
             # "client port server port": the server's is the address that ssh came in through.
             "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
+            "ways": {name: way for name in others if (way := source_towards(name))},
             "time_s": time.time(),
             "free_bytes": shutil.disk_usage(self.stage.parent).free,
         }
@@ -174,6 +179,18 @@ def _is_rank(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.cmdline()[1:4] == ["-m", "horovod_train", "worker"]
     return False
+
+
+def source_towards(host: str) -> str:
+    """Return the address of this machine from which packets to a host leave; empty: there is no way."""
+    try:
+        # Nothing is sent: connecting a datagram socket only asks for the route.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            source: str = probe.getsockname()[0]
+            return source
+    except OSError:
+        return ""
 
 
 def addresses_by_interface() -> dict[str, list[str]]:

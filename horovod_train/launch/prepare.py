@@ -34,9 +34,9 @@ def prepare(
         LaunchError: They differ, or do not reach each other; it names hosts and what to do.
     """
     job = request.job
-    descriptions = fleet.each("describe")
+    descriptions = describe(fleet)
     chosen: dict[str, Chosen] = {}
-    if request.is_remote:
+    if len(fleet.members) > 1:
         # Code that is shipped is the same everywhere.
         task = job.task if ":" in job.task and not job.launch.ship_code else None
         check_alike(fleet.each("facts", lambda _: {"task": task}))
@@ -67,6 +67,16 @@ def prepare(
         }
 
     fleet.each("put", put)
+
+
+def describe(fleet: Fleet) -> dict[str, Any]:
+    """Return what each host is and has, by its name."""
+    names = [member.host.name for member in fleet.members]
+
+    def others(member: Member) -> dict[str, Any]:
+        return {"others": [name for name in names if name != member.host.name][:2]}
+
+    return fleet.each("describe", others)
 
 
 def choose_interfaces(fleet: Fleet, job: Job, descriptions: Mapping[str, Any]) -> dict[str, Chosen]:

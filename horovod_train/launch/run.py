@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -14,20 +13,22 @@ from horovod_train.config.schema import Job, Launch
 from horovod_train.launch.base import JobStatus, Launcher, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts import hosts_of
-from horovod_train.launch.interfaces import source_towards
 from horovod_train.launch.jobs import find_job, remember
+from horovod_train.launch.on_host import source_towards
 from horovod_train.registry import LAUNCHERS
 
 
 def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
     """Fill in what depends on this machine: paths, the number of ranks, the way to the hosts."""
     launch = job.launch
-    slots = sum(int(host.rpartition(":")[2]) for host in launch.hosts)
+    is_alone = not launch.hosts and (launch.num_ranks or 1) == 1
+    name = ("local" if is_alone else "horovodrun") if launch.launcher == "auto" else launch.launcher
+    launcher = launcher_named(name)
+    hosts = launch.hosts or (launcher.hosts(os.environ) if hasattr(launcher, "hosts") else [])
+    slots = sum(int(host.rpartition(":")[2]) for host in hosts)
     num_ranks = launch.num_ranks or slots or 1
-    is_alone = num_ranks == 1 and not launch.hosts
-    launcher = ("local" if is_alone else "horovodrun") if launch.launcher == "auto" else launch.launcher
     base = Path(job.run_dir).expanduser().resolve()
-    launch = launch.model_copy(update={"num_ranks": num_ranks, "launcher": launcher})
+    launch = launch.model_copy(update={"num_ranks": num_ranks, "launcher": name, "hosts": hosts})
     changed = job.model_copy(update={"run_dir": str(base), "launch": launch})
     if job.checkpoint.dir is not None:
         folder = str(Path(job.checkpoint.dir).expanduser().resolve())
@@ -47,10 +48,7 @@ def _own_interface(launch: Launch) -> str | None:
     others = [host.name for host in hosts_of(launch) if not host.is_here]
     if not others:
         return None
-    try:
-        address = source_towards(socket.gethostbyname(others[0]))
-    except OSError:
-        return None  # the launch will say more about this host
+    address = source_towards(others[0])
     for name, found in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in found):
             return name

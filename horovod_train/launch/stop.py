@@ -1,6 +1,6 @@
 """Ending a run from outside: first the ranks are asked to save and leave, then what is left is killed.
 
-    SIGUSR1                      ask, and wait as long as it takes
+    SIGUSR1, SIGUSR2             ask, and wait as long as it takes
     SIGTERM, SIGINT, SIGHUP      ask, and kill when the grace is over
     the second of them           kill at once
 
@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 ASK_AGAIN_S = 1.0
+_PATIENT = (signal.SIGUSR1, signal.SIGUSR2)
 _IN_A_HURRY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -44,7 +45,7 @@ class Stopper:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Act on signals while the block runs; main thread only."""
-        handled = (signal.SIGUSR1, *_IN_A_HURRY)
+        handled = (*_PATIENT, *_IN_A_HURRY)
         before: dict[int, Any] = {number: signal.signal(number, self._note) for number in handled}
         worker = Thread(target=self._work)
         worker.start()
@@ -63,10 +64,10 @@ class Stopper:
         self._wake.set()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if number != signal.SIGUSR1:
+        if number in _IN_A_HURRY:
             is_first = self._deadline_s == float("inf")
             self._deadline_s = monotonic() + self._grace_s if is_first else 0.0
-        if self.received is None or self.received == signal.SIGUSR1:
+        if self.received is None or self.received in _PATIENT:
             self.received = number
         self._wake.set()
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.fleet import gather
+from horovod_train.launch.hosts import Host
 from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.on_host import RUN_VARIABLE
 from horovod_train.launch.prepare import prepare
@@ -40,6 +42,10 @@ class SupervisedLauncher:
         """Return what would start the ranks."""
         raise NotImplementedError
 
+    def shell(self, request: LaunchRequest, host: Host) -> list[str]:
+        """Return what runs a command, its last argument, on a host."""
+        return [*request.ssh, host.name]
+
     def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
         """Start the ranks, stay with them to their end, and return the exit code that tells how it went.
 
@@ -50,7 +56,7 @@ class SupervisedLauncher:
         request.log_dir.mkdir(parents=True, exist_ok=True)
         state.write("starting")
         try:
-            _run(request, plan, console, state)
+            _run(self, request, plan, console, state)
         except PreemptedError as error:
             state.write("preempted", error.exit_code, error.message)
             raise
@@ -140,7 +146,13 @@ def read_log(path: Path, is_going_on: Any) -> Iterator[str]:
             sleep(POLL_S)
 
 
-def _run(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, state: StateFile) -> None:
+def _run(
+    launcher: SupervisedLauncher,
+    request: LaunchRequest,
+    plan: LaunchPlan,
+    console: JobConsole,
+    state: StateFile,
+) -> None:
     launch = request.job.launch
     secrets = read_secrets(launch.secrets, os.environ)
     environ = without_secrets(launch.secrets, os.environ)
@@ -151,11 +163,11 @@ def _run(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, state: S
     with ExitStack() as stack:
         stack.enter_context(adopting_orphans())
         guard = stack.enter_context(guarded(request.stage))
-        log = stack.enter_context((request.log_dir / LOG_FILE).open("w", encoding="utf-8"))
+        log = stack.enter_context((request.log_dir / LOG_FILE).open("a", encoding="utf-8"))
         watcher = Watcher(request, console, log, tuple(secrets.values()))
         stack.callback(watcher.close)
         stack.callback(console.close)
-        fleet = gather(request.hosts, request.ssh, request.stage, launch.host_timeout_s)
+        fleet = gather(request.hosts, partial(launcher.shell, request), request.stage, launch.host_timeout_s)
         stack.callback(fleet.close)
         prepare(fleet, request, environ, secrets, console)
 

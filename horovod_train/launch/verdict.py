@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -137,10 +138,13 @@ class Watcher:
             LaunchError: The ranks did not end well. Its exit code is that of the cause.
         """
         if self.left:
-            raise PreemptedError(
+            preempted = PreemptedError(
                 f"asked to leave: everything is saved at step {self.left[0].fields['step']}",
                 hint="run the same job again: it goes on from there",
             )
+            # What Slurm sends before the end of a job's time, and nobody else sends to a launcher.
+            preempted.is_out_of_time = ended.stopped_by == signal.SIGUSR1
+            raise preempted
         if ended.code == 0 and self.has_summary and not self.causes:
             return
         if ended.stopped_by is not None:

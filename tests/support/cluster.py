@@ -128,27 +128,34 @@ class Cluster:
         """Cut a host off (``down``), or connect it again (``up``)."""
         run("ip", "-n", f"{self.prefix}switch", "link", "set", f"to-{name}", state)
 
+    def own_tmp(self) -> str:
+        """Shell commands that give a host a /tmp of its own, in which the test's files are as before."""
+        shared = self.folder.parent.parent
+        return (
+            f"mount --bind {shared} /mnt; mount -t tmpfs tmpfs /tmp; "
+            f"mkdir -p {shared}; mount --bind /mnt {shared}; "
+        )
+
     def start_sshd(self, name: str) -> None:
         node = self.nodes[name]
         key = self.folder / f"{name}-host-key"
         script = (
-            f"set -e; hostname {name}; mkdir -p /run/sshd; "
-            f"mkdir -p /mnt/ht; mount --bind {self.folder.parent.parent} /mnt; "
-            f"mount -t tmpfs tmpfs /tmp; mkdir -p {self.folder.parent.parent}; "
-            f"mount --bind /mnt {self.folder.parent.parent}; "
+            f"set -e; hostname {name}; mkdir -p /run/sshd; {self.own_tmp()}"
             f"exec /usr/sbin/sshd -D -e -f /dev/null -o HostKey={key} "
             f"-o AuthorizedKeysFile={self.folder}/key.pub -o StrictModes=no -o UsePAM=no "
             f"-o PidFile=none -o PermitRootLogin=yes -o MaxStartups=100"
         )
-        node.sshd = subprocess.Popen(
-            ["ip", "netns", "exec", node.namespace, "unshare", "-u", "sh", "-c", script],
-            stdout=subprocess.DEVNULL,
-            stderr=(self.folder / f"{name}-sshd.log").open("wb"),
-            start_new_session=True,
-        )
+        log_file = self.folder / f"{name}-sshd.log"
+        with log_file.open("wb") as log:
+            node.sshd = subprocess.Popen(
+                ["ip", "netns", "exec", node.namespace, "unshare", "-u", "sh", "-c", script],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                start_new_session=True,
+            )
         deadline = time.monotonic() + 10
-        while b"Server listening" not in (self.folder / f"{name}-sshd.log").read_bytes():
-            assert node.sshd.poll() is None, (self.folder / f"{name}-sshd.log").read_text()
+        while b"Server listening" not in log_file.read_bytes():
+            assert node.sshd.poll() is None, log_file.read_text()
             assert time.monotonic() < deadline
             time.sleep(0.02)
 

@@ -1,0 +1,60 @@
+"""Start ranks that find each other through Gloo, with a launcher that knows nothing of Horovod.
+
+    python -m horovod_train.engine.rendezvous HOST:RANKS,... INTERFACE srun --label ... PROGRAM
+
+serves what horovodrun would serve while the command runs, and tags each line of its output as
+horovodrun would. The ranks take their numbers from Slurm (``environment.from_slurm``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import psutil
+
+_LABEL = re.compile(r"\s*(\d+): ?")
+
+
+def main(placed: str, interface: str, command: list[str]) -> int:
+    """Serve and run; return the command's exit code."""
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+
+    hosts = parse_hosts(placed)
+    assignments = get_host_assignments(hosts, sum(host.slots for host in hosts))
+    server = RendezvousServer(verbose=0)
+    port = server.start()
+    server.init(assignments)
+    environment = {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address_of(interface),
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_TRAIN_PLACEMENT": placed,
+    }
+    try:
+        with subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, errors="replace"
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                sys.stdout.write(_LABEL.sub(r"[\1]<stdout>:", line, count=1))
+                sys.stdout.flush()
+        return process.returncode
+    finally:
+        server.stop()
+
+
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of an interface; ``-``: of the loopback."""
+    for found in psutil.net_if_addrs().get(interface, []):
+        if found.family.name == "AF_INET":
+            return found.address
+    return "127.0.0.1"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

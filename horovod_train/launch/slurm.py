@@ -1,0 +1,151 @@
+"""Jobs in Slurm's queue: one batch script, which carries out the job on the nodes it was given."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from time import sleep
+from typing import Literal
+
+from horovod_train.config.load import dump_job
+from horovod_train.errors import LaunchError
+from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, State, Submitted
+from horovod_train.launch.jobs import LOG_FILE, StateFile
+from horovod_train.launch.supervised import read_log
+
+POLL_S = 1.0
+TIMEOUT_S = 30.0
+# What Slurm calls a state -> what it means for a job whose own word is missing.
+_WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
+_GOING_ON = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
+_CANCEL = {
+    "drain": ("--batch", "--signal=USR2"),
+    "stop": ("--batch", "--signal=TERM"),
+    "kill": (),
+}
+
+
+class SlurmLauncher:
+    """Submits to Slurm with ``sbatch``."""
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """Return the plan: a batch script and its submission."""
+        script = request.log_dir / "batch.sh"
+        launch = request.job.launch.model_copy(update={"launcher": "slurm-allocation", "hosts": []})
+        inner = request.job.model_copy(update={"launch": launch})
+        return LaunchPlan(
+            ("sbatch", "--parsable", str(script)),
+            files={script: batch_script(request), request.log_dir / "request.json": dump_job(inner)},
+        )
+
+    def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
+        """Give the job to Slurm; return its number there.
+
+        Raises:
+            LaunchError: Slurm did not accept it; it says why.
+        """
+        for path, content in plan.files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+        return _slurm(*plan.argv).strip().partition(";")[0]
+
+    def status(self, job: Submitted) -> JobStatus:
+        """Return how a job stands: Slurm's word while it has it, then the job's own."""
+        own = StateFile(job.log_dir).read_elsewhere()
+        found = _slurm("scontrol", "show", "job", "--oneliner", job.native_id, check=False)
+        fields = dict(re.findall(r"(\w+)=(\S*)", found))
+        state = fields.get("JobState", "")
+        if state in _WAITING:
+            return JobStatus("waiting", message=f"in Slurm's queue: {fields.get('Reason', '')}")
+        if state in _GOING_ON:
+            # Its last word may be of the time before it was put back into the queue.
+            is_old = own.has_ended and state != "COMPLETING"
+            return JobStatus("starting") if is_old or own.state == "waiting" else own
+        return own if own.has_ended else _without_own_word(state)
+
+    def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
+        """Yield the lines of a job's output."""
+        yield from read_log(job.log_dir / LOG_FILE, lambda: follow and not self.status(job).has_ended)
+
+    def cancel(self, job: Submitted, how: Literal["drain", "stop", "kill"]) -> None:
+        """End a job. One that waits in the queue is taken out of it.
+
+        Raises:
+            LaunchError: Slurm refuses.
+        """
+        status = self.status(job)
+        if status.has_ended:
+            return
+        flags = () if status.state == "waiting" else _CANCEL[how]
+        _slurm("scancel", *flags, job.native_id)
+
+    def wait(self, job: Submitted) -> JobStatus:
+        """Return how a job ended, when it has."""
+        while not (status := self.status(job)).has_ended:
+            sleep(POLL_S)
+        return status
+
+
+def batch_script(request: LaunchRequest) -> str:
+    """Return the script that Slurm runs on the first node of the job."""
+    launch = request.job.launch
+    slurm = launch.slurm
+    options = {
+        "job-name": request.job.name,
+        "ntasks": str(request.num_ranks),
+        **({"ntasks-per-node": str(slurm.ranks_per_node)} if slurm.ranks_per_node else {}),
+        "output": str(request.log_dir / "slurm.log"),
+        "open-mode": "append",
+        # To the script alone, as long before the end as the ranks may need.
+        "signal": f"B:USR1@{max(1, round(launch.grace_s))}",
+        **slurm.options,
+    }
+    carry_out = shlex.join(
+        (
+            *(sys.executable, "-m", "horovod_train", "run", str(request.log_dir / "request.json")),
+            *("--resolved", "--run-id", request.run_id),
+        )
+    )
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *(f"#SBATCH --{name}={shlex.quote(value)}" for name, value in options.items()),
+            f"#SBATCH --{'requeue' if slurm.requeue else 'no-requeue'}",
+            *slurm.setup,
+            f"cd {shlex.quote(str(request.folder))}",
+            # In the script's place, so that Slurm's signals reach it.
+            f"exec {carry_out}",
+            "",
+        ]
+    )
+
+
+def _without_own_word(slurm_state: str) -> JobStatus:
+    """Return what Slurm knows of a job that did not come to say how it ended."""
+    if slurm_state.startswith("CANCELLED"):
+        return JobStatus("cancelled", 143, "cancelled before it could save")
+    if slurm_state == "COMPLETED":
+        return JobStatus("failed", 1, "Slurm says COMPLETED, but the job never said that it was done")
+    state: State = "failed"
+    return JobStatus(state, 1, f"Slurm says {slurm_state or 'that it does not know this job any more'}")
+
+
+def _slurm(*command: str, check: bool = True) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"{command[0]} is not installed here", hint="submit from a login node of the cluster"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"{command[0]} did not answer within {TIMEOUT_S:g} s", hint="is slurmctld up? `scontrol ping`"
+        ) from error
+    if check and done.returncode:
+        raise LaunchError(f"{command[0]}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout

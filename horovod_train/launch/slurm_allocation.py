@@ -1,0 +1,91 @@
+"""Ranks on the nodes that Slurm has given to this batch script or ``salloc``.
+
+controller: mpi     mpirun, which starts its daemons through Slurm
+controller: gloo    srun, a task for each rank
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from horovod_train.errors import LaunchError, PreemptedError
+from horovod_train.launch.base import LaunchPlan, LaunchRequest
+from horovod_train.launch.console import JobConsole
+from horovod_train.launch.horovodrun import find_program, open_mpi_settings, path_of_this_environment
+from horovod_train.launch.hosts import Host
+from horovod_train.launch.mpirun import mpirun_command
+from horovod_train.launch.supervised import SupervisedLauncher
+
+
+class SlurmAllocationLauncher(SupervisedLauncher):
+    """Starts ranks in an allocation."""
+
+    def hosts(self, environ: Mapping[str, str]) -> list[str]:
+        """Return the nodes of the allocation as ``host:slots``.
+
+        Raises:
+            LaunchError: This process has none.
+        """
+        if "SLURM_JOB_NODELIST" not in environ:
+            raise LaunchError(
+                "this process has no Slurm allocation",
+                hint="use launch.launcher: slurm to get one, or call this inside salloc or a batch script",
+            )
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        slots = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "1"))
+        return [f"{name}:{n}" for name, n in zip(listed.stdout.split(), slots, strict=True)]
+
+    def shell(self, request: LaunchRequest, host: Host) -> list[str]:
+        """Return what runs a command on a node: a step beside the others."""
+        return [
+            *("srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--quiet"),
+            *("/bin/sh", "-c"),
+        ]
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """Return the plan."""
+        if request.job.launch.controller == "mpi":
+            environment = {"PATH": path_of_this_environment(), **open_mpi_settings(request)}
+            return LaunchPlan((*mpirun_command(request, None), request.rank_command), environment)
+        placed = [f"{host.name}:{host.num_ranks}" for host in request.hosts]
+        return LaunchPlan(
+            (
+                *(sys.executable, "-m", "horovod_train.engine.rendezvous", ",".join(placed)),
+                *(request.own_interface or "-", find_program("srun"), "--label", "--kill-on-bad-exit=1"),
+                *(f"--ntasks={request.num_ranks}", f"--nodes={len(placed)}", request.rank_command),
+            ),
+            {"PATH": path_of_this_environment()},
+        )
+
+    def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
+        """Carry out the job; put it back into the queue when its time is nearly over.
+
+        Raises:
+            HorovodTrainError: Anything but a good end, explained.
+        """
+        try:
+            return super().run(request, plan, console)
+        except PreemptedError as error:
+            number = os.environ.get("SLURM_JOB_ID")
+            if error.is_out_of_time and request.job.launch.slurm.requeue and number:
+                subprocess.run(["scontrol", "requeue", number], check=False)
+            raise
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Return the tasks of each node from Slurm's short form.
+
+    >>> tasks_per_node("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]

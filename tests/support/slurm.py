@@ -1,0 +1,125 @@
+"""A real Slurm on the hosts of a cluster: slurmctld on the login host, a slurmd on each node."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from support.cluster import SUBNET, Cluster, run
+from support.launching import environment
+
+NEEDS = ("slurmctld", "slurmd", "sbatch", "srun", "munged", "runuser")
+CONFIG = """
+ClusterName=test
+SlurmctldHost=login({subnet}.10)
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+ReturnToService=2
+KillWait=10
+OverTimeLimit=0
+{nodes}
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@dataclass
+class Slurm:
+    """The cluster's Slurm."""
+
+    cluster: Cluster
+    folder: Path
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What its commands need."""
+        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def ask(self, *command: str) -> str:
+        """Run one of its commands on the login host."""
+        done = self.cluster.on_login(*command, cwd=self.folder, env=self.variables, timeout_s=30)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@contextmanager
+def slurm_on(cluster: Cluster) -> Iterator[Slurm]:
+    """Start Slurm, and end it."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    if missing := [program for program in NEEDS if shutil.which(program, path=path) is None]:
+        pytest.skip(f"{', '.join(missing)} missing (Debian: apt-get install slurm-wlm munge)")
+    folder = cluster.folder / "slurm"
+    (folder / "state").mkdir(parents=True)
+    nodes = [node for node in cluster.nodes.values() if node.name != "login"]
+    lines = [f"NodeName={node.name} NodeAddr={node.address} CPUs=2 State=UNKNOWN" for node in nodes]
+    config = CONFIG.format(subnet=SUBNET, folder=folder, nodes="\n".join(lines))
+    (folder / "slurm.conf").write_text(config)
+    _start_munge(folder)
+    made = Slurm(cluster, folder)
+    daemons = [_start(cluster, "login", f"slurmctld -D -f {folder}/slurm.conf")]
+    try:
+        for node in nodes:
+            daemons.append(_start(cluster, node.name, f"slurmd -D -f {folder}/slurm.conf"))
+        deadline = time.monotonic() + 30
+        while made.ask("sinfo", "-h", "-o", "%D %T").split() != [str(len(nodes)), "idle"]:
+            assert time.monotonic() < deadline, [log.read_text() for log in folder.glob("*.log")]
+            time.sleep(0.1)
+        yield made
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait(20)
+        os.kill(int((folder / "munge" / "pid").read_text()), signal.SIGTERM)
+
+
+def _start_munge(folder: Path) -> None:
+    """Munge refuses to run as root, and wants its files to be its own."""
+    munge = folder / "munge"
+    munge.mkdir()
+    (munge / "key").write_bytes(os.urandom(1024))
+    (munge / "key").chmod(0o600)
+    for parent in [munge, *folder.parents]:
+        if parent.stat().st_mode & 0o005 != 0o005:
+            parent.chmod(parent.stat().st_mode | 0o005)
+    run("chown", "-R", "munge:munge", str(munge))
+    flags = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    files = [f"--{flag}={munge / file}" for flag, file in flags.items()]
+    run("runuser", "-u", "munge", "--", "munged", "--force", *files)
+
+
+def _start(cluster: Cluster, name: str, command: str) -> subprocess.Popen[bytes]:
+    """Start a daemon on a host; unlike `ip netns exec`, this leaves /sys/fs/cgroup where slurmd looks for it."""
+    namespace = cluster.nodes[name].namespace
+    script = f"hostname {name}; mount --bind /etc/netns/{namespace}/hosts /etc/hosts; "
+    return subprocess.Popen(
+        [
+            *("nsenter", f"--net=/run/netns/{namespace}", "unshare", "-u", "-m"),
+            *("sh", "-c", script + cluster.own_tmp() + f"exec {command}"),
+        ],
+        env=environment(SLURM_CONF=str(cluster.folder / "slurm" / "slurm.conf")),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
