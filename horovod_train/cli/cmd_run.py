@@ -29,4 +29,4 @@ def command(job: str, *, dry_run: bool, **options: Any) -> None:
 
     launcher = request.job.launch.launcher
     click.echo(f"run {request.run_id}: {launcher} starts {request.num_ranks} rank(s); {request.run_dir}")
-    sys.exit(run_job(request, plan, JobConsole(Console())))
+    sys.exit(run_job(request, plan, JobConsole(Console()), is_new=not options["resolved"]))

@@ -10,6 +10,7 @@ import psutil
 
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job, Launch
+from horovod_train.events import parse_line
 from horovod_train.launch.base import JobStatus, Launcher, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts import hosts_of
@@ -89,27 +90,46 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
     )
 
 
-def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
+def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is_new: bool) -> int:
     """Start a job, stay with it to its end, and return the exit code that tells how it went.
+
+    Args:
+        request: What to start.
+        plan: How.
+        console: Where to show it.
+        is_new: Whether it is to be remembered; one that was submitted is already.
 
     Raises:
         HorovodTrainError: Anything but a good end, explained.
     """
     launcher = launcher_named(request.job.launch.launcher)
     if hasattr(launcher, "run"):
-        remember(request, str(os.getpid()))
+        if is_new:
+            remember(request, str(os.getpid()))
         code: int = launcher.run(request, plan, console)
         return code
     return follow(request, launcher, launcher.submit(request, plan), console)
 
 
 def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: JobConsole) -> int:
-    """Show a submitted job's log until it ends; return its exit code."""
+    """Show a submitted job's log until it ends; return its exit code. Ctrl-C ends the job."""
     job = remember(request, native_id)
-    for line in launcher.logs(job, follow=True):
-        console.print(line)
-    status = launcher.wait(job)
-    console.print(f"{job.job_id}: {status.state}. {status.message}")
+    console.print(f"{job.job_id}: {request.job.launch.launcher} has it as {native_id}")
+    try:
+        for line in launcher.logs(job, follow=True):
+            rank, text, event = parse_line(line)
+            if event is not None:
+                console.show(event)
+            else:
+                console.print(text if rank is None else f"[rank {rank}] {text}")
+        status = launcher.wait(job)
+    except KeyboardInterrupt:
+        console.print(f"{job.job_id}: asked to save and leave")
+        launcher.cancel(job, "stop")
+        status = launcher.wait(job)
+    finally:
+        console.close()
+    console.print(f"{job.job_id}: {status.state}" + (f". {status.message}" if status.message else ""))
     return 1 if status.exit_code is None else status.exit_code
 
 

@@ -80,8 +80,7 @@ def slurm_on(cluster: Cluster) -> Iterator[Slurm]:
     made = Slurm(cluster, folder)
     daemons = [_start(cluster, "login", f"slurmctld -D -f {folder}/slurm.conf")]
     try:
-        for node in nodes:
-            daemons.append(_start(cluster, node.name, f"slurmd -D -f {folder}/slurm.conf"))
+        daemons += [_start(cluster, node.name, f"slurmd -D -f {folder}/slurm.conf") for node in nodes]
         deadline = time.monotonic() + 30
         while made.ask("sinfo", "-h", "-o", "%D %T").split() != [str(len(nodes)), "idle"]:
             assert time.monotonic() < deadline, [log.read_text() for log in folder.glob("*.log")]
@@ -110,7 +109,7 @@ def _start_munge(folder: Path) -> None:
 
 
 def _start(cluster: Cluster, name: str, command: str) -> subprocess.Popen[bytes]:
-    """Start a daemon on a host; unlike `ip netns exec`, this leaves /sys/fs/cgroup where slurmd looks for it."""
+    """Start a daemon on a host. Unlike `ip netns exec`, this leaves /sys/fs/cgroup in sight of slurmd."""
     namespace = cluster.nodes[name].namespace
     script = f"hostname {name}; mount --bind /etc/netns/{namespace}/hosts /etc/hosts; "
     return subprocess.Popen(

@@ -1,0 +1,164 @@
+"""A real Slurm with two nodes: jobs that wait, train, are cancelled, run out of time and go on."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from support.cluster import cluster
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, write_job
+from support.slurm import slurm_on
+
+from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    with cluster(tmp_path_factory.mktemp("cluster"), ("node1", "node2")) as hosts, slurm_on(hosts) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_afterwards(slurm):
+    yield
+    deadline = time.monotonic() + 20
+    while (left := still_there(slurm)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    slurm.ask("scancel", "--user=root")
+    assert left == []
+
+
+def still_there(slurm):
+    ranks = [text for text in slurm.cluster.leftovers() if "horovod_train" in text]
+    return ranks or slurm.ask("squeue", "-h", "-t", "R,PD").splitlines()
+
+
+@pytest.fixture
+def ask(slurm, tmp_path):
+    """Call horovod-train on the login host; returns its output and exit code."""
+
+    def call(*arguments, check=True):
+        variables = {**slurm.variables, "XDG_STATE_HOME": str(tmp_path / "state")}
+        done = slurm.cluster.on_login(str(BIN / "horovod-train"), *arguments, cwd=tmp_path, env=variables)
+        assert not check or done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    return call
+
+
+def job(folder, controller, **sections):
+    slurm = {"ranks_per_node": 1, **sections.pop("slurm", {})}
+    launch = {"launcher": "slurm", "num_ranks": 2, "controller": controller, "slurm": slurm}
+    return write_job(
+        folder / "job.yaml",
+        run_dir=str(folder / "runs"),
+        **{
+            "task": "digits",
+            "train": {"epochs": 1},
+            **sections,
+            "launch": {**launch, **sections.get("launch", {})},
+        },
+    )
+
+
+def slow(folder, controller, **sections):
+    return job(
+        folder,
+        controller,
+        task=f"{PROGRAMS / 'tasks.py'}:Noted",
+        task_args={"notes": str(folder), "pause_s": 0.05},
+        **{"train": {"epochs": 500, "batch_size_per_rank": 4}, **sections},
+    )
+
+
+def wait_for_ranks(folder, num_ranks=2):
+    deadline = time.monotonic() + TIMEOUT_S
+    while len(list(folder.glob("rank-*.txt"))) < num_ranks:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_job_trains_on_two_nodes_while_run_follows_it(tmp_path, ask, controller):
+    done = ask("run", str(job(tmp_path, controller)))
+
+    assert "2 ranks" in done.stdout
+    assert "trained test: 1 epochs" in done.stdout
+    assert "succeeded" in done.stdout
+
+
+def test_a_submitted_job_is_listed_followed_cancelled_and_has_saved(tmp_path, ask, controller):
+    job_id = ask("submit", str(slow(tmp_path, controller))).stdout.strip()
+    wait_for_ranks(tmp_path)
+    listed = ask("list").stdout
+    status = json.loads(ask("status", job_id, "--json").stdout)
+    log = ask("logs", job_id).stdout
+    cancelled = ask("cancel", job_id).stdout
+    waited = ask("wait", job_id, check=False)
+
+    assert job_id in listed
+    assert status["state"] == "running"
+    assert "on 2 ranks" in log
+    assert "everything is saved at step" in cancelled
+    assert waited.returncode == 75
+    assert list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")
+
+
+def test_a_job_that_waits_in_the_queue_is_taken_out_of_it(tmp_path, ask, slurm):
+    job_id = ask(
+        "submit", str(slow(tmp_path, "mpi", slurm={"options": {"begin": "now+1hour"}}))
+    ).stdout.strip()
+    status = ask("status", job_id).stdout
+    ask("cancel", job_id)
+    after = json.loads(ask("status", job_id, "--json").stdout)
+
+    assert "waiting" in status
+    assert "in Slurm's queue: BeginTime" in status
+    assert after["state"] == "cancelled"
+
+
+def test_a_job_whose_time_is_over_saves_is_queued_again_and_ends_as_if_undisturbed(tmp_path, ask, slurm):
+    train = {"epochs": 12, "batch_size_per_rank": 4}
+    checkpoint = {"every_epochs": None, "keep_last": 1}
+    path = slow(tmp_path, "mpi", train=train, checkpoint=checkpoint)
+    reference = ask("run", str(path), "--set", "name=undisturbed", "--set", "task_args.pause_s=0.0")
+    job_id = ask("submit", str(path)).stdout.strip()
+    wait_for_ranks(tmp_path, 4)
+    number = json.loads(next((tmp_path / "state").rglob(f"{job_id}.json")).read_text())["native_id"]
+
+    # What Slurm does when the time of the job is nearly over.
+    slurm.ask("scancel", "--batch", "--signal=USR1", number)
+    deadline = time.monotonic() + 30
+    while "Restarts=1" not in slurm.ask("scontrol", "show", "job", number):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    slurm.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
+    waited = ask("wait", job_id, check=False)
+
+    assert "succeeded" in reference.stdout
+    assert waited.returncode == 0, ask("logs", job_id).stdout[-3000:]
+    assert "resumed from" in ask("logs", job_id).stdout
+    assert weights(tmp_path, "test") == weights(tmp_path, "undisturbed")
+
+
+def weights(folder, name):
+    path = list_checkpoints(folder / "runs" / name / "checkpoints")[0].path
+    return {name: bytes(blob.data) for name, blob in read_checkpoint(path).arrays["model"].items()}
+
+
+def test_what_slurm_refuses_is_told_in_its_own_words(tmp_path, ask):
+    done = ask("submit", str(job(tmp_path, "mpi", slurm={"options": {"partition": "gpu"}})), check=False)
+
+    assert done.returncode == 1
+    assert "invalid partition specified: gpu" in done.stderr
+
+
+def test_outside_an_allocation_there_is_none(tmp_path, ask):
+    path = job(tmp_path, "mpi", launch={"launcher": "slurm-allocation"})
+
+    done = ask("run", str(path), check=False)
+
+    assert done.returncode == 1
+    assert "has no Slurm allocation" in done.stderr
