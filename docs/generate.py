@@ -71,7 +71,13 @@ def job_reference() -> str:
         for name, field in schema["properties"].items()
         if "$ref" in field
     }
-    nested = {"evaluation.early_stopping": "EarlyStopping", "checkpoint.best": "Best"}
+    nested = {
+        "evaluation.early_stopping": "EarlyStopping",
+        "checkpoint.best": "Best",
+        "launch.ssh": "Ssh",
+        "launch.host_settings.HOST": "HostSettings",
+        "launch.slurm": "Slurm",
+    }
     sections |= {name: schema["$defs"][definition] for name, definition in nested.items()}
     for name, section in sections.items():
         lines += [

@@ -16,9 +16,7 @@ from horovod_train.config.schema import HostSettings, Launch
 from horovod_train.errors import UserError
 
 # "node01", "node01:8" and "node01 slots=8": what horovodrun, mpirun and the MPI operator write.
-_HOSTFILE_LINE = re.compile(
-    r"(?P<name>[A-Za-z0-9.-]+)(?::(?P<n>\d+)|(?:\s+\S+=\S+)*?\s+slots=(?P<slots>\d+))?(\s|$)"
-)
+_HOSTFILE_LINE = re.compile(r"([A-Za-z0-9.-]+)(?::(\d+))?((?:\s+[\w-]+=\d+)*)")
 
 
 @dataclass(frozen=True)
@@ -75,13 +73,14 @@ def read_hostfile(path: Path) -> list[str]:
         text = line.partition("#")[0].strip()
         if not text:
             continue
-        found = _HOSTFILE_LINE.match(text)
+        found = _HOSTFILE_LINE.fullmatch(text)
         if found is None:
             raise UserError(
                 f"hostfile {path}, line {number}: {text!r} is not a host",
                 hint="write 'node01 slots=4' or 'node01:4' on each line",
             )
-        hosts.append(f"{found['name']}:{found['slots'] or found['n'] or 1}")
+        settings = dict(setting.split("=") for setting in found[3].split())
+        hosts.append(f"{found[1]}:{settings.get('slots') or found[2] or 1}")
     if not hosts:
         raise UserError(f"hostfile {path} names no host")
     return hosts

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from threading import Thread
+from time import monotonic, sleep
 
 import psutil
 
@@ -23,7 +24,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _GUARD = """
 cat > /dev/null
 for round in 1 2 3 4 5 6 7 8 9 10; do
-  found=$(grep -lzxF "$1=$2" /proc/[0-9]*/environ 2> /dev/null) || break
+  found=$(grep -lzxF "$1=$2" /proc/[0-9]*/environ 2> /dev/null)  # fails where one has just ended
+  [ -n "$found" ] || break
   for file in $found; do pid=${file#/proc/}; kill -9 "${pid%/environ}" 2> /dev/null; done
   sleep 0.1
 done
@@ -115,7 +117,16 @@ def kill_descendants(keep: Collection[int] = ()) -> None:
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(left, timeout=KILL_TIMEOUT_S)
+    deadline_s = monotonic() + KILL_TIMEOUT_S
+    while any(_is_alive(process) for process in left) and monotonic() < deadline_s:
+        sleep(0.01)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    # Not psutil.wait_procs: it takes the exit code that another thread waits for.
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 @contextmanager

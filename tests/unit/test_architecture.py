@@ -22,7 +22,7 @@ ROOMS = {
     "data": BASICS | {"config"},
     "engine": BASICS | {"config"},
     "checkpoint": BASICS | {"config", "engine.base"},
-    "health": BASICS | {"config", "engine.base", "checkpoint.arrays"},
+    "health": BASICS | {"config", "engine.base", "engine.facts", "checkpoint.arrays"},
     "telemetry": BASICS | {"config", "engine.base", "checkpoint.manager"},
     "frameworks": BASICS
     | {"config", "lr", "engine.base", "engine.environment", "data", "checkpoint.arrays", "checkpoint.tree"},
@@ -38,7 +38,7 @@ ROOMS = {
         "health",
         "frameworks.base",
     },
-    "launch": BASICS | {"config", "events"},
+    "launch": BASICS | {"config", "events", "engine.facts"},
     "tasks": set(),
     # Composition roots: the trainer's, and the library's.
     "worker": BASICS
@@ -54,7 +54,7 @@ ROOMS = {
 # Only these rooms may import these packages.
 OUTSIDE = {
     "torch": {"frameworks", "session", "tasks"},
-    "horovod": {"frameworks"},
+    "horovod": {"frameworks", "engine"},
     "tensorflow": {"frameworks", "tasks"},
     "keras": {"frameworks", "tasks"},
     "jax": {"frameworks", "tasks"},
@@ -70,7 +70,13 @@ OUTSIDE = {
 }
 
 # The control side starts ranks; it runs where no framework is installed.
-CONTROL_SIDE = ["horovod_train.launch.run", "horovod_train.cli.main", "horovod_train.config.load"]
+CONTROL_SIDE = [
+    "horovod_train.launch.run",
+    "horovod_train.launch.supervised",
+    "horovod_train.launch.slurm",
+    "horovod_train.cli.main",
+    "horovod_train.config.load",
+]
 
 
 def room_of(path: Path) -> str:

@@ -154,7 +154,10 @@ class TestProblems:
             ({"metrics": {"port": 65535}, "launch": {"hosts": [], "num_ranks": 2}}, "metrics.port"),
             ({"train": {"deterministic": True, "compile_backend": "inductor"}}, "train.compile_backend"),
             ({"health": {"stall_shutdown_s": 5}}, "health.stall_shutdown_s"),
-            ({"launch": {"network_interface": None}}, "launch.network_interface"),
+            ({"launch": {"host_settings": {"c": {"python": "/opt/python"}}}}, "launch.host_settings.c"),
+            ({"launch": {"env": {"A": "1"}, "secrets": {"A": "env:A"}}}, "launch.env.A"),
+            ({"launch": {"secrets": {"A": "hunter2"}}}, "launch.secrets.A"),
+            ({"launch": {"ssh": {"options": {"ProxyJump": "a\nUser root"}}}}, "launch.ssh.options.ProxyJump"),
             ({"optimizer": {"name": ":SGD"}}, "optimizer.name"),
         ],
     )

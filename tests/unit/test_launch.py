@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from horovod_train.config.schema import Job
-from horovod_train.errors import LaunchError
+from horovod_train.errors import LaunchError, PreemptedError
 from horovod_train.events import Event, Reporter, parse_line
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.process import Ended
-from horovod_train.launch.run import Watcher, make_plan, resolve
+from horovod_train.launch.run import make_plan, resolve
+from horovod_train.launch.verdict import Ended, Watcher
 
 BIN = Path(sys.executable).parent
 
@@ -34,40 +34,66 @@ def text_of(tmp_path, **sections):
 
 
 class TestPlan:
-    def test_two_ranks_on_this_machine(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("os.cpu_count", lambda: 4)
+    def test_two_ranks_on_this_machine(self, tmp_path):
+        first, rest = text_of(tmp_path, launch={"num_ranks": 2}).split("\n", 1)
 
-        text = text_of(tmp_path, launch={"num_ranks": 2})
-
-        first, rest = text.split("\n", 1)
         assert first.startswith("# writes <RUNS>/j/run-1/job.json (")
         assert rest == (
-            "OMPI_MCA_mpi_yield_when_idle=1 \\\n  OMP_NUM_THREADS=2 \\\n  PATH=<PATH> \\\n"
-            "  PYTHONUNBUFFERED=1 \\\n"
-            "  <BIN>/horovodrun --mpi -np 2 -H localhost:2 <BIN>/python -m horovod_train worker --events "
-            "--run-id run-1 <RUNS>/j/run-1/job.json"
+            "OMPI_MCA_mpi_yield_when_idle=1 \\\n  PATH=<PATH> \\\n"
+            "  <BIN>/horovodrun --mpi -np 2 -H localhost:2 /tmp/horovod_train-j-run-1/rank"
         )
 
-    def test_hosts_with_gloo_an_interface_and_a_port(self, tmp_path):
-        text = text_of(
-            tmp_path,
-            launch={
-                "hosts": ["a:4", "b:2"],
-                "controller": "gloo",
-                "network_interface": "eth1",
-                "ssh_port": 2222,
-            },
-        )
+    def test_the_same_with_mpirun(self, tmp_path):
+        text = text_of(tmp_path, launch={"num_ranks": 2, "launcher": "mpirun"})
 
-        assert "horovodrun --gloo -np 6 -H a:4,b:2 --ssh-port 2222 --network-interfaces eth1 " in text
+        assert "<BIN>/mpirun" in text
+        assert "--tag-output -np 2 -H localhost:2 --bind-to none" in text
 
-    def test_remote_mpi_hosts_are_told_where_mpi_is(self, tmp_path):
-        text = text_of(tmp_path, launch={"hosts": ["a:1", "b:1"], "network_interface": "eth0"})
+    def test_mpirun_starts_no_ranks_for_gloo(self, tmp_path):
+        with pytest.raises(LaunchError, match="MPI controller only"):
+            text_of(tmp_path, launch={"num_ranks": 2, "launcher": "mpirun", "controller": "gloo"})
 
-        assert f"--mpi-args '--prefix {sys.prefix}'" in text
+    def test_other_hosts_are_reached_as_the_job_says(self, tmp_path):
+        ssh = {"port": 2222, "identity_file": "/keys/id", "options": {"ProxyJump": "gate"}}
+        request = request_for(tmp_path, launch={"hosts": ["a:4", "b:2"], "controller": "gloo", "ssh": ssh})
+
+        plan = make_plan(request)
+
+        assert "--gloo -np 6 -H a:4,b:2 --network-interfaces" in " ".join(plan.argv)
+        assert plan.env["HOROVOD_SSH"] == f"ssh -F {request.log_dir}/ssh_config"
+        config = plan.files[request.log_dir / "ssh_config"]
+        assert "\nPort 2222\nIdentityFile /keys/id\nIdentitiesOnly yes\nProxyJump gate\nInclude" in config
+
+    def test_open_mpi_uses_the_same_ssh_and_our_daemon(self, tmp_path):
+        request = request_for(tmp_path, launch={"hosts": ["a:1", "b:1"], "launcher": "mpirun"})
+
+        plan = make_plan(request)
+
+        assert plan.env["OMPI_MCA_plm_rsh_agent"] == f"ssh -F {request.log_dir}/ssh_config"
+        assert plan.env["OMPI_MCA_orte_launch_agent"] == f"{request.stage}/orted"
+
+    def test_slurm_gets_a_batch_script(self, tmp_path):
+        slurm = {"options": {"partition": "gpu", "comment": "two words"}, "setup": ["module load cuda"]}
+        request = request_for(tmp_path, launch={"num_ranks": 8, "launcher": "slurm", "slurm": slurm})
+
+        plan = make_plan(request)
+        script = plan.files[request.log_dir / "batch.sh"]
+
+        assert plan.argv == ("sbatch", "--parsable", f"{request.log_dir}/batch.sh")
+        for line in (
+            "--ntasks=8",
+            "--partition=gpu",
+            "--comment='two words'",
+            "--signal=B:USR1@30",
+            "--requeue",
+        ):
+            assert f"#SBATCH {line}\n" in script
+        assert script.index("module load cuda") < script.index("exec ")
 
     def test_one_rank_is_the_worker_itself(self, tmp_path):
-        assert make_plan(request_for(tmp_path)).argv[1:4] == ("-m", "horovod_train", "worker")
+        request = request_for(tmp_path)
+
+        assert make_plan(request).argv == (f"{request.stage}/rank",)
 
     def test_a_missing_horovodrun_says_how_to_get_it(self, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -127,7 +153,7 @@ class TestVerdict:
         watcher.see(self.failure(1, "NaN", exit_code=3))
 
         with pytest.raises(LaunchError) as caught:
-            watcher.verdict(Ended(1, None))
+            watcher.verdict(Ended(1))
 
         assert str(caught.value) == "rank 1 on h: NaN"
         assert caught.value.exit_code == 3
@@ -137,7 +163,7 @@ class TestVerdict:
             watcher.see(self.failure(rank, "bad", traceback="Traceback"))
 
         with pytest.raises(LaunchError) as caught:
-            watcher.verdict(Ended(1, None))
+            watcher.verdict(Ended(1))
 
         assert str(caught.value) == "Traceback\nranks 0-2, 5 on h: bad"
 
@@ -145,16 +171,52 @@ class TestVerdict:
         watcher.see("mpirun: something unheard of")
 
         with pytest.raises(LaunchError, match="no rank said why(.|\n)*something unheard of"):
-            watcher.verdict(Ended(7, None))
+            watcher.verdict(Ended(7))
 
     def test_an_end_without_a_summary_is_no_success(self, watcher):
         with pytest.raises(LaunchError):
-            watcher.verdict(Ended(0, None))
+            watcher.verdict(Ended(0))
 
     def test_a_summary_is_a_success(self, watcher):
         watcher.has_summary = True
 
-        assert watcher.verdict(Ended(0, None)) == 0
+        watcher.verdict(Ended(0))
+
+    def test_ranks_that_have_saved_and_left_are_preempted_whatever_the_launcher_says(self, watcher):
+        watcher.see(Event("left", 1, {"step": 7, "epoch": 0.5}).as_line())
+
+        with pytest.raises(PreemptedError, match="saved at step 7") as caught:
+            watcher.verdict(Ended(1, stopped_by=15))
+
+        assert caught.value.exit_code == 75
+
+    def test_a_stop_before_the_ranks_had_saved_says_so(self, watcher):
+        with pytest.raises(LaunchError, match="before the ranks had saved") as caught:
+            watcher.verdict(Ended(137, stopped_by=15))
+
+        assert caught.value.exit_code == 143
+
+    def test_a_lost_host_is_the_cause_of_what_ranks_noticed(self, watcher):
+        watcher.see(self.failure(0, "another rank left", is_cause=False))
+
+        with pytest.raises(LaunchError, match="node7 does not answer any more"):
+            watcher.verdict(Ended(1, lost="node7 does not answer any more"))
+
+    def test_secrets_are_not_shown_and_not_logged(self, watcher):
+        watcher.secrets = ("hunter2hunter2",)
+
+        watcher.see("[1,1]<stdout>:the token is hunter2hunter2")
+
+        assert watcher.output.getvalue() == "[rank 1] the token is ***\n"
+        assert "hunter2" not in watcher.log.getvalue()
+
+    def test_each_rank_has_a_log_of_its_own(self, watcher):
+        watcher.request.log_dir.mkdir(parents=True)
+        for rank in (0, 1):
+            watcher.see(f"[1,{rank}]<stdout>:I am {rank}")
+        watcher.close()
+
+        assert (watcher.request.log_dir / "rank-1.log").read_text() == "I am 1\n"
 
     def test_targets_become_a_file_for_prometheus(self, watcher, tmp_path):
         targets = [["127.0.0.1:9400", {"rank": "0"}], ["127.0.0.1:9401", {"rank": "1"}]]
@@ -163,7 +225,7 @@ class TestVerdict:
         found = json.loads((tmp_path / "j" / "prometheus-targets.json").read_text())
 
         assert found == [{"targets": [address], "labels": labels} for address, labels in targets]
-        watcher.forget_targets()
+        watcher.close()
         assert json.loads((tmp_path / "j" / "prometheus-targets.json").read_text()) == []
 
     def test_what_ranks_print_is_shown_with_their_number(self, watcher):

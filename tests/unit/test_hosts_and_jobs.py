@@ -1,0 +1,475 @@
+"""What a launch is made of: hosts, interfaces, files on a host, secrets, jobs that are remembered."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from threading import Event, Timer
+
+import psutil
+import pytest
+
+from horovod_train.config.schema import HostSettings, Job, Launch
+from horovod_train.engine.environment import from_slurm
+from horovod_train.errors import LaunchError, UserError
+from horovod_train.launch import jobs
+from horovod_train.launch.fleet import Fleet, Here, There, check_alike, gather
+from horovod_train.launch.hosts import Host, hosts_of, read_hostfile
+from horovod_train.launch.interfaces import choose
+from horovod_train.launch.on_host import RUN_VARIABLE, OnHost
+from horovod_train.launch.process import guarded
+from horovod_train.launch.run import resolve
+from horovod_train.launch.secrets import read_secrets, without_secrets
+from horovod_train.launch.slurm_allocation import tasks_per_node
+from horovod_train.launch.ssh import explain
+from horovod_train.launch.stage import pack_code, stage_files
+from horovod_train.launch.stop import Stopper
+
+A_SHELL = ["/bin/sh", "-c"]  # in place of "ssh host": runs its last argument
+
+
+def wait_until(condition, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class TestHosts:
+    def test_are_filled_in_order(self):
+        hosts = hosts_of(Launch(hosts=["a:4", "b:4", "c:4"], num_ranks=6))
+
+        assert [(host.name, host.num_ranks) for host in hosts] == [("a", 4), ("b", 2)]
+
+    def test_none_named_is_this_machine(self):
+        (host,) = hosts_of(Launch(num_ranks=3))
+
+        assert (host.name, host.num_ranks, host.is_here) == ("localhost", 3, True)
+
+    def test_this_machine_is_known_by_its_own_name(self):
+        (host,) = hosts_of(Launch(hosts=[f"{os.uname().nodename}:2"], num_ranks=2))
+
+        assert host.is_here
+
+    @pytest.mark.parametrize(
+        ("line", "expected"),
+        [
+            ("node01 slots=4", "node01:4"),
+            ("node01:4", "node01:4"),
+            ("node01 max-slots=9 slots=4 # the old one", "node01:4"),
+            ("node01", "node01:1"),
+            ("10.0.0.7 slots=2", "10.0.0.7:2"),
+            ("job-worker-0.job.default.svc slots=8", "job-worker-0.job.default.svc:8"),
+        ],
+    )
+    def test_of_a_hostfile(self, tmp_path, line, expected):
+        (tmp_path / "hosts").write_text(f"# all of them\n\n{line}\n")
+
+        assert read_hostfile(tmp_path / "hosts") == [expected]
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [("node01 slots=four\n", "line 1: 'node01 slots=four'"), ("# nobody\n", "names no host")],
+    )
+    def test_of_a_broken_hostfile(self, tmp_path, text, said):
+        (tmp_path / "hosts").write_text(text)
+
+        with pytest.raises(UserError, match=said):
+            read_hostfile(tmp_path / "hosts")
+
+    def test_of_no_hostfile(self, tmp_path):
+        with pytest.raises(UserError, match="cannot be read: No such file"):
+            read_hostfile(tmp_path / "hosts")
+
+
+DESCRIPTION = {
+    "addresses": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "ib0": ["10.1.0.1"], "eth1": []},
+    "reached_at": "10.0.0.1",
+    "ways": {"b": "10.1.0.1"},
+}
+
+
+class TestInterface:
+    def test_is_the_one_that_ssh_came_in_through(self):
+        assert choose(Host("a", 1), None, DESCRIPTION, []).name == "eth0"
+
+    def test_is_the_one_asked_for(self):
+        assert choose(Host("a", 1), "ib0", DESCRIPTION, []).address == "10.1.0.1"
+
+    def test_of_a_host_wins(self):
+        host = Host("a", 1, settings=HostSettings(network_interface="ib0"))
+
+        assert choose(host, "eth0", DESCRIPTION, []).name == "ib0"
+
+    def test_of_this_machine_is_the_way_to_the_others(self):
+        assert choose(Host("a", 1, is_here=True), None, DESCRIPTION, []).name == "ib0"
+
+    def test_that_is_missing_is_told_with_those_there_are(self):
+        with pytest.raises(LaunchError, match=r"no network interface 'ib1' .*ib0 \(10.1.0.1\)") as caught:
+            choose(Host("a", 1), "ib1", DESCRIPTION, [])
+
+        assert "did you mean 'ib0'?" in caught.value.hint
+
+    def test_that_cannot_be_told_has_to_be_named(self):
+        unknown = {**DESCRIPTION, "reached_at": "192.0.2.1", "ways": {}}
+
+        with pytest.raises(LaunchError, match="cannot tell"):
+            choose(Host("a", 1), None, unknown, [])
+
+
+class TestOnAHost:
+    @pytest.fixture
+    def stage(self, tmp_path):
+        return tmp_path / "stage"
+
+    def test_files_are_for_this_user_alone_and_are_removed(self, stage):
+        host = OnHost(str(stage))
+        host.put({"rank": "#!/bin/sh\n", "environment": "A=1\n"})
+
+        assert [
+            oct(path.stat().st_mode & 0o777) for path in (stage, stage / "rank", stage / "environment")
+        ] == [
+            "0o700",
+            "0o700",
+            "0o600",
+        ]
+        host.remove()
+        assert not stage.exists()
+
+    def test_a_folder_that_is_there_already_is_somebody_elses(self, stage):
+        stage.mkdir()
+        host = OnHost(str(stage))
+
+        with pytest.raises(FileExistsError):
+            host.put({})
+        host.remove()
+
+        assert stage.exists()
+
+    def test_processes_of_the_run_are_found_and_killed_and_others_are_not(self, stage):
+        mine = subprocess.Popen(["sleep", "60"], env={RUN_VARIABLE: str(stage)}, start_new_session=True)
+        other = subprocess.Popen(["sleep", "60"], env={RUN_VARIABLE: f"{stage}-other"})
+        wait_until(lambda: psutil.Process(mine.pid).name() == psutil.Process(other.pid).name() == "sleep")
+
+        killed = OnHost(str(stage)).kill()
+
+        assert killed == 1
+        assert mine.wait(5) == -signal.SIGKILL
+        assert other.poll() is None
+        other.kill()
+        other.wait()
+
+    def test_only_ranks_are_signalled(self, stage):
+        env = {**os.environ, RUN_VARIABLE: str(stage)}
+        helper = subprocess.Popen(["sleep", "60"], env=env)
+
+        assert OnHost(str(stage)).signal_ranks(signal.SIGUSR1) == 0
+        assert helper.poll() is None
+        helper.kill()
+        helper.wait()
+
+    def test_a_listener_is_known_by_its_name(self, stage):
+        host = OnHost(str(stage))
+        port = host.listen(address="127.0.0.1", name="a")
+
+        targets = [("a", "127.0.0.1", port), ("b", "127.0.0.1", port), ("c", "127.0.0.1", 1)]
+        failed = host.reach(source="127.0.0.1", targets=targets)
+        host.remove()
+
+        assert failed == {"b": "127.0.0.1 is a from here", "c": "Connection refused"}
+
+    def test_the_guard_kills_the_run_when_its_launcher_is_killed(self, stage, tmp_path):
+        stage.mkdir()
+        program = (
+            "import os, subprocess, sys, time\n"
+            "from horovod_train.launch.process import guarded\n"
+            f"stage = {str(stage)!r}\n"
+            "with guarded(stage):\n"
+            f"    env = {{**os.environ, {RUN_VARIABLE!r}: stage}}\n"
+            "    rank = subprocess.Popen(['sleep', '60'], env=env, start_new_session=True)\n"
+            "    print(rank.pid, flush=True)\n"
+            "    time.sleep(60)\n"
+        )
+        launcher = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        rank = psutil.Process(int(launcher.stdout.readline()))
+
+        launcher.kill()
+        launcher.communicate()
+
+        wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE)
+        wait_until(lambda: not stage.exists())
+
+    def test_the_guard_does_nothing_when_all_went_well(self, stage):
+        stage.mkdir()
+        with guarded(str(stage)):
+            pass
+
+        assert stage.exists()
+
+
+class TestFleet:
+    """A shell of this machine in place of ssh: agents are real."""
+
+    def test_an_agent_does_what_it_is_told(self, tmp_path):
+        fleet = gather([Host("a", 1), Host("b", 1)], lambda _: A_SHELL, str(tmp_path / "stage"), 20)
+
+        found = fleet.each("describe", lambda _: {"others": []})
+        fleet.close()
+
+        assert found["a"]["python"] == found["b"]["python"] == sys.executable
+        assert found["a"]["cores"] == len(os.sched_getaffinity(0))
+
+    def test_an_error_on_a_host_names_it(self, tmp_path):
+        (tmp_path / "stage").mkdir()
+        fleet = gather([Host("a", 1)], lambda _: A_SHELL, str(tmp_path / "stage"), 20)
+
+        with pytest.raises(LaunchError, match="a: FileExistsError"):
+            fleet.each("put", lambda _: {"files": {}})
+        fleet.close()
+
+    def test_an_agent_whose_launcher_is_silent_kills_what_is_there(self, tmp_path):
+        stage = tmp_path / "stage"
+        member = There(Host("a", 1), A_SHELL, str(stage), silence_s=0.5)
+        member.call("put", files={})
+        rank = subprocess.Popen(["sleep", "60"], env={RUN_VARIABLE: str(stage)})
+
+        assert rank.wait(10) == -signal.SIGKILL
+        wait_until(lambda: not stage.exists())
+        member.close()
+
+    def test_a_lost_host_is_noticed_once(self, tmp_path):
+        member = There(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
+        fleet, lost, noticed = Fleet([member]), [], Event()
+        fleet.watch(5, lambda host, why: (lost.append((host, why)), noticed.set()))
+
+        member.abandon()
+
+        assert noticed.wait(10)
+        fleet.close()
+        assert lost == [("a", "its ssh connection ended")]
+
+    def test_a_python_that_is_not_there_is_named(self, tmp_path):
+        settings = HostSettings(python="/nowhere/python")
+
+        with pytest.raises(LaunchError, match="a: there is no /nowhere/python"):
+            gather([Host("a", 1, settings=settings)], lambda _: A_SHELL, str(tmp_path), 20)
+
+    def test_this_machine_takes_part_directly(self, tmp_path):
+        fleet = gather(
+            [Host("localhost", 2, is_here=True)], lambda _: ["/bin/false"], str(tmp_path / "s"), 20
+        )
+
+        assert isinstance(fleet.members[0], Here)
+        fleet.close()
+
+    def test_hosts_that_differ_are_named_with_values(self):
+        alike = {"numpy version": "2.4", "task code": "x"}
+
+        with pytest.raises(LaunchError, match="numpy version: 2.4 on a, c, 2.3 on b") as caught:
+            check_alike({"a": alike, "b": {**alike, "numpy version": "2.3"}, "c": alike})
+
+        assert "bring b to the state of the others" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "what", "fix"),
+    [
+        (255, "Host key verification failed.", "host key is not known", "ssh-keyscan n1"),
+        (
+            255,
+            "@@ REMOTE HOST IDENTIFICATION HAS CHANGED! @@",
+            "not the one known",
+            "ssh-keygen -R n1",
+        ),
+        (255, "u@n1: Permission denied (publickey).", "does not let this user in", "ssh-copy-id n1"),
+        (255, "ssh: connect to host n1 port 22: Connection timed out", "does not answer", "ping n1"),
+        (255, "ssh: something new", "ssh failed", "ssh n1 /py"),
+        (127, "sh: 1: /py: not found", "there is no /py", "launch.host_settings.n1.python"),
+        (1, "ImportError: libpython.so", "does not start", "ssh n1 /py"),
+    ],
+)
+def test_what_ssh_says_is_explained(code, said, what, fix):
+    error = explain("n1", code, said, "/py")
+
+    assert what in error.message
+    assert error.message.startswith("n1: ")
+    assert fix in error.hint
+
+
+class TestSecrets:
+    def test_come_from_the_environment_and_from_files(self, tmp_path):
+        (tmp_path / "token").write_text("from file\n")
+
+        found = read_secrets({"A": "env:TOKEN", "B": f"file:{tmp_path}/token"}, {"TOKEN": "from env"})
+
+        assert found == {"A": "from env", "B": "from file"}
+
+    @pytest.mark.parametrize(
+        ("source", "said"),
+        [
+            ("env:TOKEN", "env:TOKEN is not set"),
+            ("file:/nowhere/token", "/nowhere/token cannot be read: No such file"),
+            ("kubernetes:name/key", "exists on Kubernetes only"),
+        ],
+    )
+    def test_that_are_missing_are_named(self, source, said):
+        with pytest.raises(UserError, match=f"launch.secrets.A: .*{said}"):
+            read_secrets({"A": source}, {})
+
+    def test_are_withheld_from_launchers(self):
+        assert without_secrets({"A": "env:TOKEN"}, {"TOKEN": "x", "HOME": "/"}) == {"HOME": "/"}
+
+    def test_stand_in_one_file_and_not_in_the_job(self, tmp_path):
+        job = Job(name="j", task="digits", launch=Launch(secrets={"A": "env:TOKEN"}))
+
+        files = stage_files(
+            job, "r", "/stage", python="/py", prefix="/", folder=tmp_path, variables={"A": "it's $HOME"}
+        )
+
+        holders = [name for name, content in files.items() if "it" in content and "$HOME" in content]
+        (tmp_path / "environment").write_text(files["environment"])
+        show = ["/bin/sh", "-c", '. ./environment; printf %s "$A"']
+        shown = subprocess.run(show, cwd=tmp_path, capture_output=True, check=True)
+        assert holders == ["environment"]
+        assert shown.stdout == b"it's $HOME"
+
+
+class TestShippedCode:
+    def test_leaves_out_what_is_not_code(self, tmp_path):
+        import base64
+        import io
+        import tarfile
+
+        for name in ("task.py", "package/part.py", ".git/config", "runs/x/log", "__pycache__/a.pyc"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text("x")
+
+        packed = base64.b64decode(pack_code(tmp_path))
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            assert archive.getnames() == ["task.py", "package/part.py"]
+
+    def test_refuses_data(self, tmp_path):
+        with (tmp_path / "data").open("wb") as file:
+            file.truncate(80 << 20)
+
+        with pytest.raises(UserError, match="more than 64 MiB"):
+            pack_code(tmp_path)
+
+
+class TestStopper:
+    def stopping(self, grace_s, *signals, until="ask", apart_s=0.2):
+        asked, killed, done = [], [], Event()
+
+        def ask():
+            asked.append(time.monotonic())
+            if until == "ask":
+                done.set()
+
+        def kill():
+            killed.append(time.monotonic())
+            done.set()
+
+        stopper = Stopper(ask, kill, grace_s)
+        with stopper.listening():
+            timers = [
+                Timer(0.1 + number * apart_s, os.kill, (os.getpid(), sent))
+                for number, sent in enumerate(signals)
+            ]
+            for timer in timers:
+                timer.start()
+            assert done.wait(10)
+            for timer in timers:
+                timer.join()
+        return stopper, asked, killed
+
+    def test_a_signal_asks_first(self):
+        stopper, asked, killed = self.stopping(30, signal.SIGTERM)
+
+        assert (stopper.received, len(asked), killed) == (signal.SIGTERM, 1, [])
+
+    def test_when_the_grace_is_over_it_kills(self):
+        _, asked, killed = self.stopping(0.3, signal.SIGTERM, until="kill")
+
+        assert asked
+        assert killed[0] - asked[0] >= 0.2
+
+    def test_the_second_signal_kills_at_once(self):
+        _, asked, killed = self.stopping(30, signal.SIGINT, signal.SIGINT, until="kill")
+
+        assert asked
+        assert killed[0] - asked[0] < 5
+
+    def test_draining_has_no_deadline(self):
+        stopper, _, killed = self.stopping(0.0, signal.SIGUSR1)
+
+        assert (stopper.received, killed) == (signal.SIGUSR1, [])
+
+
+class TestJobs:
+    @pytest.fixture
+    def request_(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        return resolve(Job(name="j", task="digits", run_dir=str(tmp_path)), "run-1")
+
+    def test_are_found_by_the_beginning_of_their_names(self, request_):
+        jobs.remember(request_, "7")
+        jobs.remember(replace(request_, run_id="sun-2"), "8")
+
+        assert jobs.find_job("j-run").native_id == "7"
+        with pytest.raises(UserError, match="begins the names of several jobs: j-sun-2, j-run-1"):
+            jobs.find_job("j-")
+        with pytest.raises(UserError, match="no job 'k'"):
+            jobs.find_job("k")
+
+    def test_a_run_whose_process_is_gone_has_failed(self, request_):
+        program = (
+            "from pathlib import Path; from horovod_train.launch.jobs import StateFile;"
+            f"StateFile(Path({str(request_.log_dir)!r})).write('running')"
+        )
+        subprocess.run([sys.executable, "-c", program], check=True)
+
+        status = jobs.StateFile(request_.log_dir).read()
+
+        assert (status.state, status.exit_code) == ("failed", 137)
+        assert jobs.StateFile(request_.log_dir).pid() is None
+
+    def test_a_run_that_goes_on_says_so(self, request_):
+        state = jobs.StateFile(request_.log_dir)
+        state.write("running")
+
+        assert state.read().state == "running"
+        assert state.pid() == os.getpid()
+        assert json.loads((request_.log_dir / "state.json").read_text())["host"] == os.uname().nodename
+
+    def test_a_run_that_ended_keeps_its_word(self, request_):
+        jobs.StateFile(request_.log_dir).write("preempted", 75, "saved at step 3")
+
+        status = jobs.StateFile(request_.log_dir).read()
+
+        assert (status.state, status.exit_code, status.message) == ("preempted", 75, "saved at step 3")
+
+
+class TestSlurm:
+    def test_short_forms_are_read(self):
+        assert tasks_per_node("2(x3),1,4(x2)") == [2, 2, 2, 1, 4, 4]
+
+    @pytest.mark.parametrize(
+        ("procid", "node", "local", "expected"),
+        [("0", "0", "0", "0 4 0 3 0 2"), ("2", "0", "2", "2 4 2 3 0 1"), ("3", "1", "0", "3 4 0 1 1 2")],
+    )
+    def test_a_task_is_a_rank(self, procid, node, local, expected):
+        environ = {"SLURM_PROCID": procid, "SLURM_NODEID": node, "SLURM_LOCALID": local}
+
+        found = from_slurm({**environ, "HOROVOD_TRAIN_PLACEMENT": "a:3,b:1"})
+
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+        assert " ".join(found[f"HOROVOD_{name}"] for name in names) == expected
+        assert found["HOROVOD_HOSTNAME"] == "ab"[int(node)]
+
+    def test_other_processes_are_left_alone(self):
+        assert from_slurm({"SLURM_PROCID": "0"}) == from_slurm({}) == {}

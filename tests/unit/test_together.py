@@ -1,0 +1,163 @@
+"""What ranks decide together before and while they train: are they alike, whose GPU, do they leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from support.worlds import on_ranks
+
+from horovod_train.config.schema import Job, Launch, Train
+from horovod_train.engine.base import SingleWorld
+from horovod_train.engine.facts import code_digest, environment_facts, task_files
+from horovod_train.errors import UserError, WorldError
+from horovod_train.frameworks.devices import own_gpu
+from horovod_train.health.leave import MAX_STEPS_BETWEEN, LeaveAgreement, LeaveRequest
+from horovod_train.health.truth import check_alike, check_clocks, check_world
+
+
+class TestLeaving:
+    def leave(self, size, asked_rank, asked_at, step_s=1.0, num_steps=500):
+        """Return after which step each rank leaves; one rank is asked before one of its steps."""
+
+        def train(world):
+            request, now = LeaveRequest(), [0.0]
+            agreement = LeaveAgreement(world, request, clock=lambda: now[0])
+            for step in range(num_steps):
+                if world.rank == asked_rank and step == asked_at:
+                    request.is_made = True
+                now[0] += step_s
+                if agreement.reached():
+                    return step
+            return None
+
+        return on_ranks(size, train)
+
+    def test_one_rank_that_is_asked_takes_all_along_after_the_same_step(self):
+        assert self.leave(3, asked_rank=1, asked_at=4) == [4, 4, 4]
+
+    def test_nobody_leaves_unasked(self):
+        assert self.leave(2, asked_rank=-1, asked_at=0, num_steps=20) == [None, None]
+
+    def test_fast_steps_are_asked_after_about_half_a_second(self):
+        (first, *_) = left = self.leave(2, asked_rank=0, asked_at=30, step_s=0.02)
+
+        assert left == [first, first]
+        assert 30 <= first <= 30 + 25
+
+    def test_very_fast_steps_do_not_wait_for_ever(self):
+        (first, _) = self.leave(2, asked_rank=0, asked_at=100, step_s=1e-6)
+
+        assert 100 <= first <= 100 + MAX_STEPS_BETWEEN
+
+    def test_one_rank_alone_leaves_at_once(self):
+        request = LeaveRequest()
+        agreement = LeaveAgreement(SingleWorld(), request)
+
+        assert not agreement.reached()
+        request.is_made = True
+        assert agreement.reached()
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    def test_signals_are_noted(self, number):
+        before = {sent: signal.getsignal(sent) for sent in (signal.SIGTERM, signal.SIGUSR1)}
+        request = LeaveRequest()
+        request.listen()
+        try:
+            os.kill(os.getpid(), number)
+            assert request.is_made
+        finally:
+            for sent, handler in before.items():
+                signal.signal(sent, handler)
+
+
+class TestTruth:
+    def test_ranks_that_are_alike_may_train(self):
+        job = Job(name="j", task="digits")
+
+        assert on_ranks(3, lambda world: check_world(job, world)) == [None] * 3
+
+    def test_a_world_of_another_size_is_refused(self):
+        job = Job(name="j", task="digits", launch=Launch(num_ranks=4))
+
+        for error in on_ranks(2, lambda world: check_world(job, world)):
+            assert "the job asks for 4 ranks, but this world has 2" in str(error)
+
+    def test_another_job_on_one_rank_is_named_on_all(self):
+        def check(world):
+            check_world(Job(name="j", task="digits", train=Train(seed=int(world.rank == 2))), world)
+
+        for error in on_ranks(3, check):
+            assert isinstance(error, WorldError)
+            assert "job: " in str(error)
+            assert "rank 2 (here)" in str(error)
+
+    def test_values_ranks_and_hosts_are_named(self):
+        old, new = {"torch version": "2.12"}, {"torch version": "2.13"}
+
+        with pytest.raises(WorldError, match=r"torch version: 2.13 on ranks 0-1 \(a\); 2.12 on rank 2 \(b\)"):
+            check_alike(["a", "a", "b"], [new, new, old])
+
+    def test_clocks_that_differ_are_refused(self):
+        check_clocks(["a", "b"], [100.0, 104.9], 5)
+
+        with pytest.raises(
+            WorldError, match=r"the clock of b \(rank 1\) is 7.0 s ahead of that of a \(rank 0\)"
+        ):
+            check_clocks(["a", "b"], [100.0, 107.0], 5)
+
+    def test_a_changed_task_changes_its_digest(self, tmp_path):
+        (tmp_path / "task.py").write_text("class Task: ...")
+        (tmp_path / "part").mkdir()
+        (tmp_path / "part" / "__init__.py").write_text("")
+        location = f"{tmp_path}/task.py:Task"
+        before = environment_facts(location)["task code"]
+        (tmp_path / "part" / "__init__.py").write_text("WIDTH = 3")
+
+        assert environment_facts(location)["task code"] != before
+        assert len(task_files(location)) == 2
+
+    def test_a_task_in_a_module_is_all_of_its_package(self):
+        files = task_files("horovod_train.tasks.digits:Digits")
+
+        assert {file.name for file in files} >= {"digits.py", "worker.py"}
+        assert task_files("no_such_module:Task") == []
+        assert code_digest([]) != code_digest(files)
+
+
+class TestGpus:
+    def own(self, size, seen, job=None):
+        """What each rank takes, given the GPUs each sees."""
+        job = job or Job(name="j", task="digits")
+        return on_ranks(size, lambda w: own_gpu(job, w, len(seen[w.rank]), lambda n: seen[w.rank][n]))
+
+    def test_everybody_sees_all_and_takes_its_own(self):
+        assert self.own(2, [["u0", "u1"]] * 2) == [0, 1]
+
+    def test_a_launcher_that_shows_each_rank_another_one_has_decided(self):
+        assert self.own(3, [["u0"], ["u1"], ["u2"]]) == [0, 0, 0]
+
+    def test_none_is_the_cpu(self):
+        assert self.own(2, [[], []]) == [None, None]
+
+    def test_two_ranks_with_one_gpu_are_refused(self):
+        errors = self.own(2, [["u0"], ["u0"]])
+
+        assert errors[0] == 0
+        assert isinstance(errors[1], UserError)
+        assert "has no GPU of its own: 1 found" in str(errors[1])
+
+    def test_unless_they_are_to_share(self):
+        job = Job(name="j", task="digits", launch=Launch(share_gpus=True))
+
+        assert self.own(2, [["u0"], ["u0"]], job) == [0, 0]
+
+    def test_a_host_without_gpus_among_others_is_named_on_all_ranks(self):
+        for error in self.own(2, [["u0"], []]):
+            assert isinstance(error, WorldError)
+            assert "rank 1 on here found no GPU, the others did" in str(error)
+
+    def test_gpus_that_were_asked_for_and_are_not_there(self):
+        for error in self.own(2, [[], []], Job(name="j", task="digits", train=Train(device="cuda"))):
+            assert "ranks 0-1 on here found no GPU" in str(error)
