@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 # When the launcher is gone, also by kill -9: kill what is marked as part of the run, remove its files.
 # A shell, because it starts at once and has to do next to nothing.
 _GUARD = """
-cat > /dev/null
+read -r _
 for round in 1 2 3 4 5 6 7 8 9 10; do
   found=$(grep -lzxF "$1=$2" /proc/[0-9]*/environ 2> /dev/null)  # fails where one has just ended
   [ -n "$found" ] || break
@@ -137,3 +138,7 @@ def adopting_orphans() -> Iterator[None]:
         yield
     finally:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        # Nobody else waits for them; as the first process of a container, this one would gather them.
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass

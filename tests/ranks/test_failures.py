@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import time
 from pathlib import Path
@@ -97,26 +96,6 @@ def test_a_task_without_its_methods_is_a_user_error(tmp_path):
 
     assert done.returncode == 2
     assert "lacks train_data(), loss()" in done.stderr
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stopped_run_leaves_no_process_behind(tmp_path, controller, ranks):
-    path = write_job(
-        tmp_path / "job.yaml",
-        task=f"{TASKS}:Noted",
-        task_args={"notes": str(tmp_path), "pause_s": 0.2},
-        run_dir=str(tmp_path / "runs"),
-        train={"epochs": 500, "batch_size_per_rank": 4},
-        launch={"num_ranks": ranks, "controller": controller},
-    )
-    process, workers = start_and_wait_for_ranks(tmp_path, path, ranks)
-
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
-
-    assert process.returncode == 143
-    assert "stopped by signal 15" in errors
-    assert all_gone(workers)
 
 
 def test_a_run_killed_with_9_takes_its_ranks_along(tmp_path, controller):

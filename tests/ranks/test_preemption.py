@@ -1,0 +1,304 @@
+"""Asked to leave, by whatever way: saved, left with 75, nobody left behind, and nothing lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from support.launching import (
+    BIN,
+    PROGRAMS,
+    TIMEOUT_S,
+    bin_of,
+    cli,
+    environment,
+    name_of,
+    variables_of,
+    write_job,
+)
+
+from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
+
+pytestmark = pytest.mark.ranks
+LAUNCHES = {
+    "alone": {"num_ranks": 1},
+    "horovodrun over mpi": {"num_ranks": 2, "controller": "mpi"},
+    "horovodrun over gloo": {"num_ranks": 2, "controller": "gloo"},
+    "mpirun": {"num_ranks": 2, "launcher": "mpirun"},
+}
+FRAMEWORKS = (
+    "tensorflow",
+    "keras on tensorflow",
+    "keras on torch",
+    "keras on jax",
+    "jax",
+    "lightning",
+    "transformers",
+    "mxnet",
+)
+EPOCHS = 30
+TIMES_OF_ASKING = [0, *(pytest.param(number, marks=pytest.mark.campaign) for number in range(1, 20))]
+
+
+def job(folder, name, launch, pause_s):
+    path = folder / f"{name}.yaml"
+    return write_job(
+        path,
+        name=name,
+        task=f"{PROGRAMS / 'tasks.py'}:Noted",
+        task_args={"notes": str(folder), "pause_s": pause_s},
+        run_dir=str(folder / "runs"),
+        train={"epochs": EPOCHS, "batch_size_per_rank": 4},
+        optimizer={"name": "adam"},
+        data={"num_workers": 1},
+        checkpoint={"every_epochs": None, "keep_last": 100},
+        launch={**launch, "grace_s": 10},
+    )
+
+
+class Running:
+    """`horovod-train run`, training on all its ranks."""
+
+    def __init__(self, folder: Path, path: Path, num_ranks: int) -> None:
+        before = len(list(folder.glob("rank-*.txt")))
+        self.process = subprocess.Popen(
+            [str(BIN / "horovod-train"), "run", str(path)],
+            cwd=folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(list(folder.glob("rank-*.txt"))) < before + num_ranks:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self.all = psutil.Process(self.process.pid).children(recursive=True)
+        self.ranks = [process for process in self.all if is_rank(process)]
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end; nothing of the run may be left then."""
+        output, _ = self.process.communicate(timeout=30)
+        left = [process for process in self.all if is_alive(process)]
+        for process in left:
+            process.kill()
+        assert not left
+        return self.process.returncode, output
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # a zombie counts as one
+        return process.cmdline()[3:4] == ["worker"]
+    return False
+
+
+def newest(folder, name):
+    return list_checkpoints(folder / "runs" / name / "checkpoints")[0].path
+
+
+def state(folder, name):
+    content = read_checkpoint(newest(folder, name))
+    return {
+        f"{part}.{name}": bytes(blob.data)
+        for part in ("model", "optimizer")
+        for name, blob in content.arrays[part].items()
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The weights of a job that nobody has asked to leave, by number of ranks."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for name in ("alone", "mpirun"):
+        cli("run", str(job(folder, name, LAUNCHES[name], pause_s=0.0)), cwd=folder)
+    return {1: state(folder, "alone"), 2: state(folder, "mpirun")}
+
+
+@pytest.mark.parametrize(
+    "time_of_asking", [0, *(pytest.param(n, marks=pytest.mark.campaign) for n in range(1, 20))]
+)
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_a_run_that_is_asked_to_leave_loses_nothing(tmp_path, undisturbed, launch, time_of_asking):
+    num_ranks = LAUNCHES[launch]["num_ranks"]
+    path = job(tmp_path, "j", LAUNCHES[launch], pause_s=0.02)
+    running = Running(tmp_path, path, num_ranks)
+    time.sleep(0.07 * time_of_asking)
+
+    running.process.send_signal(signal.SIGTERM)
+    code, output = running.end()
+    saved = len(list_checkpoints(tmp_path / "runs" / "j" / "checkpoints"))
+    again = cli("run", str(path), "--set", "task_args.pause_s=0.0", cwd=tmp_path)
+
+    assert code == 75, output
+    assert "everything is saved at step" in output
+    assert saved == 1
+    assert "resumed from" in again.stdout
+    assert state(tmp_path, "j") == undisturbed[num_ranks]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_one_rank_that_is_asked_takes_all_along(tmp_path, launch, number):
+    num_ranks = LAUNCHES[launch]["num_ranks"]
+    running = Running(tmp_path, job(tmp_path, "j", LAUNCHES[launch], pause_s=0.05), num_ranks)
+
+    running.ranks[-1].send_signal(number)
+    code, output = running.end()
+
+    assert code == 75, output
+    assert list_checkpoints(tmp_path / "runs" / "j" / "checkpoints")
+
+
+def test_every_process_of_a_run_may_be_asked_at_once(tmp_path, controller):
+    """Kubernetes and Slurm send SIGTERM to all there is, loader processes among it."""
+    launch = {"num_ranks": 2, "controller": controller}
+    running = Running(tmp_path, job(tmp_path, "j", launch, pause_s=0.05), 2)
+    children = [child for rank in running.ranks for child in rank.children(recursive=True)]
+    family = [*running.ranks, *children]
+
+    for process in family:
+        process.send_signal(signal.SIGTERM)
+    code, output = running.end()
+
+    assert len(family) >= 4
+    assert code == 75, output
+
+
+def test_a_rank_that_does_not_come_to_the_end_of_its_step_is_killed_when_the_grace_is_over(tmp_path):
+    path = job(tmp_path, "j", {"num_ranks": 2}, pause_s=600)
+    path.write_text(path.read_text().replace("grace_s: 10", "grace_s: 2"))
+    running = Running(tmp_path, path, 2)
+
+    started = time.monotonic()
+    running.process.send_signal(signal.SIGTERM)
+    code, output = running.end()
+
+    assert time.monotonic() - started < 10
+    assert code == 143
+    assert "stopped by signal 15, before the ranks had saved" in output
+
+
+def test_the_second_ctrl_c_kills_at_once(tmp_path):
+    running = Running(tmp_path, job(tmp_path, "j", {"num_ranks": 2}, pause_s=600), 2)
+
+    started = time.monotonic()
+    running.process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    running.process.send_signal(signal.SIGINT)
+    code, _ = running.end()
+
+    assert time.monotonic() - started < 8
+    assert code == 130
+
+
+def test_a_stop_before_training_has_begun_says_so(tmp_path):
+    path = job(tmp_path, "j", {"num_ranks": 2}, pause_s=0)
+    path.write_text(path.read_text().replace("grace_s: 10", "grace_s: 1"))
+    with subprocess.Popen(
+        [str(BIN / "horovod-train"), "run", str(path)],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        while not list((tmp_path / "runs").rglob("run.log")):
+            time.sleep(0.01)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+
+    assert process.returncode == 143, output
+    assert "training had not begun" in output
+
+
+def test_the_grace_that_is_needed_is_told_when_it_is_not_given(tmp_path):
+    path = job(tmp_path, "j", {"num_ranks": 1}, pause_s=0.3)
+    text = path.read_text().replace("grace_s: 10", "grace_s: 0.1").replace("epochs: 30", "epochs: 1")
+    path.write_text(text.replace("every_epochs: null", "every_steps: 1"))
+
+    done = cli("run", str(path), cwd=tmp_path)
+
+    assert "leaving without losing work would take 0.3 s, but launch.grace_s is 0.1" in done.stdout
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_in_every_framework(tmp_path, framework):
+    def described(name, pause_s):
+        return write_job(
+            tmp_path / f"{name}.yaml",
+            name=name,
+            framework=name_of(framework),
+            task=f"frameworks.{name_of(framework)}_task:Task",
+            task_args={"dropout": 0.25, "pause_s": pause_s},
+            run_dir=str(tmp_path / "runs"),
+            train={"epochs": 6, "batch_size_per_rank": 4},
+            optimizer={"name": "adam"},
+            lr={"base_lr": 0.01, "scaling": "none"},
+            checkpoint={"every_epochs": None, "keep_last": 100},
+            launch={"num_ranks": 2},
+        )
+
+    programs = bin_of(framework)
+    env = {**variables_of(framework), "PYTHONPATH": str(PROGRAMS)}
+    with subprocess.Popen(
+        [str(programs / "horovod-train"), "run", str(described("asked", 0.02))],
+        cwd=tmp_path,
+        env=environment(programs=programs, **env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            if "epoch 2: " in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    again = cli("run", str(described("asked", 0.0)), cwd=tmp_path, programs=programs, **env)
+    cli("run", str(described("undisturbed", 0.0)), cwd=tmp_path, programs=programs, **env)
+
+    assert process.returncode == 75, output
+    assert "resumed from" in again.stdout
+    assert state(tmp_path, "asked") == state(tmp_path, "undisturbed")
+
+
+def test_a_launch_typed_by_hand_leaves_with_75_too(tmp_path):
+    path = job(tmp_path, "j", {}, pause_s=0.05)
+    process = subprocess.Popen(
+        [
+            str(BIN / "mpirun"),
+            "--allow-run-as-root",
+            "-np",
+            "2",
+            str(BIN / "horovod-train"),
+            "worker",
+            str(path),
+        ],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while len(list(tmp_path.glob("rank-*.txt"))) < 2:
+        time.sleep(0.05)
+
+    os.kill(process.pid, signal.SIGUSR1)  # mpirun passes it on
+    output, _ = process.communicate(timeout=30)
+
+    assert process.returncode == 75, output
+    assert "asked to leave; saved after step" in output
