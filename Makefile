@@ -2,6 +2,7 @@
 #
 #   make train    install, build the engine, train the digits task on two ranks
 #   make test     install, run every test
+#   make servers  install sshd and Slurm for the tests that need them (root, Debian)
 #   make check    lint, types and tests: what CI runs
 #   make mxnet    install MXNet and its engine into an environment of their own
 #   make campaign run the tests that take long, too
@@ -21,10 +22,10 @@ PIP := -m pip install --disable-pip-version-check --no-input --progress-bar off
 PIP_INSTALL := $(BIN)/python $(PIP) -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
-.PHONY: help tools mxnet train test campaign check lint format bench accuracy clean
+.PHONY: help tools servers mxnet train test campaign check lint format bench accuracy clean
 
 help:
-	@sed -n '3,9s/^# *//p' Makefile
+	@sed -n '3,10s/^# *//p' Makefile
 
 tools:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: install it (Debian: apt-get install python3)"; exit 2; }
@@ -81,6 +82,12 @@ mxnet: tools $(MXNET)/engine
 
 train: tools $(VENV)/installed $(VENV)/engine
 	@$(BIN)/horovod-train run digits --set checkpoint.resume=never
+
+# What tests of hosts and of Slurm need besides Python; they are skipped without.
+servers:
+	@command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] || { echo "error: needs root on Debian or Ubuntu: install iproute2 openssh-server slurm-wlm munge by hand"; exit 2; }
+	@for program in ip sshd slurmctld slurmd munged; do PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
+	[ -z "$${missing:-}" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends iproute2 openssh-server openssh-client slurm-wlm munge >/dev/null; }
 
 test: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest --matrix=docs/frameworks.md

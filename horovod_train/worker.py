@@ -21,6 +21,7 @@ from horovod_train.checkpoint.manager import CheckpointManager, WriteReport
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.engine.base import World, broadcast_json, gather_json
+from horovod_train.engine.binding import bind
 from horovod_train.engine.environment import from_slurm
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError
 from horovod_train.events import Reporter
@@ -80,6 +81,7 @@ def main(options: WorkerOptions) -> int:
     try:
         # What `run` resolved is final; the environment has had its say.
         job = load_job(options.job_file, environ={} if options.as_events else None)
+        bind(job.launch.cpu_binding)
         with ExitStack() as stack:
             run_rank(job, options, request, reporter, stack)
     except PreemptedError as left:

@@ -58,15 +58,18 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.fixture(scope="session", autouse=True)
 def temporary_files_are_pytests(tmp_path_factory):
-    """Let programs put theirs where pytest cleans up: a rank that is killed cannot."""
-    before, tempfile.tempdir = os.environ.get("TMPDIR"), None
+    """Let programs and jobs leave things where pytest cleans up: a rank that is killed cannot."""
+    before = {name: os.environ.get(name) for name in ("TMPDIR", "XDG_STATE_HOME")}
+    tempfile.tempdir = None
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("t"))
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
     yield
     tempfile.tempdir = None
-    if before is None:
-        del os.environ["TMPDIR"]
-    else:
-        os.environ["TMPDIR"] = before
+    for name, value in before.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(autouse=True)

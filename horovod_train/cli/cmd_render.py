@@ -16,4 +16,4 @@ def command(job: str, **options: Any) -> None:
     """Print what the launcher of JOB would run, submit or apply: a command, a batch script, manifests."""
     from horovod_train.launch.run import make_plan
 
-    click.echo(make_plan(make_request(job, **options)).as_text())
+    click.echo(make_plan(make_request(job, **options)).in_full())

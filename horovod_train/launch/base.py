@@ -96,6 +96,11 @@ class LaunchPlan:
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[Path, str] = field(default_factory=dict)
 
+    def in_full(self) -> str:
+        """Return the plan with the contents of its files."""
+        files = [f"# {path}\n{content.rstrip()}\n" for path, content in self.files.items()]
+        return "\n".join([*files, LaunchPlan(self.argv, self.env).as_text()])
+
     def as_text(self) -> str:
         """Return the plan as commands that a person could type."""
         lines = [f"# writes {path} ({len(content)} bytes)" for path, content in self.files.items()]

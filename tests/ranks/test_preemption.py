@@ -127,9 +127,7 @@ def undisturbed(tmp_path_factory):
     return {1: state(folder, "alone"), 2: state(folder, "mpirun")}
 
 
-@pytest.mark.parametrize(
-    "time_of_asking", [0, *(pytest.param(n, marks=pytest.mark.campaign) for n in range(1, 20))]
-)
+@pytest.mark.parametrize("time_of_asking", TIMES_OF_ASKING)
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_a_run_that_is_asked_to_leave_loses_nothing(tmp_path, undisturbed, launch, time_of_asking):
     num_ranks = LAUNCHES[launch]["num_ranks"]

@@ -18,10 +18,12 @@ INLINE = sorted(set(re.findall(r"`((?:make|horovod-train|horovodrun) [^`]+)`", R
 # These need more than a test has, or are what runs this test.
 NOT_RUN_HERE = {
     "make test": "runs this test",
+    "make servers": "installs packages; CI runs it",
+    "horovod-train drain ID": "tests/ranks/test_hosts.py and test_slurm.py name jobs",
     "make bench": "takes half an hour; tests/unit/test_benchmarks.py runs a short one",
     "make mxnet": "has been run by `make test` before this test",
     "make accuracy": "takes minutes; tests/unit/test_benchmarks.py runs a short one",
-    next(command for command in INLINE if "node01" in command): "needs two hosts; planned below",
+    next(command for command in INLINE if "node01" in command): "needs two hosts; planned below, run by test_hosts.py",
 }
 
 
