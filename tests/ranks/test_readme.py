@@ -23,7 +23,7 @@ NOT_RUN_HERE = {
     "make bench": "takes half an hour; tests/unit/test_benchmarks.py runs a short one",
     "make mxnet": "has been run by `make test` before this test",
     "make accuracy": "takes minutes; tests/unit/test_benchmarks.py runs a short one",
-    next(command for command in INLINE if "node01" in command): "needs two hosts; planned below, run by test_hosts.py",
+    next(command for command in INLINE if "node01" in command): "planned below; test_hosts.py has hosts",
 }
 
 
