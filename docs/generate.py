@@ -77,6 +77,9 @@ def job_reference() -> str:
         "launch.ssh": "Ssh",
         "launch.host_settings.HOST": "HostSettings",
         "launch.slurm": "Slurm",
+        "launch.kubernetes": "Kubernetes",
+        "launch.kubernetes.volumes": "Volume",
+        "launch.kubernetes.tolerations": "Toleration",
     }
     sections |= {name: schema["$defs"][definition] for name, definition in nested.items()}
     for name, section in sections.items():

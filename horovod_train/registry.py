@@ -104,6 +104,7 @@ LAUNCHERS = Registry(
         "horovodrun": "horovod_train.launch.horovodrun:HorovodrunLauncher",
         "mpirun": "horovod_train.launch.mpirun:MpirunLauncher",
         "slurm": "horovod_train.launch.slurm:SlurmLauncher",
+        "mpijob": "horovod_train.launch.mpijob.launcher:MpiJobLauncher",
         "slurm-allocation": "horovod_train.launch.slurm_allocation:SlurmAllocationLauncher",
     },
 )

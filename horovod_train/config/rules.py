@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from horovod_train.config.kubernetes_rules import kubernetes_rules
 from horovod_train.config.schema import Job
 from horovod_train.config.support import SUPPORT
 from horovod_train.errors import Problem, UnknownNameError, did_you_mean
@@ -193,6 +194,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     stalls_are_reported_before_they_end_the_job,
     determinism_is_possible,
     framework_can_do_it,
+    kubernetes_rules,
 )
 
 

@@ -153,7 +153,12 @@ class Launcher(Protocol):
     A launcher that starts ranks from this process has a method ``run(request, plan, console)`` as
     well, which stays with the job and returns its exit code; ``horovod-train run`` submits to the
     others, follows the log, and waits.
+
+    Attributes:
+        has_files_here: Whether the folder of a run is one of this machine.
     """
+
+    has_files_here: bool
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return what would start the ranks; has no effect.

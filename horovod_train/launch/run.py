@@ -84,10 +84,10 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
         UnknownNameError: There is no such launcher.
         LaunchError: It cannot start such a job here.
     """
-    plan = launcher_named(request.job.launch.launcher).plan(request)
-    return LaunchPlan(
-        plan.argv, plan.env, {request.log_dir / "job.json": dump_job(request.job), **plan.files}
-    )
+    launcher = launcher_named(request.job.launch.launcher)
+    plan = launcher.plan(request)
+    own = {request.log_dir / "job.json": dump_job(request.job)} if launcher.has_files_here else {}
+    return LaunchPlan(plan.argv, plan.env, {**own, **plan.files})
 
 
 def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is_new: bool) -> int:

@@ -31,6 +31,8 @@ _CANCEL = {
 class SlurmLauncher:
     """Submits to Slurm with ``sbatch``."""
 
+    has_files_here = True
+
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan: a batch script and its submission."""
         script = request.log_dir / "batch.sh"

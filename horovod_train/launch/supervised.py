@@ -38,6 +38,8 @@ _SIGNALS = {"drain": (signal.SIGUSR1,), "stop": (signal.SIGTERM,), "kill": (sign
 class SupervisedLauncher:
     """A launcher whose command runs here; a subclass says which command."""
 
+    has_files_here = True
+
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return what would start the ranks."""
         raise NotImplementedError

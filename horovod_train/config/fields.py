@@ -1,0 +1,55 @@
+"""What the sections of a job description are made of: their base, and types that several of them use."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
+"""Letters, digits, dots, dashes and underscores; at most 63: it becomes a label and a folder."""
+
+ImportPath = Annotated[str, StringConstraints(pattern=r"^[^:\n]*[\w)]:[A-Za-z_]\w*$")]
+"""``package.module:Name`` or ``path/to/file.py:Name``."""
+
+HostSlots = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?:[1-9]\d{0,4}$")
+]
+"""``host:slots``, such as ``node01:8``."""
+
+HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$")]
+"""Name or IPv4 address of a host."""
+
+InterfaceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]+$")]
+"""Name of a network interface, such as ``eth0``."""
+
+VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+"""Name of an environment variable."""
+
+OneLine = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
+"""Text without line breaks."""
+
+SecretSource = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/\S+|kubernetes:[a-z0-9.-]+/[A-Za-z0-9._-]+)$"
+    ),
+]
+"""``env:NAME``, ``file:/path`` (its content), or on Kubernetes ``kubernetes:secret/key``."""
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Count = Annotated[int, Field(ge=1, le=2**53)]
+Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, strict, no unknown keys, docstrings as descriptions."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=False,
+    )

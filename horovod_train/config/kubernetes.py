@@ -1,0 +1,185 @@
+"""What Kubernetes is asked for: ``launch.kubernetes``. How fields fit together: ``kubernetes_rules.py``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StringConstraints
+
+from horovod_train.config.fields import Count, OneLine, Section
+
+DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+"""Lower-case letters, digits and dashes, at most 63."""
+
+DnsName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
+"""Lower-case letters, digits, dashes and dots."""
+
+Quantity = Annotated[str, StringConstraints(pattern=r"^(\d+(\.\d+)?|\.\d+)(m|[kMGTPE]i?)?$")]
+"""As Kubernetes writes amounts: ``500m``, ``2``, ``1.5``, ``64Gi``."""
+
+QualifiedName = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
+    ),
+]
+"""A key of labels and resources, such as ``nvidia.com/gpu``."""
+
+LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")]
+"""Value of a label."""
+
+AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/[^\s:]*$")]
+"""A path in the container."""
+
+
+class Toleration(Section):
+    """A taint of nodes that pods may run on all the same."""
+
+    key: QualifiedName
+    """Key of the taint."""
+
+    value: LabelValue | None = None
+    """Its value; null: any."""
+
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Its effect; null: any."""
+
+
+class Volume(Section):
+    """Something mounted into every pod. Exactly one of claim, csi_driver and empty_dir."""
+
+    mount_path: AbsolutePath
+    """Where."""
+
+    claim: DnsName | None = None
+    """A PersistentVolumeClaim that all nodes can write (ReadWriteMany)."""
+
+    csi_driver: DnsName | None = None
+    """A driver that mounts an object store, such as gcsfuse.csi.storage.gke.io."""
+
+    csi_attributes: dict[OneLine, OneLine] = {}
+    """What the driver wants to know, such as ``bucketName``."""
+
+    empty_dir: bool = False
+    """Scratch space of each pod."""
+
+    read_only: bool = False
+    """Do not write."""
+
+
+class Kubernetes(Section):
+    """What Kubernetes is asked for, as an MPIJob (kubeflow.org/v2beta1, operator 0.8)."""
+
+    namespace: DnsLabel = "default"
+    """Namespace of everything that is made."""
+
+    image: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][\w./:@-]*$")] | None = None
+    """The image, of launcher and workers alike; one with ``docker/entrypoint``."""
+
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    """When nodes fetch it."""
+
+    image_pull_secrets: list[DnsName] = []
+    """Secrets for a private registry."""
+
+    ranks_per_worker: Annotated[int, Field(ge=1, le=64)] = 1
+    """Ranks in each worker pod: slots, and GPUs when there are any."""
+
+    cpus_per_rank: Quantity | None = None
+    """Cores asked for, for each rank."""
+
+    memory_per_rank: Quantity | None = None
+    """Memory asked for, and at most used, for each rank."""
+
+    gpus_per_rank: Annotated[int, Field(ge=0, le=1)] = 0
+    """1: each rank gets a GPU."""
+
+    gpu_resource: QualifiedName = "nvidia.com/gpu"
+    """What a GPU is called."""
+
+    extra_resources: dict[QualifiedName, Annotated[int, Field(ge=1, le=1024)]] = {}
+    """Further devices of each worker, such as ``rdma/hca: 1``; with one of rdma/, memory may be locked."""
+
+    shm_size: Quantity = "1Gi"
+    """Size of /dev/shm of each worker; counts as memory."""
+
+    host_network: bool = False
+    """Workers use their nodes' network: for RDMA without a device plug-in of its own."""
+
+    ssh_port: Annotated[int, Field(ge=1024, le=65535)] = 2222
+    """Port of sshd in the workers; above 1023, for it runs without privileges."""
+
+    run_as_user: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1000
+    """User in the containers; the image's mpiuser."""
+
+    volumes: list[Volume] = []
+    """What is mounted into every pod; ``run_dir`` has to lie on one that lasts."""
+
+    node_selector: dict[QualifiedName, LabelValue] = {}
+    """Labels of the nodes that workers need."""
+
+    tolerations: list[Toleration] = []
+    """Taints that workers tolerate."""
+
+    spot: bool = False
+    """Workers may run on spot nodes (of AKS, EKS and GKE); the launcher never does."""
+
+    topology_spread: QualifiedName | None = None
+    """Spread workers evenly over values of this label of nodes, such as topology.kubernetes.io/zone."""
+
+    priority_class: DnsName | None = None
+    """PriorityClass of all pods."""
+
+    queue: DnsLabel | None = None
+    """LocalQueue of Kueue."""
+
+    gang: Literal["none", "volcano", "scheduler-plugins"] = "none"
+    """Whose gang scheduling the operator was started with: all workers start together, or none."""
+
+    gang_queue: DnsName | None = None
+    """Queue of the gang scheduler."""
+
+    gang_timeout_s: Count | None = None
+    """How long the gang scheduler waits for room, in seconds."""
+
+    suspend: bool = False
+    """Create the job without starting it."""
+
+    managed_by: Literal["kubeflow.org/mpi-operator", "kueue.x-k8s.io/multikueue"] | None = None
+    """Who reconciles it; null: the operator of this cluster."""
+
+    launcher_creation: Literal["AtStartup", "WaitForWorkersReady"] = "WaitForWorkersReady"
+    """When the launcher starts."""
+
+    clean_pods: Literal["None", "Running", "All"] = "Running"
+    """Which pods go when the job has ended. With None, workers keep their GPUs."""
+
+    backoff_limit: Annotated[int, Field(ge=0, le=1000)] = 3
+    """How often a launcher that failed is started again."""
+
+    deadline_s: Count | None = None
+    """End the job after this time, in seconds."""
+
+    keep_finished_s: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = 7 * 86400
+    """Remove the launcher, and its log, so long after the end, in seconds; null: never."""
+
+    network_policy: bool = True
+    """Let in only the pods of this job, and scrapes of its metrics."""
+
+    pod_monitor: bool = False
+    """Make a PodMonitor, so that Prometheus' operator scrapes each rank."""
+
+    labels: dict[QualifiedName, LabelValue] = {}
+    """Further labels of the job and its pods."""
+
+    annotations: dict[QualifiedName, OneLine] = {}
+    """Further annotations of the pods."""
+
+    patch: dict[str, Any] = {}
+    """Merged into the MPIJob at the end (RFC 7386) and checked with it: for what is missing here."""
+
+    api_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    """How long an answer of the API server may take, in seconds."""
+
+    start_timeout_s: Annotated[float, Field(gt=0, le=1e6)] = 600.0
+    """How long pods may wait for nodes and images before that is an error, in seconds."""

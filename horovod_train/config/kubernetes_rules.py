@@ -1,0 +1,187 @@
+"""What must hold for a job that runs as an MPIJob.
+
+The API server refuses some mistakes, the operator mentions others in an event and then does nothing,
+and some nobody notices (``docs/kubernetes.md`` has the list). Here all of them are found before
+anything is sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import Problem
+
+LAUNCHER = "mpijob"
+MAX_NAME = 63
+MAX_CONFIG_BYTES = 900_000
+# The operator and the image put things there.
+OWN_PATHS = ("/etc/mpi", "/etc/horovod_train", "/home/mpiuser", "/dev/shm", "/tmp")  # noqa: S108
+OWN_VARIABLES = re.compile(r"OMPI_MCA_(orte|plm)_\w*|PRTE_\w*|K_MPI_JOB_ROLE|NVIDIA_VISIBLE_DEVICES")
+OWN_LABELS = "training.kubeflow.org/"
+_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+def num_workers(job: Job) -> int:
+    """Return the worker pods of a job."""
+    return -(-(job.launch.num_ranks or 1) // job.launch.kubernetes.ranks_per_worker)
+
+
+def kubernetes_rules(job: Job) -> Iterator[Problem]:
+    """Yield what keeps a job from running as an MPIJob; nothing for other launchers."""
+    if job.launch.launcher != LAUNCHER:
+        return
+    yield from _names(job)
+    yield from _ranks(job)
+    yield from _image(job)
+    yield from _volumes(job)
+    yield from _environment(job)
+    yield from _scheduling(job)
+    yield from _labels(job)
+
+
+def _names(job: Job) -> Iterator[Problem]:
+    if not _DNS_1035.fullmatch(job.name):
+        yield Problem(
+            "name",
+            repr(job.name),
+            "must begin with a lower-case letter, and have only lower-case letters, digits and dashes: pods "
+            "are named after it",
+            "such as my-job-1",
+        )
+    longest = f"{job.name}-worker-{num_workers(job) - 1}"
+    if len(longest) > MAX_NAME:
+        yield Problem(
+            "name",
+            repr(job.name),
+            f"is too long: the pod {longest} would have {len(longest)} characters, {MAX_NAME} are allowed",
+            f"use at most {MAX_NAME - len(longest) + len(job.name)} characters",
+        )
+
+
+def _ranks(job: Job) -> Iterator[Problem]:
+    launch, kubernetes = job.launch, job.launch.kubernetes
+    if launch.hosts:
+        yield Problem("launch.hosts", str(launch.hosts), "has no meaning for an MPIJob: pods are its hosts")
+    if (launch.num_ranks or 1) % kubernetes.ranks_per_worker:
+        yield Problem(
+            "launch.num_ranks",
+            str(launch.num_ranks),
+            f"must be a multiple of launch.kubernetes.ranks_per_worker = {kubernetes.ranks_per_worker}",
+        )
+    if kubernetes.host_network and kubernetes.ssh_port == 2222:
+        yield Problem(
+            "launch.kubernetes.ssh_port",
+            "2222",
+            "with host_network, two jobs on a node would want the same port",
+            "choose one that no other job uses",
+        )
+    last_port = job.metrics.port + kubernetes.ranks_per_worker - 1
+    if job.metrics.enabled and job.metrics.port <= kubernetes.ssh_port <= last_port:
+        yield Problem(
+            "metrics.port",
+            str(job.metrics.port),
+            f"sshd listens on {kubernetes.ssh_port}, one of these ports",
+        )
+
+
+def _image(job: Job) -> Iterator[Problem]:
+    image = job.launch.kubernetes.image
+    if image is None:
+        yield Problem(
+            "launch.kubernetes.image",
+            "null",
+            "is needed: what the pods run",
+            "build one with docker/Dockerfile, and push it to a registry that the cluster can read",
+        )
+    elif image.endswith(":latest") or (":" not in image.rpartition("/")[2] and "@" not in image):
+        yield Problem(
+            "launch.kubernetes.image",
+            repr(image),
+            "has no version: workers that are started later could get another image",
+            "add a tag other than latest, or a digest",
+        )
+
+
+def _volumes(job: Job) -> Iterator[Problem]:
+    volumes = job.launch.kubernetes.volumes
+    for number, volume in enumerate(volumes):
+        path = f"launch.kubernetes.volumes.{number}"
+        kinds = [name for name in ("claim", "csi_driver") if getattr(volume, name) is not None]
+        kinds += ["empty_dir"] if volume.empty_dir else []
+        if len(kinds) != 1:
+            found = " and ".join(kinds) or "none of them"
+            yield Problem(path, found, "must have exactly one of claim, csi_driver and empty_dir")
+        if any(_is_below(volume.mount_path, own) for own in OWN_PATHS):
+            yield Problem(
+                f"{path}.mount_path",
+                repr(volume.mount_path),
+                f"is one of {', '.join(OWN_PATHS)}, or below it",
+            )
+        if [other.mount_path for other in volumes].count(volume.mount_path) > 1:
+            yield Problem(f"{path}.mount_path", repr(volume.mount_path), "is mounted twice")
+    lasting = [v.mount_path for v in volumes if not v.empty_dir and not v.read_only]
+    where = {"run_dir": job.run_dir, "checkpoint.dir": job.checkpoint.dir}
+    for field, folder in where.items():
+        if folder is not None and not any(_is_below(folder, path) for path in lasting):
+            yield Problem(
+                field,
+                repr(folder),
+                "would be lost with the pods: it is on none of the volumes that last and can be written",
+                "mount a claim (launch.kubernetes.volumes), and use a folder below its mount_path",
+            )
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return PurePosixPath(path).is_relative_to(folder)
+
+
+def _environment(job: Job) -> Iterator[Problem]:
+    for section, names in (("env", job.launch.env), ("secrets", job.launch.secrets)):
+        for name in names:
+            if OWN_VARIABLES.fullmatch(name):
+                yield Problem(f"launch.{section}.{name}", "", "is set by the operator")
+    for name, source in job.launch.secrets.items():
+        if not source.startswith("kubernetes:"):
+            yield Problem(
+                f"launch.secrets.{name}",
+                repr(source),
+                "cannot be read by pods",
+                "put it into a Secret (kubectl create secret generic), and write kubernetes:NAME/KEY",
+            )
+
+
+def _scheduling(job: Job) -> Iterator[Problem]:
+    kubernetes = job.launch.kubernetes
+    if kubernetes.gang == "none":
+        for field in ("gang_queue", "gang_timeout_s"):
+            if getattr(kubernetes, field) is not None:
+                yield Problem(
+                    f"launch.kubernetes.{field}",
+                    repr(getattr(kubernetes, field)),
+                    "has no effect with gang: none",
+                    "set launch.kubernetes.gang",
+                )
+    if kubernetes.queue is not None and kubernetes.gang != "none":
+        yield Problem(
+            "launch.kubernetes.queue",
+            repr(kubernetes.queue),
+            "Kueue and a gang scheduler both decide",
+            "use one",
+        )
+    grace_s = job.launch.grace_s
+    if kubernetes.deadline_s is not None and kubernetes.deadline_s <= grace_s:
+        yield Problem(
+            "launch.kubernetes.deadline_s",
+            str(kubernetes.deadline_s),
+            f"leaves no time beside grace_s = {grace_s:g}",
+        )
+
+
+def _labels(job: Job) -> Iterator[Problem]:
+    for field in ("labels", "annotations", "node_selector"):
+        for key in getattr(job.launch.kubernetes, field):
+            if field != "node_selector" and key.startswith(OWN_LABELS):
+                yield Problem(f"launch.kubernetes.{field}.{key}", "", f"{OWN_LABELS} belongs to the operator")

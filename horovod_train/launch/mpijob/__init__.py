@@ -1,0 +1,1 @@
+"""Jobs on Kubernetes, through the MPI operator."""

@@ -1,0 +1,426 @@
+"""A job as Kubernetes manifests: a pure function.
+
+    ConfigMap <job>-job         the resolved job, and the task's file
+    MPIJob <job>                launcher and workers from one image
+    NetworkPolicy <job>         who may talk to its pods
+    PodMonitor <job>            which ports Prometheus scrapes
+
+The reasons for what stands in them are in ``docs/kubernetes.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from horovod_train.config.kubernetes import Kubernetes, Volume
+from horovod_train.config.kubernetes_rules import num_workers
+from horovod_train.config.load import dump_job
+from horovod_train.config.schema import Job
+
+API_VERSION = "kubeflow.org/v2beta1"
+JOB_FOLDER = "/etc/horovod_train"
+HOME = "/home/mpiuser"
+ENTRYPOINT = "/usr/local/bin/horovod-train-entrypoint"
+JOB_NAME_LABEL = "training.kubeflow.org/job-name"
+ROLE_LABEL = "training.kubeflow.org/job-role"
+REPLICA_LABEL = "training.kubeflow.org/replica-index"
+SPOT_TAINTS = {
+    "cloud.google.com/gke-spot": "true",
+    "eks.amazonaws.com/capacityType": "SPOT",
+    "kubernetes.azure.com/scalesetpriority": "spot",
+}
+# Beyond what ranks get to save and leave: for sshd and the containers themselves.
+EXTRA_GRACE_S = 15
+
+Manifest = dict[str, Any]
+
+
+class _PlainYaml(yaml.SafeDumper):
+    """YAML for people: no aliases, and text of several lines as it is."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write everything out."""
+        return True
+
+
+_PlainYaml.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
+
+
+def as_yaml(manifests: list[Manifest]) -> str:
+    """Return manifests as one file."""
+    return yaml.dump_all(manifests, Dumper=_PlainYaml, sort_keys=False, explicit_start=True)
+
+
+def render(job: Job, run_id: str, task_source: str = "") -> list[Manifest]:
+    """Return the manifests of a job.
+
+    Args:
+        job: The resolved job; its launcher is mpijob, and its rules hold.
+        run_id: Name of the run.
+        task_source: The task's file, when the task is one that the image does not have.
+    """
+    kubernetes = job.launch.kubernetes
+    manifests = [config_map(job, task_source), mpi_job(job, run_id)]
+    if kubernetes.network_policy:
+        manifests.append(network_policy(job))
+    if kubernetes.pod_monitor and job.metrics.enabled:
+        manifests.append(pod_monitor(job))
+    return manifests
+
+
+def inner_job(job: Job, *, has_source: bool) -> Job:
+    """Return the job as the launcher pod carries it out: over ssh, on the hosts that the operator names."""
+    launch = job.launch.model_copy(
+        update={
+            "launcher": "horovodrun",
+            # The launcher's pod has them in its environment, and gives them to the ranks.
+            "secrets": {name: f"env:{name}" for name in job.launch.secrets},
+            "kubernetes": Kubernetes(),
+        }
+    )
+    changes: dict[str, Any] = {"launch": launch}
+    if has_source:
+        file, _, attribute = job.task.rpartition(":")
+        changes["task"] = f"{JOB_FOLDER}/{Path(file).name}:{attribute}"
+    if "host" not in job.metrics.model_fields_set:
+        # A pod has a network of its own, and the policy below says who may come in.
+        changes["metrics"] = job.metrics.model_copy(update={"host": "0.0.0.0"})  # noqa: S104
+    return job.model_copy(update=changes)
+
+
+def config_map(job: Job, task_source: str) -> Manifest:
+    """Return what is mounted at /etc/horovod_train."""
+    data = {"job.json": dump_job(inner_job(job, has_source=bool(task_source)))}
+    if task_source:
+        data[Path(job.task.rpartition(":")[0]).name] = task_source
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _metadata(job, f"{job.name}-job"),
+        "data": data,
+    }
+
+
+def mpi_job(job: Job, run_id: str) -> Manifest:
+    """Return the MPIJob, with the user's patch."""
+    kubernetes = job.launch.kubernetes
+    spec: Manifest = {
+        "slotsPerWorker": kubernetes.ranks_per_worker,
+        "runLauncherAsWorker": False,
+        "sshAuthMountPath": f"{HOME}/.ssh",
+        "launcherCreationPolicy": kubernetes.launcher_creation,
+        "mpiImplementation": "OpenMPI",
+        "runPolicy": _run_policy(job),
+        "mpiReplicaSpecs": {
+            # Never: with OnFailure the last launcher, and its log, would be deleted.
+            "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": _launcher(job, run_id)},
+            # OnFailure: a worker whose sshd has ended comes back.
+            "Worker": {
+                "replicas": num_workers(job),
+                "restartPolicy": "OnFailure",
+                "template": _worker(job),
+            },
+        },
+    }
+    manifest = {
+        "apiVersion": API_VERSION,
+        "kind": "MPIJob",
+        "metadata": _metadata(job, job.name),
+        "spec": spec,
+    }
+    merged: Manifest = merge(manifest, kubernetes.patch)
+    return merged
+
+
+def _run_policy(job: Job) -> Manifest:
+    kubernetes = job.launch.kubernetes
+    policy: Manifest = {
+        "cleanPodPolicy": kubernetes.clean_pods,
+        "backoffLimit": kubernetes.backoff_limit,
+        "suspend": kubernetes.suspend,
+        **_given(
+            activeDeadlineSeconds=kubernetes.deadline_s,
+            ttlSecondsAfterFinished=kubernetes.keep_finished_s,
+            managedBy=kubernetes.managed_by,
+        ),
+    }
+    if kubernetes.gang != "none":
+        policy["schedulingPolicy"] = {
+            # Not workers + 1, the default: the launcher waits for workers that wait for the launcher.
+            "minAvailable": num_workers(job),
+            **_given(
+                queue=kubernetes.gang_queue,
+                priorityClass=kubernetes.priority_class,
+                scheduleTimeoutSeconds=kubernetes.gang_timeout_s,
+            ),
+        }
+    return policy
+
+
+def _launcher(job: Job, run_id: str) -> Manifest:
+    command = [
+        *(ENTRYPOINT, "launcher", "horovod-train", "run", f"{JOB_FOLDER}/job.json", "--resolved"),
+        *("--run-id", run_id, "--hostfile", "/etc/mpi/hostfile", "-n", str(job.launch.num_ranks or 1)),
+    ]
+    container = {
+        "name": "launcher",
+        **_image(job),
+        "command": command,
+        "env": _secrets(job),
+        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
+        "securityContext": _container_security(job, is_worker=False),
+        "volumeMounts": _mounts(job),
+    }
+    return _pod(job, container, _volumes(job), on_demand=True)
+
+
+def _worker(job: Job) -> Manifest:
+    kubernetes = job.launch.kubernetes
+    ports = [{"name": "ssh", "containerPort": kubernetes.ssh_port}]
+    if job.metrics.enabled:
+        ports += [
+            {"name": f"metrics-{local_rank}", "containerPort": job.metrics.port + local_rank}
+            for local_rank in range(kubernetes.ranks_per_worker)
+        ]
+    container = {
+        "name": "worker",
+        **_image(job),
+        "command": [ENTRYPOINT, "worker"],
+        "env": [{"name": "SSHD_PORT", "value": str(kubernetes.ssh_port)}],
+        "ports": ports,
+        # Without it a worker is ready before its sshd listens, and the launcher comes too early.
+        "readinessProbe": {
+            "tcpSocket": {"port": kubernetes.ssh_port},
+            "periodSeconds": 2,
+            "failureThreshold": 30,
+        },
+        "resources": _resources(job),
+        "securityContext": _container_security(job, is_worker=True),
+        "volumeMounts": [*_mounts(job), {"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108
+    }
+    shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shm_size}}
+    return _pod(job, container, [*_volumes(job), shm], on_demand=False)
+
+
+def _pod(job: Job, container: Manifest, volumes: list[Manifest], *, on_demand: bool) -> Manifest:
+    kubernetes = job.launch.kubernetes
+    spec: Manifest = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": round(job.launch.grace_s) + EXTRA_GRACE_S,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": kubernetes.run_as_user,
+            "runAsGroup": kubernetes.run_as_user,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": volumes,
+        **_given(priorityClassName=kubernetes.priority_class),
+    }
+    if kubernetes.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
+    if not on_demand:
+        spec |= _placement(job)
+    annotations = {"sidecar.istio.io/inject": "false", **kubernetes.annotations}
+    metadata: Manifest = {"annotations": annotations}
+    if labels := _labels(job):
+        metadata["labels"] = labels
+    return {"metadata": metadata, "spec": spec}
+
+
+def _placement(job: Job) -> Manifest:
+    """Return where workers may run; the launcher stays off spot nodes, for its loss ends the job."""
+    kubernetes = job.launch.kubernetes
+    placement: Manifest = {}
+    tolerations = [
+        {
+            "key": toleration.key,
+            "operator": "Exists" if toleration.value is None else "Equal",
+            **_given(value=toleration.value, effect=toleration.effect),
+        }
+        for toleration in kubernetes.tolerations
+    ]
+    if kubernetes.spot:
+        tolerations += [
+            {"key": key, "operator": "Equal", "value": value} for key, value in SPOT_TAINTS.items()
+        ]
+    if tolerations:
+        placement["tolerations"] = tolerations
+    if kubernetes.node_selector:
+        placement["nodeSelector"] = dict(kubernetes.node_selector)
+    if kubernetes.topology_spread is not None:
+        placement["topologySpreadConstraints"] = [
+            {
+                "maxSkew": 1,
+                "topologyKey": kubernetes.topology_spread,
+                "whenUnsatisfiable": "ScheduleAnyway",
+                "labelSelector": {"matchLabels": {JOB_NAME_LABEL: job.name, ROLE_LABEL: "worker"}},
+            }
+        ]
+    if kubernetes.host_network:
+        placement |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    return placement
+
+
+def _resources(job: Job) -> Manifest:
+    kubernetes = job.launch.kubernetes
+    ranks = kubernetes.ranks_per_worker
+    requests: Manifest = {}
+    limits: Manifest = {}
+    if kubernetes.cpus_per_rank is not None:
+        requests["cpu"] = times(kubernetes.cpus_per_rank, ranks)
+    if kubernetes.memory_per_rank is not None:
+        requests["memory"] = limits["memory"] = times(kubernetes.memory_per_rank, ranks)
+    if kubernetes.gpus_per_rank:
+        limits[kubernetes.gpu_resource] = str(kubernetes.gpus_per_rank * ranks)
+    limits |= {name: str(count) for name, count in kubernetes.extra_resources.items()}
+    return {name: value for name, value in (("requests", requests), ("limits", limits)) if value}
+
+
+def times(quantity: str, factor: int) -> str:
+    """Return a multiple of an amount.
+
+    >>> times("1500m", 2), times("2.5Gi", 4), times("2", 3)
+    ('3000m', '10Gi', '6')
+    """
+    number = quantity.rstrip("mkMGTPEi")
+    return f"{float(number) * factor:g}{quantity[len(number) :]}"
+
+
+def _container_security(job: Job, *, is_worker: bool) -> Manifest:
+    capabilities: Manifest = {"drop": ["ALL"]}
+    if is_worker and any(name.startswith("rdma/") for name in job.launch.kubernetes.extra_resources):
+        capabilities["add"] = ["IPC_LOCK"]
+    return {"allowPrivilegeEscalation": False, "capabilities": capabilities}
+
+
+def _image(job: Job) -> Manifest:
+    kubernetes = job.launch.kubernetes
+    return {"image": kubernetes.image, "imagePullPolicy": kubernetes.image_pull_policy}
+
+
+def _secrets(job: Job) -> list[Manifest]:
+    """Return the variables of the launcher whose values stand in Secrets."""
+    secret: list[Manifest] = []
+    for name, source in sorted(job.launch.secrets.items()):
+        holder, _, key = source.partition(":")[2].partition("/")
+        secret.append({"name": name, "valueFrom": {"secretKeyRef": {"name": holder, "key": key}}})
+    return secret
+
+
+def _mounts(job: Job) -> list[Manifest]:
+    own = [{"name": "job", "mountPath": JOB_FOLDER, "readOnly": True}]
+    return own + [
+        {
+            "name": f"volume-{number}",
+            "mountPath": volume.mount_path,
+            **({"readOnly": True} if volume.read_only else {}),
+        }
+        for number, volume in enumerate(job.launch.kubernetes.volumes)
+    ]
+
+
+def _volumes(job: Job) -> list[Manifest]:
+    own: list[Manifest] = [{"name": "job", "configMap": {"name": f"{job.name}-job"}}]
+    return own + [
+        {"name": f"volume-{number}", **_source(volume)}
+        for number, volume in enumerate(job.launch.kubernetes.volumes)
+    ]
+
+
+def _source(volume: Volume) -> Manifest:
+    if volume.claim is not None:
+        return {"persistentVolumeClaim": {"claimName": volume.claim}}
+    if volume.csi_driver is not None:
+        attributes = {"volumeAttributes": dict(volume.csi_attributes)} if volume.csi_attributes else {}
+        return {"csi": {"driver": volume.csi_driver, **attributes}}
+    return {"emptyDir": {}}
+
+
+def network_policy(job: Job) -> Manifest:
+    """Return who may talk to the pods.
+
+    Each other, on every port, for MPI, Gloo and NCCL choose theirs; and whoever scrapes metrics.
+    """
+    mine = {"podSelector": {"matchLabels": {JOB_NAME_LABEL: job.name}}}
+    ingress: list[Manifest] = [{"from": [mine]}]
+    if job.metrics.enabled:
+        last = job.metrics.port + job.launch.kubernetes.ranks_per_worker - 1
+        ingress.append(
+            {
+                "from": [{"namespaceSelector": {}}],
+                "ports": [{"protocol": "TCP", "port": job.metrics.port, "endPort": last}],
+            }
+        )
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _metadata(job, job.name),
+        "spec": {"podSelector": mine["podSelector"], "policyTypes": ["Ingress"], "ingress": ingress},
+    }
+
+
+def pod_monitor(job: Job) -> Manifest:
+    """Return what Prometheus scrapes: a named port for each local rank, in the workers."""
+    relabelings = [
+        {
+            "sourceLabels": [f"__meta_kubernetes_pod_label_{_as_prometheus(REPLICA_LABEL)}"],
+            "targetLabel": "worker",
+        }
+    ]
+    endpoints = [
+        {"port": f"metrics-{local_rank}", "interval": "15s", "relabelings": relabelings}
+        for local_rank in range(job.launch.kubernetes.ranks_per_worker)
+    ]
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PodMonitor",
+        "metadata": _metadata(job, job.name),
+        "spec": {
+            "selector": {"matchLabels": {JOB_NAME_LABEL: job.name, ROLE_LABEL: "worker"}},
+            "podMetricsEndpoints": endpoints,
+        },
+    }
+
+
+def _as_prometheus(label: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in label)
+
+
+def _metadata(job: Job, name: str) -> Manifest:
+    kubernetes = job.launch.kubernetes
+    labels = {"app.kubernetes.io/managed-by": "horovod-train", **_labels(job)}
+    if kubernetes.queue is not None:
+        labels["kueue.x-k8s.io/queue-name"] = kubernetes.queue
+    return {"name": name, "namespace": kubernetes.namespace, "labels": labels}
+
+
+def _labels(job: Job) -> dict[str, str]:
+    return dict(job.launch.kubernetes.labels)
+
+
+def _given(**fields: Any) -> Manifest:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def merge(target: Any, patch: Any) -> Any:
+    """Return a document with a merge patch applied (RFC 7386): null removes, mappings merge."""
+    if not isinstance(patch, Mapping):
+        return patch
+    merged = dict(target) if isinstance(target, Mapping) else {}
+    for key, value in patch.items():
+        if value is None:
+            merged.pop(key, None)
+        else:
+            merged[key] = merge(merged.get(key), value)
+    return merged

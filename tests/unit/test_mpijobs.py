@@ -1,0 +1,354 @@
+"""MPIJobs: rendered as written down, valid for Kubernetes, and refused when they would not run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import kubernetes_validate
+import pytest
+import yaml
+from support.mpijobs import FOLDER, JOBS, described, manifests, text
+
+from horovod_train.config.load import load_job
+from horovod_train.config.schema import Job
+from horovod_train.errors import ConfigError
+from horovod_train.launch.mpijob.render import inner_job, merge, times
+from horovod_train.launch.mpijob.validate import amount, check
+
+KUBERNETES = "1.32"
+
+
+@pytest.fixture(params=JOBS)
+def name(request):
+    return request.param
+
+
+def kind(documents, wanted):
+    (found,) = [document for document in documents if document["kind"] == wanted]
+    return found
+
+
+def pods(job):
+    for role, replica in kind(manifests(job), "MPIJob")["spec"]["mpiReplicaSpecs"].items():
+        yield role, replica["template"]
+
+
+class TestRendering:
+    def test_is_as_it_was(self, name):
+        """`python tests/support/mpijobs.py` writes the files anew."""
+        assert text(name) == (FOLDER / f"{name}.yaml").read_text()
+
+    def test_is_valid_for_the_operators_schema_and_rules(self, name):
+        check(kind(manifests(name), "MPIJob"))
+
+    def test_is_valid_for_kubernetes(self, name):
+        for document in manifests(name):
+            if document["kind"] in ("ConfigMap", "NetworkPolicy"):
+                kubernetes_validate.validate(document, KUBERNETES, strict=True)
+        for role, template in pods(name):
+            metadata = {"name": role.lower(), **template["metadata"]}
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+            kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+    def test_gives_no_more_rights_than_needed(self, name):
+        for role, template in pods(name):
+            spec = template["spec"]
+            assert spec["automountServiceAccountToken"] is False
+            assert spec["securityContext"]["runAsNonRoot"] is True
+            assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+            (container,) = spec["containers"]
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            capabilities = container["securityContext"]["capabilities"]
+            assert capabilities["drop"] == ["ALL"]
+            assert capabilities.get("add", []) == (["IPC_LOCK"] if (name, role) == ("rdma", "Worker") else [])
+
+    def test_leaves_time_to_save(self, name):
+        grace_s = described(name)["launch"].get("grace_s", 30)
+        for _, template in pods(name):
+            assert template["spec"]["terminationGracePeriodSeconds"] > grace_s
+
+    def test_gives_the_launcher_a_job_that_a_worker_can_read(self, name, tmp_path):
+        data = kind(manifests(name), "ConfigMap")["data"]
+        (tmp_path / "job.json").write_text(data["job.json"])
+
+        job = load_job(tmp_path / "job.json", environ={})
+
+        assert job.launch.launcher == "horovodrun"
+        assert job.metrics.host == "0.0.0.0"  # noqa: S104
+
+    def test_keeps_the_launcher_off_spot_nodes(self):
+        found = dict(pods("spot"))
+
+        assert "tolerations" not in found["Launcher"]["spec"]
+        assert {t["key"] for t in found["Worker"]["spec"]["tolerations"]} >= {"cloud.google.com/gke-spot"}
+
+    def test_names_a_port_for_each_local_rank(self):
+        worker = dict(pods("monitoring"))["Worker"]["spec"]["containers"][0]
+        monitor = kind(manifests("monitoring"), "PodMonitor")
+
+        ports = {port["name"]: port["containerPort"] for port in worker["ports"]}
+        assert ports == {"ssh": 2222, "metrics-0": 9500, "metrics-1": 9501}
+        assert [e["port"] for e in monitor["spec"]["podMetricsEndpoints"]] == ["metrics-0", "metrics-1"]
+
+    def test_holds_no_secret_but_its_place(self):
+        (variable,) = dict(pods("secrets"))["Launcher"]["spec"]["containers"][0]["env"]
+        document = text("secrets")
+
+        assert variable["valueFrom"] == {"secretKeyRef": {"name": "tracking", "key": "api-key"}}
+        assert "kubernetes:tracking" not in document
+
+    def test_never_waits_for_the_launcher_to_start_the_workers(self):
+        policy = kind(manifests("volcano"), "MPIJob")["spec"]["runPolicy"]["schedulingPolicy"]
+
+        assert policy["minAvailable"] == 8
+
+    def test_brings_a_task_of_the_users_own_along(self):
+        job = Job.model_validate({**described("cpu"), "task": "/home/me/mine.py:Mine"})
+
+        assert inner_job(job, has_source=True).task == "/etc/horovod_train/mine.py:Mine"
+
+    @pytest.mark.parametrize(
+        ("quantity", "factor", "expected"), [("1500m", 2, "3000m"), ("2.5Gi", 4, "10Gi"), ("3", 1, "3")]
+    )
+    def test_multiplies_amounts(self, quantity, factor, expected):
+        assert times(quantity, factor) == expected
+        assert amount(expected) == pytest.approx(amount(quantity) * factor)
+
+    def test_merges_as_rfc_7386_says(self):
+        assert merge({"a": {"b": 1, "c": 2}, "d": 3}, {"a": {"b": None, "e": 4}, "d": [5]}) == {
+            "a": {"c": 2, "e": 4},
+            "d": [5],
+        }
+
+
+K = "launch.kubernetes"
+VOLUME = {"mount_path": "/data", "claim": "training"}
+# What is wrong -> the field that the error names.
+BROKEN = {
+    "no image": ({"image": None}, f"{K}.image"),
+    "an image without a version": ({"image": "registry.example/train"}, f"{K}.image"),
+    "the latest image": ({"image": "registry.example:5000/train:latest"}, f"{K}.image"),
+    "an image that is none": ({"image": "Registry Example"}, f"{K}.image"),
+    "a pull policy that is none": ({"image_pull_policy": "Sometimes"}, f"{K}.image_pull_policy"),
+    "a namespace that is none": ({"namespace": "My_Namespace"}, f"{K}.namespace"),
+    "no ranks in a worker": ({"ranks_per_worker": 0}, f"{K}.ranks_per_worker"),
+    "fewer than no ranks": ({"ranks_per_worker": -1}, f"{K}.ranks_per_worker"),
+    "ranks that do not fill workers": ({"ranks_per_worker": 3}, "launch.num_ranks"),
+    "an amount that is none": ({"memory_per_rank": "4 GB"}, f"{K}.memory_per_rank"),
+    "cores that are no amount": ({"cpus_per_rank": "two"}, f"{K}.cpus_per_rank"),
+    "two gpus for a rank": ({"gpus_per_rank": 2}, f"{K}.gpus_per_rank"),
+    "a resource that is none": ({"extra_resources": {"rdma hca": 1}}, f"{K}.extra_resources.rdma hca"),
+    "shared memory that is no amount": ({"shm_size": "big"}, f"{K}.shm_size"),
+    "a privileged port": ({"ssh_port": 22}, f"{K}.ssh_port"),
+    "a port beyond the last": ({"ssh_port": 99999}, f"{K}.ssh_port"),
+    "a port that other jobs use": ({"host_network": True}, f"{K}.ssh_port"),
+    "root": ({"run_as_user": 0}, f"{K}.run_as_user"),
+    "a volume of no kind": ({"volumes": [{"mount_path": "/data"}]}, f"{K}.volumes.0"),
+    "a volume of two kinds": ({"volumes": [{**VOLUME, "empty_dir": True}]}, f"{K}.volumes.0"),
+    "a volume in a place of ours": (
+        {"volumes": [VOLUME, {**VOLUME, "mount_path": "/etc/mpi/x"}]},
+        f"{K}.volumes.1.mount_path",
+    ),
+    "a place mounted twice": ({"volumes": [VOLUME, VOLUME]}, f"{K}.volumes.0.mount_path"),
+    "a relative place": ({"volumes": [{**VOLUME, "mount_path": "data"}]}, f"{K}.volumes.0.mount_path"),
+    "checkpoints that go with the pod": ({"volumes": []}, "run_dir"),
+    "checkpoints on scratch space": ({"volumes": [{"mount_path": "/data", "empty_dir": True}]}, "run_dir"),
+    "checkpoints that cannot be written": ({"volumes": [{**VOLUME, "read_only": True}]}, "run_dir"),
+    "a claim that is none": ({"volumes": [{**VOLUME, "claim": "My Claim"}]}, f"{K}.volumes.0.claim"),
+    "a label that is none": ({"labels": {"team": "vision & speech"}}, f"{K}.labels.team"),
+    "a label of the operator": (
+        {"labels": {"training.kubeflow.org/job-name": "x"}},
+        f"{K}.labels.training.kubeflow.org/job-name",
+    ),
+    "a toleration without a key": ({"tolerations": [{"value": "x"}]}, f"{K}.tolerations.0.key"),
+    "an effect that is none": (
+        {"tolerations": [{"key": "a", "effect": "Never"}]},
+        f"{K}.tolerations.0.effect",
+    ),
+    "a clean-up that is none": ({"clean_pods": "Sometimes"}, f"{K}.clean_pods"),
+    "a negative back-off": ({"backoff_limit": -1}, f"{K}.backoff_limit"),
+    "a negative time to live": ({"keep_finished_s": -5}, f"{K}.keep_finished_s"),
+    "a deadline before the grace": ({"deadline_s": 20}, f"{K}.deadline_s"),
+    "a launcher that is made some other time": ({"launcher_creation": "Later"}, f"{K}.launcher_creation"),
+    "a manager that nobody is": ({"managed_by": "kueue.x-k8s.io/multi-kueue"}, f"{K}.managed_by"),
+    "a gang of nobody": ({"gang": "coscheduling"}, f"{K}.gang"),
+    "a queue without a gang": ({"gang_queue": "a"}, f"{K}.gang_queue"),
+    "two that decide": ({"gang": "volcano", "queue": "a"}, f"{K}.queue"),
+    "a field that is none": ({"replicas": 3}, f"{K}.replicas"),
+}
+BROKEN_ELSEWHERE = {
+    "a name with capitals": ({"name": "Digits"}, "name"),
+    "a name with dots": ({"name": "my.job"}, "name"),
+    "a name that begins with a digit": ({"name": "1job"}, "name"),
+    "a name too long for its pods": ({"name": "a" * 55}, "name"),
+    "hosts": ({"launch": {"hosts": ["a:2"]}}, "launch.hosts"),
+    "a secret of this machine": ({"launch": {"secrets": {"A": "env:A"}}}, "launch.secrets.A"),
+    "a variable of the operator": (
+        {"launch": {"env": {"OMPI_MCA_orte_default_hostfile": "x"}}},
+        "launch.env.OMPI_MCA_orte_default_hostfile",
+    ),
+    "metrics on the port of sshd": (
+        {"metrics": {"port": 2221}, "launch": {"kubernetes": {"ranks_per_worker": 2}}},
+        "metrics.port",
+    ),
+    "a checkpoint folder of its own that is lost": ({"checkpoint": {"dir": "/home/me"}}, "checkpoint.dir"),
+}
+
+
+def problems(tmp_path, document):
+    (tmp_path / "job.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError) as caught:
+        load_job(tmp_path / "job.json", environ={})
+    return [problem.path for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_job_is_refused_with_the_path_of_the_field(tmp_path, case):
+    change, path = BROKEN[case]
+    document = copy.deepcopy(described("cpu"))
+    document["launch"]["kubernetes"] |= change
+
+    assert path in problems(tmp_path, document)
+
+
+@pytest.mark.parametrize("case", BROKEN_ELSEWHERE)
+def test_so_is_one_that_is_broken_elsewhere(tmp_path, case):
+    change, path = BROKEN_ELSEWHERE[case]
+
+    assert path in problems(tmp_path, merge(described("cpu"), change))
+
+
+def test_the_same_jobs_are_not_refused_for_other_launchers(tmp_path):
+    document = merge(described("cpu"), {"name": "My.Job", "launch": {"launcher": "horovodrun"}})
+    (tmp_path / "job.json").write_text(json.dumps(document))
+
+    assert load_job(tmp_path / "job.json", environ={}).name == "My.Job"
+
+
+SPEC = ("spec",)
+ROLES = ("spec", "mpiReplicaSpecs")
+POD = (*ROLES, "Worker", "template", "spec")
+CONTAINER = (*POD, "containers", 0)
+# Of a whole MPIJob: what the API server refuses, what the operator only mentions, what nobody notices.
+BROKEN_MANIFESTS = {
+    "an unknown field": (SPEC, "slotPerWorker", 2, "spec.slotPerWorker"),
+    "an unknown field of a pod": (
+        POD,
+        "nodeSelectors",
+        {},
+        "spec.mpiReplicaSpecs.Worker.template.spec.nodeSelectors",
+    ),
+    "an MPI that is none": (SPEC, "mpiImplementation", "MVAPICH", "spec.mpiImplementation"),
+    "text for a number": (SPEC, "slotsPerWorker", "two", "spec.slotsPerWorker"),
+    "an amount that is none": (
+        CONTAINER,
+        "resources",
+        {"limits": {"memory": "lots"}},
+        "spec.mpiReplicaSpecs.Worker.template.spec.containers.0.resources.limits.memory",
+    ),
+    "no containers": (POD, "containers", None, "spec.mpiReplicaSpecs.Worker.template.spec.containers"),
+    "no launcher": (ROLES, "Launcher", None, "spec.mpiReplicaSpecs.Launcher"),
+    "two launchers": ((*ROLES, "Launcher"), "replicas", 2, "spec.mpiReplicaSpecs.Launcher.replicas"),
+    "no workers": ((*ROLES, "Worker"), "replicas", 0, "spec.mpiReplicaSpecs.Worker.replicas"),
+    "a restart policy of pods": (
+        (*ROLES, "Worker"),
+        "restartPolicy",
+        "Always",
+        "spec.mpiReplicaSpecs.Worker.restartPolicy",
+    ),
+    "a restart policy of other operators": (
+        (*ROLES, "Launcher"),
+        "restartPolicy",
+        "ExitCode",
+        "spec.mpiReplicaSpecs.Launcher.restartPolicy",
+    ),
+    "a clean-up that is none": (
+        (*SPEC, "runPolicy"),
+        "cleanPodPolicy",
+        "Succeeded",
+        "spec.runPolicy.cleanPodPolicy",
+    ),
+    "fewer than no slots": (SPEC, "slotsPerWorker", -1, "spec.slotsPerWorker"),
+    "a negative time to live": (
+        (*SPEC, "runPolicy"),
+        "ttlSecondsAfterFinished",
+        -5,
+        "spec.runPolicy.ttlSecondsAfterFinished",
+    ),
+    "a name that begins with a digit": (("metadata",), "name", "1job", "metadata.name"),
+    "a name with dots": (("metadata",), "name", "my.job", "metadata.name"),
+    "a name too long for its pods": (("metadata",), "name", "a" * 60, "metadata.name"),
+    "a manager that nobody is": (
+        (*SPEC, "runPolicy"),
+        "managedBy",
+        "kubeflow.org/mpioperator",
+        "spec.runPolicy.managedBy",
+    ),
+    "a creation policy with a typing error": (
+        SPEC,
+        "launcherCreationPolicy",
+        "WaitForWorkerReady",
+        "spec.launcherCreationPolicy",
+    ),
+    "a role with a typing error": (ROLES, "Wroker", {"template": {}}, "spec.mpiReplicaSpecs.Wroker"),
+    "a container without an image": (
+        CONTAINER,
+        "image",
+        None,
+        "spec.mpiReplicaSpecs.Worker.template.spec.containers.0.image",
+    ),
+    "a port that is none": (
+        CONTAINER,
+        "ports",
+        [{"containerPort": 99999}],
+        "spec.mpiReplicaSpecs.Worker.template.spec.containers.0.ports.0.containerPort",
+    ),
+    "a mount of no volume": (
+        CONTAINER,
+        "volumeMounts",
+        [{"name": "dat", "mountPath": "/d"}],
+        "spec.mpiReplicaSpecs.Worker.template.spec.containers.0.volumeMounts.0.name",
+    ),
+    "more asked for than allowed": (
+        CONTAINER,
+        "resources",
+        {"requests": {"memory": "4Gi"}, "limits": {"memory": "2Gi"}},
+        "spec.mpiReplicaSpecs.Worker.template.spec.containers.0.resources.requests.memory",
+    ),
+    "a gang that waits for itself": (
+        (*SPEC, "runPolicy"),
+        "schedulingPolicy",
+        {"minAvailable": 3},
+        "spec.runPolicy.schedulingPolicy.minAvailable",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_MANIFESTS)
+def test_a_patch_that_breaks_the_mpijob_is_refused_with_the_path_of_the_field(case):
+    place, field, value, path = BROKEN_MANIFESTS[case]
+    manifest = kind(manifests("cpu"), "MPIJob")
+    node = manifest
+    for part in place:
+        node = node[part]
+    node.pop(field, None)
+    if value is not None:
+        node[field] = value
+
+    with pytest.raises(ConfigError) as caught:
+        check(manifest)
+
+    assert path in [problem.path for problem in caught.value.problems]
+
+
+def test_there_is_a_broken_job_for_every_mistake_that_was_seen():
+    assert len(BROKEN) + len(BROKEN_ELSEWHERE) + len(BROKEN_MANIFESTS) >= 40
+
+
+def test_files_are_plain_yaml(name):
+    documents = list(yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text()))
+
+    assert documents == manifests(name)
+    assert not re.search(r"[&*]id\d", (FOLDER / f"{name}.yaml").read_text())
