@@ -1,0 +1,218 @@
+"""A Kubernetes API server over real HTTP, as small as the launcher needs, and an operator within it.
+
+Not a recording: objects are stored, dry runs are not, unknown fields are refused, and the operator
+acts on what it finds.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import yaml
+
+TOKEN = "a-token-of-the-test"  # noqa: S105
+Object = dict[str, Any]
+
+
+@dataclass
+class Api:
+    """What the server knows.
+
+    Attributes:
+        operator: Called with this and each MPIJob that is created.
+        refuses: Answer (status, message) to the creation of a kind.
+        objects: By (collection, name).
+        logs: Text by pod.
+        requests: Method and path with query of each request.
+    """
+
+    operator: Callable[[Api, Object], None] = lambda api, job: None
+    refuses: dict[str, tuple[int, str]] = field(default_factory=dict)
+    objects: dict[tuple[str, str], Object] = field(default_factory=dict)
+    logs: dict[str, str] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+
+    def names(self, kind: str) -> list[str]:
+        """Names of the objects of a kind."""
+        return [found["metadata"]["name"] for found in self.objects.values() if found.get("kind") == kind]
+
+    def warn(self, name: str, reason: str, message: str) -> None:
+        """Let there be an event."""
+        number = len(self.objects)
+        self.objects["events", f"event-{number}"] = {
+            "metadata": {"name": f"event-{number}", "namespace": "default"},
+            "involvedObject": {"kind": "MPIJob", "name": name},
+            "type": "Warning",
+            "reason": reason,
+            "message": message,
+        }
+
+    def add_condition(self, job: Object, kind: str, message: str = "") -> None:
+        """Let the operator say something about a job."""
+        conditions = job.setdefault("status", {}).setdefault("conditions", [])
+        conditions.append({"type": kind, "status": "True", "message": message})
+
+    def add_launcher(self, job: Object, log: str, exit_code: int | None = None) -> None:
+        """Let there be a launcher pod, running or ended."""
+        name = f"{job['metadata']['name']}-launcher-x{len(self.logs)}"
+        self.logs[name] = log
+        state: Object = {"running": {}} if exit_code is None else {"terminated": {"exitCode": exit_code}}
+        status = {"name": "launcher", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+        self.objects["pods", name] = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": name,
+                "creationTimestamp": "2026-11-22T00:00:00Z",
+                "labels": {
+                    "training.kubeflow.org/job-name": job["metadata"]["name"],
+                    "training.kubeflow.org/job-role": "launcher",
+                },
+            },
+            "status": {
+                "phase": "Running" if exit_code is None else "Failed",
+                "containerStatuses": [{**status, "state": state}],
+            },
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    api: Api
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+    def do_GET(self) -> None:
+        collection, name, query = self._target()
+        if name.endswith("/log"):
+            self._send(200, self.api.logs[name.partition("/")[0]].encode(), "text/plain")
+        elif name:
+            self._answer(self.api.objects.get((collection, name)))
+        else:
+            wanted = dict(pair.split("=") for pair in query.get("labelSelector", [""])[0].split(",") if pair)
+            items = [
+                found
+                for (where, _), found in list(self.api.objects.items())
+                if where == collection and wanted.items() <= found["metadata"].get("labels", {}).items()
+            ]
+            self._answer({"kind": "List", "apiVersion": "v1", "metadata": {}, "items": items})
+
+    def do_POST(self) -> None:
+        collection, _, query = self._target()
+        body = self._body()
+        kind, name = body["kind"], body["metadata"]["name"]
+        if kind in self.api.refuses:
+            self._refuse(*self.api.refuses[kind])
+        elif (collection, name) in self.api.objects:
+            self._refuse(409, f'{collection} "{name}" already exists')
+        elif query.get("fieldValidation") != ["Strict"]:
+            self._refuse(400, "the client is not strict")
+        elif query.get("dryRun") == ["All"]:
+            self._answer(body, 201)
+        else:
+            body["metadata"]["uid"] = f"uid-of-{name}"
+            self.api.objects[collection, name] = body
+            if kind == "MPIJob":
+                self.api.operator(self.api, body)
+            self._answer(body, 201)
+
+    def do_PATCH(self) -> None:
+        collection, name, _ = self._target()
+        assert self.headers["Content-Type"] == "application/merge-patch+json"
+        found = self.api.objects[collection, name]
+        patch = self._body()
+        found["spec"].setdefault("runPolicy", {}).update(patch["spec"]["runPolicy"])
+        if patch["spec"]["runPolicy"].get("suspend"):
+            # As the operator does: pods go, and get the time they need.
+            threading.Timer(0.3, self._remove_pods, [name]).start()
+        self._answer(found)
+
+    def do_DELETE(self) -> None:
+        collection, name, _ = self._target()
+        if (collection, name) not in self.api.objects:
+            self._refuse(404, f'{collection} "{name}" not found')
+            return
+        self._body()
+        uid = self.api.objects[collection, name]["metadata"]["uid"]
+        self.api.objects = {
+            key: found
+            for key, found in self.api.objects.items()
+            if key != (collection, name)
+            and uid not in [owner["uid"] for owner in found["metadata"].get("ownerReferences", [])]
+        }
+        self._answer({"kind": "Status", "status": "Success"})
+
+    def _remove_pods(self, name: str) -> None:
+        for key, found in list(self.api.objects.items()):
+            labels = found["metadata"].get("labels", {})
+            if key[0] == "pods" and labels.get("training.kubeflow.org/job-name") == name:
+                del self.api.objects[key]
+
+    def _target(self) -> tuple[str, str, dict[str, list[str]]]:
+        parts = urlsplit(self.path)
+        self.api.requests.append(f"{self.command} {self.path}")
+        _, _, rest = parts.path.partition("/namespaces/default/")
+        collection, _, name = rest.partition("/")
+        return collection, name, parse_qs(parts.query)
+
+    def _body(self) -> Object:
+        text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        found: Object = json.loads(text) if text else {}
+        return found
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._send(status, json.dumps({"kind": "Status", "message": message, "code": status}).encode())
+
+    def _answer(self, document: Object | None, status: int = 200) -> None:
+        if document is None:
+            self._refuse(404, "not found")
+        else:
+            self._send(status, json.dumps(document).encode())
+
+    def _send(self, status: int, body: bytes, kind: str = "application/json") -> None:
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            status, body = 401, json.dumps({"message": "Unauthorized"}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@contextmanager
+def api_server(api: Api, kubeconfig: Path) -> Iterator[None]:
+    """Serve, and write what kubectl and the client read to find the server."""
+    handler = type("Handler", (_Handler,), {"api": api})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    kubeconfig.write_text(
+        yaml.safe_dump(
+            {
+                "apiVersion": "v1",
+                "kind": "Config",
+                "current-context": "test",
+                "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+                "clusters": [
+                    {"name": "test", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}
+                ],
+                "users": [{"name": "test", "user": {"token": TOKEN}}],
+            }
+        )
+    )
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+        time.sleep(0)

@@ -1,0 +1,201 @@
+"""The launcher mpijob against an API server in this process: real HTTP, the official client."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.api import Api, api_server
+from support.launching import write_job
+from support.mpijobs import described
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import LaunchError, UserError
+from horovod_train.launch import jobs
+from horovod_train.launch.mpijob import launcher as module
+from horovod_train.launch.mpijob.launcher import MpiJobLauncher
+from horovod_train.launch.run import make_plan, resolve
+
+
+def accepts(api, job):
+    api.add_condition(job, "Created")
+
+
+def trains(api, job):
+    api.add_condition(job, "Created")
+    api.add_condition(job, "Running")
+    api.add_launcher(job, "on 2 ranks\ntrained digits\n")
+
+
+def succeeds(api, job):
+    trains(api, job)
+    api.add_condition(job, "Succeeded")
+
+
+@pytest.fixture
+def api(tmp_path, monkeypatch):
+    api = Api()
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    monkeypatch.setattr(
+        "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config")
+    )
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    monkeypatch.setattr(module, "ACCEPT_S", 1.0)
+    with api_server(api, tmp_path / "config"):
+        yield api
+
+
+def request_for(**changes):
+    return resolve(Job.model_validate(described("cpu", **changes)), "run-1")
+
+
+def submit(api, **changes):
+    request = request_for(**changes)
+    return jobs.remember(request, MpiJobLauncher().submit(request, make_plan(request)))
+
+
+def test_a_job_is_tried_first_and_then_created_with_all_it_needs(api):
+    api.operator = accepts
+    job = submit(api)
+
+    posts = [line for line in api.requests if line.startswith("POST")]
+    assert job.native_id == "default/digits"
+    assert ["dryRun=All" in line for line in posts] == [True] * 3 + [False] * 3
+    assert sorted(api.names("ConfigMap") + api.names("NetworkPolicy")) == ["digits", "digits-job"]
+    (owner,) = api.objects["configmaps", "digits-job"]["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["uid"]) == ("MPIJob", "uid-of-digits")
+
+
+def test_what_the_server_refuses_is_told_and_nothing_is_left(api):
+    api.refuses = {"NetworkPolicy": (403, 'networkpolicies is forbidden: User "me" cannot create')}
+
+    with pytest.raises(LaunchError, match="NetworkPolicy digits: networkpolicies is forbidden") as caught:
+        submit(api)
+
+    assert "ask for a Role" in caught.value.hint
+    assert api.objects == {}
+
+
+def test_a_second_job_of_the_same_name_does_not_touch_the_first(api):
+    api.operator = trains
+    submit(api)
+
+    with pytest.raises(LaunchError, match="already exists"):
+        submit(api)
+
+    assert api.names("MPIJob") == ["digits"]
+
+
+def test_a_cluster_without_the_operator_is_named(api):
+    api.refuses = {"MPIJob": (404, "the server could not find the requested resource")}
+
+    with pytest.raises(LaunchError) as caught:
+        submit(api)
+
+    assert "is the MPI operator installed" in caught.value.hint
+
+
+def test_what_only_an_event_says_ends_the_launch_with_its_text_and_the_job_is_removed(api):
+    api.operator = lambda api, job: api.warn("digits", "ValidationError", "spec.x: Invalid value")
+
+    with pytest.raises(LaunchError, match="ValidationError: spec.x: Invalid value"):
+        submit(api)
+
+    assert api.names("MPIJob") == api.names("ConfigMap") == []
+
+
+@pytest.mark.parametrize(
+    ("operator", "state", "exit_code"),
+    [
+        (accepts, "starting", None),
+        (trains, "running", None),
+        (succeeds, "succeeded", 0),
+    ],
+)
+def test_the_state_is_the_operators(api, operator, state, exit_code):
+    api.operator = operator
+    status = MpiJobLauncher().status(submit(api))
+
+    assert (status.state, status.exit_code) == (state, exit_code)
+
+
+@pytest.mark.parametrize(("code", "state"), [(75, "preempted"), (3, "failed")])
+def test_a_failed_job_has_the_exit_code_of_its_launcher(api, code, state):
+    def fails(api, job):
+        api.add_condition(job, "Created")
+        api.add_launcher(job, "", exit_code=code)
+        api.add_condition(job, "Failed", "back-off limit reached")
+
+    api.operator = fails
+    status = MpiJobLauncher().wait(submit(api))
+
+    assert (status.state, status.exit_code, status.message) == (state, code, "back-off limit reached")
+
+
+def test_why_a_job_waits_is_told(api):
+    api.operator = accepts
+    job = submit(api)
+    api.warn("digits-worker-0", "FailedScheduling", "0/3 nodes are available: 3 Insufficient nvidia.com/gpu")
+
+    status = MpiJobLauncher().status(job)
+
+    assert (status.state, status.exit_code) == ("starting", None)
+    assert "Insufficient nvidia.com/gpu" in status.message
+
+
+def test_logs_are_those_of_the_launcher_and_of_its_retries(api):
+    def retried(api, job):
+        trains(api, job)
+        api.add_launcher(job, "resumed\n", exit_code=0)
+        api.add_condition(job, "Succeeded")
+
+    api.operator = retried
+
+    assert list(MpiJobLauncher().logs(submit(api), follow=True)) == [
+        "on 2 ranks",
+        "trained digits",
+        "resumed",
+    ]
+
+
+def test_a_drained_job_is_suspended_and_stays(api):
+    api.operator = trains
+    job = submit(api)
+
+    MpiJobLauncher().cancel(job, "drain")
+
+    assert api.objects["mpijobs", "digits"]["spec"]["runPolicy"]["suspend"] is True
+    assert api.names("Pod") == []
+    assert MpiJobLauncher().status(job).state == "preempted"
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_cancelled_job_is_gone_with_all_it_had(api, how):
+    api.operator = trains
+    job = submit(api)
+
+    MpiJobLauncher().cancel(job, how)
+    MpiJobLauncher().cancel(job, how)  # twice is no error
+
+    assert [name for kind in ("MPIJob", "ConfigMap", "NetworkPolicy") for name in api.names(kind)] == []
+    assert MpiJobLauncher().status(job).state == "cancelled"
+    patched = [line for line in api.requests if line.startswith("PATCH")]
+    assert bool(patched) == (how == "stop")
+
+
+def test_without_a_configuration_that_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
+
+    with pytest.raises(UserError, match="no Kubernetes cluster is configured"):
+        submit(None)
+
+
+def test_a_task_of_the_users_own_travels_in_the_config_map(tmp_path):
+    (tmp_path / "mine.py").write_text("class Mine: ...\n")
+    path = write_job(tmp_path / "job.yaml", **{**described("cpu"), "task": f"{tmp_path}/mine.py:Mine"})
+    from horovod_train.config.load import load_job
+
+    manifests = MpiJobLauncher().manifests(resolve(load_job(path, environ={}), "run-1"))
+
+    assert manifests[0]["data"]["mine.py"] == "class Mine: ...\n"
+    assert json.loads(manifests[0]["data"]["job.json"])["task"] == "/etc/horovod_train/mine.py:Mine"
