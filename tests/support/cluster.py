@@ -27,6 +27,7 @@ from support.launching import TIMEOUT_S, environment
 
 NEEDS = ("ip", "sshd", "ssh-keygen", "unshare", "nsenter")
 SUBNET = "10.77.0"
+ROOT = Path(__file__).parents[2]
 
 
 def why_not() -> str:
@@ -130,11 +131,11 @@ class Cluster:
 
     def own_tmp(self) -> str:
         """Shell commands that give a host a /tmp of its own, in which the test's files are as before."""
-        shared = self.folder.parent.parent
-        return (
-            f"mount --bind {shared} /mnt; mount -t tmpfs tmpfs /tmp; "
-            f"mkdir -p {shared}; mount --bind /mnt {shared}; "
-        )
+        # A clean checkout may be in /tmp, too.
+        shared = [self.folder.parent.parent, *([ROOT] if ROOT.is_relative_to("/tmp") else [])]  # noqa: S108
+        keep = "".join(f"mkdir /mnt/{n}; mount --bind {path} /mnt/{n}; " for n, path in enumerate(shared))
+        back = "".join(f"mkdir -p {path}; mount --bind /mnt/{n} {path}; " for n, path in enumerate(shared))
+        return f"mount -t tmpfs tmpfs /mnt; {keep}mount -t tmpfs tmpfs /tmp; {back}"
 
     def start_sshd(self, name: str) -> None:
         node = self.nodes[name]
