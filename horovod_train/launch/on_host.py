@@ -12,8 +12,8 @@ import os
 import shutil
 import socket
 import sys
-import tarfile
 import time
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -115,7 +115,7 @@ class OnHost:
 
         Args:
             files: Contents by name; those that start with ``#!`` can be executed.
-            archive: Code for ``code/``: a compressed tar file in base64; may be empty.
+            archive: Code for ``code/``: a zip file in base64; may be empty.
 
         Raises:
             FileExistsError: The folder is there already, and so belongs to somebody else.
@@ -128,8 +128,8 @@ class OnHost:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(content)
         if archive:
-            with tarfile.open(fileobj=io.BytesIO(base64.b64decode(archive)), mode="r:gz") as packed:
-                packed.extractall(self.stage / "code", filter="data")
+            with zipfile.ZipFile(io.BytesIO(base64.b64decode(archive))) as packed:
+                packed.extractall(self.stage / "code")
 
     def remove(self) -> None:
         """Remove what ``put`` laid out, and stop listening."""

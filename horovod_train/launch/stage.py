@@ -6,7 +6,7 @@ import base64
 import io
 import os
 import shlex
-import tarfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -72,13 +72,13 @@ def stage_files(
 
 
 def pack_code(folder: Path) -> str:
-    """Return a folder's files as a compressed tar file in base64; caches and environments are left out.
+    """Return a folder's files as a zip file in base64; caches and environments are left out.
 
     Raises:
         UserError: There is more than code in it.
     """
     packed, size_bytes = io.BytesIO(), 0
-    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for root, folders, files in os.walk(folder):
             folders[:] = sorted(name for name in folders if name not in NOT_SHIPPED)
             for name in sorted(files):
@@ -91,5 +91,5 @@ def pack_code(folder: Path) -> str:
                         f"launch.ship_code: {folder} holds more than {MAX_SHIPPED_BYTES >> 20} MiB",
                         hint="keep data elsewhere, or use a folder that the hosts share",
                     )
-                archive.add(path, arcname=str(path.relative_to(folder)))
+                archive.write(path, arcname=str(path.relative_to(folder)))
     return base64.b64encode(packed.getvalue()).decode()

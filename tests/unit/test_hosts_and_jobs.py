@@ -343,15 +343,15 @@ class TestShippedCode:
     def test_leaves_out_what_is_not_code(self, tmp_path):
         import base64
         import io
-        import tarfile
+        import zipfile
 
         for name in ("task.py", "package/part.py", ".git/config", "runs/x/log", "__pycache__/a.pyc"):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text("x")
 
         packed = base64.b64decode(pack_code(tmp_path))
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-            assert archive.getnames() == ["task.py", "package/part.py"]
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+            assert archive.namelist() == ["task.py", "package/part.py"]
 
     def test_refuses_data(self, tmp_path):
         with (tmp_path / "data").open("wb") as file:
