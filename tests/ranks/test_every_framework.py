@@ -11,19 +11,22 @@ from support.joint import largest_difference, train_jointly
 from support.launching import bin_of, name_of, on_horovod, results, variables_of
 from support.matrix import COLUMNS, WEIGHTS
 
-WORLDS = [
-    (2, "gloo"),
-    (3, "mpi"),
-    pytest.param((2, "mpi"), marks=pytest.mark.campaign),
-    pytest.param((3, "gloo"), marks=pytest.mark.campaign),
-]
-WAYS = [
-    pytest.param(framework, case, id=f"{framework}-{case.name}")
-    for framework in COLUMNS
-    for case in cases_of(name_of(framework))
-]
-on_worlds = pytest.mark.parametrize("world", WORLDS, ids=lambda world: f"{world[0]} ranks {world[1]}")
-in_frameworks = pytest.mark.parametrize("framework", COLUMNS)
+WORLDS = [(3, "mpi"), (2, "gloo"), (2, "mpi"), (3, "gloo")]
+
+
+def on_worlds(frameworks):
+    """Each framework in all worlds; `make test` takes one of the first two, `make campaign` the others."""
+    at_home = {framework: WORLDS[number % 2] for number, framework in enumerate(COLUMNS)}
+    for *case, framework in frameworks:
+        for world in WORLDS:
+            name = "-".join([framework, *(c.name for c in case), f"{world[0]} ranks {world[1]}"])
+            marks = () if world == at_home[framework] else pytest.mark.campaign
+            yield pytest.param(framework, *case, world, id=name, marks=marks)
+
+
+WAYS = [(case, framework) for framework in COLUMNS for case in cases_of(name_of(framework))]
+in_all_ways = pytest.mark.parametrize(("framework", "case", "world"), list(on_worlds(WAYS)))
+in_frameworks = pytest.mark.parametrize(("framework", "world"), list(on_worlds([(f,) for f in COLUMNS])))
 pytestmark = pytest.mark.ranks
 
 
@@ -60,8 +63,7 @@ def says_why_not(found, case, framework):
     return f"no: {reason}" if reason else ""
 
 
-@pytest.mark.parametrize(("framework", "case"), WAYS)
-@on_worlds
+@in_all_ways
 def test_weights_are_those_of_one_process_with_the_joint_batch(train, world, framework, case, matrix):
     found = train(world, framework)
     if not case.penalty:
@@ -78,7 +80,6 @@ def test_weights_are_those_of_one_process_with_the_joint_batch(train, world, fra
 
 
 @in_frameworks
-@on_worlds
 def test_all_ranks_hold_the_same_bits(train, world, framework, matrix):
     matrix("the same bits on all ranks", framework)
     found = train(world, framework)
@@ -92,7 +93,6 @@ def test_all_ranks_hold_the_same_bits(train, world, framework, matrix):
 
 
 @in_frameworks
-@on_worlds
 def test_evaluation_is_exact(train, world, framework, matrix):
     matrix("exact evaluation", framework)
     found = train(world, framework)
@@ -110,7 +110,6 @@ def test_evaluation_is_exact(train, world, framework, matrix):
 
 
 @in_frameworks
-@on_worlds
 def test_an_overflow_on_one_rank_skips_that_step_on_all(train, world, framework, matrix):
     found = train(world, framework)
     row = "an overflow on one rank: all skip the step"
@@ -127,7 +126,6 @@ def test_an_overflow_on_one_rank_skips_that_step_on_all(train, world, framework,
 
 
 @in_frameworks
-@on_worlds
 def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_its_name(train, world, framework, matrix):
     matrix("not a number on one rank: all stop and name it", framework)
     found = train(world, framework)

@@ -34,6 +34,12 @@ def how(request):
     return LAUNCHES[request.param]
 
 
+@pytest.fixture(params=[pytest.param(n, marks=() if "gloo" in n else pytest.mark.campaign) for n in LAUNCHES])
+def sometimes(request):
+    """With Gloo; with the others in a campaign."""
+    return LAUNCHES[request.param]
+
+
 @pytest.fixture(autouse=True)
 def nothing_runs_on_any_host_afterwards(hosts):
     yield
@@ -121,8 +127,8 @@ def test_a_stopped_job_saves_and_leaves_nothing_on_any_host(tmp_path, hosts, how
     assert list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")
 
 
-def test_a_signal_to_one_rank_on_another_host_lets_all_save_and_leave(tmp_path, hosts, how):
-    running = Running(tmp_path, hosts, slow(tmp_path, hosts, NODES[:2], launch=how), 2)
+def test_a_signal_to_one_rank_on_another_host_lets_all_save_and_leave(tmp_path, hosts, sometimes):
+    running = Running(tmp_path, hosts, slow(tmp_path, hosts, NODES[:2], launch=sometimes), 2)
     rank = next(pid for pid in hosts.nodes["node2"].pids() if "worker" in psutil.Process(pid).cmdline())
 
     os.kill(rank, signal.SIGTERM)
@@ -216,8 +222,8 @@ class TestAHostThatCannotBeUsed:
 
         assert "node2: /usr/bin/python3 has no horovod_train" in said
 
-    def test_an_interface_that_does_not_reach_the_others(self, tmp_path, hosts, how):
-        said = self.refused(tmp_path, hosts, network_interface="eth1", **how)
+    def test_an_interface_that_does_not_reach_the_others(self, tmp_path, hosts):
+        said = self.refused(tmp_path, hosts, network_interface="eth1")
 
         assert "node1 (eth1, 10.78.1.1) does not reach node2 (eth1, 10.78.2.1)" in said
         assert "launch.network_interface" in said
@@ -290,12 +296,12 @@ def test_code_is_shipped_to_hosts_that_do_not_share_a_folder(tmp_path, hosts):
     assert done.returncode == 0, done.stderr
 
 
-def test_secrets_reach_the_ranks_and_nobody_else(tmp_path, hosts, how):
+def test_secrets_reach_the_ranks_and_nobody_else(tmp_path, hosts, sometimes):
     path = slow(
         tmp_path,
         hosts,
         NODES[:2],
-        launch={**how, "secrets": {"API_TOKEN": "env:MY_TOKEN", "OTHER": f"file:{tmp_path}/token"}},
+        launch={**sometimes, "secrets": {"API_TOKEN": "env:MY_TOKEN", "OTHER": f"file:{tmp_path}/token"}},
     )
     (tmp_path / "token").write_text("s3cret-from-file\n")
     token = {"MY_TOKEN": "s3cret-from-env"}

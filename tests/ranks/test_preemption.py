@@ -147,7 +147,7 @@ def test_a_run_that_is_asked_to_leave_loses_nothing(tmp_path, undisturbed, launc
     assert state(tmp_path, "j") == undisturbed[num_ranks]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_one_rank_that_is_asked_takes_all_along(tmp_path, launch, number):
     num_ranks = LAUNCHES[launch]["num_ranks"]

@@ -21,15 +21,9 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.campaign
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "only",
-    [
-        "hand-written",
-        pytest.param("DDP over", marks=pytest.mark.campaign),
-        pytest.param("metrics", marks=pytest.mark.campaign),
-    ],
-)
+@pytest.mark.parametrize("only", ["hand-written", "DDP over", "metrics"])
 def test_each_comparison_prints_a_ratio(only):
     output = run("benchmarks.run", "--models", "transformer", "--pairs", "1", "--steps", "9", "--only", only)
 
@@ -38,11 +32,9 @@ def test_each_comparison_prints_a_ratio(only):
     assert row.endswith(("met", "MISSED"))
 
 
+@pytest.mark.campaign
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "framework",
-    [pytest.param(name, marks=pytest.mark.campaign if name != "jax" else ()) for name in FRAMEWORKS],
-)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_each_framework_is_compared_with_a_loop_by_hand(framework):
     output = run("benchmarks.frameworks", "--pairs", "1", "--steps", "9", "--only", framework)
 
