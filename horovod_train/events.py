@@ -27,6 +27,9 @@ Kind = Literal[
     "resumed",
     "notice",
     "left",
+    "sweep",
+    "pair",
+    "swept",
     "summary",
     "failure",
 ]

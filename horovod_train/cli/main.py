@@ -22,6 +22,7 @@ VERBS = {
     "list": "List submitted jobs.",
     "render": "Print what a launcher would run or apply.",
     "worker": "Run one rank; started by a launcher.",
+    "doctor": "Look whether jobs can run here, or on hosts.",
     "config": "Show, check and describe job descriptions.",
     "checkpoint": "List, verify and compare checkpoints.",
     "engine": "Build and check Horovod.",

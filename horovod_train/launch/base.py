@@ -33,6 +33,7 @@ class LaunchRequest:
         folder: Where the ranks are to run, absolute.
         own_interface: This machine's network interface towards the hosts; None: none is needed, or it
             is not known.
+        program: Python module and arguments of a rank; empty: the worker.
     """
 
     job: Job
@@ -40,6 +41,7 @@ class LaunchRequest:
     run_dir: Path
     folder: Path
     own_interface: str | None = None
+    program: tuple[str, ...] = ()
 
     @property
     def log_dir(self) -> Path:

@@ -282,6 +282,20 @@ class Fleet:
         return _all_at_once(attempt, self.members)
 
 
+def reach_all(
+    hosts: Sequence[Host], shell: Callable[[Host], Sequence[str]], stage: str, silence_s: float
+) -> list[Member | LaunchError]:
+    """Reach all hosts at once, each through its shell; return a member of a fleet, or why not, for each."""
+
+    def reach(host: Host) -> Member | LaunchError:
+        try:
+            return Here(host, stage) if host.is_here else There(host, shell(host), stage, silence_s)
+        except LaunchError as error:
+            return error
+
+    return _all_at_once(reach, hosts)
+
+
 def gather(
     hosts: Sequence[Host], shell: Callable[[Host], Sequence[str]], stage: str, silence_s: float
 ) -> Fleet:
@@ -290,14 +304,7 @@ def gather(
     Raises:
         LaunchError: Some cannot be reached; it names each with what to do.
     """
-
-    def reach(host: Host) -> Member | LaunchError:
-        try:
-            return Here(host, stage) if host.is_here else There(host, shell(host), stage, silence_s)
-        except LaunchError as error:
-            return error
-
-    found = _all_at_once(reach, hosts)
+    found = reach_all(hosts, shell, stage, silence_s)
     failed = [result for result in found if isinstance(result, LaunchError)]
     fleet = Fleet([result for result in found if not isinstance(result, LaunchError)])
     if failed:

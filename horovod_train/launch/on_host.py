@@ -70,6 +70,12 @@ class OnHost:
         """Return what ranks of this host would train with."""
         return environment_facts(task)
 
+    def examine(self, folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> dict[str, Any]:
+        """Return what the doctor wants to know."""
+        from horovod_train.launch.readings import take_readings
+
+        return take_readings(folders, names, ports)
+
     def listen(self, address: str, name: str) -> int:
         """Answer with a name to whoever connects to an address; returns the port."""
         listener = socket.create_server((address, 0))

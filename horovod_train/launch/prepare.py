@@ -61,6 +61,7 @@ def prepare(
                 python=found["python"],
                 prefix=found["prefix"],
                 folder=request.folder,
+                program=request.program,
                 variables={**variables, **secrets},
             ),
             "archive": archive,

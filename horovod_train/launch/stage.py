@@ -27,7 +27,7 @@ cd {folder} 2>/dev/null || cd {stage} || exit 1
 set -a
 . {stage}/environment
 set +a
-exec {python} -m horovod_train worker --events --run-id {run_id} {stage}/job.json
+exec {python} -m {program}
 """
 
 _ORTED = """#!/bin/sh
@@ -47,6 +47,7 @@ def stage_files(
     python: str,
     prefix: str,
     folder: Path,
+    program: tuple[str, ...] = (),
     variables: Mapping[str, str],
 ) -> dict[str, str]:
     """Return the files of a run on one host, contents by name.
@@ -58,15 +59,19 @@ def stage_files(
         python: The host's Python.
         prefix: The host's environment.
         folder: Where the ranks are to run, if it is there.
+        program: Python module and arguments of a rank; empty: the worker.
         variables: The ranks' environment on this host, secrets among it.
     """
     python = shlex.quote(python)
     where = shlex.quote(str(Path(stage) / "code" if job.launch.ship_code else folder))
     lines = [f"{name}={shlex.quote(value)}" for name, value in {**variables, RUN_VARIABLE: stage}.items()]
+    worker = ("horovod_train", "worker", "--events", "--run-id", run_id, f"{stage}/job.json")
     return {
         "job.json": dump_job(job),
         "environment": "\n".join([*lines, ""]),
-        "rank": _RANK.format(run_id=run_id, folder=where, stage=stage, python=python),
+        "rank": _RANK.format(
+            run_id=run_id, folder=where, stage=stage, python=python, program=shlex.join(program or worker)
+        ),
         "orted": _ORTED.format(stage=stage, prefix=shlex.quote(prefix)),
     }
 

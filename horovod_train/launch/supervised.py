@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from horovod_train.config.load import dump_job
 from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError
+from horovod_train.events import Event
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.fleet import gather
@@ -58,7 +59,7 @@ class SupervisedLauncher:
         request.log_dir.mkdir(parents=True, exist_ok=True)
         state.write("starting")
         try:
-            _run(self, request, plan, console, state)
+            carry_out(self, request, plan, console, state)
         except PreemptedError as error:
             state.write("preempted", error.exit_code, error.message)
             raise
@@ -148,13 +149,18 @@ def read_log(path: Path, is_going_on: Any) -> Iterator[str]:
             sleep(POLL_S)
 
 
-def _run(
+def carry_out(
     launcher: SupervisedLauncher,
     request: LaunchRequest,
     plan: LaunchPlan,
     console: JobConsole,
     state: StateFile,
-) -> None:
+) -> list[Event]:
+    """Start the ranks and stay with them to their end; return what they have measured, if anything.
+
+    Raises:
+        HorovodTrainError: Anything but a good end, explained.
+    """
     launch = request.job.launch
     secrets = read_secrets(launch.secrets, os.environ)
     environ = without_secrets(launch.secrets, os.environ)
@@ -194,3 +200,4 @@ def _run(
         if code and not lost and (host := fleet.silent(launch.host_timeout_s)):
             lost.append(f"{host} does not answer any more")
     watcher.verdict(Ended(code, stopper.received, lost[0] if lost else ""))
+    return watcher.measured

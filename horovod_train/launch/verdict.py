@@ -49,6 +49,7 @@ class Watcher:
     left: list[Event] = field(default_factory=list)
     has_started: bool = False
     has_summary: bool = False
+    measured: list[Event] = field(default_factory=list)
     _log_is_broken: bool = False
     _targets: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     _logs: dict[int, TextIO] = field(default_factory=dict)
@@ -79,6 +80,9 @@ class Watcher:
         if event.kind == "targets":
             self._targets += [(address, labels) for address, labels in event.fields["targets"]]
             self._write_targets(self._targets)
+        elif event.kind in ("sweep", "pair", "swept"):
+            self.measured.append(event)
+            self.has_summary |= event.kind == "swept"
         elif event.kind == "left":
             if not self.left:
                 self.console.show(event)

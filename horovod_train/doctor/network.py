@@ -1,0 +1,153 @@
+"""What a sweep of all-reduces says about the network, and how it was the last time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from horovod_train.doctor.findings import Finding
+
+SLOW_PAIR = 2.0
+SLOWER_THAN_BEFORE = 0.7
+SLOWER_THAN_LINK = 0.5
+MAX_HISTORY = 100
+LARGE_BYTES = 1 << 24
+
+
+@dataclass
+class Sweep:
+    """What was measured.
+
+    Attributes:
+        rows: ``via``, ``size_bytes``, ``seconds`` and ``bytes_per_s`` of each.
+        pairs: ``hosts`` and ``seconds`` of each pair.
+    """
+
+    rows: list[Mapping[str, Any]] = field(default_factory=list)
+    pairs: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def best(self, via: str) -> float:
+        """Return the highest bus bandwidth of large messages, in bytes per second; 0: none was measured."""
+        return max(
+            (
+                row["bytes_per_s"]
+                for row in self.rows
+                if row["via"] == via and row["size_bytes"] >= LARGE_BYTES
+            ),
+            default=0.0,
+        )
+
+    def latency_s(self, via: str) -> float:
+        """Return the time of the smallest message, in seconds; 0: none was measured."""
+        return min((row["seconds"] for row in self.rows if row["via"] == via), default=0.0)
+
+    def table(self) -> Iterator[str]:
+        """Yield lines for a person."""
+        vias = list(dict.fromkeys(row["via"] for row in self.rows))
+        by_size: dict[int, dict[str, Mapping[str, Any]]] = {}
+        for row in self.rows:
+            by_size.setdefault(row["size_bytes"], {})[row["via"]] = row
+        yield "all-reduce    " + "".join(f"{via:>26}" for via in vias)
+        for size, found in by_size.items():
+            cells = "".join(_cell(found.get(via)) for via in vias)
+            yield f"{size_text(size):>10}    {cells}"
+
+
+def _cell(row: Mapping[str, Any] | None) -> str:
+    if row is None:
+        return " " * 26
+    return f"{1e3 * row['seconds']:>12.3f} ms {row['bytes_per_s'] / 1e9:>6.2f} GB/s"
+
+
+def size_text(size_bytes: int) -> str:
+    """Return a size for a person.
+
+    >>> size_text(1024), size_text(64 << 20)
+    ('1 KiB', '64 MiB')
+    """
+    return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
+
+
+def judge(sweep: Sweep, link_mbit_s: int, history: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Yield what a sweep says.
+
+    Args:
+        sweep: What was measured.
+        link_mbit_s: Speed of the slowest interface on the way; 0: unknown, or no network is on the way.
+        history: Earlier results of the same hosts, oldest first.
+    """
+    best = sweep.best("horovod")
+    latency = f"{1e3 * sweep.latency_s('horovod'):.2f} ms for the smallest message"
+    yield Finding("", "all-reduce", f"{best / 1e9:.2f} GB/s, {latency}")
+    if link_mbit_s > 0:
+        link = link_mbit_s * 1e6 / 8
+        found = f"{100 * best / link:.0f} % of what the link gives ({link / 1e9:.2f} GB/s)"
+        is_slow = best < SLOWER_THAN_LINK * link
+        fix = "is it shared? another interface (launch.network_interface)? ethtool, iperf3 between the hosts"
+        yield Finding("", "link", found, "warn" if is_slow else "ok", fix)
+    reference = sweep.best("mpi4py")
+    if reference:
+        yield Finding("", "reference", f"mpi4py alone reaches {reference / 1e9:.2f} GB/s")
+    yield from _slow_pairs(sweep.pairs)
+    if history:
+        before = statistics.median(entry["bytes_per_s"] for entry in history[-5:])
+        when = time.strftime("%Y-%m-%d", time.localtime(history[-1]["unix_time_s"]))
+        is_slower = best < SLOWER_THAN_BEFORE * before
+        found = f"{100 * best / before:.0f} % of what it was (last on {when})"
+        fix = "what has changed since? a cable, a switch, another job on the network"
+        yield Finding("", "history", found, "warn" if is_slower else "ok", fix)
+
+
+def _slow_pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    if len(pairs) < 2:
+        return
+    usual = statistics.median(pair["seconds"] for pair in pairs)
+    slow = [pair for pair in pairs if pair["seconds"] > SLOW_PAIR * usual]
+    for pair in slow:
+        times = f"{1e3 * pair['seconds']:.2f} ms for 1 MiB, others {1e3 * usual:.2f} ms"
+        found = f"{' and '.join(pair['hosts'])}: {times}"
+        yield Finding(
+            "", "slow pair", found, "warn", "look at the cable, the port and the switch between them"
+        )
+    if not slow:
+        yield Finding("", "pairs", f"{len(pairs)} pairs of hosts are alike: {1e3 * usual:.2f} ms for 1 MiB")
+
+
+class History:
+    """Results of earlier examinations of the same hosts.
+
+    Args:
+        hosts: Hosts with their ranks, as text.
+        controller: mpi or gloo.
+    """
+
+    def __init__(self, hosts: Sequence[str], controller: str) -> None:
+        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        name = hashlib.sha256("\n".join([controller, *sorted(hosts)]).encode()).hexdigest()[:16]
+        self._path = Path(base) / "horovod_train" / "doctor" / f"{name}.jsonl"
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return earlier results, oldest first."""
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+            return [json.loads(line) for line in lines][-MAX_HISTORY:]
+        except (OSError, ValueError):
+            return []
+
+    def add(self, sweep: Sweep) -> None:
+        """Keep a result."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        entry = {
+            "unix_time_s": time.time(),
+            "bytes_per_s": sweep.best("horovod"),
+            "latency_s": sweep.latency_s("horovod"),
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")

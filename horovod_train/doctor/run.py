@@ -1,0 +1,142 @@
+"""Examine hosts, and the network between them by a real all-reduce."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from horovod_train.doctor.findings import Finding, clock, examine
+from horovod_train.doctor.network import History, Sweep, judge
+from horovod_train.errors import HorovodTrainError, LaunchError
+from horovod_train.launch.base import LaunchRequest
+from horovod_train.launch.console import JobConsole
+from horovod_train.launch.fleet import Fleet, Member, reach_all
+from horovod_train.launch.hosts import as_argument
+from horovod_train.launch.jobs import StateFile
+from horovod_train.launch.prepare import check_reach, choose_interfaces, describe
+from horovod_train.launch.run import launcher_named, make_plan
+from horovod_train.launch.supervised import SupervisedLauncher, carry_out
+
+SWEEP = ("horovod_train.frameworks.torch.sweep",)
+
+
+def examine_hosts(request: LaunchRequest) -> tuple[list[Finding], int]:
+    """Return what is found on the hosts, and the speed of the slowest interface between them in Mbit/s.
+
+    Args:
+        request: A job for these hosts.
+    """
+    launcher = _supervised(request)
+    request.log_dir.mkdir(parents=True, exist_ok=True)
+    for path, content in make_plan(request).files.items():
+        path.write_text(content, encoding="utf-8")
+    reached = reach_all(
+        request.hosts,
+        lambda host: launcher.shell(request, host),
+        request.stage,
+        request.job.launch.host_timeout_s,
+    )
+    findings = [
+        Finding(host.name, "ssh", result.message, "fail", result.hint)
+        if isinstance(result, LaunchError)
+        else Finding(host.name, "ssh", "this machine" if host.is_here else "answers")
+        for host, result in zip(request.hosts, reached, strict=True)
+    ]
+    fleet = Fleet([result for result in reached if not isinstance(result, LaunchError)])
+    try:
+        if not fleet.members:
+            return findings, 0
+        found, speed = _examine_fleet(fleet, request)
+        return [*findings, *found], speed
+    finally:
+        fleet.close()
+
+
+def _examine_fleet(fleet: Fleet, request: LaunchRequest) -> tuple[list[Finding], int]:
+    names = [member.host.name for member in fleet.members]
+    ports = [request.job.metrics.port + number for number in range(max(h.num_ranks for h in request.hosts))]
+
+    def wishes(member: Member) -> dict[str, Any]:
+        others = [name for name in names if name != member.host.name]
+        return {"folders": [request.job.run_dir], "names": others, "ports": ports}
+
+    readings = fleet.each("examine", wishes)
+    ranks = {member.host.name: member.host.num_ranks for member in fleet.members}
+    findings = list(examine(readings, ranks, request.job.train.device))
+    findings += clock(_offsets_s(fleet), request.job.health.max_clock_offset_s)
+    if len(fleet.members) == 1:
+        return findings, 0
+    try:
+        chosen = choose_interfaces(fleet, request.job, describe(fleet))
+        findings += [
+            Finding(name, "interface", f"{interface.name} ({interface.address}), {interface.reason}")
+            for name, interface in chosen.items()
+        ]
+        check_reach(fleet, chosen)
+        findings.append(Finding("", "reach", f"{len(names)} hosts reach each other"))
+    except LaunchError as error:
+        return [*findings, Finding("", "reach", error.message, "fail", error.hint)], 0
+    speeds = [
+        readings[name]["interfaces"].get(i.name, {}).get("speed_mbit_s", 0) for name, i in chosen.items()
+    ]
+    return findings, min(speeds)
+
+
+def _offsets_s(fleet: Fleet) -> dict[str, float]:
+    """Return how far each host's clock is ahead of this machine's: half a round trip is the error."""
+    offsets = {}
+    for member in fleet.members:
+        before = time.time()
+        there = member.call("describe", others=[])["time_s"]
+        offsets[member.host.name] = there - (before + time.time()) / 2
+    return offsets
+
+
+def examine_network(
+    request: LaunchRequest, link_mbit_s: int, console: JobConsole
+) -> tuple[list[Finding], Sweep]:
+    """Return what a real all-reduce over the job's ranks says, and its numbers.
+
+    Args:
+        request: A job for these hosts.
+        link_mbit_s: Speed of the slowest interface on the way; 0: unknown.
+        console: Where to show what ranks print.
+    """
+    measuring = replace(request, run_id=f"{request.run_id}-sweep", program=SWEEP)
+    measuring.log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        events = carry_out(
+            _supervised(request), measuring, make_plan(measuring), console, StateFile(measuring.log_dir)
+        )
+    except HorovodTrainError as error:
+        finding = Finding("", "all-reduce", error.message, "fail", error.hint or "see the findings above")
+        return [finding], Sweep()
+    sweep = Sweep(
+        [event.fields for event in events if event.kind == "sweep"],
+        [event.fields for event in events if event.kind == "pair"],
+    )
+    history = History(as_argument(request.hosts).split(","), request.job.launch.controller)
+    findings = list(judge(sweep, link_mbit_s, history.read()))
+    history.add(sweep)
+    return findings, sweep
+
+
+def _supervised(request: LaunchRequest) -> SupervisedLauncher:
+    launcher = launcher_named(request.job.launch.launcher)
+    if not isinstance(launcher, SupervisedLauncher):
+        raise LaunchError(
+            f"the launcher {request.job.launch.launcher!r} starts no ranks from here",
+            hint="inside an allocation use --launcher slurm-allocation; for Kubernetes, --kubernetes",
+        )
+    return launcher
+
+
+def report(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield the lines of a report, and what it comes to."""
+    for finding in findings:
+        yield str(finding)
+    failed = sum(finding.level == "fail" for finding in findings)
+    odd = sum(finding.level == "warn" for finding in findings)
+    yield f"{len(findings)} findings: {failed} that keep a job from running, {odd} that are odd"

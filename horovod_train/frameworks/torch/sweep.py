@@ -1,0 +1,127 @@
+"""How fast ranks add up: all-reduce from small to large messages, through Horovod and through mpi4py.
+
+    python -m horovod_train.frameworks.torch.sweep      on every rank, under any launcher
+
+Rank 0 tells, as one event, the median time of each size; and the time that each pair of hosts needs
+to exchange a message, where MPI is there to do it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_train.config.schema import Job
+from horovod_train.engine.base import World, gather_json
+from horovod_train.engine.environment import from_slurm
+from horovod_train.events import Reporter
+from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.world import connect
+
+SIZES_BYTES = tuple(4**power for power in range(5, 14))
+"""1 KiB .. 64 MiB."""
+
+SECONDS_PER_SIZE = 0.4
+MAX_ROUNDS = 200
+PAIR_BYTES = 1 << 20
+PAIR_ROUNDS = 5
+
+
+def main() -> None:
+    """Measure, and tell."""
+    import os
+
+    os.environ.update(from_slurm(os.environ))
+    world = connect(TorchWorld, Job(name="doctor", task="digits"))
+    reporter = Reporter(world.rank, as_json=True)
+    rows = [{"via": "horovod", **row} for row in sweep(world, horovod_sum(world))]
+    pairs: list[dict[str, Any]] = []
+    if os.environ.get("OMPI_COMM_WORLD_SIZE"):
+        communicator = mpi_communicator()
+        rows += [{"via": "mpi4py", **row} for row in sweep(world, mpi_sum(communicator))]
+        pairs = exchange_in_pairs(world, communicator)
+    if world.rank == 0:
+        for row in rows:
+            reporter.emit("sweep", **row)
+        for pair in pairs:
+            reporter.emit("pair", **pair)
+        reporter.emit("swept", world_size=world.size)
+    world.close()
+
+
+def horovod_sum(world: World) -> Callable[[int], None]:
+    """Return what adds up so many bytes over ranks through Horovod."""
+    if not isinstance(world, TorchWorld):
+        return lambda _: None
+    buffers = {size: torch.zeros(size // 4) for size in SIZES_BYTES}
+    return lambda size: world.finish(world.start_sum(buffers[size], f"sweep.{size}"))
+
+
+def mpi_communicator() -> Any:
+    """Return MPI's world; Horovod has started MPI already."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+def mpi_sum(communicator: Any) -> Callable[[int], None]:
+    """Return what adds up so many bytes over ranks through mpi4py alone: the reference."""
+    buffers = {
+        size: (np.zeros(size // 4, np.float32), np.zeros(size // 4, np.float32)) for size in SIZES_BYTES
+    }
+    return lambda size: communicator.Allreduce(*buffers[size])
+
+
+def sweep(world: World, add_up: Callable[[int], None]) -> list[dict[str, float]]:
+    """Return the time of one all-reduce for each size: the median over rounds of the slowest rank's.
+
+    Bus bandwidth is bytes x 2 (n - 1) / n / time: what each rank has to send in a ring of n.
+    """
+    rows = []
+    for size in SIZES_BYTES:
+        add_up(size)  # the first one makes connections
+        started = perf_counter()
+        add_up(size)
+        (slowest,) = world.sum([perf_counter() - started])
+        rounds = max(3, min(MAX_ROUNDS, int(SECONDS_PER_SIZE * world.size / max(slowest, 1e-6))))
+        times = [timed(lambda: add_up(size)) for _ in range(rounds)]  # noqa: B023  (called at once)
+        seconds = statistics.median(max(column) for column in zip(*gather_json(world, times), strict=True))
+        moved = size * 2 * (world.size - 1) / world.size
+        rows.append({"size_bytes": size, "seconds": seconds, "bytes_per_s": moved / seconds})
+    return rows
+
+
+def timed(do: Callable[[], None]) -> float:
+    """Return how long something took, in seconds."""
+    started = perf_counter()
+    do()
+    return perf_counter() - started
+
+
+def exchange_in_pairs(world: World, communicator: Any) -> list[dict[str, Any]]:
+    """Return how long each pair of hosts needs to exchange one MiB: one after the other, others wait."""
+    hosts: list[str] = gather_json(world, world.host)
+    leaders: Mapping[str, int] = {host: hosts.index(host) for host in dict.fromkeys(hosts)}
+    names = list(leaders)
+    found = []
+    out, into = np.zeros(PAIR_BYTES, np.uint8), np.empty(PAIR_BYTES, np.uint8)
+    for number, one in enumerate(names):
+        for other in names[number + 1 :]:
+            mine = {leaders[one]: leaders[other], leaders[other]: leaders[one]}.get(world.rank)
+            times = [0.0]
+            communicator.Barrier()
+            if mine is not None:
+                exchange = lambda: communicator.Sendrecv(out, mine, recvbuf=into, source=mine)  # noqa: B023, E731
+                times = [timed(exchange) for _ in range(PAIR_ROUNDS)]
+            seconds = max(gather_json(world, statistics.median(times)))
+            found.append({"hosts": [one, other], "seconds": seconds})
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""From readings to findings: one line each, with the fix."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from horovod_train.doctor.findings import Finding, clock, examine
+from horovod_train.doctor.network import History, Sweep, judge
+from horovod_train.doctor.run import report
+from horovod_train.launch.readings import take_readings
+
+GOOD = {
+    "python": {"version": "3.11.7", "path": "/v/bin/python"},
+    "engine": {"horovod": "0.28.1", "wanted": "0.28.1", "build": "abc", "nccl": ""},
+    "mpi": "4.1.8",
+    "names": {"b": "10.0.0.2"},
+    "disks": {"/runs": 100 << 30},
+    "shared_memory_bytes": 8 << 30,
+    "limits": {"open_files": 65536, "locked_memory": -1},
+    "cores": 8,
+    "load": 0.1,
+    "gpus": [],
+    "infiniband": [],
+    "busy_ports": [],
+}
+GPU = {"index": "0", "name": "H100", "driver_version": "580", "uuid": "u"}
+
+
+def changed(path, value):
+    readings = copy.deepcopy(GOOD)
+    node = readings
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = value
+    return readings
+
+
+def findings(readings, device="auto", ranks=2):
+    return {f.what: f for f in examine({"a": readings}, {"a": ranks}, device)}
+
+
+def test_a_good_host_is_fine():
+    assert {finding.level for finding in findings(GOOD).values()} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "what", "level", "fix"),
+    [
+        (("engine", "horovod"), "", "engine", "fail", "engine build"),
+        (("engine", "build"), None, "engine", "fail", "engine build"),
+        (("mpi",), "", "mpi", "warn", "gloo"),
+        (("mpi",), "5.0.7", "mpi", "fail", "Open MPI 4.1"),
+        (("names", "b"), "", "names", "fail", "/etc/hosts"),
+        (("names", "b"), "127.0.1.1", "names", "fail", "loopback"),
+        (("disks", "/runs"), 1 << 30, "disk", "warn", "run_dir"),
+        (("shared_memory_bytes",), 64 << 20, "shared memory", "warn", "--shm-size"),
+        (("limits", "open_files"), 1024, "open files", "warn", "ulimit -n"),
+        (("cores",), 1, "cores", "warn", "at most 1"),
+        (("load",), 30.0, "cores", "warn", "top"),
+        (("gpus",), [GPU], "gpu", "fail", "at most 1 ranks"),
+        (("gpus",), [GPU, GPU], "nccl", "warn", "--force"),
+        (("busy_ports",), [9400], "ports", "warn", "metrics.port"),
+    ],
+)
+def test_what_is_wrong_is_found_with_its_fix(path, value, what, level, fix):
+    found = findings(changed(path, value))[what]
+
+    assert (found.level, found.host) == (level, "a")
+    assert fix in found.fix
+
+
+def test_locked_memory_matters_with_infiniband_only():
+    readings = changed(("limits", "locked_memory"), 65536)
+    assert "locked memory" not in findings(readings)
+
+    readings["infiniband"] = ["mlx5_0"]
+    assert findings(readings)["locked memory"].level == "fail"
+
+
+def test_gpus_that_a_job_wants_and_are_not_there_keep_it_from_running():
+    assert findings(GOOD, device="cuda")["gpu"].level == "fail"
+
+
+def test_hosts_that_differ_are_named_with_values():
+    other = changed(("python", "version"), "3.12.1")
+
+    found = [f for f in examine({"a": GOOD, "b": other}, {"a": 1, "b": 1}, "auto") if not f.host]
+
+    assert [(f.what, f.level, f.found) for f in found] == [
+        ("python", "fail", "differs: 3.11.7 on a; 3.12.1 on b")
+    ]
+
+
+def test_clocks():
+    assert [f.level for f in clock({"a": 0.01, "b": -0.02}, 5)] == ["ok", "ok"]
+    assert [f.level for f in clock({"a": 0.0, "b": 60.0}, 5)] == ["fail", "fail"]
+
+
+def row(via, size_bytes, seconds):
+    return {"via": via, "size_bytes": size_bytes, "seconds": seconds, "bytes_per_s": size_bytes / seconds}
+
+
+SWEEP = Sweep([row("horovod", 1024, 0.001), row("horovod", 1 << 26, 0.1), row("mpi4py", 1 << 26, 0.08)])
+
+
+def judged(sweep=SWEEP, link_mbit_s=0, history=()):
+    return {finding.what: finding for finding in judge(sweep, link_mbit_s, history)}
+
+
+class TestNetwork:
+    def test_is_compared_with_its_link(self):
+        assert judged(link_mbit_s=10_000)["link"].level == "ok"  # 0.67 of 1.25 GB/s
+        assert judged(link_mbit_s=100_000)["link"].level == "warn"
+        assert "link" not in judged()
+
+    def test_is_compared_with_mpi_alone(self):
+        assert judged()["reference"].found == "mpi4py alone reaches 0.84 GB/s"
+
+    @pytest.mark.parametrize(("before", "level"), [(0.7e9, "ok"), (2e9, "warn")])
+    def test_is_compared_with_the_last_time(self, before, level):
+        assert judged(history=[{"bytes_per_s": before, "unix_time_s": 0}])["history"].level == level
+
+    def test_names_the_slow_pair(self):
+        names = [("a", "b"), ("a", "c"), ("b", "c")]
+        alike = [{"hosts": list(pair), "seconds": 0.003} for pair in names]
+        one_slow = [*alike[:2], {"hosts": ["b", "c"], "seconds": 0.04}]
+
+        assert judged(Sweep(SWEEP.rows, alike))["pairs"].level == "ok"
+        assert judged(Sweep(SWEEP.rows, one_slow))["slow pair"].found.startswith("b and c: 40.00 ms")
+
+    def test_is_shown_as_a_table(self):
+        lines = list(SWEEP.table())
+
+        assert lines[0].split() == ["all-reduce", "horovod", "mpi4py"]
+        assert lines[1].split() == ["1", "KiB", "1.000", "ms", "0.00", "GB/s"]  # mpi4py has no such row
+        assert lines[2].split()[-2:] == ["0.84", "GB/s"]
+
+    def test_is_remembered_for_these_hosts(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+        History(["a:1", "b:1"], "mpi").add(SWEEP)
+
+        (entry,) = History(["b:1", "a:1"], "mpi").read()
+        assert entry["bytes_per_s"] == pytest.approx((1 << 26) / 0.1)
+        assert History(["a:1", "b:1"], "gloo").read() == []
+
+
+def test_this_machine_can_be_read(tmp_path):
+    readings = take_readings([str(tmp_path / "not" / "there")], ["localhost"], [1])
+
+    assert readings["names"] == {"localhost": "127.0.0.1"}
+    assert next(iter(readings["disks"].values())) > 0
+    assert readings["engine"]["horovod"] == readings["engine"]["wanted"]
+    json.dumps(readings)
+
+
+def test_a_report_ends_with_what_it_comes_to():
+    *lines, last = report([Finding("a", "disk", "full", "fail", "make room"), Finding("a", "mpi", "4.1.8")])
+
+    assert lines[0].endswith("fix: make room")
+    assert last == "2 findings: 1 that keep a job from running, 0 that are odd"
