@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
 """Letters, digits, dots, dashes and underscores; at most 63: it becomes a label and a folder."""
@@ -28,6 +28,17 @@ VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]
 
 OneLine = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
 """Text without line breaks."""
+
+
+def _as_ssh_writes(value: object) -> object:
+    """YAML takes ``yes`` for true and ``10`` for a number; ssh means the words."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value) if isinstance(value, int) else value
+
+
+SshValue = Annotated[OneLine, BeforeValidator(_as_ssh_writes)]
+"""Value of an option of ssh_config."""
 
 SecretSource = Annotated[
     str,

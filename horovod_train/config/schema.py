@@ -34,6 +34,7 @@ from horovod_train.config.fields import (
     Seconds,
     SecretSource,
     Section,
+    SshValue,
     VariableName,
 )
 from horovod_train.config.kubernetes import Kubernetes
@@ -263,7 +264,7 @@ class Ssh(Section):
     identity_file: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Private key; null: those that ssh finds by itself."""
 
-    options: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9]*$")], OneLine] = {}
+    options: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9]*$")], SshValue] = {}
     """Further options of ssh_config, such as ``ProxyJump: gateway``."""
 
 

@@ -64,6 +64,14 @@ class TestPlan:
         config = plan.files[request.log_dir / "ssh_config"]
         assert "\nPort 2222\nIdentityFile /keys/id\nIdentitiesOnly yes\nProxyJump gate\nInclude" in config
 
+    def test_options_of_ssh_may_be_written_as_yaml_reads_them(self, tmp_path):
+        ssh = {"options": {"StrictHostKeyChecking": True, "ConnectionAttempts": 3}}
+        request = request_for(tmp_path, launch={"hosts": ["a:1", "b:1"], "ssh": ssh})
+
+        config = make_plan(request).files[request.log_dir / "ssh_config"]
+
+        assert "StrictHostKeyChecking yes\nConnectionAttempts 3\n" in config
+
     def test_open_mpi_uses_the_same_ssh_and_our_daemon(self, tmp_path):
         request = request_for(tmp_path, launch={"hosts": ["a:1", "b:1"], "launcher": "mpirun"})
 
