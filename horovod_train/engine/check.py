@@ -7,6 +7,7 @@ with it.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from horovod_train.engine.build import (
     patch_files,
     patch_title,
 )
+from horovod_train.engine.environment import open_mpi_alone
 from horovod_train.errors import EngineError
 
 REBUILD = "run `horovod-train engine build`"
@@ -182,7 +184,12 @@ def _run_probe(code: str) -> tuple[str | None, str]:
     """Run code in a fresh interpreter; return its last line, or None and the last line of its errors."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", code],
+            env={**open_mpi_alone(), **os.environ},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return None, "no answer within 60 s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from shutil import which
 
 from horovod_train.config.schema import Job
 
@@ -19,6 +20,11 @@ def started_as_one_of_many(environ: Mapping[str, str]) -> bool:
         variable in environ and not (variable.startswith("SLURM") and environ[variable] == "1")
         for variable in SIZE_VARIABLES
     )
+
+
+def open_mpi_alone() -> dict[str, str]:
+    """Return what Open MPI needs on a machine without ssh: it wants to know one, though it calls nobody."""
+    return {} if which("ssh") or which("rsh") else {"OMPI_MCA_plm_rsh_agent": which("true") or "true"}
 
 
 def from_slurm(environ: Mapping[str, str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from horovod_train.engine.environment import open_mpi_alone
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts import as_argument
@@ -49,7 +50,7 @@ def open_mpi_settings(request: LaunchRequest) -> dict[str, str]:
     """Return the variables that Open MPI is started with, whoever calls mpirun."""
     # Horovod's background thread polls MPI. Where it shares a core with a rank's compute thread, it
     # has to give way.
-    settings = {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    settings = {"OMPI_MCA_mpi_yield_when_idle": "1", **open_mpi_alone()}
     if request.is_remote:
         settings["OMPI_MCA_plm_rsh_agent"] = shlex.join(request.ssh)
         settings["OMPI_MCA_orte_launch_agent"] = f"{request.stage}/orted"

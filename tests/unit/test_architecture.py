@@ -47,7 +47,7 @@ ROOMS = {
         "health",
         "frameworks.base",
     },
-    "launch": BASICS | {"config", "events", "engine.facts", "engine.build"},
+    "launch": BASICS | {"config", "events", "engine.facts", "engine.build", "engine.environment"},
     "doctor": BASICS | {"config", "events", "launch"},
     "tasks": set(),
     # Composition roots: the trainer's, and the library's.

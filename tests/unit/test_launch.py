@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from horovod_train.config.schema import Job
+from horovod_train.engine import environment
 from horovod_train.errors import LaunchError, PreemptedError
 from horovod_train.events import Event, Reporter, parse_line
 from horovod_train.launch.console import JobConsole
@@ -48,6 +49,13 @@ class TestPlan:
 
         assert "<BIN>/mpirun" in text
         assert "--tag-output -np 2 -H localhost:2 --bind-to none" in text
+
+    def test_open_mpi_wants_an_ssh_though_it_calls_nobody(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(environment, "which", lambda name: {"true": "/bin/true"}.get(name))
+
+        plan = make_plan(request_for(tmp_path, launch={"num_ranks": 2}))
+
+        assert plan.env["OMPI_MCA_plm_rsh_agent"] == "/bin/true"
 
     def test_mpirun_starts_no_ranks_for_gloo(self, tmp_path):
         with pytest.raises(LaunchError, match="MPI controller only"):
