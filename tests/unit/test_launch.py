@@ -51,7 +51,7 @@ class TestPlan:
         assert "--tag-output -np 2 -H localhost:2 --bind-to none" in text
 
     def test_open_mpi_wants_an_ssh_though_it_calls_nobody(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(environment, "which", lambda name: {"true": "/bin/true"}.get(name))
+        monkeypatch.setattr(environment, "which", {"true": "/bin/true"}.get)
 
         plan = make_plan(request_for(tmp_path, launch={"num_ranks": 2}))
 
