@@ -129,8 +129,8 @@ class PreemptedError(HorovodTrainError):
     """The ranks were asked to leave, saved and left; exit code 75 (EX_TEMPFAIL of sysexits.h)."""
 
     exit_code = 75
-    is_out_of_time = False
-    """Whether the time the job was given is over, so that it may go on by itself."""
+    stopped_by: int | None = None
+    """The signal that asked the launcher; None: a rank was asked."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -101,6 +101,11 @@ def readable(parsed: tuple[int | None, str, Event | None]) -> str | None:
     rank, text, event = parsed
     if event is not None:
         return as_text(event)
+    return tagged(rank, text)
+
+
+def tagged(rank: int | None, text: str) -> str:
+    """Return what a rank has said, with its number; None: it is not known who said it."""
     return text if rank is None else f"[rank {rank}] {text}"
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "program
 
 from support.matrix import Matrix, update  # noqa: E402  (found by the path above)
 
+STAGES = Path("/tmp")  # noqa: S108  (where ranks' hosts have their files while a job runs)
 MATRIX = pytest.StashKey[Matrix]()
 
 
@@ -77,11 +79,16 @@ def leaves_nothing_behind():
     environment = dict(os.environ)
     threads = set(threading.enumerate())
     servers = set(psutil.Process().children())  # shared by several tests
+    stages = set(STAGES.glob("horovod_train-*"))
     yield
     new = [process for process in psutil.Process().children() if process not in servers]
     left = [*new, *(grandchild for process in new for grandchild in process.children(recursive=True))]
     for process in left:
         process.kill()
+    # A launcher that is killed has somebody else clear up after it.
+    deadline = time.monotonic() + 5
+    while (folders := set(STAGES.glob("horovod_train-*")) - stages) and time.monotonic() < deadline:
+        time.sleep(0.1)
     # PyTest notes the running test there, and torch where its compiler may cache.
     changed = {
         name
@@ -93,6 +100,7 @@ def leaves_nothing_behind():
     os.environ.update(environment)
     extra = [t for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon]
     assert not left, f"processes left behind: {left}"
+    assert not folders, f"folders left behind: {folders}"
     assert not changed, f"environment changed: {sorted(changed)}"
     assert not extra, f"threads left behind: {extra}"
 

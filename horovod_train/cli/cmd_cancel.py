@@ -15,11 +15,9 @@ def command(job_id: str, *, now: bool) -> None:
 
     It may save first, for as long as launch.grace_s allows.
     """
-    from horovod_train.launch.jobs import find_job
-    from horovod_train.launch.run import launcher_named
+    from horovod_train.launch.run import submitted
 
-    job = find_job(job_id)
-    launcher = launcher_named(job.launcher)
+    launcher, job = submitted(job_id)
     launcher.cancel(job, "kill" if now else "stop")
     status = launcher.wait(job)
-    click.echo(f"{job.job_id}: {status.state}. {status.message}")
+    click.echo(f"{job.job_id}: {status}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ def command(job: str | None, *, as_json: bool, no_sweep: bool, **options: Any) -
         if not options["hosts"] and not options["hostfile"] and options["num_ranks"] is None:
             options["num_ranks"] = 2
     with tempfile.TemporaryDirectory(prefix="horovod_train-doctor-") as folder:
-        options["overrides"] = (*options["overrides"], f"run_dir={folder}")
-        request = make_request(job or "digits", **options)
+        request = replace(make_request(job or "digits", **options), run_dir=Path(folder))
         findings, link_mbit_s = examine_hosts(request)
         lines: list[str] = []
         if not no_sweep and not any(finding.level == "fail" for finding in findings):
@@ -48,5 +48,4 @@ def command(job: str | None, *, as_json: bool, no_sweep: bool, **options: Any) -
         else:
             for line in [*lines, *report(findings)]:
                 click.echo(line)
-        Path(folder).mkdir(exist_ok=True)
     sys.exit(1 if any(finding.level == "fail" for finding in findings) else 0)

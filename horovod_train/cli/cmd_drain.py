@@ -11,9 +11,8 @@ from horovod_train.cli.options import job_id_argument
 @job_id_argument
 def command(job_id: str) -> None:
     """Let the job ID save and leave with exit code 75, however long that takes."""
-    from horovod_train.launch.jobs import find_job
-    from horovod_train.launch.run import launcher_named
+    from horovod_train.launch.run import submitted
 
-    job = find_job(job_id)
-    launcher_named(job.launcher).cancel(job, "drain")
+    launcher, job = submitted(job_id)
+    launcher.cancel(job, "drain")
     click.echo(f"{job.job_id}: asked to save and leave; `horovod-train wait {job.job_id}` tells when it has")

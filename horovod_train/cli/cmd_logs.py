@@ -13,11 +13,10 @@ from horovod_train.cli.options import job_id_argument
 def command(job_id: str, *, follow: bool) -> None:
     """Show what the job ID has written."""
     from horovod_train.events import parse_line, readable
-    from horovod_train.launch.jobs import find_job
-    from horovod_train.launch.run import launcher_named
+    from horovod_train.launch.run import submitted
 
-    job = find_job(job_id)
-    for line in launcher_named(job.launcher).logs(job, follow=follow):
+    launcher, job = submitted(job_id)
+    for line in launcher.logs(job, follow=follow):
         text = readable(parse_line(line))
         if text is not None:
             click.echo(text)

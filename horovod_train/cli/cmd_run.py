@@ -7,13 +7,13 @@ from typing import Any
 
 import click
 
-from horovod_train.cli.options import job_argument, launch_options, make_request
+from horovod_train.cli.options import dry_run_option, job_argument, launch_options, make_request
 
 
 @click.command(name="run")
 @job_argument
 @launch_options
-@click.option("--dry-run", is_flag=True, help="Print exactly what would be done, and do nothing.")
+@dry_run_option
 def command(job: str, *, dry_run: bool, **options: Any) -> None:
     """Train JOB (a file, or the name of a shipped task) and stay with it to its end."""
     from horovod_train.launch.run import make_plan, run_job

@@ -14,9 +14,10 @@ from horovod_train.cli.options import job_id_argument
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 def command(job_id: str, *, as_json: bool) -> None:
     """Show how the job ID stands."""
-    from horovod_train.launch.run import status_of
+    from horovod_train.launch.run import submitted
 
-    job, status = status_of(job_id)
+    launcher, job = submitted(job_id)
+    status = launcher.status(job)
     if as_json:
         fields = {"job_id": job.job_id, "state": status.state, "exit_code": status.exit_code}
         click.echo(json.dumps({**fields, "message": status.message, "log_dir": str(job.log_dir)}))

@@ -6,13 +6,13 @@ from typing import Any
 
 import click
 
-from horovod_train.cli.options import job_argument, launch_options, make_request
+from horovod_train.cli.options import dry_run_option, job_argument, launch_options, make_request
 
 
 @click.command(name="submit")
 @job_argument
 @launch_options
-@click.option("--dry-run", is_flag=True, help="Print exactly what would be done, and do nothing.")
+@dry_run_option
 def command(job: str, *, dry_run: bool, **options: Any) -> None:
     """Start JOB and return at once; prints its id."""
     from horovod_train.launch.run import make_plan, submit_job

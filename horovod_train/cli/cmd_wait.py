@@ -13,10 +13,9 @@ from horovod_train.cli.options import job_id_argument
 @job_id_argument
 def command(job_id: str) -> None:
     """Wait until the job ID has ended, and end with its exit code."""
-    from horovod_train.launch.jobs import find_job
-    from horovod_train.launch.run import launcher_named
+    from horovod_train.launch.run import submitted
 
-    job = find_job(job_id)
-    status = launcher_named(job.launcher).wait(job)
-    click.echo(f"{job.job_id}: {status.state}" + (f". {status.message}" if status.message else ""))
+    launcher, job = submitted(job_id)
+    status = launcher.wait(job)
+    click.echo(f"{job.job_id}: {status}")
     sys.exit(1 if status.exit_code is None else status.exit_code)

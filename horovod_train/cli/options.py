@@ -13,6 +13,9 @@ TASKS_FOLDER = Path(__file__).parent.parent / "tasks"
 
 job_id_argument = click.argument("job_id", metavar="ID")
 job_argument = click.argument("job", metavar="JOB")
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Print exactly what would be done, and do nothing."
+)
 set_option = click.option(
     "--set",
     "overrides",

@@ -33,7 +33,7 @@ def kubernetes_rules(job: Job) -> Iterator[Problem]:
     """Yield what keeps a job from running as an MPIJob; nothing for other launchers."""
     if job.launch.launcher != LAUNCHER:
         return
-    yield from _names(job)
+    yield from name_problems("name", job.name, num_workers(job))
     yield from _ranks(job)
     yield from _image(job)
     yield from _volumes(job)
@@ -42,22 +42,29 @@ def kubernetes_rules(job: Job) -> Iterator[Problem]:
     yield from _labels(job)
 
 
-def _names(job: Job) -> Iterator[Problem]:
-    if not _DNS_1035.fullmatch(job.name):
+def name_problems(field: str, name: str, num_workers: int) -> Iterator[Problem]:
+    """Yield what keeps the operator from naming pods after an MPIJob.
+
+    Args:
+        field: Where the name stands.
+        name: Name of the MPIJob.
+        num_workers: As many workers as it may ever have.
+    """
+    if not _DNS_1035.fullmatch(name):
         yield Problem(
-            "name",
-            repr(job.name),
+            field,
+            repr(name),
             "must begin with a lower-case letter, and have only lower-case letters, digits and dashes: pods "
             "are named after it",
             "such as my-job-1",
         )
-    longest = f"{job.name}-worker-{num_workers(job) - 1}"
+    longest = f"{name}-worker-{num_workers - 1}"
     if len(longest) > MAX_NAME:
         yield Problem(
-            "name",
-            repr(job.name),
+            field,
+            repr(name),
             f"is too long: the pod {longest} would have {len(longest)} characters, {MAX_NAME} are allowed",
-            f"use at most {MAX_NAME - len(longest) + len(job.name)} characters",
+            f"use at most {MAX_NAME - len(longest) + len(name)} characters",
         )
 
 
@@ -181,7 +188,7 @@ def _scheduling(job: Job) -> Iterator[Problem]:
 
 
 def _labels(job: Job) -> Iterator[Problem]:
-    for field in ("labels", "annotations", "node_selector"):
+    for field in ("labels", "annotations"):
         for key in getattr(job.launch.kubernetes, field):
-            if field != "node_selector" and key.startswith(OWN_LABELS):
+            if key.startswith(OWN_LABELS):
                 yield Problem(f"launch.kubernetes.{field}.{key}", "", f"{OWN_LABELS} belongs to the operator")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from horovod_train.doctor.findings import Finding
+from horovod_train.launch.files import state_dir
 
 SLOW_PAIR = 2.0
 SLOWER_THAN_BEFORE = 0.7
@@ -129,9 +128,8 @@ class History:
     """
 
     def __init__(self, hosts: Sequence[str], controller: str) -> None:
-        base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
         name = hashlib.sha256("\n".join([controller, *sorted(hosts)]).encode()).hexdigest()[:16]
-        self._path = Path(base) / "horovod_train" / "doctor" / f"{name}.jsonl"
+        self._path = state_dir() / "doctor" / f"{name}.jsonl"
 
     def read(self) -> list[dict[str, Any]]:
         """Return earlier results, oldest first."""

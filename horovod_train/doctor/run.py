@@ -30,8 +30,7 @@ def examine_hosts(request: LaunchRequest) -> tuple[list[Finding], int]:
     """
     launcher = _supervised(request)
     request.log_dir.mkdir(parents=True, exist_ok=True)
-    for path, content in make_plan(request).files.items():
-        path.write_text(content, encoding="utf-8")
+    make_plan(request).write_files()
     reached = reach_all(
         request.hosts,
         lambda host: launcher.shell(request, host),

@@ -45,7 +45,7 @@ def environment_facts(task: str | None = None) -> dict[str, str]:
     Args:
         task: Where the task comes from, ``file.py:Class`` or ``module:Class``; None: a shipped one.
     """
-    versions = {f"{name} version": version for name in PACKAGES if (version := _version(name))}
+    versions = {f"{name} version": version for name in PACKAGES if (version := package_version(name))}
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -116,7 +116,8 @@ def differing(all_facts: Mapping[str, Facts]) -> dict[str, dict[str, list[str]]]
     return found
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """Return the version of an installed distribution; None: it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from time import sleep
 from typing import Literal, Protocol
 
 from horovod_train.config.schema import Job
@@ -98,6 +99,12 @@ class LaunchPlan:
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[Path, str] = field(default_factory=dict)
 
+    def write_files(self) -> None:
+        """Write the files."""
+        for path, content in self.files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+
     def in_full(self) -> str:
         """Return the plan with the contents of its files."""
         files = [f"# {path}\n{content.rstrip()}\n" for path, content in self.files.items()]
@@ -128,6 +135,9 @@ class JobStatus:
     def has_ended(self) -> bool:
         """Whether nothing more will happen."""
         return self.state in ENDED
+
+    def __str__(self) -> str:
+        return f"{self.state}. {self.message}" if self.message else self.state
 
 
 @dataclass(frozen=True)
@@ -203,3 +213,23 @@ class Launcher(Protocol):
     def wait(self, job: Submitted) -> JobStatus:
         """Return how a job ended, when it has."""
         ...
+
+
+class Waits:
+    """What launchers have in common that can only be asked how a job stands.
+
+    Attributes:
+        poll_s: Time between two questions, in seconds.
+    """
+
+    poll_s = 1.0
+
+    def status(self, job: Submitted) -> JobStatus:
+        """Return how a job stands."""
+        raise NotImplementedError
+
+    def wait(self, job: Submitted) -> JobStatus:
+        """Return how a job ended, when it has."""
+        while not (status := self.status(job)).has_ended:
+            sleep(self.poll_s)
+        return status

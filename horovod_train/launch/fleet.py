@@ -6,6 +6,7 @@ This machine takes part directly, every other host through an agent behind ssh.
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,7 +89,7 @@ class There:
         self._next = 0
         python = host.settings.python or sys.executable
         self._process = subprocess.Popen(
-            [*shell, f"exec {python} -m horovod_train.launch.agent {stage} {silence_s:g}"],
+            [*shell, f"exec {shlex.quote(python)} -m horovod_train.launch.agent {stage} {silence_s:g}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

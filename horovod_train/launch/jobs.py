@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +19,7 @@ import psutil
 
 from horovod_train.errors import UserError, did_you_mean
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
+from horovod_train.launch.files import state_dir, write_whole
 
 STATE_FILE = "state.json"
 LOG_FILE = "run.log"
@@ -27,8 +27,7 @@ LOG_FILE = "run.log"
 
 def jobs_dir() -> Path:
     """Return the folder in which submitted jobs are remembered."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "horovod_train" / "jobs"
+    return state_dir() / "jobs"
 
 
 def remember(request: LaunchRequest, native_id: str) -> Submitted:
@@ -36,7 +35,7 @@ def remember(request: LaunchRequest, native_id: str) -> Submitted:
     job = Submitted(
         request.job_id, request.job.launch.launcher, native_id, request.log_dir, submitted_unix_s=time()
     )
-    _write_whole(jobs_dir() / f"{job.job_id}.json", json.dumps({**asdict(job), "log_dir": str(job.log_dir)}))
+    write_whole(jobs_dir() / f"{job.job_id}.json", json.dumps({**asdict(job), "log_dir": str(job.log_dir)}))
     return job
 
 
@@ -90,7 +89,7 @@ class StateFile:
             "host": socket.gethostname(),
             "unix_time_s": time(),
         }
-        _write_whole(self._path, json.dumps(document, indent=2) + "\n")
+        write_whole(self._path, json.dumps(document, indent=2) + "\n")
 
     def read(self) -> JobStatus:
         """Return how it stands; a run whose process is gone without a word has failed."""
@@ -137,12 +136,3 @@ def _is_alive(document: Mapping[str, Any]) -> bool:
         return False
     # Numbers of processes are used again.
     return abs(started_s - document["pid_started_unix_s"]) < 1 and process.status() != psutil.STATUS_ZOMBIE
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    Path(temporary).replace(path)

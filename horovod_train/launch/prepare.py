@@ -36,7 +36,7 @@ def prepare(
     job = request.job
     descriptions = describe(fleet)
     chosen: dict[str, Chosen] = {}
-    if len(fleet.members) > 1:
+    if request.is_remote:
         # Code that is shipped is the same everywhere.
         task = job.task if ":" in job.task and not job.launch.ship_code else None
         check_alike(fleet.each("facts", lambda _: {"task": task}))

@@ -13,13 +13,13 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from horovod_train.engine.build import HOROVOD_VERSION, installed_key, installed_plan
+from horovod_train.engine.facts import package_version
 
 COMMAND_TIMEOUT_S = 10.0
 
@@ -37,7 +37,7 @@ def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[
         "hostname": socket.gethostname(),
         "python": {"version": platform.python_version(), "path": sys.executable},
         "engine": {
-            "horovod": _version("horovod"),
+            "horovod": package_version("horovod") or "",
             "wanted": HOROVOD_VERSION,
             "build": installed_key(),
             "nccl": (plan or {}).get("nccl", ""),
@@ -63,12 +63,6 @@ def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[
         },
         "busy_ports": [port for port in ports if not _is_free(port)],
     }
-
-
-def _version(name: str) -> str:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(name)
-    return ""
 
 
 def _mpi_version() -> str:

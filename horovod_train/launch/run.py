@@ -6,16 +6,14 @@ import os
 import time
 from pathlib import Path
 
-import psutil
-
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job, Launch
-from horovod_train.events import parse_line
-from horovod_train.launch.base import JobStatus, Launcher, LaunchPlan, LaunchRequest, Submitted
+from horovod_train.events import parse_line, tagged
+from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts import hosts_of
 from horovod_train.launch.jobs import find_job, remember
-from horovod_train.launch.on_host import source_towards
+from horovod_train.launch.on_host import addresses_by_interface, source_towards
 from horovod_train.registry import LAUNCHERS
 
 
@@ -50,10 +48,7 @@ def _own_interface(launch: Launch) -> str | None:
     if not others:
         return None
     address = source_towards(others[0])
-    for name, found in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in found):
-            return name
-    return None
+    return next((name for name, found in addresses_by_interface().items() if address in found), None)
 
 
 def launcher_named(name: str) -> Launcher:
@@ -66,15 +61,14 @@ def launcher_named(name: str) -> Launcher:
     return launcher
 
 
-def status_of(job_id: str) -> tuple[Submitted, JobStatus]:
-    """Return a submitted job and how it stands.
+def submitted(job_id: str) -> tuple[Launcher, Submitted]:
+    """Return who has a submitted job, and the job.
 
     Raises:
         UserError: There is no such job.
-        LaunchError: That cannot be known.
     """
     job = find_job(job_id)
-    return job, launcher_named(job.launcher).status(job)
+    return launcher_named(job.launcher), job
 
 
 def make_plan(request: LaunchRequest) -> LaunchPlan:
@@ -121,7 +115,7 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
             if event is not None:
                 console.show(event)
             else:
-                console.print(text if rank is None else f"[rank {rank}] {text}")
+                console.print(tagged(rank, text))
         status = launcher.wait(job)
     except KeyboardInterrupt:
         console.print(f"{job.job_id}: asked to save and leave")
@@ -129,7 +123,7 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
         status = launcher.wait(job)
     finally:
         console.close()
-    console.print(f"{job.job_id}: {status.state}" + (f". {status.message}" if status.message else ""))
+    console.print(f"{job.job_id}: {status}")
     return 1 if status.exit_code is None else status.exit_code
 
 

@@ -7,16 +7,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from time import sleep
 from typing import Literal
 
 from horovod_train.config.load import dump_job
 from horovod_train.errors import LaunchError
-from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, State, Submitted
+from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, State, Submitted, Waits
 from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.supervised import read_log
 
-POLL_S = 1.0
 TIMEOUT_S = 30.0
 # What Slurm calls a state -> what it means for a job whose own word is missing.
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
@@ -28,7 +26,7 @@ _CANCEL = {
 }
 
 
-class SlurmLauncher:
+class SlurmLauncher(Waits):
     """Submits to Slurm with ``sbatch``."""
 
     has_files_here = True
@@ -49,15 +47,13 @@ class SlurmLauncher:
         Raises:
             LaunchError: Slurm did not accept it; it says why.
         """
-        for path, content in plan.files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content, encoding="utf-8")
-        return _slurm(*plan.argv).strip().partition(";")[0]
+        plan.write_files()
+        return call_slurm(*plan.argv).strip().partition(";")[0]
 
     def status(self, job: Submitted) -> JobStatus:
         """Return how a job stands: Slurm's word while it has it, then the job's own."""
         own = StateFile(job.log_dir).read_elsewhere()
-        found = _slurm("scontrol", "show", "job", "--oneliner", job.native_id, check=False)
+        found = call_slurm("scontrol", "show", "job", "--oneliner", job.native_id, check=False)
         fields = dict(re.findall(r"(\w+)=(\S*)", found))
         state = fields.get("JobState", "")
         if state in _WAITING:
@@ -82,13 +78,7 @@ class SlurmLauncher:
         if status.has_ended:
             return
         flags = () if status.state == "waiting" else _CANCEL[how]
-        _slurm("scancel", *flags, job.native_id)
-
-    def wait(self, job: Submitted) -> JobStatus:
-        """Return how a job ended, when it has."""
-        while not (status := self.status(job)).has_ended:
-            sleep(POLL_S)
-        return status
+        call_slurm("scancel", *flags, job.native_id)
 
 
 def batch_script(request: LaunchRequest) -> str:
@@ -135,7 +125,16 @@ def _without_own_word(slurm_state: str) -> JobStatus:
     return JobStatus(state, 1, f"Slurm says {slurm_state or 'that it does not know this job any more'}")
 
 
-def _slurm(*command: str, check: bool = True) -> str:
+def call_slurm(*command: str, check: bool = True) -> str:
+    """Return what a command of Slurm answers.
+
+    Args:
+        command: Program and arguments.
+        check: Whether its exit code matters.
+
+    Raises:
+        LaunchError: It is not installed, does not answer, or refuses; in its own words.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, stdin=subprocess.DEVNULL

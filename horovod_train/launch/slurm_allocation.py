@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import signal
 import sys
 from collections.abc import Mapping
 
@@ -17,7 +17,9 @@ from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.horovodrun import find_program, open_mpi_settings, path_of_this_environment
 from horovod_train.launch.hosts import Host
+from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.mpirun import mpirun_command
+from horovod_train.launch.slurm import call_slurm
 from horovod_train.launch.supervised import SupervisedLauncher
 
 
@@ -35,14 +37,9 @@ class SlurmAllocationLauncher(SupervisedLauncher):
                 "this process has no Slurm allocation",
                 hint="use launch.launcher: slurm to get one, or call this inside salloc or a batch script",
             )
-        listed = subprocess.run(
-            ["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        listed = call_slurm("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"])
         slots = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "1"))
-        return [f"{name}:{n}" for name, n in zip(listed.stdout.split(), slots, strict=True)]
+        return [f"{name}:{n}" for name, n in zip(listed.split(), slots, strict=True)]
 
     def shell(self, request: LaunchRequest, host: Host) -> list[str]:
         """Return what runs a command on a node: a step beside the others."""
@@ -75,10 +72,22 @@ class SlurmAllocationLauncher(SupervisedLauncher):
         try:
             return super().run(request, plan, console)
         except PreemptedError as error:
-            number = os.environ.get("SLURM_JOB_ID")
-            if error.is_out_of_time and request.job.launch.slurm.requeue and number:
-                subprocess.run(["scontrol", "requeue", number], check=False)
+            # What Slurm sends before the end of a job's time (batch_script), and nobody else sends.
+            is_out_of_time = error.stopped_by == signal.SIGUSR1
+            if is_out_of_time and request.job.launch.slurm.requeue and "SLURM_JOB_ID" in os.environ:
+                _put_back(os.environ["SLURM_JOB_ID"], StateFile(request.log_dir), error)
             raise
+
+
+def _put_back(number: str, state: StateFile, error: PreemptedError) -> None:
+    """Put this job back into the queue; Slurm ends this process soon after."""
+    # First, for whoever waits: the job has not ended.
+    state.write("waiting", message=f"its time is over, it is in the queue again; {error.message}")
+    try:
+        call_slurm("scontrol", "requeue", number)
+    except LaunchError:
+        state.write("preempted", error.exit_code, error.message)
+        raise
 
 
 def tasks_per_node(text: str) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from horovod_train.config.load import dump_job
 from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError
 from horovod_train.events import Event
-from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted
+from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted, Waits
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.fleet import gather
 from horovod_train.launch.hosts import Host
@@ -36,10 +36,11 @@ POLL_S = 0.2
 _SIGNALS = {"drain": (signal.SIGUSR1,), "stop": (signal.SIGTERM,), "kill": (signal.SIGTERM, signal.SIGTERM)}
 
 
-class SupervisedLauncher:
+class SupervisedLauncher(Waits):
     """A launcher whose command runs here; a subclass says which command."""
 
     has_files_here = True
+    poll_s = POLL_S
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return what would start the ranks."""
@@ -120,12 +121,6 @@ class SupervisedLauncher:
             os.kill(pid, number)
             sleep(POLL_S)
 
-    def wait(self, job: Submitted) -> JobStatus:
-        """Return how a job ended, when it has."""
-        while not (status := self.status(job)).has_ended:
-            sleep(POLL_S)
-        return status
-
 
 def read_log(path: Path, is_going_on: Any) -> Iterator[str]:
     """Yield the lines of a growing file.
@@ -164,9 +159,7 @@ def carry_out(
     launch = request.job.launch
     secrets = read_secrets(launch.secrets, os.environ)
     environ = without_secrets(launch.secrets, os.environ)
-    for path, content in plan.files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content, encoding="utf-8")
+    plan.write_files()
     lost: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(adopting_orphans())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from horovod_train.launch.files import write_whole
 
 
 def write_targets(path: Path, targets: Iterable[tuple[str, Mapping[str, str]]]) -> None:
@@ -17,11 +17,5 @@ def write_targets(path: Path, targets: Iterable[tuple[str, Mapping[str, str]]]) 
         targets: Address and labels of each rank.
     """
     document = [{"targets": [address], "labels": dict(labels)} for address, labels in targets]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(document, file, indent=2)
-        file.write("\n")
-    # mkstemp makes files for one user; Prometheus usually runs as another.
-    Path(temporary).chmod(0o644)
-    Path(temporary).replace(path)
+    # Prometheus usually runs as another user.
+    write_whole(path, json.dumps(document, indent=2) + "\n", mode=0o644)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TextIO
 
 from horovod_train.errors import LaunchError, PreemptedError, describe_ranks
-from horovod_train.events import Event, parse_line
+from horovod_train.events import Event, parse_line, tagged
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.targets import write_targets
@@ -67,7 +66,7 @@ class Watcher:
         elif CHATTER.search(text):
             return  # the log has it
         elif rank is not None:
-            self.console.print(f"[rank {rank}] {text}")
+            self.console.print(tagged(rank, text))
         elif self.request.num_ranks == 1:
             self.console.print(text)
         elif text.strip():
@@ -146,8 +145,7 @@ class Watcher:
                 f"asked to leave: everything is saved at step {self.left[0].fields['step']}",
                 hint="run the same job again: it goes on from there",
             )
-            # What Slurm sends before the end of a job's time, and nobody else sends to a launcher.
-            preempted.is_out_of_time = ended.stopped_by == signal.SIGUSR1
+            preempted.stopped_by = ended.stopped_by
             raise preempted
         if ended.code == 0 and self.has_summary and not self.causes:
             return

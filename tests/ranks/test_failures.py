@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, write_job
+from support.running import Running
 
 pytestmark = pytest.mark.ranks
 TASKS = PROGRAMS / "tasks.py"
@@ -107,32 +106,11 @@ def test_a_run_killed_with_9_takes_its_ranks_along(tmp_path, controller):
         train={"epochs": 500, "batch_size_per_rank": 4},
         launch={"num_ranks": 2, "controller": controller},
     )
-    process, workers = start_and_wait_for_ranks(tmp_path, path, 2)
+    running = Running(tmp_path, path, 2)
 
-    process.kill()
-    process.communicate(timeout=30)
+    running.process.kill()
 
-    assert all_gone(workers)
-
-
-def start_and_wait_for_ranks(folder, path, ranks):
-    process = subprocess.Popen(
-        [str(BIN / "horovod-train"), "run", str(path)],
-        cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(list(folder.glob("rank-*.txt"))) < ranks:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return process, psutil.Process(process.pid).children(recursive=True)
-
-
-def all_gone(processes) -> bool:
-    _, alive = psutil.wait_procs(processes, timeout=20)
-    for process in alive:
-        process.kill()
-    return not alive
+    assert running.end(within_s=20)[0] == -9
 
 
 class TestTheWorld:

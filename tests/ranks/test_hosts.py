@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 from support.cluster import cluster, run
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, write_job
+from support.launching import BIN, PROGRAMS, write_job
+from support.running import Running
 
 from horovod_train.checkpoint.store import list_checkpoints
 
@@ -71,31 +71,8 @@ def train(folder, hosts, path, *flags, **kwargs):
     return hosts.on_login(str(BIN / "horovod-train"), "run", str(path), *flags, cwd=folder, **kwargs)
 
 
-class Running:
-    """A job that trains on all its ranks."""
-
-    def __init__(self, folder, hosts, path, num_ranks, env=None):
-        self.process = subprocess.Popen(
-            hosts.command(str(BIN / "horovod-train"), "run", str(path)),
-            cwd=folder,
-            env=environment(**(env or {})),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(list(folder.glob("rank-*.txt"))) < num_ranks:
-            assert self.process.poll() is None, self.process.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    def launcher(self):
-        """The process of `horovod-train run` itself; ip and unshare have become it."""
-        return psutil.Process(self.process.pid)
-
-    def end(self, timeout_s=60):
-        output, _ = self.process.communicate(timeout=timeout_s)
-        return self.process.returncode, output
+def running_on(folder, hosts, path, num_ranks, env=None):
+    return Running(folder, path, num_ranks, through=hosts.command, env=env)
 
 
 @pytest.mark.parametrize("nodes", [NODES[:2], pytest.param(NODES, marks=pytest.mark.campaign)], ids=len)
@@ -108,6 +85,13 @@ def test_the_digits_job_trains_on_several_hosts(tmp_path, hosts, how, nodes):
     assert list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")
 
 
+def test_one_other_host(tmp_path, hosts, sometimes):
+    done = train(tmp_path, hosts, job(tmp_path, hosts, ["node2"], launch=sometimes))
+
+    assert done.returncode == 0, done.stderr
+    assert "node2: network interface eth0 (10.77.0.12): ssh came in through it" in done.stdout
+
+
 def test_two_ranks_on_each_of_two_hosts(tmp_path, hosts):
     path = job(tmp_path, hosts, [], launch={"hosts": ["node1:2", "node2:2"], "launcher": "mpirun"})
 
@@ -118,9 +102,9 @@ def test_two_ranks_on_each_of_two_hosts(tmp_path, hosts):
 
 
 def test_a_stopped_job_saves_and_leaves_nothing_on_any_host(tmp_path, hosts, how):
-    running = Running(tmp_path, hosts, slow(tmp_path, hosts, NODES[:2], launch=how), 2)
+    running = running_on(tmp_path, hosts, slow(tmp_path, hosts, NODES[:2], launch=how), 2)
 
-    running.launcher().terminate()
+    running.process.terminate()
     code, output = running.end()
 
     assert code == 75, output
@@ -130,7 +114,7 @@ def test_a_stopped_job_saves_and_leaves_nothing_on_any_host(tmp_path, hosts, how
 
 
 def test_a_signal_to_one_rank_on_another_host_lets_all_save_and_leave(tmp_path, hosts, sometimes):
-    running = Running(tmp_path, hosts, slow(tmp_path, hosts, NODES[:2], launch=sometimes), 2)
+    running = running_on(tmp_path, hosts, slow(tmp_path, hosts, NODES[:2], launch=sometimes), 2)
     rank = next(pid for pid in hosts.nodes["node2"].pids() if "worker" in psutil.Process(pid).cmdline())
 
     os.kill(rank, signal.SIGTERM)
@@ -141,22 +125,22 @@ def test_a_signal_to_one_rank_on_another_host_lets_all_save_and_leave(tmp_path, 
 
 
 def test_a_launcher_killed_with_9_leaves_nothing_on_any_host(tmp_path, hosts, how):
-    running = Running(tmp_path, hosts, slow(tmp_path, hosts, NODES[:2], launch=how), 2)
+    running = running_on(tmp_path, hosts, slow(tmp_path, hosts, NODES[:2], launch=how), 2)
 
-    running.launcher().kill()
-    running.end()
+    running.process.kill()
+    running.end(within_s=15)
 
     assert hosts.leftovers(within_s=15) == []
 
 
 def test_a_link_that_is_cut_while_training_ends_the_job(tmp_path, hosts, how):
     path = slow(tmp_path, hosts, NODES[:2], launch={**how, "host_timeout_s": 6})
-    running = Running(tmp_path, hosts, path, 2)
+    running = running_on(tmp_path, hosts, path, 2)
 
-    hosts.set_link("node2", "down")
+    hosts.network.set_link("node2", "down")
     code, output = running.end()
     on_the_cut_host = hosts.leftovers(within_s=15)
-    hosts.set_link("node2", "up")
+    hosts.network.set_link("node2", "up")
 
     assert code == 1, output
     assert "node2 does not answer any more" in output
@@ -206,9 +190,9 @@ class TestAHostThatCannotBeUsed:
         assert "launch.ssh.port" in said
 
     def test_a_host_that_is_down(self, tmp_path, hosts):
-        hosts.set_link("node3", "down")
+        hosts.network.set_link("node3", "down")
         said = self.refused(tmp_path, hosts, ("node1", "node3"))
-        hosts.set_link("node3", "up")
+        hosts.network.set_link("node3", "up")
 
         assert "node3: it " in said
         assert "is it up?" in said
@@ -343,7 +327,7 @@ def test_secrets_reach_the_ranks_and_nobody_else(tmp_path, hosts, sometimes):
     (tmp_path / "token").write_text("s3cret-from-file\n")
     token = {"MY_TOKEN": "s3cret-from-env"}
     plan = train(tmp_path, hosts, path, "--dry-run", env=token)
-    running = Running(tmp_path, hosts, path, 2, token)
+    running = running_on(tmp_path, hosts, path, 2, token)
     ranks = [
         psutil.Process(pid).environ()
         for node in NODES[:2]
@@ -353,7 +337,7 @@ def test_secrets_reach_the_ranks_and_nobody_else(tmp_path, hosts, sometimes):
     commands = [
         " ".join(psutil.Process(pid).cmdline()) for node in hosts.nodes.values() for pid in node.pids()
     ]
-    running.launcher().terminate()
+    running.process.terminate()
     code, output = running.end()
     files = [file for file in (tmp_path / "runs").rglob("*") if file.is_file()]
 

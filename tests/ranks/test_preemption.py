@@ -6,15 +6,11 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
-from pathlib import Path
 
-import psutil
 import pytest
 from support.launching import (
     BIN,
     PROGRAMS,
-    TIMEOUT_S,
     bin_of,
     cli,
     environment,
@@ -22,6 +18,8 @@ from support.launching import (
     variables_of,
     write_job,
 )
+from support.matrix import COLUMNS
+from support.running import Running
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
 
@@ -32,16 +30,6 @@ LAUNCHES = {
     "horovodrun over gloo": {"num_ranks": 2, "controller": "gloo"},
     "mpirun": {"num_ranks": 2, "launcher": "mpirun"},
 }
-FRAMEWORKS = (
-    "tensorflow",
-    "keras on tensorflow",
-    "keras on torch",
-    "keras on jax",
-    "jax",
-    "lightning",
-    "transformers",
-    "mxnet",
-)
 EPOCHS = 30
 TIMES_OF_ASKING = [0, *(pytest.param(number, marks=pytest.mark.campaign) for number in range(1, 20))]
 
@@ -60,49 +48,6 @@ def job(folder, name, launch, pause_s):
         checkpoint={"every_epochs": None, "keep_last": 100},
         launch={**launch, "grace_s": 10},
     )
-
-
-class Running:
-    """`horovod-train run`, training on all its ranks."""
-
-    def __init__(self, folder: Path, path: Path, num_ranks: int) -> None:
-        before = len(list(folder.glob("rank-*.txt")))
-        self.process = subprocess.Popen(
-            [str(BIN / "horovod-train"), "run", str(path)],
-            cwd=folder,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(list(folder.glob("rank-*.txt"))) < before + num_ranks:
-            assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        self.all = psutil.Process(self.process.pid).children(recursive=True)
-        self.ranks = [process for process in self.all if is_rank(process)]
-
-    def end(self) -> tuple[int, str]:
-        """Wait for the end; nothing of the run may be left then."""
-        output, _ = self.process.communicate(timeout=30)
-        left = [process for process in self.all if is_alive(process)]
-        for process in left:
-            process.kill()
-        assert not left
-        return self.process.returncode, output
-
-
-def is_alive(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def is_rank(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):  # a zombie counts as one
-        return process.cmdline()[3:4] == ["worker"]
-    return False
 
 
 def newest(folder, name):
@@ -234,7 +179,7 @@ def test_the_grace_that_is_needed_is_told_when_it_is_not_given(tmp_path):
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", [name for name in COLUMNS if name != "torch"])
 def test_in_every_framework(tmp_path, framework):
     def described(name, pause_s):
         return write_job(

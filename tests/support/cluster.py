@@ -10,9 +10,6 @@ those in its namespace. Everything is removed at the end.
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,35 +21,10 @@ import psutil
 import pytest
 
 from support.launching import TIMEOUT_S, environment
+from support.namespaces import Network, network, pids_in, run, why_not
 
-NEEDS = ("ip", "sshd", "ssh-keygen", "unshare", "nsenter")
-SUBNET = "10.77.0"
+NEEDS = ("sshd", "ssh-keygen", "unshare", "nsenter")
 ROOT = Path(__file__).parents[2]
-
-
-def why_not() -> str:
-    """Return what is missing to make hosts here; empty: nothing."""
-    if os.geteuid() != 0:
-        return "needs root, to make network namespaces"
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    missing = [program for program in NEEDS if shutil.which(program, path=path) is None]
-    if missing:
-        return f"{', '.join(missing)} missing (Debian: apt-get install iproute2 openssh-server util-linux)"
-    probe = f"ht{os.getpid()}probe"
-    if subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False).returncode:
-        return "network namespaces cannot be made here"
-    run("ip", "netns", "del", probe)
-    return ""
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def pids_in(namespace: str) -> list[int]:
-    """Processes of a network namespace."""
-    found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=False)
-    return [int(pid) for pid in found.stdout.split()]
 
 
 @dataclass
@@ -61,12 +33,17 @@ class Node:
 
     name: str
     namespace: str
-    address: str
     sshd: subprocess.Popen[bytes] | None = None
 
     def pids(self) -> list[int]:
         """Processes of this host, besides sshd's own."""
         return [pid for pid in pids_in(self.namespace) if not _is_sshd(pid)]
+
+    def stages(self) -> list[Path]:
+        """Folders of runs that lie in this host's own /tmp."""
+        if self.sshd is None:
+            return []
+        return list(Path(f"/proc/{self.sshd.pid}/root/tmp").glob("horovod_train-*"))
 
     def in_mounts(self, *command: str) -> None:
         """Run a command where it sees, and changes, what this host sees of the file system."""
@@ -79,7 +56,7 @@ class Cluster:
     """The hosts, and a login host to launch from."""
 
     folder: Path
-    prefix: str
+    network: Network
     nodes: dict[str, Node] = field(default_factory=dict)
 
     @property
@@ -121,13 +98,10 @@ class Cluster:
                 for pid in node.pids()
                 if _cmdline(pid)
             ]
+            left += [f"{node.name}: {path.name}" for node in self.nodes.values() for path in node.stages()]
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.1)
-
-    def set_link(self, name: str, state: str) -> None:
-        """Cut a host off (``down``), or connect it again (``up``)."""
-        run("ip", "-n", f"{self.prefix}switch", "link", "set", f"to-{name}", state)
 
     def own_tmp(self) -> str:
         """Shell commands that give a host a /tmp of its own, in which the test's files are as before."""
@@ -164,70 +138,32 @@ class Cluster:
 @contextmanager
 def cluster(folder: Path, names: Sequence[str] = ("node1", "node2", "node3")) -> Iterator[Cluster]:
     """Make hosts, and remove them and all their processes at the end."""
-    if reason := why_not():
+    if reason := why_not(*NEEDS):
         pytest.skip(reason)
-    made = Cluster(folder, f"ht{os.getpid()}")
-    switch = f"{made.prefix}switch"
+    nodes: dict[str, Node] = {}
     try:
-        run("ip", "netns", "add", switch)
-        run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
-        run("ip", "-n", switch, "link", "set", "br0", "up")
-        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
-        for number, name in enumerate(("login", *names)):
-            made.nodes[name] = _make_node(made, switch, name, number)
-        _write_names(made)
-        for name in names:
-            made.start_sshd(name)
-        yield made
+        with network(("login", *names)) as made:
+            nodes |= {name: Node(name, made.namespace(name)) for name in ("login", *names)}
+            hosts = Cluster(folder, made, nodes)
+            _make_keys(hosts, names)
+            for name in names:
+                hosts.start_sshd(name)
+            yield hosts
     finally:
-        _remove(made, switch)
+        for node in nodes.values():
+            if node.sshd is not None:
+                node.sshd.wait(10)
 
 
-def _make_node(made: Cluster, switch: str, name: str, number: int) -> Node:
-    namespace, address = f"{made.prefix}{name}", f"{SUBNET}.{10 + number}"
-    run("ip", "netns", "add", namespace)
-    run("ip", "-n", namespace, "link", "set", "lo", "up")
-    link = ("type", "veth", "peer", "name", "eth0", "netns", namespace)
-    run("ip", "-n", switch, "link", "add", f"to-{name}", *link)
-    run("ip", "-n", switch, "link", "set", f"to-{name}", "master", "br0", "up")
-    run("ip", "-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
-    run("ip", "-n", namespace, "link", "set", "eth0", "up")
-    # A second network that leads nowhere.
-    run("ip", "-n", namespace, "link", "add", "eth1", "type", "veth", "peer", "name", "eth1-end")
-    run("ip", "-n", namespace, "link", "set", "eth1-end", "up")
-    run("ip", "-n", namespace, "addr", "add", f"10.78.{number}.1/24", "dev", "eth1")
-    run("ip", "-n", namespace, "link", "set", "eth1", "up")
-    if name != "login":
-        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(made.folder / f"{name}-host-key"))
-    return Node(name, namespace, address)
-
-
-def _write_names(made: Cluster) -> None:
-    """Every host knows the others by name, and asks nobody else; the login host knows their keys."""
-    hosts = ["127.0.0.1 localhost", *(f"{node.address} {node.name}" for node in made.nodes.values())]
-    for node in made.nodes.values():
-        etc = Path("/etc/netns") / node.namespace
-        etc.mkdir(parents=True)
-        (etc / "hosts").write_text("\n".join([*hosts, ""]))
-        (etc / "resolv.conf").write_text("")
-    keys = [
-        f"{node.name},{node.address} {(made.folder / f'{node.name}-host-key.pub').read_text()}"
-        for node in made.nodes.values()
-        if node.name != "login"
-    ]
-    (made.folder / "known_hosts").write_text("".join(keys))
-
-
-def _remove(made: Cluster, switch: str) -> None:
-    for node in made.nodes.values():
-        for pid in pids_in(node.namespace):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        if node.sshd is not None:
-            node.sshd.wait(10)
-        subprocess.run(["ip", "netns", "del", node.namespace], check=False, capture_output=True)
-        shutil.rmtree(Path("/etc/netns") / node.namespace, ignore_errors=True)
-    subprocess.run(["ip", "netns", "del", switch], check=False, capture_output=True)
+def _make_keys(hosts: Cluster, names: Sequence[str]) -> None:
+    """A key for each host, and one for the user; the login host knows all of them."""
+    known = []
+    for name in ("", *(f"{name}-host-" for name in names)):
+        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(hosts.folder / f"{name}key"))
+    for name in names:
+        key = (hosts.folder / f"{name}-host-key.pub").read_text()
+        known.append(f"{name},{hosts.network.addresses[name]} {key}")
+    (hosts.folder / "known_hosts").write_text("".join(known))
 
 
 def _cmdline(pid: int) -> list[str]:

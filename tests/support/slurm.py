@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -14,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from support.cluster import SUBNET, Cluster, run
+from support.cluster import Cluster, run
 from support.launching import environment
+from support.namespaces import why_not
 
 NEEDS = ("slurmctld", "slurmd", "sbatch", "srun", "munged", "runuser")
 CONFIG = """
 ClusterName=test
-SlurmctldHost=login({subnet}.10)
+SlurmctldHost=login({login})
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket
 CredType=cred/munge
@@ -67,14 +67,14 @@ class Slurm:
 @contextmanager
 def slurm_on(cluster: Cluster) -> Iterator[Slurm]:
     """Start Slurm, and end it."""
-    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-    if missing := [program for program in NEEDS if shutil.which(program, path=path) is None]:
-        pytest.skip(f"{', '.join(missing)} missing (Debian: apt-get install slurm-wlm munge)")
+    if reason := why_not(*NEEDS):
+        pytest.skip(reason)
     folder = cluster.folder / "slurm"
     (folder / "state").mkdir(parents=True)
     nodes = [node for node in cluster.nodes.values() if node.name != "login"]
-    lines = [f"NodeName={node.name} NodeAddr={node.address} CPUs=2 State=UNKNOWN" for node in nodes]
-    config = CONFIG.format(subnet=SUBNET, folder=folder, nodes="\n".join(lines))
+    addresses = cluster.network.addresses
+    lines = [f"NodeName={node.name} NodeAddr={addresses[node.name]} CPUs=2 State=UNKNOWN" for node in nodes]
+    config = CONFIG.format(login=addresses["login"], folder=folder, nodes="\n".join(lines))
     (folder / "slurm.conf").write_text(config)
     _start_munge(folder)
     made = Slurm(cluster, folder)

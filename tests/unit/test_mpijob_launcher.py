@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 from support.api import Api, api_server
 from support.launching import write_job
 from support.mpijobs import described
@@ -195,7 +196,8 @@ def test_a_task_of_the_users_own_travels_in_the_config_map(tmp_path):
     path = write_job(tmp_path / "job.yaml", **{**described("cpu"), "task": f"{tmp_path}/mine.py:Mine"})
     from horovod_train.config.load import load_job
 
-    manifests = MpiJobLauncher().manifests(resolve(load_job(path, environ={}), "run-1"))
+    plan = MpiJobLauncher().plan(resolve(load_job(path, environ={}), "run-1"))
+    config_map = next(yaml.safe_load_all(*plan.files.values()))
 
-    assert manifests[0]["data"]["mine.py"] == "class Mine: ...\n"
-    assert json.loads(manifests[0]["data"]["job.json"])["task"] == "/etc/horovod_train/mine.py:Mine"
+    assert config_map["data"]["mine.py"] == "class Mine: ...\n"
+    assert json.loads(config_map["data"]["job.json"])["task"] == "/etc/horovod_train/mine.py:Mine"

@@ -8,9 +8,11 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Literal
 
+import yaml
+
 from horovod_train.config.kubernetes_rules import MAX_CONFIG_BYTES
 from horovod_train.errors import LaunchError, UserError
-from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted
+from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted, Waits
 from horovod_train.launch.mpijob.cluster import Cluster
 from horovod_train.launch.mpijob.render import JOB_NAME_LABEL, ROLE_LABEL, Manifest, as_yaml, render
 from horovod_train.launch.mpijob.validate import check
@@ -22,7 +24,7 @@ API_TIMEOUT_S = 30.0
 FATAL_REASONS = {"ValidationError", "FailedCreate", "InvalidImageName"}
 
 
-class MpiJobLauncher:
+class MpiJobLauncher(Waits):
     """Submits an MPIJob to the cluster of the current context."""
 
     has_files_here = False
@@ -34,14 +36,6 @@ class MpiJobLauncher:
             ConfigError: The MPIJob, with the job's patch, would not run; it lists every problem.
             UserError: The task's file is too large.
         """
-        manifests = self.manifests(request)
-        path = Path(f"{request.job_id}.yaml")
-        return LaunchPlan(
-            ("kubectl", "apply", "--server-side", "--filename", str(path)), files={path: as_yaml(manifests)}
-        )
-
-    def manifests(self, request: LaunchRequest) -> list[Manifest]:
-        """Return the checked manifests of a job."""
         file = Path(request.job.task.rpartition(":")[0])
         # A file that is not here is one of the image.
         source = file.read_text(encoding="utf-8") if file.suffix == ".py" and file.is_file() else ""
@@ -51,7 +45,10 @@ class MpiJobLauncher:
             )
         manifests = render(request.job, request.run_id, source)
         check(manifests[1], f"MPIJob {request.job.name}")
-        return manifests
+        path = Path(f"{request.job_id}.yaml")
+        return LaunchPlan(
+            ("kubectl", "apply", "--server-side", "--filename", str(path)), files={path: as_yaml(manifests)}
+        )
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
         """Create the job; return ``namespace/name``.
@@ -62,7 +59,8 @@ class MpiJobLauncher:
         Raises:
             LaunchError: The server or the operator refuses; in their own words.
         """
-        manifests = self.manifests(request)
+        (text,) = plan.files.values()
+        manifests: list[Manifest] = list(yaml.safe_load_all(text))
         settings = request.job.launch.kubernetes
         config, mpi_job, *others = manifests
         name = request.job.name
@@ -94,10 +92,7 @@ class MpiJobLauncher:
         """
         namespace, _, name = job.native_id.partition("/")
         with closing(Cluster(namespace, API_TIMEOUT_S)) as cluster:
-            found = cluster.mpi_job(name)
-            if found is None:
-                return JobStatus("cancelled", 143, "it was deleted")
-            return status_of(found, cluster, name)
+            return status_in(cluster, name)
 
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
         """Yield the launcher's log, which has the output of all ranks; and those of its retries."""
@@ -105,7 +100,7 @@ class MpiJobLauncher:
         seen: set[str] = set()
         with closing(Cluster(namespace, API_TIMEOUT_S)) as cluster:
             while True:
-                has_ended = not follow or self.status(job).has_ended
+                has_ended = not follow or status_in(cluster, name).has_ended
                 for pod in _launcher_pods(cluster, name):
                     if pod.metadata.name not in seen and pod.status.phase != "Pending":
                         seen.add(pod.metadata.name)
@@ -137,15 +132,12 @@ class MpiJobLauncher:
             if how != "drain":
                 cluster.delete_mpi_job(name)
 
-    def wait(self, job: Submitted) -> JobStatus:
-        """Return how a job ended, when it has."""
-        while not (status := self.status(job)).has_ended:
-            sleep(POLL_S)
-        return status
 
-
-def status_of(mpi_job: Manifest, cluster: Cluster, name: str) -> JobStatus:
+def status_in(cluster: Cluster, name: str) -> JobStatus:
     """Return how an MPIJob stands, by its conditions, its launcher and its warnings."""
+    mpi_job = cluster.mpi_job(name)
+    if mpi_job is None:
+        return JobStatus("cancelled", 143, "it was deleted")
     conditions = {
         condition["type"]: condition
         for condition in mpi_job.get("status", {}).get("conditions", [])
@@ -159,19 +151,17 @@ def status_of(mpi_job: Manifest, cluster: Cluster, name: str) -> JobStatus:
         return JobStatus("preempted" if code == 75 else "failed", code or 1, message)
     if "Suspended" in conditions or mpi_job["spec"].get("runPolicy", {}).get("suspend"):
         return JobStatus("preempted", 75, "suspended: its ranks were asked to save and leave")
-    fatal = [f"{reason}: {message}" for reason, message in cluster.warnings(name) if reason in FATAL_REASONS]
-    if fatal and "Running" not in conditions:
-        return JobStatus("failed", 1, fatal[-1])
     if "Running" in conditions:
         return JobStatus("running")
-    return JobStatus(
-        "starting" if "Created" in conditions else "waiting", message=_why_waiting(cluster, name)
-    )
+    return _status_before_running(cluster.warnings(name), is_created="Created" in conditions)
 
 
-def _why_waiting(cluster: Cluster, name: str) -> str:
-    warnings = cluster.warnings(name)
-    return f"{warnings[-1][0]}: {warnings[-1][1]}" if warnings else ""
+def _status_before_running(warnings: list[tuple[str, str]], *, is_created: bool) -> JobStatus:
+    fatal = [f"{reason}: {message}" for reason, message in warnings if reason in FATAL_REASONS]
+    if fatal:
+        return JobStatus("failed", 1, fatal[-1])
+    last = "{}: {}".format(*warnings[-1]) if warnings else ""
+    return JobStatus("starting" if is_created else "waiting", message=last)
 
 
 def _wait_for_acceptance(cluster: Cluster, name: str) -> None:

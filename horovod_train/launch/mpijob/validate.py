@@ -13,12 +13,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from horovod_train.config.kubernetes_rules import name_problems
 from horovod_train.errors import ConfigError, Problem, UserError, did_you_mean
 
 SCHEMA = Path(__file__).with_name("mpijob-v2beta1.json")
 ROLES = ("Launcher", "Worker")
-MAX_NAME = 63
-_DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 def check(manifest: Mapping[str, Any], source: str = "MPIJob") -> None:
@@ -88,7 +87,8 @@ def operator_problems(manifest: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield what the API server accepts, and the operator answers with an event and nothing else."""
     spec = manifest.get("spec", {})
     replicas: Mapping[str, Any] = spec.get("mpiReplicaSpecs", {})
-    yield from _name_problems(str(manifest.get("metadata", {}).get("name", "")), replicas)
+    name = str(manifest.get("metadata", {}).get("name", ""))
+    yield from name_problems("metadata.name", name, replicas.get("Worker", {}).get("replicas", 1))
     base = "spec.mpiReplicaSpecs"
     if "Launcher" not in replicas:
         yield Problem(f"{base}.Launcher", "", "is missing", did_you_mean("Launcher", replicas))
@@ -113,20 +113,6 @@ def operator_problems(manifest: Mapping[str, Any]) -> Iterator[Problem]:
     for name in ("ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit"):
         if run_policy.get(name, 0) < 0:
             yield Problem(f"spec.runPolicy.{name}", str(run_policy[name]), "must not be negative")
-
-
-def _name_problems(name: str, replicas: Mapping[str, Any]) -> Iterator[Problem]:
-    if not _DNS_1035.fullmatch(name):
-        yield Problem(
-            "metadata.name",
-            repr(name),
-            "must begin with a lower-case letter, and have only lower-case letters, digits and dashes",
-        )
-    longest = f"{name}-worker-{replicas.get('Worker', {}).get('replicas', 1) - 1}"
-    if len(longest) > MAX_NAME:
-        yield Problem(
-            "metadata.name", repr(name), f"is too long: {longest} has more than {MAX_NAME} characters"
-        )
 
 
 def _container_problems(path: str, replica: Mapping[str, Any]) -> Iterator[Problem]:

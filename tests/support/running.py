@@ -1,0 +1,80 @@
+"""A job that is going on, to be disturbed."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from support.launching import BIN, TIMEOUT_S, environment
+
+
+def as_it_is(*command: str) -> list[str]:
+    return list(command)
+
+
+class Running:
+    """`horovod-train run` of the task ``Noted``, which is training on all its ranks.
+
+    Attributes:
+        process: The launcher; what it was started through has become it.
+        all: The processes that it has started on this machine.
+        ranks: Those among them that are ranks.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        path: Path,
+        num_ranks: int,
+        through: Callable[..., list[str]] = as_it_is,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        before = len(list(folder.glob("rank-*.txt")))
+        self.process = subprocess.Popen(
+            through(str(BIN / "horovod-train"), "run", str(path)),
+            cwd=folder,
+            env=environment(**(env or {})),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        deadline = time.monotonic() + TIMEOUT_S
+        while len(list(folder.glob("rank-*.txt"))) < before + num_ranks:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        self.all = psutil.Process(self.process.pid).children(recursive=True)
+        self.ranks = [process for process in self.all if is_rank(process)]
+
+    def end(self, within_s: float = 0.0) -> tuple[int, str]:
+        """Wait for the end, and return exit code and output.
+
+        Nothing of the run may be left then, or so many seconds later.
+        """
+        output, _ = self.process.communicate(timeout=60)
+        deadline = time.monotonic() + within_s
+        while (left := [process for process in self.all if is_alive(process)]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.05)
+        for process in left:
+            process.kill()
+        assert not left
+        return self.process.returncode, output
+
+
+def is_alive(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def is_rank(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # a zombie counts as one
+        return process.cmdline()[3:4] == ["worker"]
+    return False
