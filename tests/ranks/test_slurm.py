@@ -134,6 +134,9 @@ def test_a_job_whose_time_is_over_saves_is_queued_again_and_ends_as_if_undisturb
     while "Restarts=1" not in slurm.ask("scontrol", "show", "job", number):
         assert time.monotonic() < deadline
         time.sleep(0.2)
+    # Slurm lets two minutes pass. Started in the second in which it was put back, a job is refused by
+    # the nodes: "Job credential revoked".
+    time.sleep(2)
     slurm.ask("scontrol", "update", f"JobId={number}", "StartTime=now")
     waited = ask("wait", job_id, check=False)
 
