@@ -103,6 +103,23 @@ class LaunchError(OperationalError):
     """The ranks could not be started, or ended without saying why."""
 
 
+class LostError(LaunchError):
+    """Hosts or ranks are gone, or never came, through no fault of the job: others may do.
+
+    Args:
+        message: What happened.
+        hint: What to do about it.
+        hosts: Hosts that cannot take part; empty: it is not known which.
+    """
+
+    has_saved = False
+    """Whether the ranks had written a checkpoint since they were started."""
+
+    def __init__(self, message: str, *, hint: str = "", hosts: Sequence[str] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.hosts = tuple(hosts)
+
+
 class WorldError(OperationalError):
     """The ranks found are not the ranks asked for."""
 

@@ -180,6 +180,3 @@ class Kubernetes(Section):
 
     api_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """How long an answer of the API server may take, in seconds."""
-
-    start_timeout_s: Annotated[float, Field(gt=0, le=1e6)] = 600.0
-    """How long pods may wait for nodes and images before that is an error, in seconds."""

@@ -25,15 +25,22 @@ _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 def num_workers(job: Job) -> int:
-    """Return the worker pods of a job."""
-    return -(-(job.launch.num_ranks or 1) // job.launch.kubernetes.ranks_per_worker)
+    """Return the worker pods that a job begins with."""
+    return workers_for(job, job.launch.num_ranks or 1)
+
+
+def workers_for(job: Job, num_ranks: int) -> int:
+    """Return the worker pods that hold so many ranks."""
+    return -(-num_ranks // job.launch.kubernetes.ranks_per_worker)
 
 
 def kubernetes_rules(job: Job) -> Iterator[Problem]:
     """Yield what keeps a job from running as an MPIJob; nothing for other launchers."""
     if job.launch.launcher != LAUNCHER:
         return
-    yield from name_problems("name", job.name, num_workers(job))
+    elastic = job.launch.elastic
+    most = (elastic and elastic.max_ranks) or job.launch.num_ranks or 1
+    yield from name_problems("name", job.name, workers_for(job, most))
     yield from _ranks(job)
     yield from _image(job)
     yield from _volumes(job)
@@ -76,6 +83,18 @@ def _ranks(job: Job) -> Iterator[Problem]:
         yield Problem(
             "launch.num_ranks",
             str(launch.num_ranks),
+            f"must be a multiple of launch.kubernetes.ranks_per_worker = {kubernetes.ranks_per_worker}",
+        )
+    if launch.elastic is not None and launch.elastic.discover is not None:
+        yield Problem(
+            "launch.elastic.discover",
+            repr(launch.elastic.discover),
+            "has no meaning for an MPIJob: the operator says which pods there are",
+        )
+    if launch.elastic is not None and (launch.elastic.max_ranks or 0) % kubernetes.ranks_per_worker:
+        yield Problem(
+            "launch.elastic.max_ranks",
+            str(launch.elastic.max_ranks),
             f"must be a multiple of launch.kubernetes.ranks_per_worker = {kubernetes.ranks_per_worker}",
         )
     if kubernetes.host_network and kubernetes.ssh_port == 2222:

@@ -120,8 +120,47 @@ def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
         yield Problem("launch.launcher", "'local'", "starts one rank only", "use launcher: horovodrun")
 
 
+def elastic_can_be(job: Job) -> Iterator[Problem]:
+    """Bounds that fit each other, and checkpoints to go on from."""
+    launch, elastic = job.launch, job.launch.elastic
+    if elastic is None:
+        return
+    slots = sum(int(host.rpartition(":")[2]) for host in launch.hosts)
+    most = elastic.max_ranks or launch.num_ranks or slots
+    if not most:
+        yield Problem(
+            "launch.elastic.max_ranks", "null", "is needed where neither num_ranks nor hosts say how many"
+        )
+    elif not elastic.min_ranks <= (launch.num_ranks or elastic.min_ranks) <= most:
+        yield Problem(
+            "launch.elastic",
+            f"{elastic.min_ranks} to {most} ranks",
+            f"does not fit launch.num_ranks = {launch.num_ranks}",
+            "min_ranks <= num_ranks <= max_ranks",
+        )
+    elif elastic.min_ranks > most:
+        yield Problem("launch.elastic.min_ranks", str(elastic.min_ranks), f"must be at most {most}")
+    if elastic.discover is not None and launch.hosts:
+        yield Problem(
+            "launch.elastic.discover", repr(elastic.discover), "and launch.hosts both name hosts", "use one"
+        )
+    if job.checkpoint.resume == "never":
+        yield Problem(
+            "checkpoint.resume", "'never'", "would begin anew whenever hosts change", "use auto with elastic"
+        )
+    if launch.launcher.startswith("slurm"):
+        yield Problem(
+            "launch.elastic",
+            "",
+            "is not for Slurm, whose jobs keep their nodes",
+            "leave it out: launch.slurm.requeue puts the job back into the queue",
+        )
+
+
 def host_settings_belong_to_hosts(job: Job) -> Iterator[Problem]:
     """Settings of a host that takes no part would be ignored."""
+    if job.launch.elastic is not None and job.launch.elastic.discover is not None:
+        return  # hosts are known later
     names = [host.rpartition(":")[0] for host in job.launch.hosts]
     for name in sorted(set(job.launch.host_settings) - set(names)):
         yield Problem(
@@ -188,6 +227,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     decay_has_its_fields,
     warmup_fits,
     ranks_fit_the_hosts,
+    elastic_can_be,
     host_settings_belong_to_hosts,
     variables_are_set_once,
     ports_fit,

@@ -297,6 +297,38 @@ class Slurm(Section):
     """Shell commands before anything else on the first node, such as ``module load cuda``."""
 
 
+class Elastic(Section):
+    """Go on with fewer ranks when hosts are lost, and with more when they come back.
+
+    Whenever the hosts change, ranks start again from a checkpoint; the learning rate and the shards of
+    the data follow the number of ranks.
+    """
+
+    min_ranks: Count
+    """With fewer, wait for hosts."""
+
+    max_ranks: Count | None = None
+    """Ranks at most; null: launch.num_ranks, or the slots of launch.hosts."""
+
+    discover: OneLine | None = None
+    """Command that prints the hosts there are, as in a hostfile; null: launch.hosts. Not for Kubernetes."""
+
+    ranks_per_host: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Ranks on a host that is printed without slots."""
+
+    poll_s: Seconds = 5.0
+    """Time between two looks at which hosts there are, in seconds."""
+
+    cooldown_s: Seconds = 60.0
+    """A lost host is left alone for so long; hosts that come have to wait as long after each start."""
+
+    wait_s: Seconds = 600.0
+    """How long to wait for ``min_ranks`` before that is an error, in seconds."""
+
+    max_failures: Annotated[int, Field(ge=0, le=1_000_000)] = 3
+    """Losses in a row, without a checkpoint in between, after which that is an error."""
+
+
 class Launch(Section):
     """How many ranks, where, by which controller."""
 
@@ -323,6 +355,9 @@ class Launch(Section):
 
     host_timeout_s: Annotated[float, Field(ge=5, le=1e6)] = 20.0
     """A host that has not answered for so long is lost, and the job ends, in seconds."""
+
+    elastic: Elastic | None = None
+    """Go on when hosts come and go; null: the job ends when one is lost."""
 
     ship_code: bool = False
     """Send the folder of the task's file to the hosts; false: it is there, at the same path."""

@@ -9,7 +9,8 @@ from typing import Any
 
 from horovod_train.doctor.findings import Finding, clock, examine
 from horovod_train.doctor.network import History, Sweep, judge
-from horovod_train.errors import HorovodTrainError, LaunchError
+from horovod_train.errors import HorovodTrainError, LaunchError, LostError
+from horovod_train.launch.attempt import carry_out
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.fleet import Fleet, Member, reach_all
@@ -17,7 +18,7 @@ from horovod_train.launch.hosts import as_argument
 from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.prepare import check_reach, choose_interfaces, describe
 from horovod_train.launch.run import launcher_named, make_plan
-from horovod_train.launch.supervised import SupervisedLauncher, carry_out
+from horovod_train.launch.supervised import SupervisedLauncher
 
 SWEEP = ("horovod_train.frameworks.torch.sweep",)
 
@@ -39,11 +40,11 @@ def examine_hosts(request: LaunchRequest) -> tuple[list[Finding], int]:
     )
     findings = [
         Finding(host.name, "ssh", result.message, "fail", result.hint)
-        if isinstance(result, LaunchError)
+        if isinstance(result, LostError)
         else Finding(host.name, "ssh", "this machine" if host.is_here else "answers")
         for host, result in zip(request.hosts, reached, strict=True)
     ]
-    fleet = Fleet([result for result in reached if not isinstance(result, LaunchError)])
+    fleet = Fleet([result for result in reached if not isinstance(result, LostError)])
     try:
         if not fleet.members:
             return findings, 0

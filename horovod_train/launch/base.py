@@ -34,6 +34,7 @@ class LaunchRequest:
         folder: Where the ranks are to run, absolute.
         own_interface: This machine's network interface towards the hosts; None: none is needed, or it
             is not known.
+        attempt: How often the ranks of this run were started before.
         program: Python module and arguments of a rank; empty: the worker.
     """
 
@@ -42,6 +43,7 @@ class LaunchRequest:
     run_dir: Path
     folder: Path
     own_interface: str | None = None
+    attempt: int = 0
     program: tuple[str, ...] = ()
 
     @property
@@ -57,7 +59,8 @@ class LaunchRequest:
     @property
     def stage(self) -> str:
         """Folder on each host for the files that ranks start with."""
-        return f"/tmp/horovod_train-{self.job_id}"  # noqa: S108  (made with mode 0700, never reused)
+        # Made with mode 0700, and never used again: a host that was lost may still have the last one.
+        return f"/tmp/horovod_train-{self.job_id}" + (f"-{self.attempt}" if self.attempt else "")  # noqa: S108
 
     @property
     def num_ranks(self) -> int:
@@ -77,7 +80,12 @@ class LaunchRequest:
     @property
     def ssh(self) -> tuple[str, ...]:
         """How ssh is called for this run."""
-        return ("ssh", "-F", str(self.log_dir / "ssh_config"))
+        return ("ssh", "-F", str(self.ssh_config))
+
+    @property
+    def ssh_config(self) -> Path:
+        """The configuration that ssh is called with."""
+        return self.log_dir / "ssh_config"
 
     @property
     def rank_command(self) -> str:

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 from horovod_train.engine.facts import differing
-from horovod_train.errors import LaunchError
+from horovod_train.errors import LaunchError, LostError
 from horovod_train.launch.agent import READY
 from horovod_train.launch.hosts import Host
 from horovod_train.launch.on_host import OnHost
@@ -113,9 +113,13 @@ class There:
         try:
             return answer.result(CALL_TIMEOUT_S)
         except FutureTimeoutError:
-            raise LaunchError(f"{self.host.name}: no answer for {CALL_TIMEOUT_S:g} s") from None
+            raise LostError(
+                f"{self.host.name}: no answer for {CALL_TIMEOUT_S:g} s", hosts=[self.host.name]
+            ) from None
         except EOFError:
-            raise LaunchError(f"{self.host.name}: the connection ended: {self._last_words()}") from None
+            raise LostError(
+                f"{self.host.name}: the connection ended: {self._last_words()}", hosts=[self.host.name]
+            ) from None
 
     def ask(self, name: str, /, **args: Any) -> Future[Any]:
         """Begin to do it there."""
@@ -285,13 +289,13 @@ class Fleet:
 
 def reach_all(
     hosts: Sequence[Host], shell: Callable[[Host], Sequence[str]], stage: str, silence_s: float
-) -> list[Member | LaunchError]:
+) -> list[Member | LostError]:
     """Reach all hosts at once, each through its shell; return a member of a fleet, or why not, for each."""
 
-    def reach(host: Host) -> Member | LaunchError:
+    def reach(host: Host) -> Member | LostError:
         try:
             return Here(host, stage) if host.is_here else There(host, shell(host), stage, silence_s)
-        except LaunchError as error:
+        except LostError as error:
             return error
 
     return _all_at_once(reach, hosts)
@@ -306,15 +310,16 @@ def gather(
         LaunchError: Some cannot be reached; it names each with what to do.
     """
     found = reach_all(hosts, shell, stage, silence_s)
-    failed = [result for result in found if isinstance(result, LaunchError)]
-    fleet = Fleet([result for result in found if not isinstance(result, LaunchError)])
+    failed = [result for result in found if isinstance(result, LostError)]
+    fleet = Fleet([result for result in found if not isinstance(result, LostError)])
     if failed:
         fleet.close()
         raise (
             failed[0]
             if len(failed) == 1
-            else LaunchError(
-                f"{len(failed)} hosts cannot be used:\n" + "\n".join(f"  {error}" for error in failed)
+            else LostError(
+                f"{len(failed)} hosts cannot be used:\n" + "\n".join(f"  {error}" for error in failed),
+                hosts=[name for error in failed for name in error.hosts],
             )
         )
     return fleet
@@ -337,10 +342,11 @@ def check_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
             f"{name}: " + ", ".join(f"{value} on {', '.join(who)}" for value, who in holders.items())
         )
     if lines:
-        raise LaunchError(
+        raise LostError(
             "the hosts do not have the same:\n" + "\n".join(f"  {line}" for line in lines),
             hint=f"bring {', '.join(sorted(odd))} to the state of the others: same packages, "
             "`horovod-train engine build`, same code (or launch.ship_code: true)",
+            hosts=sorted(odd),
         )
 
 

@@ -12,7 +12,7 @@ from horovod_train.engine.environment import open_mpi_alone
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts import as_argument
-from horovod_train.launch.ssh import ssh_config
+from horovod_train.launch.ssh import files_for_ssh
 from horovod_train.launch.supervised import SupervisedLauncher
 
 
@@ -55,13 +55,6 @@ def open_mpi_settings(request: LaunchRequest) -> dict[str, str]:
         settings["OMPI_MCA_plm_rsh_agent"] = shlex.join(request.ssh)
         settings["OMPI_MCA_orte_launch_agent"] = f"{request.stage}/orted"
     return settings
-
-
-def files_for_ssh(request: LaunchRequest) -> dict[Path, str]:
-    """Return the ssh configuration of a run that needs one."""
-    if not request.is_remote:
-        return {}
-    return {request.log_dir / "ssh_config": ssh_config(request.job.launch.ssh)}
 
 
 def path_of_this_environment() -> str:

@@ -14,6 +14,7 @@ import psutil
 from horovod_train.config.rules import LOCAL_HOSTS
 from horovod_train.config.schema import HostSettings, Launch
 from horovod_train.errors import UserError
+from horovod_train.launch.on_host import addresses_by_interface, source_towards
 
 # "node01", "node01:8" and "node01 slots=8": what horovodrun, mpirun and the MPI operator write.
 _HOSTFILE_LINE = re.compile(r"([A-Za-z0-9.-]+)(?::(\d+))?((?:\s+[\w-]+=\d+)*)")
@@ -58,6 +59,15 @@ def own_names() -> set[str]:
     return {*LOCAL_HOSTS, full, full.partition(".")[0], os.environ.get("SLURMD_NODENAME", full), *addresses}
 
 
+def interface_towards(launch: Launch) -> str | None:
+    """Return this machine's interface on the way to the first other host; None: there is none, or no way."""
+    others = [host.name for host in hosts_of(launch) if not host.is_here]
+    if not others:
+        return None
+    address = source_towards(others[0])
+    return next((name for name, found in addresses_by_interface().items() if address in found), None)
+
+
 def read_hostfile(path: Path) -> list[str]:
     """Return the hosts of a hostfile as ``host:slots``; a host without slots has one.
 
@@ -65,24 +75,39 @@ def read_hostfile(path: Path) -> list[str]:
         UserError: It cannot be read, a line is not a host, or there is none.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"hostfile {path} cannot be read: {getattr(error, 'strerror', error)}") from error
+    hosts = parse_hosts(text, f"hostfile {path}", default_slots=1)
+    if not hosts:
+        raise UserError(f"hostfile {path} names no host")
+    return hosts
+
+
+def parse_hosts(text: str, source: str, default_slots: int) -> list[str]:
+    """Return the hosts that are listed in a text, one on each line, as ``host:slots``.
+
+    Args:
+        text: Lines such as ``node01 slots=4``, ``node01:4`` and ``node01``; ``#`` begins a comment.
+        source: What the text is, for messages.
+        default_slots: Slots of a host that is listed without.
+
+    Raises:
+        UserError: A line is not a host.
+    """
     hosts = []
-    for number, line in enumerate(lines, 1):
-        text = line.partition("#")[0].strip()
-        if not text:
+    for number, line in enumerate(text.splitlines(), 1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
             continue
-        found = _HOSTFILE_LINE.fullmatch(text)
+        found = _HOSTFILE_LINE.fullmatch(entry)
         if found is None:
             raise UserError(
-                f"hostfile {path}, line {number}: {text!r} is not a host",
+                f"{source}, line {number}: {entry!r} is not a host",
                 hint="write 'node01 slots=4' or 'node01:4' on each line",
             )
         settings = dict(setting.split("=") for setting in found[3].split())
-        hosts.append(f"{found[1]}:{settings.get('slots') or found[2] or 1}")
-    if not hosts:
-        raise UserError(f"hostfile {path} names no host")
+        hosts.append(f"{found[1]}:{settings.get('slots') or found[2] or default_slots}")
     return hosts
 
 

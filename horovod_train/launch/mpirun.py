@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.horovodrun import (
-    files_for_ssh,
     find_program,
     open_mpi_settings,
     path_of_this_environment,
 )
 from horovod_train.launch.hosts import Host, as_argument
+from horovod_train.launch.ssh import files_for_ssh
 from horovod_train.launch.supervised import SupervisedLauncher
 
 

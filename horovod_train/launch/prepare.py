@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from horovod_train.config.schema import Job
-from horovod_train.errors import LaunchError
+from horovod_train.errors import LaunchError, LostError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.fleet import Fleet, Member, check_alike
@@ -121,10 +122,13 @@ def check_reach(fleet: Fleet, chosen: Mapping[str, Chosen]) -> None:
         for target, why in failed.items()
     ]
     if lines:
-        raise LaunchError(
+        met = Counter(name for source, failed in failures.items() for name in (source, *failed))
+        raise LostError(
             "\n  ".join(lines),
             hint="name an interface that the hosts share (launch.network_interface), or open the firewall "
             "between them for all TCP ports",
+            # The one that most have trouble with; of two, the later one.
+            hosts=[max(met, key=lambda name: (met[name], names.index(name)))],
         )
 
 

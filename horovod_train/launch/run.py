@@ -7,25 +7,25 @@ import time
 from pathlib import Path
 
 from horovod_train.config.load import dump_job
-from horovod_train.config.schema import Job, Launch
+from horovod_train.config.schema import Job
 from horovod_train.events import parse_line, tagged
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts import hosts_of
+from horovod_train.launch.hosts import interface_towards
 from horovod_train.launch.jobs import find_job, remember
-from horovod_train.launch.on_host import addresses_by_interface, source_towards
 from horovod_train.registry import LAUNCHERS
 
 
 def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
     """Fill in what depends on this machine: paths, the number of ranks, the way to the hosts."""
     launch = job.launch
-    is_alone = not launch.hosts and (launch.num_ranks or 1) == 1
+    elastic = launch.elastic
+    is_alone = not launch.hosts and (launch.num_ranks or 1) == 1 and not (elastic and elastic.discover)
     name = ("local" if is_alone else "horovodrun") if launch.launcher == "auto" else launch.launcher
     launcher = launcher_named(name)
     hosts = launch.hosts or (launcher.hosts(os.environ) if hasattr(launcher, "hosts") else [])
     slots = sum(int(host.rpartition(":")[2]) for host in hosts)
-    num_ranks = launch.num_ranks or slots or 1
+    num_ranks = launch.num_ranks or slots or (elastic and elastic.max_ranks) or 1
     base = Path(job.run_dir).expanduser().resolve()
     launch = launch.model_copy(update={"num_ranks": num_ranks, "launcher": name, "hosts": hosts})
     changed = job.model_copy(update={"run_dir": str(base), "launch": launch})
@@ -33,22 +33,13 @@ def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
         folder = str(Path(job.checkpoint.dir).expanduser().resolve())
         changed = changed.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"dir": folder})})
     return LaunchRequest(
-        changed, run_id or new_run_id(), base / job.name, Path.cwd(), own_interface=_own_interface(launch)
+        changed, run_id or new_run_id(), base / job.name, Path.cwd(), own_interface=interface_towards(launch)
     )
 
 
 def new_run_id() -> str:
     """Return a name for a run: the time, and what keeps two runs of one second apart."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-
-
-def _own_interface(launch: Launch) -> str | None:
-    """Return this machine's interface on the way to the first other host; None: there is none, or no way."""
-    others = [host.name for host in hosts_of(launch) if not host.is_here]
-    if not others:
-        return None
-    address = source_towards(others[0])
-    return next((name for name, found in addresses_by_interface().items() if address in found), None)
 
 
 def launcher_named(name: str) -> Launcher:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from horovod_train.config.schema import Ssh
-from horovod_train.errors import LaunchError
+from horovod_train.errors import LostError
+from horovod_train.launch.base import LaunchRequest
 
 CONNECT_TIMEOUT_S = 10
 SSH_FAILED = 255
@@ -28,7 +31,12 @@ def ssh_config(ssh: Ssh) -> str:
     return "\n".join(["Host *", *lines, "Include ~/.ssh/config", "Include /etc/ssh/ssh_config", ""])
 
 
-def explain(host: str, code: int, said: str, python: str) -> LaunchError:
+def files_for_ssh(request: LaunchRequest) -> dict[Path, str]:
+    """Return the ssh configuration of a run that needs one."""
+    return {request.ssh_config: ssh_config(request.job.launch.ssh)} if request.is_remote else {}
+
+
+def explain(host: str, code: int, said: str, python: str) -> LostError:
     """Return what it means that a program could not be started on a host.
 
     Args:
@@ -40,13 +48,16 @@ def explain(host: str, code: int, said: str, python: str) -> LaunchError:
     last = said.strip().splitlines()[-1] if said.strip() else f"exit code {code}"
     for sign, what, fix in _SSH_SAYS if code == SSH_FAILED else _PROGRAM_SAYS:
         if sign in said:
-            return LaunchError(
+            return LostError(
                 f"{host}: {what.format(host=host, python=python)} ({last})",
                 hint=fix.format(host=host, python=python),
+                hosts=[host],
             )
     where = "ssh failed" if code == SSH_FAILED else f"{python} -m horovod_train does not start"
-    return LaunchError(
-        f"{host}: {where}: {last}", hint=f"try `ssh {host} {python} -m horovod_train --version`"
+    return LostError(
+        f"{host}: {where}: {last}",
+        hint=f"try `ssh {host} {python} -m horovod_train --version`",
+        hosts=[host],
     )
 
 

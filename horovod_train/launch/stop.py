@@ -21,6 +21,7 @@ from typing import Any
 ASK_AGAIN_S = 1.0
 _PATIENT = (signal.SIGUSR1, signal.SIGUSR2)
 _IN_A_HURRY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+SIGNALS = (*_PATIENT, *_IN_A_HURRY)
 
 
 class Stopper:
@@ -45,8 +46,7 @@ class Stopper:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Act on signals while the block runs; main thread only."""
-        handled = (*_PATIENT, *_IN_A_HURRY)
-        before: dict[int, Any] = {number: signal.signal(number, self._note) for number in handled}
+        before: dict[int, Any] = {number: signal.signal(number, self._note) for number in SIGNALS}
         worker = Thread(target=self._work)
         worker.start()
         try:
@@ -57,6 +57,10 @@ class Stopper:
             self._is_over = True
             self._wake.set()
             worker.join()
+
+    def drain(self) -> None:
+        """Ask the ranks to save and leave, and wait as long as it takes; from any thread."""
+        self._wake.set()
 
     def stop(self) -> None:
         """Kill everything now; from any thread."""

@@ -1,8 +1,4 @@
-"""What launchers have in common that start ranks from a process of this machine.
-
-reach hosts -> compare them -> choose interfaces -> lay out files -> start the command -> follow
--> clear up -> verdict
-"""
+"""What launchers have in common that start ranks from a process of this machine."""
 
 from __future__ import annotations
 
@@ -11,26 +7,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Literal
 
 from horovod_train.config.load import dump_job
 from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError
-from horovod_train.events import Event
+from horovod_train.launch.attempt import carry_out
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted, Waits
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.fleet import gather
+from horovod_train.launch.elastic import carry_on
 from horovod_train.launch.hosts import Host
 from horovod_train.launch.jobs import LOG_FILE, StateFile
-from horovod_train.launch.on_host import RUN_VARIABLE
-from horovod_train.launch.prepare import prepare
-from horovod_train.launch.process import adopting_orphans, execute, guarded, kill_descendants
-from horovod_train.launch.secrets import read_secrets, without_secrets
-from horovod_train.launch.stop import Stopper
-from horovod_train.launch.verdict import Ended, Watcher
 
 POLL_S = 0.2
 _SIGNALS = {"drain": (signal.SIGUSR1,), "stop": (signal.SIGTERM,), "kill": (signal.SIGTERM, signal.SIGTERM)}
@@ -60,7 +48,10 @@ class SupervisedLauncher(Waits):
         request.log_dir.mkdir(parents=True, exist_ok=True)
         state.write("starting")
         try:
-            carry_out(self, request, plan, console, state)
+            if (elastic := request.job.launch.elastic) is not None:
+                carry_on(self, request, elastic, console, state)
+            else:
+                carry_out(self, request, plan, console, state)
         except PreemptedError as error:
             state.write("preempted", error.exit_code, error.message)
             raise
@@ -142,55 +133,3 @@ def read_log(path: Path, is_going_on: Any) -> Iterator[str]:
             if not goes_on:
                 return
             sleep(POLL_S)
-
-
-def carry_out(
-    launcher: SupervisedLauncher,
-    request: LaunchRequest,
-    plan: LaunchPlan,
-    console: JobConsole,
-    state: StateFile,
-) -> list[Event]:
-    """Start the ranks and stay with them to their end; return what they have measured, if anything.
-
-    Raises:
-        HorovodTrainError: Anything but a good end, explained.
-    """
-    launch = request.job.launch
-    secrets = read_secrets(launch.secrets, os.environ)
-    environ = without_secrets(launch.secrets, os.environ)
-    plan.write_files()
-    lost: list[str] = []
-    with ExitStack() as stack:
-        stack.enter_context(adopting_orphans())
-        guard = stack.enter_context(guarded(request.stage))
-        log = stack.enter_context((request.log_dir / LOG_FILE).open("a", encoding="utf-8"))
-        watcher = Watcher(request, console, log, tuple(secrets.values()))
-        stack.callback(watcher.close)
-        stack.callback(console.close)
-        fleet = gather(request.hosts, partial(launcher.shell, request), request.stage, launch.host_timeout_s)
-        stack.callback(fleet.close)
-        prepare(fleet, request, environ, secrets, console)
-
-        def kill() -> None:
-            fleet.kill()
-            kill_descendants(keep={guard, *fleet.pids})
-
-        def ask() -> None:
-            state.write("leaving")
-            fleet.signal_ranks(signal.SIGUSR1)
-
-        def on_lost(host: str, why: str) -> None:
-            lost.append(f"{host} does not answer any more ({why})")
-            stopper.stop()
-
-        stopper = Stopper(ask, kill, launch.grace_s)
-        with stopper.listening():
-            state.write("running")
-            fleet.watch(launch.host_timeout_s, on_lost)
-            marked = {**environ, RUN_VARIABLE: request.stage}
-            code = execute(plan, marked, watcher.see, keep={guard, *fleet.pids})
-        if code and not lost and (host := fleet.silent(launch.host_timeout_s)):
-            lost.append(f"{host} does not answer any more")
-    watcher.verdict(Ended(code, stopper.received, lost[0] if lost else ""))
-    return watcher.measured

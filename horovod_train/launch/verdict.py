@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from horovod_train.errors import LaunchError, PreemptedError, describe_ranks
+from horovod_train.errors import LaunchError, LostError, PreemptedError, describe_ranks
 from horovod_train.events import Event, parse_line, tagged
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
@@ -26,12 +26,12 @@ class Ended:
     Attributes:
         code: Exit code of the command that started the ranks.
         stopped_by: The signal that this process got; None: it ended by itself.
-        lost: The host that stopped answering, and why that is thought; empty: none did.
+        lost: The host that stopped answering, and why that is thought; None: none did.
     """
 
     code: int
     stopped_by: int | None = None
-    lost: str = ""
+    lost: tuple[str, str] | None = None
 
 
 @dataclass
@@ -48,6 +48,7 @@ class Watcher:
     left: list[Event] = field(default_factory=list)
     has_started: bool = False
     has_summary: bool = False
+    has_saved: bool = False
     measured: list[Event] = field(default_factory=list)
     _log_is_broken: bool = False
     _targets: list[tuple[str, dict[str, str]]] = field(default_factory=list)
@@ -91,6 +92,7 @@ class Watcher:
         else:
             self.has_summary |= event.kind == "summary"
             self.has_started |= event.kind == "started"
+            self.has_saved |= event.kind == "checkpoint" and not event.fields["error"]
             self.console.show(event)
 
     def _write_targets(self, targets: list[tuple[str, dict[str, str]]]) -> None:
@@ -120,7 +122,7 @@ class Watcher:
         try:
             if rank not in self._logs:
                 path = self.request.log_dir / f"rank-{rank}.log"
-                self._logs[rank] = path.open("w", encoding="utf-8")
+                self._logs[rank] = path.open("a", encoding="utf-8")
             self._logs[rank].write(text + "\n")
             self._logs[rank].flush()
         except OSError:
@@ -161,28 +163,36 @@ class Watcher:
                 128 + ended.stopped_by,
             )
         if ended.lost:
-            raise LaunchError(
-                f"{ended.lost}; the job was ended", hint="run it again when the host is back, or without it"
+            host, why = ended.lost
+            raise self._lost(
+                f"{host} does not answer any more ({why}); the job was ended",
+                "run it again when the host is back, or without it",
+                [host],
             )
         if self.causes:
             raise self._explain_causes()
         raise self._explain_silence(ended)
 
-    def _explain_silence(self, ended: Ended) -> LaunchError:
+    def _lost(self, message: str, hint: str, hosts: Sequence[str] = ()) -> LostError:
+        error = LostError(message, hint=hint, hosts=hosts)
+        error.has_saved = self.has_saved
+        return error
+
+    def _explain_silence(self, ended: Ended) -> LostError:
         last = "\n".join(f"    {line}" for line in self._untagged)
         told = ""
         if self.consequences:
             ranks = describe_ranks(sorted({event.rank for event in self.consequences}))
             told = f"; {ranks} only noticed: {self.consequences[0].fields['message']}"
         if self.killed:
-            return LaunchError(
+            return self._lost(
                 f"{self.killed[0]}, before it could say why{told}",
-                hint=f"out of memory (see dmesg), or killed by somebody; see {self.log.name}",
+                f"out of memory (see dmesg), or killed by somebody; see {self.log.name}",
             )
-        return LaunchError(
+        return self._lost(
             f"the launcher ended with code {ended.code} and no rank said why{told}"
             + (f"; its last words:\n{last}" if last else ""),
-            hint=f"a rank was killed, or the machine ran out of memory; see {self.log.name}",
+            f"a rank was killed, or the machine ran out of memory; see {self.log.name}",
         )
 
     def _explain_causes(self) -> LaunchError:

@@ -98,9 +98,14 @@ class MpiJobLauncher(Waits):
         """Yield the launcher's log, which has the output of all ranks; and those of its retries."""
         namespace, _, name = job.native_id.partition("/")
         seen: set[str] = set()
+        told = ""
         with closing(Cluster(namespace, API_TIMEOUT_S)) as cluster:
             while True:
-                has_ended = not follow or status_in(cluster, name).has_ended
+                status = status_in(cluster, name)
+                has_ended = not follow or status.has_ended
+                if status.message not in ("", told) and not has_ended:
+                    told = status.message
+                    yield f"{status}"
                 for pod in _launcher_pods(cluster, name):
                     if pod.metadata.name not in seen and pod.status.phase != "Pending":
                         seen.add(pod.metadata.name)

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from horovod_train.config.kubernetes import Kubernetes, Volume
-from horovod_train.config.kubernetes_rules import num_workers
+from horovod_train.config.kubernetes_rules import num_workers, workers_for
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
 
@@ -25,6 +25,8 @@ API_VERSION = "kubeflow.org/v2beta1"
 JOB_FOLDER = "/etc/horovod_train"
 HOME = "/home/mpiuser"
 ENTRYPOINT = "/usr/local/bin/horovod-train-entrypoint"
+# What the operator writes for elastic jobs: the workers whose pods run.
+DISCOVER = "sh /etc/mpi/discover_hosts.sh"
 JOB_NAME_LABEL = "training.kubeflow.org/job-name"
 ROLE_LABEL = "training.kubeflow.org/job-role"
 REPLICA_LABEL = "training.kubeflow.org/replica-index"
@@ -87,6 +89,9 @@ def inner_job(job: Job, *, has_source: bool) -> Job:
             "kubernetes": Kubernetes(),
         }
     )
+    if job.launch.elastic is not None:
+        elastic = {"discover": DISCOVER, "ranks_per_host": job.launch.kubernetes.ranks_per_worker}
+        launch = launch.model_copy(update={"elastic": job.launch.elastic.model_copy(update=elastic)})
     changes: dict[str, Any] = {"launch": launch}
     if has_source:
         file, _, attribute = job.task.rpartition(":")
@@ -117,7 +122,7 @@ def mpi_job(job: Job, run_id: str) -> Manifest:
         "slotsPerWorker": kubernetes.ranks_per_worker,
         "runLauncherAsWorker": False,
         "sshAuthMountPath": f"{HOME}/.ssh",
-        "launcherCreationPolicy": kubernetes.launcher_creation,
+        "launcherCreationPolicy": _launcher_creation(job),
         "mpiImplementation": "OpenMPI",
         "runPolicy": _run_policy(job),
         "mpiReplicaSpecs": {
@@ -141,8 +146,15 @@ def mpi_job(job: Job, run_id: str) -> Manifest:
     return merged
 
 
-def _run_policy(job: Job) -> Manifest:
+def _launcher_creation(job: Job) -> str:
     kubernetes = job.launch.kubernetes
+    if job.launch.elastic is not None and "launcher_creation" not in kubernetes.model_fields_set:
+        return "AtStartup"  # it waits by itself, and not for all of them
+    return kubernetes.launcher_creation
+
+
+def _run_policy(job: Job) -> Manifest:
+    kubernetes, elastic = job.launch.kubernetes, job.launch.elastic
     policy: Manifest = {
         "cleanPodPolicy": kubernetes.clean_pods,
         "backoffLimit": kubernetes.backoff_limit,
@@ -156,7 +168,7 @@ def _run_policy(job: Job) -> Manifest:
     if kubernetes.gang != "none":
         policy["schedulingPolicy"] = {
             # Not workers + 1, the default: the launcher waits for workers that wait for the launcher.
-            "minAvailable": num_workers(job),
+            "minAvailable": num_workers(job) if elastic is None else workers_for(job, elastic.min_ranks),
             **_given(
                 queue=kubernetes.gang_queue,
                 priorityClass=kubernetes.priority_class,
@@ -167,10 +179,13 @@ def _run_policy(job: Job) -> Manifest:
 
 
 def _launcher(job: Job, run_id: str) -> Manifest:
-    command = [
-        *(ENTRYPOINT, "launcher", "horovod-train", "run", f"{JOB_FOLDER}/job.json", "--resolved"),
-        *("--run-id", run_id, "--hostfile", "/etc/mpi/hostfile", "-n", str(job.launch.num_ranks or 1)),
-    ]
+    run = ["horovod-train", "run", f"{JOB_FOLDER}/job.json", "--resolved", "--run-id", run_id]
+    if job.launch.elastic is None:
+        hosts = ["--hostfile", "/etc/mpi/hostfile", "-n", str(job.launch.num_ranks or 1)]
+        command = [ENTRYPOINT, "launcher", *run, *hosts]
+    else:
+        # Which workers there are, it finds out by itself, and goes on finding out.
+        command = [ENTRYPOINT, *run]
     container = {
         "name": "launcher",
         **_image(job),

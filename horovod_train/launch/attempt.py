@@ -1,0 +1,103 @@
+"""One start of a job's ranks, from reaching the hosts to the verdict.
+
+reach hosts -> compare them -> choose interfaces -> lay out files -> start the command -> follow
+-> clear up -> verdict
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Protocol
+
+from horovod_train.events import Event
+from horovod_train.launch.base import LaunchPlan, LaunchRequest
+from horovod_train.launch.console import JobConsole
+from horovod_train.launch.fleet import gather
+from horovod_train.launch.hosts import Host
+from horovod_train.launch.jobs import LOG_FILE, StateFile
+from horovod_train.launch.on_host import RUN_VARIABLE
+from horovod_train.launch.prepare import prepare
+from horovod_train.launch.process import adopting_orphans, execute, guarded, kill_descendants
+from horovod_train.launch.secrets import read_secrets, without_secrets
+from horovod_train.launch.stop import Stopper
+from horovod_train.launch.verdict import Ended, Watcher
+
+Beside = Callable[[Callable[[], None]], AbstractContextManager[None]]
+"""What goes on beside the ranks; it gets a function that asks them to save and leave."""
+
+
+class StartsRanks(Protocol):
+    """A launcher whose command runs here."""
+
+    def plan(self, request: LaunchRequest) -> LaunchPlan:
+        """Return what would start the ranks."""
+        ...
+
+    def shell(self, request: LaunchRequest, host: Host) -> list[str]:
+        """Return what runs a command, its last argument, on a host."""
+        ...
+
+
+def carry_out(
+    launcher: StartsRanks,
+    request: LaunchRequest,
+    plan: LaunchPlan,
+    console: JobConsole,
+    state: StateFile,
+    beside: Beside = lambda _: nullcontext(),
+) -> list[Event]:
+    """Start the ranks and stay with them to their end; return what they have measured, if anything.
+
+    Args:
+        launcher: Whose command it is.
+        request: What to start.
+        plan: How.
+        console: Where to show it.
+        state: Where to note how it stands.
+        beside: What goes on while the ranks run.
+
+    Raises:
+        HorovodTrainError: Anything but a good end, explained.
+    """
+    launch = request.job.launch
+    secrets = read_secrets(launch.secrets, os.environ)
+    environ = without_secrets(launch.secrets, os.environ)
+    plan.write_files()
+    lost: list[tuple[str, str]] = []
+    with ExitStack() as stack:
+        stack.enter_context(adopting_orphans())
+        guard = stack.enter_context(guarded(request.stage))
+        log = stack.enter_context((request.log_dir / LOG_FILE).open("a", encoding="utf-8"))
+        watcher = Watcher(request, console, log, tuple(secrets.values()))
+        stack.callback(watcher.close)
+        stack.callback(console.close)
+        fleet = gather(request.hosts, partial(launcher.shell, request), request.stage, launch.host_timeout_s)
+        stack.callback(fleet.close)
+        prepare(fleet, request, environ, secrets, console)
+
+        def kill() -> None:
+            fleet.kill()
+            kill_descendants(keep={guard, *fleet.pids})
+
+        def ask() -> None:
+            state.write("leaving")
+            fleet.signal_ranks(signal.SIGUSR1)
+
+        def on_lost(host: str, why: str) -> None:
+            lost.append((host, why))
+            stopper.stop()
+
+        stopper = Stopper(ask, kill, launch.grace_s)
+        with stopper.listening(), beside(stopper.drain):
+            state.write("running", message=f"{request.num_ranks} rank(s)")
+            fleet.watch(launch.host_timeout_s, on_lost)
+            marked = {**environ, RUN_VARIABLE: request.stage}
+            code = execute(plan, marked, watcher.see, keep={guard, *fleet.pids})
+        if code and not lost and (host := fleet.silent(launch.host_timeout_s)):
+            lost.append((host, "it is silent"))
+    watcher.verdict(Ended(code, stopper.received, lost[0] if lost else None))
+    return watcher.measured
