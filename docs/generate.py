@@ -74,6 +74,7 @@ def job_reference() -> str:
     nested = {
         "evaluation.early_stopping": "EarlyStopping",
         "checkpoint.best": "Best",
+        "launch.elastic": "Elastic",
         "launch.ssh": "Ssh",
         "launch.host_settings.HOST": "HostSettings",
         "launch.slurm": "Slurm",

@@ -17,16 +17,34 @@ from horovod_train.cli.options import launch_options, make_request
 @click.command(name="doctor")
 @click.argument("job", metavar="[JOB]", required=False)
 @launch_options
+@click.option(
+    "--kubernetes", is_flag=True, help="Examine the cluster of kubectl's context; with JOB, in its pods."
+)
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
-@click.option("--no-sweep", is_flag=True, help="Do not measure all-reduces.")
-def command(job: str | None, *, as_json: bool, no_sweep: bool, **options: Any) -> None:
-    """Look whether JOB, or any job, can run: on this machine, or on the hosts of -H.
+@click.option("--no-sweep", is_flag=True, help="Do not measure all-reduces; on Kubernetes, start no pods.")
+def command(job: str | None, *, kubernetes: bool, as_json: bool, no_sweep: bool, **options: Any) -> None:
+    """Look whether JOB, or any job, can run: on this machine, on the hosts of -H, or on Kubernetes.
 
     Ends with 1 when something keeps jobs from running.
     """
+    from horovod_train.doctor.run import report
+
+    examine = _examine_kubernetes if kubernetes else _examine_hosts
+    findings, sweep = examine(job, options, is_measured=not no_sweep)
+    if as_json:
+        rows = [finding.as_json() for finding in findings]
+        click.echo(json.dumps({"findings": rows, "sweep": sweep.rows}, indent=2))
+    else:
+        for line in [*(sweep.table() if sweep.rows else ()), *report(findings)]:
+            click.echo(line)
+    sys.exit(1 if _is_hopeless(findings) else 0)
+
+
+def _examine_hosts(job: str | None, options: dict[str, Any], *, is_measured: bool) -> tuple[list[Any], Any]:
     from rich.console import Console
 
-    from horovod_train.doctor.run import examine_hosts, examine_network, report
+    from horovod_train.doctor.network import Sweep
+    from horovod_train.doctor.run import examine_hosts, examine_network
     from horovod_train.launch.console import JobConsole
 
     if job is None:
@@ -36,16 +54,28 @@ def command(job: str | None, *, as_json: bool, no_sweep: bool, **options: Any) -
     with tempfile.TemporaryDirectory(prefix="horovod_train-doctor-") as folder:
         request = replace(make_request(job or "digits", **options), run_dir=Path(folder))
         findings, link_mbit_s = examine_hosts(request)
-        lines: list[str] = []
-        if not no_sweep and not any(finding.level == "fail" for finding in findings):
-            quiet = JobConsole(Console(quiet=True))
-            found, sweep = examine_network(request, link_mbit_s, quiet)
-            findings += found
-            lines = list(sweep.table()) if sweep.rows else []
-        if as_json:
-            rows = [finding.as_json() for finding in findings]
-            click.echo(json.dumps({"findings": rows, "sweep": sweep.rows if lines else []}, indent=2))
-        else:
-            for line in [*lines, *report(findings)]:
-                click.echo(line)
-    sys.exit(1 if any(finding.level == "fail" for finding in findings) else 0)
+        if not is_measured or _is_hopeless(findings):
+            return findings, Sweep()
+        found, sweep = examine_network(request, link_mbit_s, JobConsole(Console(quiet=True)))
+    return [*findings, *found], sweep
+
+
+def _examine_kubernetes(
+    job: str | None, options: dict[str, Any], *, is_measured: bool
+) -> tuple[list[Any], Any]:
+    from horovod_train.config.kubernetes import Kubernetes
+    from horovod_train.doctor.kubernetes import examine_cluster, examine_pods
+    from horovod_train.doctor.network import Sweep
+
+    if job is None:
+        return list(examine_cluster(None, Kubernetes())), Sweep()
+    request = make_request(job, **{**options, "launcher": "mpijob"})
+    findings = list(examine_cluster(request.job, request.job.launch.kubernetes))
+    if not is_measured or _is_hopeless(findings):
+        return findings, Sweep()
+    found, sweep = examine_pods(request)
+    return [*findings, *found], sweep
+
+
+def _is_hopeless(findings: list[Any]) -> bool:
+    return any(finding.level == "fail" for finding in findings)

@@ -95,6 +95,11 @@ def judge(sweep: Sweep, link_mbit_s: int, history: Sequence[Mapping[str, Any]]) 
     if reference:
         yield Finding("", "reference", f"mpi4py alone reaches {reference / 1e9:.2f} GB/s")
     yield from _slow_pairs(sweep.pairs)
+    yield from compare(best, history)
+
+
+def compare(best: float, history: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Yield how a bandwidth, in bytes per second, compares with what was measured earlier."""
     if history:
         before = statistics.median(entry["bytes_per_s"] for entry in history[-5:])
         when = time.strftime("%Y-%m-%d", time.localtime(history[-1]["unix_time_s"]))

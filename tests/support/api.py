@@ -20,6 +20,10 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 
 TOKEN = "a-token-of-the-test"  # noqa: S105
+VERSIONS = (
+    *("buildDate", "compiler", "gitCommit", "gitTreeState", "gitVersion", "goVersion", "major", "minor"),
+    "platform",
+)
 Object = dict[str, Any]
 
 
@@ -31,6 +35,8 @@ class Api:
         operator: Called with this and each MPIJob that is created.
         refuses: Answer (status, message) to the creation of a kind.
         objects: By (collection, name).
+        forbidden: Verbs and resources that we may not, such as "get pods/log".
+        unknown: Groups that are not installed.
         logs: Text by pod.
         requests: Method and path with query of each request.
     """
@@ -38,6 +44,8 @@ class Api:
     operator: Callable[[Api, Object], None] = lambda api, job: None
     refuses: dict[str, tuple[int, str]] = field(default_factory=dict)
     objects: dict[tuple[str, str], Object] = field(default_factory=dict)
+    forbidden: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)
     logs: dict[str, str] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
 
@@ -93,7 +101,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         collection, name, query = self._target()
-        if name.endswith("/log"):
+        parts = urlsplit(self.path).path.strip("/").split("/")
+        if parts == ["version"]:
+            self._answer(dict.fromkeys(VERSIONS, "v1.37.1"))
+        elif parts[0] == "apis" and len(parts) == 3:
+            known = {"kind": "APIResourceList", "groupVersion": "/".join(parts[1:]), "resources": []}
+            self._answer(None if parts[1] in self.api.unknown else known)
+        elif f"get {collection}" in self.api.forbidden:
+            self._refuse(403, f"{collection} is forbidden")
+        elif name.endswith("/log"):
             self._send(200, self.api.logs[name.partition("/")[0]].encode(), "text/plain")
         elif name:
             self._answer(self.api.objects.get((collection, name)))
@@ -109,6 +125,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         collection, _, query = self._target()
         body = self._body()
+        if body["kind"] == "SelfSubjectAccessReview":
+            asked = body["spec"]["resourceAttributes"]
+            what = "/".join([asked["resource"], *([asked["subresource"]] if "subresource" in asked else [])])
+            is_allowed = f"{asked['verb']} {what}" not in self.api.forbidden
+            self._answer({**body, "status": {"allowed": is_allowed}}, 201)
+            return
         kind, name = body["kind"], body["metadata"]["name"]
         if kind in self.api.refuses:
             self._refuse(*self.api.refuses[kind])
@@ -161,6 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         self.api.requests.append(f"{self.command} {self.path}")
         _, _, rest = parts.path.partition("/namespaces/default/")
+        rest = rest or parts.path.rpartition("/")[2]  # what belongs to no namespace
         collection, _, name = rest.partition("/")
         return collection, name, parse_qs(parts.query)
 

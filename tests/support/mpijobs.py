@@ -68,6 +68,13 @@ JOBS: dict[str, dict[str, Any]] = {
             },
         }
     },
+    "elastic": {
+        "launch": {
+            "num_ranks": 4,
+            "elastic": {"min_ranks": 2, "max_ranks": 20, "cooldown_s": 30.0},
+            "kubernetes": {"ranks_per_worker": 2, "gang": "scheduler-plugins"},
+        }
+    },
     "kueue": {"launch": {"kubernetes": {"queue": "team-a", "suspend": True, "priority_class": "low"}}},
     "volcano": {
         "launch": {

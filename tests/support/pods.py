@@ -224,8 +224,9 @@ class MpiJob:
     def start_worker(self, number: int) -> Container:
         return self._start("Worker", f"{self.name}-worker-{number}", {"K_MPI_JOB_ROLE": "worker"}, {})
 
-    def start_launcher(self) -> Container:
-        return self._start("Launcher", f"{self.name}-launcher", OF_LAUNCHERS, {"/etc/mpi": self.mpi})
+    def start_launcher(self, **env: str) -> Container:
+        name = f"{self.name}-launcher"
+        return self._start("Launcher", name, {**OF_LAUNCHERS, **env}, {"/etc/mpi": self.mpi})
 
     def wait_until_ready(self, workers: Sequence[Container], within_s: float = 30) -> None:
         """The readiness probe: sshd accepts connections."""

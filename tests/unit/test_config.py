@@ -155,6 +155,20 @@ class TestProblems:
             ({"train": {"deterministic": True, "compile_backend": "inductor"}}, "train.compile_backend"),
             ({"health": {"stall_shutdown_s": 5}}, "health.stall_shutdown_s"),
             ({"launch": {"host_settings": {"c": {"python": "/opt/python"}}}}, "launch.host_settings.c"),
+            ({"launch": {"elastic": {"min_ranks": 9}}}, "launch.elastic"),
+            (
+                {"launch": {"hosts": [], "num_ranks": None, "elastic": {"min_ranks": 1}}},
+                "launch.elastic.max_ranks",
+            ),
+            (
+                {"launch": {"hosts": ["a:1", "b:1"], "elastic": {"min_ranks": 1, "discover": "cat hosts"}}},
+                "launch.elastic.discover",
+            ),
+            (
+                {"launch": {"elastic": {"min_ranks": 1}}, "checkpoint": {"resume": "never"}},
+                "checkpoint.resume",
+            ),
+            ({"launch": {"elastic": {"min_ranks": 1}, "launcher": "slurm"}}, "launch.elastic"),
             ({"launch": {"env": {"A": "1"}, "secrets": {"A": "env:A"}}}, "launch.env.A"),
             ({"launch": {"secrets": {"A": "hunter2"}}}, "launch.secrets.A"),
             ({"launch": {"ssh": {"options": {"ProxyJump": "a\nUser root"}}}}, "launch.ssh.options.ProxyJump"),

@@ -99,6 +99,17 @@ class TestRendering:
         assert variable["valueFrom"] == {"secretKeyRef": {"name": "tracking", "key": "api-key"}}
         assert "kubernetes:tracking" not in document
 
+    def test_lets_an_elastic_job_find_its_workers_by_itself(self):
+        job = json.loads(kind(manifests("elastic"), "ConfigMap")["data"]["job.json"])
+        spec = kind(manifests("elastic"), "MPIJob")["spec"]
+        command = dict(pods("elastic"))["Launcher"]["spec"]["containers"][0]["command"]
+
+        assert job["launch"]["elastic"]["discover"] == "sh /etc/mpi/discover_hosts.sh"
+        assert job["launch"]["elastic"]["ranks_per_host"] == 2
+        assert spec["launcherCreationPolicy"] == "AtStartup"
+        assert spec["runPolicy"]["schedulingPolicy"]["minAvailable"] == 1
+        assert "--hostfile" not in command
+
     def test_never_waits_for_the_launcher_to_start_the_workers(self):
         policy = kind(manifests("volcano"), "MPIJob")["spec"]["runPolicy"]["schedulingPolicy"]
 
@@ -183,7 +194,19 @@ BROKEN_ELSEWHERE = {
     "a name with dots": ({"name": "my.job"}, "name"),
     "a name that begins with a digit": ({"name": "1job"}, "name"),
     "a name too long for its pods": ({"name": "a" * 55}, "name"),
+    "a name too long for as many pods as it may have": (
+        {"name": "a" * 54, "launch": {"elastic": {"min_ranks": 1, "max_ranks": 11}}},
+        "name",
+    ),
     "hosts": ({"launch": {"hosts": ["a:2"]}}, "launch.hosts"),
+    "a way of its own to find pods": (
+        {"launch": {"elastic": {"min_ranks": 1, "discover": "cat hosts"}}},
+        "launch.elastic.discover",
+    ),
+    "a maximum that does not fill workers": (
+        {"launch": {"elastic": {"min_ranks": 1, "max_ranks": 3}, "kubernetes": {"ranks_per_worker": 2}}},
+        "launch.elastic.max_ranks",
+    ),
     "a secret of this machine": ({"launch": {"secrets": {"A": "env:A"}}}, "launch.secrets.A"),
     "a variable of the operator": (
         {"launch": {"env": {"OMPI_MCA_orte_default_hostfile": "x"}}},

@@ -20,6 +20,7 @@ GROUP, VERSION, PLURAL = "kubeflow.org", "v2beta1", "mpijobs"
 CUSTOM = {
     "MPIJob": (GROUP, VERSION, PLURAL),
     "PodMonitor": ("monitoring.coreos.com", "v1", "podmonitors"),
+    "LocalQueue": ("kueue.x-k8s.io", "v1beta1", "localqueues"),
 }
 
 
@@ -57,6 +58,8 @@ class Cluster:
         self._core: Any = client.CoreV1Api(self._api)
         self._networking: Any = client.NetworkingV1Api(self._api)
         self._custom: Any = client.CustomObjectsApi(self._api)
+        self._versions: Any = client.VersionApi(self._api)
+        self._authorization: Any = client.AuthorizationV1Api(self._api)
 
     def create(self, manifest: Manifest, *, dry_run: bool = False) -> Manifest:
         """Create an object; with ``dry_run`` the server only says whether it would.
@@ -83,17 +86,69 @@ class Cluster:
         found: Manifest = made if isinstance(made, dict) else self._api.sanitize_for_serialization(made)
         return found
 
+    def version(self) -> str:
+        """Return the version of the API server.
+
+        Raises:
+            LaunchError: It does not answer, or does not accept the credentials.
+        """
+        return str(self._call("version", self._versions.get_code).git_version)
+
+    def serves(self, group: str, version: str) -> bool:
+        """Return whether the server knows a group of resources."""
+        return self._found(group, partial(self._custom.get_api_resources, group, version)) is not None
+
+    def may(self, verb: str, group: str, resource: str) -> bool:
+        """Return whether we may do something in this namespace; the server itself says so.
+
+        Args:
+            verb: Such as ``create``.
+            group: Group of the resource; empty: the core group.
+            resource: Such as ``pods`` or ``pods/log``.
+        """
+        name, _, part = resource.partition("/")
+        attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": name}
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {**attributes, **({"subresource": part} if part else {})}},
+        }
+        ask = partial(self._authorization.create_self_subject_access_review, review)
+        return bool(self._call("permissions", ask).status.allowed)
+
+    def read(self, kind: str, name: str) -> Manifest | None:
+        """Return an object of this namespace; None: there is none of this name.
+
+        Args:
+            kind: PersistentVolumeClaim, Secret or LocalQueue.
+            name: Its name.
+
+        Raises:
+            LaunchError: We may not look, or the server does not answer.
+        """
+        if kind in CUSTOM:
+            group, version, plural = CUSTOM[kind]
+            where = (group, version, self.namespace, plural, name)
+            return self._found(name, partial(self._custom.get_namespaced_custom_object, *where))
+        ask = {
+            "PersistentVolumeClaim": self._core.read_namespaced_persistent_volume_claim,
+            "Secret": self._core.read_namespaced_secret,
+        }[kind]
+        return self._found(name, partial(ask, name, self.namespace))
+
+    def allocatable(self, resource: str) -> list[str]:
+        """Return how much of a resource each node has to give.
+
+        Raises:
+            LaunchError: We may not look at nodes.
+        """
+        nodes = self._call("nodes", self._core.list_node).items
+        return [(node.status.allocatable or {}).get(resource, "0") for node in nodes]
+
     def mpi_job(self, name: str) -> Manifest | None:
         """Return an MPIJob; None: there is none of this name."""
-        try:
-            found: Manifest = self._custom.get_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, PLURAL, name, _request_timeout=self._timeout_s
-            )
-        except self._api_error as error:
-            if error.status == 404:
-                return None
-            raise self._explained(f"MPIJob {name}", error) from error
-        return found
+        where = (GROUP, VERSION, self.namespace, PLURAL, name)
+        return self._found(f"MPIJob {name}", partial(self._custom.get_namespaced_custom_object, *where))
 
     def patch_mpi_job(self, name: str, patch: Mapping[str, Any]) -> None:
         """Change fields of an MPIJob.
@@ -171,6 +226,20 @@ class Cluster:
     def close(self) -> None:
         """Let go of connections."""
         self._api.close()
+
+    def _found(self, what: str, ask: Callable[..., Any]) -> Manifest | None:
+        """Return what the server has, as plain data; None: it has no such thing."""
+
+        def look() -> Manifest | None:
+            try:
+                found: Manifest = self._api.sanitize_for_serialization(ask(_request_timeout=self._timeout_s))
+            except self._api_error as error:
+                if error.status == 404:
+                    return None
+                raise
+            return found
+
+        return self._call(what, look)
 
     def _call(self, what: str, call: Callable[[], Result]) -> Result:
         from urllib3.exceptions import HTTPError

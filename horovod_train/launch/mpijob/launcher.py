@@ -29,8 +29,12 @@ class MpiJobLauncher(Waits):
 
     has_files_here = False
 
-    def plan(self, request: LaunchRequest) -> LaunchPlan:
+    def plan(self, request: LaunchRequest, verb: tuple[str, ...] = ("run",)) -> LaunchPlan:
         """Return the plan: manifests, and how a person would apply them.
+
+        Args:
+            request: What to start.
+            verb: What its launcher does with the job: a verb of ours, and options.
 
         Raises:
             ConfigError: The MPIJob, with the job's patch, would not run; it lists every problem.
@@ -43,7 +47,7 @@ class MpiJobLauncher(Waits):
             raise UserError(
                 f"task: {file} is too large for a ConfigMap", hint="put it into the image, as module:Class"
             )
-        manifests = render(request.job, request.run_id, source)
+        manifests = render(request.job, request.run_id, source, verb)
         check(manifests[1], f"MPIJob {request.job.name}")
         path = Path(f"{request.job_id}.yaml")
         return LaunchPlan(

@@ -62,16 +62,17 @@ def as_yaml(manifests: list[Manifest]) -> str:
     return yaml.dump_all(manifests, Dumper=_PlainYaml, sort_keys=False, explicit_start=True)
 
 
-def render(job: Job, run_id: str, task_source: str = "") -> list[Manifest]:
+def render(job: Job, run_id: str, task_source: str = "", verb: tuple[str, ...] = ("run",)) -> list[Manifest]:
     """Return the manifests of a job.
 
     Args:
         job: The resolved job; its launcher is mpijob, and its rules hold.
         run_id: Name of the run.
         task_source: The task's file, when the task is one that the image does not have.
+        verb: What the launcher does with the job: a verb of ours, and options.
     """
     kubernetes = job.launch.kubernetes
-    manifests = [config_map(job, task_source), mpi_job(job, run_id)]
+    manifests = [config_map(job, task_source), mpi_job(job, run_id, verb)]
     if kubernetes.network_policy:
         manifests.append(network_policy(job))
     if kubernetes.pod_monitor and job.metrics.enabled:
@@ -115,7 +116,7 @@ def config_map(job: Job, task_source: str) -> Manifest:
     }
 
 
-def mpi_job(job: Job, run_id: str) -> Manifest:
+def mpi_job(job: Job, run_id: str, verb: tuple[str, ...]) -> Manifest:
     """Return the MPIJob, with the user's patch."""
     kubernetes = job.launch.kubernetes
     spec: Manifest = {
@@ -127,7 +128,7 @@ def mpi_job(job: Job, run_id: str) -> Manifest:
         "runPolicy": _run_policy(job),
         "mpiReplicaSpecs": {
             # Never: with OnFailure the last launcher, and its log, would be deleted.
-            "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": _launcher(job, run_id)},
+            "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": _launcher(job, run_id, verb)},
             # OnFailure: a worker whose sshd has ended comes back.
             "Worker": {
                 "replicas": num_workers(job),
@@ -178,8 +179,8 @@ def _run_policy(job: Job) -> Manifest:
     return policy
 
 
-def _launcher(job: Job, run_id: str) -> Manifest:
-    run = ["horovod-train", "run", f"{JOB_FOLDER}/job.json", "--resolved", "--run-id", run_id]
+def _launcher(job: Job, run_id: str, verb: tuple[str, ...]) -> Manifest:
+    run = ["horovod-train", *verb, f"{JOB_FOLDER}/job.json", "--resolved", "--run-id", run_id]
     if job.launch.elastic is None:
         hosts = ["--hostfile", "/etc/mpi/hostfile", "-n", str(job.launch.num_ranks or 1)]
         command = [ENTRYPOINT, "launcher", *run, *hosts]

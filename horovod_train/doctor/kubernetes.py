@@ -1,0 +1,193 @@
+"""Examine a cluster: what the API server says, and what pods of the job see of each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from time import monotonic, sleep
+from typing import Any
+
+from horovod_train.config.kubernetes import Kubernetes
+from horovod_train.config.schema import Job
+from horovod_train.doctor.findings import Finding
+from horovod_train.doctor.network import History, Sweep, compare
+from horovod_train.errors import HorovodTrainError, LaunchError
+from horovod_train.launch.base import LaunchRequest, Submitted
+from horovod_train.launch.mpijob.cluster import CUSTOM, GROUP, PLURAL, VERSION, Cluster
+from horovod_train.launch.mpijob.launcher import MpiJobLauncher
+
+PODS_TIMEOUT_S = 900.0
+POLL_S = 2.0
+NEEDED = (
+    *((verb, GROUP, PLURAL) for verb in ("create", "get", "patch", "delete")),
+    ("create", "", "configmaps"),
+    ("create", "networking.k8s.io", "networkpolicies"),
+    ("list", "", "pods"),
+    ("get", "", "pods/log"),
+    ("list", "", "events"),
+)
+
+
+def examine_cluster(job: Job | None, settings: Kubernetes) -> Iterator[Finding]:
+    """Yield what the API server says; nothing is made.
+
+    Args:
+        job: The job that is to run; None: any.
+        settings: Its wishes.
+    """
+    try:
+        with closing(Cluster(settings.namespace, settings.api_timeout_s)) as cluster:
+            yield Finding("", "api server", cluster.version())
+            yield _operator(cluster)
+            yield _permissions(cluster)
+            if job is not None:
+                yield from _what_a_job_needs(cluster, job)
+    except HorovodTrainError as error:
+        yield Finding("", "api server", error.message, "fail", error.hint)
+
+
+def _operator(cluster: Cluster) -> Finding:
+    if cluster.serves(GROUP, VERSION):
+        return Finding("", "mpi operator", f"{PLURAL}.{GROUP}/{VERSION} is served")
+    fix = "install the MPI operator 0.8 or newer (github.com/kubeflow/mpi-operator)"
+    return Finding("", "mpi operator", f"{PLURAL}.{GROUP}/{VERSION} is not known", "fail", fix)
+
+
+def _permissions(cluster: Cluster) -> Finding:
+    missing = [f"{verb} {what}" for verb, group, what in NEEDED if not cluster.may(verb, group, what)]
+    if not missing:
+        return Finding("", "permissions", f"all {len(NEEDED)} that are needed in {cluster.namespace}")
+    fix = f"ask for a Role in {cluster.namespace} that allows it, or use another launch.kubernetes.namespace"
+    return Finding("", "permissions", f"may not {', '.join(missing)}", "fail", fix)
+
+
+def _what_a_job_needs(cluster: Cluster, job: Job) -> Iterator[Finding]:
+    kubernetes = job.launch.kubernetes
+    for volume in kubernetes.volumes:
+        if volume.claim is not None:
+            yield _looked_at("claim", volume.claim, partial(_claim, cluster, volume.claim))
+    for source in sorted(set(job.launch.secrets.values())):
+        name, _, key = source.partition(":")[2].partition("/")
+        yield _looked_at("secret", source, partial(_secret, cluster, name, key))
+    for name in kubernetes.image_pull_secrets:
+        yield _looked_at(
+            "pull secret", name, partial(_secret, cluster, name, ".dockerconfigjson", "pull secret")
+        )
+    if kubernetes.queue is not None:
+        yield _looked_at("queue", kubernetes.queue, partial(_queue, cluster, kubernetes.queue))
+    if kubernetes.pod_monitor:
+        group, version, _ = CUSTOM["PodMonitor"]
+        fix = "install Prometheus' operator, or set launch.kubernetes.pod_monitor: false"
+        is_there = cluster.serves(group, version)
+        found = "is known" if is_there else "is not known"
+        yield Finding("", "pod monitor", f"{group}/{version} {found}", "ok" if is_there else "fail", fix)
+    if kubernetes.gpus_per_rank:
+        yield _looked_at("gpus", kubernetes.gpu_resource, partial(_gpus, cluster, job))
+
+
+def _looked_at(what: str, name: str, look: Callable[[], Finding]) -> Finding:
+    """Return what a look finds; that one may not look is odd, but keeps no job from running."""
+    try:
+        return look()
+    except LaunchError as error:
+        return Finding("", what, f"{name}: {error.message}", "warn", "look as somebody who may")
+
+
+def _claim(cluster: Cluster, name: str) -> Finding:
+    found = cluster.read("PersistentVolumeClaim", name)
+    if found is None:
+        fix = f"create a PersistentVolumeClaim {name} with accessModes: [ReadWriteMany]"
+        return Finding("", "claim", f"there is no {name} in {cluster.namespace}", "fail", fix)
+    modes = ", ".join(found["spec"].get("accessModes", []))
+    text = f"{name}: {found.get('status', {}).get('phase', 'unknown')}, {modes}"
+    if "ReadWriteMany" in modes:
+        return Finding("", "claim", text)
+    fix = "use a claim with ReadWriteMany: pods on several nodes write it"
+    return Finding("", "claim", text, "warn", fix)
+
+
+def _secret(cluster: Cluster, name: str, key: str, what: str = "secret") -> Finding:
+    found = cluster.read("Secret", name)
+    if found is not None and key in found.get("data", {}):
+        return Finding("", what, f"{name} has {key}")
+    missing = f"there is no {name} in {cluster.namespace}" if found is None else f"{name} has no {key}"
+    return Finding("", what, missing, "fail", f"kubectl create secret generic {name} --from-file={key}")
+
+
+def _queue(cluster: Cluster, name: str) -> Finding:
+    if cluster.read("LocalQueue", name) is not None:
+        return Finding("", "queue", name)
+    return Finding(
+        "", "queue", f"there is no {name} in {cluster.namespace}", "fail", "`kubectl get localqueues`"
+    )
+
+
+def _gpus(cluster: Cluster, job: Job) -> Finding:
+    kubernetes = job.launch.kubernetes
+    counts = [int(text) for text in cluster.allocatable(kubernetes.gpu_resource)]
+    wanted = kubernetes.gpus_per_rank * kubernetes.ranks_per_worker
+    fitting = sum(count // wanted for count in counts)
+    workers = (job.launch.num_ranks or 1) // kubernetes.ranks_per_worker
+    found = f"nodes have {sum(counts)} {kubernetes.gpu_resource}, room for {fitting} workers with {wanted}"
+    if fitting >= workers:
+        return Finding("", "gpus", found)
+    fix = "add nodes, use fewer ranks or ranks_per_worker; an autoscaler may add nodes by itself"
+    return Finding("", "gpus", f"{found}; {workers} are wanted", "warn", fix)
+
+
+def examine_pods(request: LaunchRequest) -> tuple[list[Finding], Sweep]:
+    """Start the job's pods to examine themselves and the network between them, and remove them.
+
+    Args:
+        request: The job that is to run.
+    """
+    launcher = MpiJobLauncher()
+    job = request.job
+    kubernetes = job.launch.kubernetes.model_copy(update={"backoff_limit": 0})
+    launch = job.launch.model_copy(update={"kubernetes": kubernetes, "elastic": None})
+    examined = job.model_copy(update={"name": f"{job.name[:40].rstrip('-')}-doctor", "launch": launch})
+    asking = replace(request, job=examined)
+    try:
+        plan = launcher.plan(asking, ("doctor", "--json"))
+        native_id = launcher.submit(asking, plan)
+    except HorovodTrainError as error:
+        return [Finding("", "mpi job", error.message, "fail", error.hint)], Sweep()
+    submitted = Submitted(asking.job_id, "mpijob", native_id, asking.log_dir, 0.0)
+    try:
+        return _told_by(launcher, submitted, job)
+    finally:
+        launcher.cancel(submitted, "kill")
+
+
+def _told_by(launcher: MpiJobLauncher, submitted: Submitted, job: Job) -> tuple[list[Finding], Sweep]:
+    deadline_s = monotonic() + PODS_TIMEOUT_S
+    while not (status := launcher.status(submitted)).has_ended and monotonic() < deadline_s:
+        sleep(POLL_S)
+    if not status.has_ended:
+        found = f"after {PODS_TIMEOUT_S:g} s they are {status}"
+        return [Finding("", "pods", found, "fail", "`kubectl describe pods`")], Sweep()
+    lines = list(launcher.logs(submitted, follow=False))
+    document = _document("\n".join(lines))
+    if document is None:
+        last = "\n".join(lines[-5:])
+        return [Finding("", "pods", f"{status}\n{last}", "fail", "`kubectl describe pods`")], Sweep()
+    findings = [Finding(**fields) for fields in document["findings"]]
+    sweep = Sweep(document["sweep"])
+    if sweep.rows:
+        where = f"{job.launch.kubernetes.namespace}:{job.launch.num_ranks}"
+        history = History(["kubernetes", where], job.launch.controller)
+        findings += compare(sweep.best("horovod"), history.read())
+        history.add(sweep)
+    return findings, sweep
+
+
+def _document(log: str) -> dict[str, Any] | None:
+    """Return the report in a launcher's log, which may have other lines before it."""
+    start = log.find('{\n  "findings"')
+    if start < 0:
+        return None
+    found: dict[str, Any] = json.JSONDecoder().raw_decode(log[start:])[0]
+    return found

@@ -1,0 +1,97 @@
+"""Write manifests for Kustomize: what `horovod-train render` says of each job.yaml here.
+
+    base/                the manifests of base/job.yaml
+    overlays/<name>/     what is different, or new, in those of overlays/<name>/job.yaml
+
+usage: python k8s/generate.py     after a change of a job.yaml, or of the renderer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from horovod_train.config.load import load_job
+from horovod_train.launch.mpijob.render import Manifest, as_yaml, render
+from horovod_train.launch.run import resolve
+
+FOLDER = Path(__file__).parent
+OVERLAYS = ("cpu", "elastic", "gpu", "monitoring", "spot")
+RUN_ID = "first"
+IMAGE = "registry.example/horovod_train"
+
+
+def manifests_of(job_file: Path) -> list[Manifest]:
+    """Return the manifests of a job."""
+    return render(resolve(load_job(job_file, environ={})).job, RUN_ID)
+
+
+def file_name(manifest: Manifest) -> str:
+    """Return the file that a manifest stands in."""
+    return f"{manifest['kind'].lower()}.yaml"
+
+
+def difference(before: Any, after: Any) -> Any:
+    """Return the merge patch (RFC 7386) that makes one mapping the other."""
+    patch: dict[str, Any] = {key: None for key in before if key not in after}
+    for key, value in after.items():
+        if key not in before:
+            patch[key] = value
+        elif isinstance(value, Mapping) and isinstance(before[key], Mapping):
+            if inner := difference(before[key], value):
+                patch[key] = inner
+        elif value != before[key]:
+            patch[key] = value
+    return patch
+
+
+def kustomization(resources: Sequence[str], patches: Sequence[str]) -> str:
+    """Return a kustomization.yaml."""
+    document: dict[str, Any] = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": list(resources),
+    }
+    if patches:
+        document["patches"] = [{"path": path} for path in patches]
+    return as_yaml([document])
+
+
+def generated() -> dict[Path, str]:
+    """Return all files, by path below this folder."""
+    base = manifests_of(FOLDER / "base" / "job.yaml")
+    files = {Path("base") / file_name(manifest): as_yaml([manifest]) for manifest in base}
+    files[Path("base/kustomization.yaml")] = kustomization([file_name(manifest) for manifest in base], [])
+    for name in OVERLAYS:
+        files |= overlay(Path("overlays") / name, base)
+    return files
+
+
+def overlay(folder: Path, base: Sequence[Manifest]) -> dict[Path, str]:
+    """Return the files of one overlay."""
+    known = {manifest["kind"]: manifest for manifest in base}
+    files, resources, patches = {}, ["../../base"], []
+    for manifest in manifests_of(FOLDER / folder / "job.yaml"):
+        path = file_name(manifest)
+        content: Manifest = manifest
+        if manifest["kind"] not in known:
+            resources.append(path)
+        elif changes := difference(known[manifest["kind"]], manifest):
+            patches.append(path)
+            which = {"apiVersion": manifest["apiVersion"], "kind": manifest["kind"]}
+            metadata = {"metadata": {"name": manifest["metadata"]["name"], **changes.pop("metadata", {})}}
+            content = {**which, **metadata, **changes}
+        else:
+            continue
+        files[folder / path] = as_yaml([content])
+    files[folder / "kustomization.yaml"] = kustomization(resources, patches)
+    return files
+
+
+if __name__ == "__main__":
+    for old in [*FOLDER.glob("base/*.yaml"), *FOLDER.glob("overlays/*/*.yaml")]:
+        if old.name != "job.yaml":
+            old.unlink()
+    for path, text in generated().items():
+        (FOLDER / path).write_text(text, encoding="utf-8")

@@ -1,0 +1,166 @@
+"""`horovod-train doctor --kubernetes` against an API server in this process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+from support.api import Api, api_server
+from support.launching import BIN, environment, write_job
+from support.mpijobs import described
+
+from horovod_train.config.schema import Job
+from horovod_train.doctor.kubernetes import examine_cluster, examine_pods
+from horovod_train.launch.mpijob import launcher as module
+from horovod_train.launch.run import resolve
+
+WISHES = {
+    "launch": {
+        "num_ranks": 16,
+        "secrets": {"A": "kubernetes:tracking/key"},
+        "kubernetes": {
+            "ranks_per_worker": 8,
+            "gpus_per_rank": 1,
+            "pod_monitor": True,
+            "queue": "team-a",
+            "image_pull_secrets": ["registry"],
+        },
+    }
+}
+CLAIM = ("persistentvolumeclaims", "training")
+
+
+@pytest.fixture
+def api(tmp_path, monkeypatch):
+    api = Api()
+    api.objects[CLAIM] = claim("ReadWriteMany")
+    api.objects["secrets", "tracking"] = {"metadata": {"name": "tracking"}, "data": {"key": "eA=="}}
+    api.objects["secrets", "registry"] = {"metadata": {"name": "r"}, "data": {".dockerconfigjson": ""}}
+    api.objects["localqueues", "team-a"] = {"metadata": {"name": "team-a"}}
+    for number in range(2):
+        status = {"allocatable": {"nvidia.com/gpu": "8"}}
+        api.objects["nodes", f"node-{number}"] = {"metadata": {"name": f"node-{number}"}, "status": status}
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    monkeypatch.setattr(
+        "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config")
+    )
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    monkeypatch.setattr(module, "ACCEPT_S", 1.0)
+    with api_server(api, tmp_path / "config"):
+        yield api
+
+
+def claim(mode):
+    return {"metadata": {"name": "training"}, "spec": {"accessModes": [mode]}, "status": {"phase": "Bound"}}
+
+
+def examined(**changes):
+    job = resolve(Job.model_validate(described("cpu", **{**WISHES, **changes}))).job
+    return {finding.what: finding for finding in examine_cluster(job, job.launch.kubernetes)}
+
+
+def test_a_cluster_that_has_everything(api):
+    found = examined()
+
+    assert {finding.level for finding in found.values()} == {"ok"}, list(map(str, found.values()))
+    assert found["api server"].found == "v1.37.1"
+    assert found["gpus"].found == "nodes have 16 nvidia.com/gpu, room for 2 workers with 8"
+    assert found.keys() >= {"mpi operator", "permissions", "claim", "secret", "queue", "pod monitor"}
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "level", "says"),
+    [
+        (lambda api: api.unknown.add("kubeflow.org"), "mpi operator", "fail", "is not known"),
+        (lambda api: api.unknown.add("monitoring.coreos.com"), "pod monitor", "fail", "is not known"),
+        (lambda api: api.forbidden.add("create mpijobs"), "permissions", "fail", "may not create mpijobs"),
+        (lambda api: api.forbidden.add("get pods/log"), "permissions", "fail", "may not get pods/log"),
+        (lambda api: api.objects.pop(CLAIM), "claim", "fail", "no training"),
+        (lambda api: api.objects.update({CLAIM: claim("ReadWriteOnce")}), "claim", "warn", "ReadWriteOnce"),
+        (lambda api: api.objects["secrets", "tracking"]["data"].clear(), "secret", "fail", "has no key"),
+        (lambda api: api.forbidden.add("get secrets"), "secret", "warn", "secrets is forbidden"),
+        (lambda api: api.objects.pop(("localqueues", "team-a")), "queue", "fail", "there is no team-a"),
+        (lambda api: api.objects.pop(("nodes", "node-1")), "gpus", "warn", "room for 1 workers"),
+        (lambda api: api.forbidden.add("get nodes"), "gpus", "warn", "nodes is forbidden"),
+    ],
+)
+def test_what_is_missing_is_named_with_what_to_do(api, change, what, level, says):
+    change(api)
+
+    finding = examined()[what]
+
+    assert (finding.level, bool(finding.fix)) == (level, True)
+    assert says in finding.found
+
+
+def test_a_server_that_is_not_there(tmp_path, api, monkeypatch):
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
+
+    found = examined()
+
+    assert found["api server"].level == "fail"
+    assert "no Kubernetes cluster is configured" in found["api server"].found
+
+
+def examines(api, job):
+    """What the pods would do: the launcher's command, here."""
+    command = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["command"]
+    assert command[2:4] == ["horovod-train", "doctor"]
+    here = [str(BIN / "horovod-train"), "doctor", "--json", "--no-sweep"]
+    done = subprocess.run(here, env=environment(), capture_output=True, text=True, check=False)
+    api.add_condition(job, "Created")
+    api.add_condition(job, "Succeeded")
+    api.add_launcher(job, "Warning: a line before\n" + done.stdout, 0)
+
+
+def pods(**changes):
+    return examine_pods(resolve(Job.model_validate(described("cpu", **changes)), "run-1"))
+
+
+def test_pods_examine_themselves_and_are_removed(api):
+    api.operator = examines
+
+    findings, _ = pods()
+
+    assert {"python", "engine"} <= {finding.what for finding in findings}
+    assert api.names("MPIJob") == []
+
+
+def test_pods_that_say_nothing_are_a_failure(api):
+    def ends(api, job):
+        api.add_condition(job, "Failed", "back-off")
+        api.add_launcher(job, "error: node is on fire", 1)
+
+    api.operator = ends
+
+    (finding,), _ = pods()
+
+    assert finding.level == "fail"
+    assert "node is on fire" in finding.found
+
+
+def test_what_the_server_refuses_is_a_finding(api):
+    api.refuses = {"MPIJob": (422, "spec: Invalid value")}
+
+    (finding,), _ = pods()
+
+    assert "spec: Invalid value" in finding.found
+
+
+def test_the_command_line_ends_with_1_and_json(tmp_path, api):
+    api.unknown.add("kubeflow.org")
+    path = write_job(tmp_path / "job.yaml", **described("cpu"))
+
+    done = subprocess.run(
+        [str(BIN / "horovod-train"), "doctor", "--kubernetes", "--json", str(path)],
+        env=environment(KUBECONFIG=str(tmp_path / "config")),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert done.returncode == 1
+    assert [f["level"] for f in json.loads(done.stdout)["findings"] if f["what"] == "mpi operator"] == [
+        "fail"
+    ]
