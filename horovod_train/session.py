@@ -34,7 +34,7 @@ from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, LearningRate, Train
 from horovod_train.data.shard import StepShare, eval_micro_batches
 from horovod_train.engine.base import World, broadcast_json, mean_over_ranks
-from horovod_train.errors import UserError
+from horovod_train.errors import PreemptedError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
@@ -42,6 +42,7 @@ from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
 from horovod_train.frameworks.torch.world import TorchWorld
 from horovod_train.frameworks.world import connect
+from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.health.sync import check_in_sync
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.exporter import Exporter
@@ -212,6 +213,16 @@ class Session:
         self._stack.callback(manager.close)
         return SessionCheckpoints(self.world, manager, replica, loader)
 
+    def leaving(self, checkpoints: SessionCheckpoints) -> SessionLeaving:
+        """Take SIGTERM and SIGUSR1 to any rank for the wish that all save and leave; main thread only.
+
+        Args:
+            checkpoints: What saves them.
+        """
+        request = LeaveRequest()
+        request.listen()
+        return SessionLeaving(checkpoints, LeaveAgreement(self.world, request))
+
 
 class Step:
     """One optimizer step: iterate over it for this rank's micro-batches, then ``finish`` it.
@@ -352,3 +363,22 @@ class SessionCheckpoints:
         )
         check_in_sync(self._world, self._replica.state(copy=False), "after the resume")
         return True
+
+
+@dataclass(frozen=True)
+class SessionLeaving:
+    """Saves and ends the process when any rank was asked to leave."""
+
+    _checkpoints: SessionCheckpoints
+    _agreement: LeaveAgreement
+
+    def after_step(self) -> None:
+        """Leave if the ranks agree to; every rank calls it after each of its steps.
+
+        Raises:
+            SystemExit: Everything is saved; with exit code 75 ("run me again").
+            PeerError: Another rank was lost.
+        """
+        if self._agreement.reached():
+            self._checkpoints.save(wait=True)
+            raise SystemExit(PreemptedError.exit_code)

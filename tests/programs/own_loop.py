@@ -1,8 +1,13 @@
-"""A user's own loop with the library, trained, saved, resumed. usage: OUT CHECKPOINTS EPOCHS."""
+"""A user's own loop with the library, trained, saved, resumed.
+
+usage: OUT CHECKPOINTS EPOCHS PORT [stop | leave]
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import urllib.request
 from pathlib import Path
@@ -29,6 +34,7 @@ with ht.init("own-loop") as session:
     )
     metrics = session.metrics(port=int(sys.argv[4]))
     checkpoints = session.checkpoints(folder, replica, loader)
+    leaving = session.leaving(checkpoints)
     resumed = checkpoints.resume()
     steps = 0
     for epoch in range(loader.progress.epoch, epochs):
@@ -39,10 +45,12 @@ with ht.init("own-loop") as session:
             outcome = step.finish(lr=lr)
             metrics.record(step, outcome, lr, loader.epochs_passed)
             steps += 1
-            if loader.progress.step == 6:
+            if loader.progress.step == 6 and sys.argv[5:] == ["stop"]:
                 checkpoints.save(wait=True)
-                if len(sys.argv) > 5:  # stop in the middle of an epoch
-                    sys.exit(0)
+                sys.exit(0)
+            if loader.progress.step == 6 and sys.argv[5:] == ["leave"] and session.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            leaving.after_step()
     correct = total = 0
     model.eval()
     for inputs, labels in session.eval_batches(replica, TensorDataset(*data(23, 2)), batch_size=4):

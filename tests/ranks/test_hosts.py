@@ -23,11 +23,12 @@ LAUNCHES = {
     "mpirun": {"launcher": "mpirun"},
 }
 NODES = ("node1", "node2", "node3")
+ALL = (*NODES, "node4")
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    with cluster(tmp_path_factory.mktemp("cluster"), NODES) as made:
+    with cluster(tmp_path_factory.mktemp("cluster"), ALL) as made:
         yield made
 
 

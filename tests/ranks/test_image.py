@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ import yaml
 from support.image import ROOT, builder
 from support.launching import PROGRAMS, TIMEOUT_S
 from support.pods import MpiJob, containers, make_key
+from support.running import is_alive
 
 from horovod_train.checkpoint.store import list_checkpoints
 from horovod_train.config.schema import Job
@@ -145,11 +147,16 @@ def wait_for_ranks(mpi_job, launcher, number=2):
 
 def commands(containers):
     """The command lines of all processes in containers."""
-    return [
-        " ".join(process.cmdline())
-        for container in containers
-        for process in psutil.Process(container.process.pid).children(recursive=True)
-    ]
+    return [" ".join(process.cmdline()) for process in processes(containers)]
+
+
+def processes(containers):
+    """All processes in containers."""
+    found = []
+    for container in containers:
+        with suppress(psutil.NoSuchProcess):
+            found += psutil.Process(container.process.pid).children(recursive=True)
+    return [process for process in found if is_alive(process)]
 
 
 class TestAsTheOperatorStartsIt:
@@ -164,11 +171,7 @@ class TestAsTheOperatorStartsIt:
     def test_processes_are_those_of_an_ordinary_user_and_show_no_secret(self, pods):
         mpi_job, workers, launcher = operate(pods, slow())
         wait_for_ranks(mpi_job, launcher)
-        inside = [
-            process
-            for container in (*workers, launcher)
-            for process in container.first.children(recursive=True)
-        ]
+        inside = processes((*workers, launcher))
         users = {process.uids().real for process in inside}
         ranks = [process for process in inside if "worker" in process.cmdline()[1:4]]
         tokens = {rank.environ().get("API_TOKEN") for rank in ranks}
@@ -237,7 +240,7 @@ def test_the_compose_file_trains_on_two_containers(images, tmp_path):
         def start(name):
             mounts = {}
             for volume in services[name]["volumes"]:
-                source, path, *_ = volume.split(":")
+                source, _, path = volume.partition(":")
                 mounts[path] = folders[source]
             return made.start(name, ["horovod-train-entrypoint", *services[name]["command"]], mounts=mounts)
 
@@ -259,7 +262,7 @@ def test_the_health_check_answers_for_a_worker_and_for_a_launcher(images, tmp_pa
         worker = made.start(
             "worker",
             ["horovod-train-entrypoint", "worker"],
-            mounts={"/home/mpiuser/.ssh": make_key(tmp_path / "ssh")},
+            mounts={"/home/mpiuser/.ssh:ro": make_key(tmp_path / "ssh")},
         )
         while "Server listening" not in worker.said():
             assert worker.process.poll() is None, worker.said()

@@ -53,6 +53,19 @@ def test_an_own_loop_goes_on_in_mid_epoch(tmp_path):
     check(found, 2)
 
 
+@pytest.mark.ranks
+def test_an_own_loop_saves_and_leaves_when_one_rank_is_asked(tmp_path, controller):
+    arguments = [str(tmp_path), str(tmp_path / "checkpoints"), str(EPOCHS), str(free_port())]
+
+    left = on_horovod(2, controller, "own_loop.py", *arguments, "leave", check=False)
+    on_horovod(2, controller, "own_loop.py", *arguments)
+
+    found = results(tmp_path)
+    assert left.returncode != 0  # horovodrun itself has one code for all failures
+    assert all(rank["resumed"] for rank in found)
+    check(found, 2)
+
+
 def test_an_own_loop_in_a_plain_python_process_does_not_need_horovod(tmp_path):
     block = tmp_path / "sitecustomize.py"
     block.write_text("import sys\nsys.modules['horovod'] = None\nsys.modules['mpi4py'] = None\n")

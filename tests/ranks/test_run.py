@@ -178,3 +178,30 @@ def test_ranks_that_make_different_models_are_told_before_they_wait_for_each_oth
 
     assert done.returncode == 2
     assert "have made different models" in done.stderr
+
+
+def test_a_launcher_from_another_package_is_chosen_by_its_name(tmp_path):
+    (tmp_path / "site_launcher.py").write_text(
+        "from horovod_train.launch.base import LaunchPlan\n"
+        "from horovod_train.launch.supervised import SupervisedLauncher\n"
+        "class SiteLauncher(SupervisedLauncher):\n"
+        "    def plan(self, request):\n"
+        "        return LaunchPlan(('nice', request.rank_command), {'SITE': 'here'})\n"
+    )
+    installed = tmp_path / "site_launcher-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: site_launcher\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(
+        "[horovod_train.launchers]\nsite = site_launcher:SiteLauncher\n"
+    )
+    path = write_job(tmp_path / "job.yaml", task="digits", train={"epochs": 1}, launch={"launcher": "site"})
+    state = {"PYTHONPATH": str(tmp_path), "XDG_STATE_HOME": str(tmp_path / "state")}
+
+    plan = cli("run", str(path), "--dry-run", cwd=tmp_path, **state)
+    job_id = cli("submit", str(path), cwd=tmp_path, **state).stdout.strip()
+    waited = cli("wait", job_id, cwd=tmp_path, **state)
+
+    assert "SITE=here" in plan.stdout
+    assert "nice" in plan.stdout
+    assert waited.stdout == f"{job_id}: succeeded\n"
+    assert "trained test" in cli("logs", job_id, cwd=tmp_path, **state).stdout

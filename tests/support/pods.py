@@ -97,7 +97,7 @@ class Containers:
             name: Its place in the network.
             command: What it runs; replaces the image's own entry point.
             env: Added to the image's variables.
-            mounts: Files and folders by where they are seen; folders named ``data`` can be written.
+            mounts: Files and folders by where they are seen; with ``:ro`` they cannot be written.
             aliases: Further names that it knows: host by name.
         """
         container = self.builder.call("from", IMAGE)
@@ -144,11 +144,12 @@ class Containers:
             f"mount --rbind /dev {root}/dev",
             f"mount -t tmpfs -o mode=1777 tmpfs {root}/dev/shm",  # noqa: S108
         ]
-        for path, source in mounts.items():
+        for where, source in mounts.items():
+            path, _, option = where.partition(":")
             make = "mkdir -p" if source.is_dir() else "install -D /dev/null"
             lines.append(f"[ -e {root}{path} ] || {make} {root}{path}")
             lines.append(f"mount --bind {source} {root}{path}")
-            if source.name != "data":
+            if option == "ro":
                 lines.append(f"mount -o remount,bind,ro {root}{path}")
         return "; ".join([*lines, ""])
 
@@ -226,7 +227,7 @@ class MpiJob:
 
     def start_launcher(self, **env: str) -> Container:
         name = f"{self.name}-launcher"
-        return self._start("Launcher", name, {**OF_LAUNCHERS, **env}, {"/etc/mpi": self.mpi})
+        return self._start("Launcher", name, {**OF_LAUNCHERS, **env}, {"/etc/mpi:ro": self.mpi})
 
     def wait_until_ready(self, workers: Sequence[Container], within_s: float = 30) -> None:
         """The readiness probe: sshd accepts connections."""
@@ -248,8 +249,8 @@ class MpiJob:
             own[variable["name"]] = variable["value"] if not secret else self.secrets[secret]
         paths = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         mounts = {
-            self.mpi_job["spec"]["sshAuthMountPath"]: self.key,
-            paths["job"]: self.config,
+            f"{self.mpi_job['spec']['sshAuthMountPath']}:ro": self.key,
+            f"{paths['job']}:ro": self.config,
             paths["volume-0"]: self.data,
         }
         service = f"{self.name}.default.svc"
