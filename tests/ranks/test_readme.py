@@ -19,6 +19,7 @@ INLINE = sorted(set(re.findall(r"`((?:make|horovod-train|horovodrun) [^`]+)`", R
 NOT_RUN_HERE = {
     "make test": "runs this test",
     "make servers": "installs packages; CI runs it",
+    "make image": "takes ten minutes; CI runs it",
     "horovod-train drain ID": "tests/ranks/test_hosts.py and test_slurm.py name jobs",
     "make bench": "takes half an hour; tests/unit/test_benchmarks.py runs a short one",
     "make mxnet": "has been run by `make test` before this test",
