@@ -23,8 +23,8 @@ from horovod_train.launch.on_host import RUN_VARIABLE
 from horovod_train.launch.prepare import prepare
 from horovod_train.launch.process import adopting_orphans, execute, guarded, kill_descendants
 from horovod_train.launch.secrets import read_secrets, without_secrets
-from horovod_train.launch.stop import Stopper
-from horovod_train.launch.verdict import Ended, Watcher
+from horovod_train.launch.stop import Stopper, interrupted_by_signals
+from horovod_train.launch.verdict import Ended, Watcher, stopped_early
 
 Beside = Callable[[Callable[[], None]], AbstractContextManager[None]]
 """What goes on beside the ranks; it gets a function that asks them to save and leave."""
@@ -75,9 +75,11 @@ def carry_out(
         watcher = Watcher(request, console, log, tuple(secrets.values()))
         stack.callback(watcher.close)
         stack.callback(console.close)
-        fleet = gather(request.hosts, partial(launcher.shell, request), request.stage, launch.host_timeout_s)
-        stack.callback(fleet.close)
-        prepare(fleet, request, environ, secrets, console)
+        with interrupted_by_signals(stopped_early):
+            shell = partial(launcher.shell, request)
+            fleet = gather(request.hosts, shell, request.stage, launch.host_timeout_s)
+            stack.callback(fleet.close)
+            prepare(fleet, request, environ, secrets, console)
 
         def kill() -> None:
             fleet.kill()

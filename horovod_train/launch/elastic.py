@@ -13,7 +13,6 @@ when a host leaves in good order and too few stay (issue 3494 there), loses and 
 from __future__ import annotations
 
 import shlex
-import signal
 import subprocess
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,8 +21,6 @@ from functools import partial
 from itertools import count
 from threading import Event, Thread
 from time import monotonic, sleep
-from types import FrameType
-from typing import Any
 
 from horovod_train.config.schema import Elastic, Launch
 from horovod_train.errors import LaunchError, LostError, PreemptedError, UserError
@@ -33,11 +30,12 @@ from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts import interface_towards, own_names, parse_hosts
 from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.ssh import ssh_config
-from horovod_train.launch.stop import SIGNALS
+from horovod_train.launch.stop import interrupted_by_signals
 
 PROBE_CONNECT_S = 3
 PROBE_TIMEOUT_S = 8.0
 DISCOVER_TIMEOUT_S = 10.0
+MAX_DOUBLINGS = 7
 POLL_S = 0.2
 
 
@@ -53,8 +51,8 @@ def carry_on(
     members = Members(request, elastic)
     failures = 0
     for number in count():
-        state.write("waiting", message="for hosts")
-        with leaving_on_signals():
+        state.write("starting", message="waiting for hosts")
+        with interrupted_by_signals(_left):
             hosts = members.wait()
         attempt = _on(request, hosts, number)
         where = ", ".join(host.name for host in attempt.hosts)
@@ -66,12 +64,14 @@ def carry_on(
             # Whoever asks the launcher means the job. Who asks a rank means its host.
             if error.stopped_by is not None:
                 raise
+            failures = 0
+            members.trust(attempt)
         except LostError as error:
             failures = 0 if error.has_saved else failures + 1
             if failures > elastic.max_failures:
                 raise
             members.lose(error.hosts)
-            console.print(f"elastic: {error.message}; going on from the newest checkpoint")
+            console.print(f"elastic: {error}\nelastic: going on from the newest checkpoint")
         else:
             return
 
@@ -107,13 +107,21 @@ class Members:
         self._elastic = elastic
         self._max_ranks = max_ranks(self._launch)
         self._not_before_s: dict[str, float] = {}
+        self._losses: dict[str, int] = {}
         # ssh is called before the first plan is carried out.
         request.ssh_config.write_text(ssh_config(self._launch.ssh), encoding="utf-8")
 
     def lose(self, names: Collection[str]) -> None:
         """Leave hosts alone for a while."""
         for name in names:
-            self._not_before_s[name] = monotonic() + self._elastic.cooldown_s
+            # Twice as long each time: a host that answers and then fails would stop the others for ever.
+            self._losses[name] = min(self._losses.get(name, 0) + 1, MAX_DOUBLINGS)
+            self._not_before_s[name] = monotonic() + self._elastic.cooldown_s * 2 ** (self._losses[name] - 1)
+
+    def trust(self, attempt: LaunchRequest) -> None:
+        """Note that the ranks of all these hosts have left in good order."""
+        for host in attempt.hosts:
+            self._losses.pop(host.name, None)
 
     def wait(self) -> list[str]:
         """Return the hosts to start on, as ``host:slots``, when there are enough.
@@ -217,9 +225,10 @@ def discover(command: str, ranks_per_host: int) -> list[str]:
             timeout=DISCOVER_TIMEOUT_S,
             check=True,
         )
-        return parse_hosts(done.stdout, f"the output of {command}", ranks_per_host)
+        listed = parse_hosts(done.stdout, f"the output of {command}", ranks_per_host)
     except (OSError, subprocess.SubprocessError, UserError) as error:
         raise LaunchError(f"launch.elastic.discover: {error}") from error
+    return list({_name(entry): entry for entry in listed}.values())
 
 
 def answering(entries: Sequence[str], ssh: Sequence[str], over: Event) -> list[str]:
@@ -241,38 +250,25 @@ def answering(entries: Sequence[str], ssh: Sequence[str], over: Event) -> list[s
         if _name(entry) not in own
     }
     deadline_s = monotonic() + PROBE_TIMEOUT_S
-    while any(probe.poll() is None for probe in probes.values()):
-        if monotonic() >= deadline_s or over.wait(POLL_S / 4):
-            break
-    for probe in probes.values():
-        with suppress(ProcessLookupError):
-            probe.kill()
-        probe.wait()
+    try:
+        while any(probe.poll() is None for probe in probes.values()):
+            if monotonic() >= deadline_s or over.wait(POLL_S / 4):
+                break
+    finally:
+        for probe in probes.values():
+            with suppress(ProcessLookupError):
+                probe.kill()
+            probe.wait()
     return [entry for entry in entries if entry not in probes or probes[entry].returncode == 0]
 
 
-@contextmanager
-def leaving_on_signals() -> Iterator[None]:
-    """While the block runs, a signal that asks the job to leave ends it: there is nothing to save.
-
-    Raises:
-        PreemptedError: There was one.
-    """
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        error = PreemptedError(
-            "asked to leave while waiting for hosts",
-            hint="run the same job again: it goes on from its newest checkpoint",
-        )
-        error.stopped_by = number
-        raise error
-
-    before: dict[int, Any] = {number: signal.signal(number, leave) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _left(number: int) -> PreemptedError:
+    error = PreemptedError(
+        "asked to leave while waiting for hosts",
+        hint="run the same job again: it goes on from its newest checkpoint",
+    )
+    error.stopped_by = number
+    return error
 
 
 def _name(entry: str) -> str:

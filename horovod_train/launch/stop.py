@@ -21,7 +21,26 @@ from typing import Any
 ASK_AGAIN_S = 1.0
 _PATIENT = (signal.SIGUSR1, signal.SIGUSR2)
 _IN_A_HURRY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-SIGNALS = (*_PATIENT, *_IN_A_HURRY)
+_SIGNALS = (*_PATIENT, *_IN_A_HURRY)
+
+
+@contextmanager
+def interrupted_by_signals(error_of: Callable[[int], Exception]) -> Iterator[None]:
+    """While the block runs, a signal ends it: no rank has been started that would have to save.
+
+    Args:
+        error_of: The error to raise, by the number of the signal; main thread only.
+    """
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        raise error_of(number)
+
+    before: dict[int, Any] = {number: signal.signal(number, interrupt) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Stopper:
@@ -46,7 +65,7 @@ class Stopper:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Act on signals while the block runs; main thread only."""
-        before: dict[int, Any] = {number: signal.signal(number, self._note) for number in SIGNALS}
+        before: dict[int, Any] = {number: signal.signal(number, self._note) for number in _SIGNALS}
         worker = Thread(target=self._work)
         worker.start()
         try:

@@ -152,13 +152,13 @@ class Watcher:
         if ended.code == 0 and self.has_summary and not self.causes:
             return
         if ended.stopped_by is not None:
+            if not self.has_started:
+                raise stopped_early(ended.stopped_by)
             raise _with_code(
                 LaunchError(
                     f"stopped by signal {ended.stopped_by}, before the ranks had saved",
                     hint="steps since the last checkpoint are lost; was launch.grace_s "
-                    f"({self.request.job.launch.grace_s:g} s) too short?"
-                    if self.has_started
-                    else "training had not begun",
+                    f"({self.request.job.launch.grace_s:g} s) too short?",
                 ),
                 128 + ended.stopped_by,
             )
@@ -204,6 +204,13 @@ class Watcher:
         if first["traceback"]:
             message = f"{first['traceback'].rstrip()}\n{message}"
         return _with_code(LaunchError(message), first["exit_code"])
+
+
+def stopped_early(number: int) -> LaunchError:
+    """Return the error of a run that a signal has ended before its ranks trained."""
+    return _with_code(
+        LaunchError(f"stopped by signal {number}, before the ranks had begun to train"), 128 + number
+    )
 
 
 def _with_code(error: LaunchError, code: int) -> LaunchError:

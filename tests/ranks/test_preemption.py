@@ -165,7 +165,7 @@ def test_a_stop_before_training_has_begun_says_so(tmp_path):
         output, _ = process.communicate(timeout=30)
 
     assert process.returncode == 143, output
-    assert "training had not begun" in output
+    assert "before the ranks had begun to train" in output
 
 
 def test_the_grace_that_is_needed_is_told_when_it_is_not_given(tmp_path):

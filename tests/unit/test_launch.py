@@ -206,7 +206,14 @@ class TestVerdict:
 
         assert caught.value.exit_code == 75
 
+    def test_a_stop_before_the_ranks_had_begun_says_so(self, watcher):
+        with pytest.raises(LaunchError, match="before the ranks had begun to train") as caught:
+            watcher.verdict(Ended(137, stopped_by=2))
+
+        assert caught.value.exit_code == 130
+
     def test_a_stop_before_the_ranks_had_saved_says_so(self, watcher):
+        watcher.has_started = True
         with pytest.raises(LaunchError, match="before the ranks had saved") as caught:
             watcher.verdict(Ended(137, stopped_by=15))
 
@@ -215,8 +222,8 @@ class TestVerdict:
     def test_a_lost_host_is_the_cause_of_what_ranks_noticed(self, watcher):
         watcher.see(self.failure(0, "another rank left", is_cause=False))
 
-        with pytest.raises(LaunchError, match="node7 does not answer any more"):
-            watcher.verdict(Ended(1, lost="node7 does not answer any more"))
+        with pytest.raises(LaunchError, match=r"node7 does not answer any more \(silent for 20 s\)"):
+            watcher.verdict(Ended(1, lost=("node7", "silent for 20 s")))
 
     def test_secrets_are_not_shown_and_not_logged(self, watcher):
         watcher.secrets = ("hunter2hunter2",)
