@@ -14,7 +14,7 @@ from support.running import Running
 
 pytestmark = pytest.mark.ranks
 NUM_SAMPLES = 60
-EPOCHS = 24
+EPOCHS = 14
 SOON = {"poll_s": 0.5, "cooldown_s": 2.0}
 
 
@@ -83,7 +83,7 @@ def test_hosts_that_are_added_and_taken_away_lose_and_repeat_no_sample(tmp_path,
 
 def test_a_host_that_is_cut_off_is_left_out_and_taken_in_again(tmp_path, hosts):
     launch = {"hosts": ["node1:1", "node2:1"], "elastic": {"min_ranks": 1, **SOON}}
-    path = job(tmp_path, hosts, launch, train={"epochs": 60, "batch_size_per_rank": 4})
+    path = job(tmp_path, hosts, launch, train={"epochs": 24, "batch_size_per_rank": 4})
 
     running = Running(tmp_path, path, 2, through=hosts.command)
     hosts.network.set_link("node2", "down")
@@ -97,7 +97,7 @@ def test_a_host_that_is_cut_off_is_left_out_and_taken_in_again(tmp_path, hosts):
     assert "going on from the newest checkpoint" in output
     assert output.count("elastic: 2 ranks on node1, node2") == 2
     assert "elastic: 1 ranks on node1\n" in output
-    assert min(times_seen(tmp_path).values()) >= 60
+    assert min(times_seen(tmp_path).values()) >= 24
     assert hosts.leftovers(within_s=15) == []
 
 
