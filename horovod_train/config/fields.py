@@ -17,6 +17,17 @@ HostSlots = Annotated[
 ]
 """``host:slots``, such as ``node01:8``."""
 
+
+def name_of(entry: str) -> str:
+    """Return the host of ``host:slots``."""
+    return entry.rpartition(":")[0]
+
+
+def slots_of(entry: str) -> int:
+    """Return the slots of ``host:slots``."""
+    return int(entry.rpartition(":")[2])
+
+
 HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$")]
 """Name or IPv4 address of a host."""
 

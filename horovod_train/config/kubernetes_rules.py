@@ -26,7 +26,7 @@ _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 def num_workers(job: Job) -> int:
     """Return the worker pods that a job begins with."""
-    return workers_for(job, job.launch.num_ranks or 1)
+    return workers_for(job, job.launch.num_ranks or job.launch.most_ranks)
 
 
 def workers_for(job: Job, num_ranks: int) -> int:
@@ -38,9 +38,7 @@ def kubernetes_rules(job: Job) -> Iterator[Problem]:
     """Yield what keeps a job from running as an MPIJob; nothing for other launchers."""
     if job.launch.launcher != LAUNCHER:
         return
-    elastic = job.launch.elastic
-    most = (elastic and elastic.max_ranks) or job.launch.num_ranks or 1
-    yield from name_problems("name", job.name, workers_for(job, most))
+    yield from name_problems("name", job.name, workers_for(job, job.launch.most_ranks))
     yield from _ranks(job)
     yield from _image(job)
     yield from _volumes(job)
@@ -79,7 +77,7 @@ def _ranks(job: Job) -> Iterator[Problem]:
     launch, kubernetes = job.launch, job.launch.kubernetes
     if launch.hosts:
         yield Problem("launch.hosts", str(launch.hosts), "has no meaning for an MPIJob: pods are its hosts")
-    if (launch.num_ranks or 1) % kubernetes.ranks_per_worker:
+    if (launch.num_ranks or launch.most_ranks) % kubernetes.ranks_per_worker:
         yield Problem(
             "launch.num_ranks",
             str(launch.num_ranks),

@@ -5,9 +5,11 @@ A rule looks at a whole job and yields problems. To add one, write a function an
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.kubernetes_rules import kubernetes_rules
 from horovod_train.config.schema import Job
 from horovod_train.config.support import SUPPORT
@@ -104,11 +106,11 @@ def warmup_fits(job: Job) -> Iterator[Problem]:
 def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
     """Enough slots for the ranks, each host once."""
     launch = job.launch
-    names = [host.rpartition(":")[0] for host in launch.hosts]
+    names = list(map(name_of, launch.hosts))
     doubles = sorted({name for name in names if names.count(name) > 1})
     if doubles:
         yield Problem("launch.hosts", str(launch.hosts), f"names {', '.join(doubles)} more than once")
-    slots = sum(int(host.rpartition(":")[2]) for host in launch.hosts)
+    slots = launch.slots
     if launch.hosts and launch.num_ranks is not None and launch.num_ranks > slots:
         yield Problem(
             "launch.num_ranks",
@@ -125,21 +127,20 @@ def elastic_can_be(job: Job) -> Iterator[Problem]:
     launch, elastic = job.launch, job.launch.elastic
     if elastic is None:
         return
-    slots = sum(int(host.rpartition(":")[2]) for host in launch.hosts)
-    most = elastic.max_ranks or launch.num_ranks or slots
-    if not most:
+    wanted = launch.num_ranks or elastic.min_ranks
+    if not (elastic.max_ranks or launch.num_ranks or launch.hosts):
         yield Problem(
             "launch.elastic.max_ranks", "null", "is needed where neither num_ranks nor hosts say how many"
         )
-    elif not elastic.min_ranks <= (launch.num_ranks or elastic.min_ranks) <= most:
+    elif not elastic.min_ranks <= wanted <= launch.most_ranks:
         yield Problem(
             "launch.elastic",
-            f"{elastic.min_ranks} to {most} ranks",
+            f"{elastic.min_ranks} to {launch.most_ranks} ranks",
             f"does not fit launch.num_ranks = {launch.num_ranks}",
             "min_ranks <= num_ranks <= max_ranks",
         )
-    elif elastic.min_ranks > most:
-        yield Problem("launch.elastic.min_ranks", str(elastic.min_ranks), f"must be at most {most}")
+    if elastic.discover is not None and not is_command(elastic.discover):
+        yield Problem("launch.elastic.discover", repr(elastic.discover), "is no command", "close its quotes")
     if elastic.discover is not None and launch.hosts:
         yield Problem(
             "launch.elastic.discover", repr(elastic.discover), "and launch.hosts both name hosts", "use one"
@@ -157,11 +158,19 @@ def elastic_can_be(job: Job) -> Iterator[Problem]:
         )
 
 
+def is_command(text: str) -> bool:
+    """Return whether a text can be split into a program and arguments."""
+    try:
+        return bool(shlex.split(text))
+    except ValueError:
+        return False
+
+
 def host_settings_belong_to_hosts(job: Job) -> Iterator[Problem]:
     """Settings of a host that takes no part would be ignored."""
     if job.launch.elastic is not None and job.launch.elastic.discover is not None:
         return  # hosts are known later
-    names = [host.rpartition(":")[0] for host in job.launch.hosts]
+    names = list(map(name_of, job.launch.hosts))
     for name in sorted(set(job.launch.host_settings) - set(names)):
         yield Problem(
             f"launch.host_settings.{name}", "", "is not one of launch.hosts", did_you_mean(name, names)
@@ -177,7 +186,7 @@ def variables_are_set_once(job: Job) -> Iterator[Problem]:
 def ports_fit(job: Job) -> Iterator[Problem]:
     """Every rank of a host gets a port of its own."""
     hosts = job.launch.hosts
-    ranks = max([int(h.rpartition(":")[2]) for h in hosts]) if hosts else job.launch.num_ranks or 1
+    ranks = max(map(slots_of, hosts)) if hosts else job.launch.num_ranks or 1
     if job.metrics.port + ranks - 1 > 65535:
         yield Problem(
             "metrics.port",

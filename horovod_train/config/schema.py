@@ -36,6 +36,7 @@ from horovod_train.config.fields import (
     Section,
     SshValue,
     VariableName,
+    slots_of,
 )
 from horovod_train.config.kubernetes import Kubernetes
 
@@ -385,6 +386,17 @@ class Launch(Section):
 
     secrets: dict[VariableName, SecretSource] = {}
     """Variables whose values stay off command lines, logs and files of the run: where each comes from."""
+
+    @property
+    def slots(self) -> int:
+        """Ranks that there is room for on ``hosts``; 0: none are named."""
+        return sum(map(slots_of, self.hosts))
+
+    @property
+    def most_ranks(self) -> int:
+        """Ranks that the world has at most."""
+        most = self.elastic.max_ranks if self.elastic is not None else None
+        return most or self.num_ranks or self.slots or 1
 
 
 class Job(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Protocol
@@ -49,6 +49,7 @@ def carry_out(
     console: JobConsole,
     state: StateFile,
     beside: Beside = lambda _: nullcontext(),
+    asked: Sequence[int] = (),
 ) -> list[Event]:
     """Start the ranks and stay with them to their end; return what they have measured, if anything.
 
@@ -59,6 +60,7 @@ def carry_out(
         console: Where to show it.
         state: Where to note how it stands.
         beside: What goes on while the ranks run.
+        asked: Signals that came before.
 
     Raises:
         HorovodTrainError: Anything but a good end, explained.
@@ -75,7 +77,7 @@ def carry_out(
         watcher = Watcher(request, console, log, tuple(secrets.values()))
         stack.callback(watcher.close)
         stack.callback(console.close)
-        with interrupted_by_signals(stopped_early):
+        with interrupted_by_signals(lambda number: stopped_early(number, request.attempt), asked):
             shell = partial(launcher.shell, request)
             fleet = gather(request.hosts, shell, request.stage, launch.host_timeout_s)
             stack.callback(fleet.close)
@@ -99,7 +101,7 @@ def carry_out(
             fleet.watch(launch.host_timeout_s, on_lost)
             marked = {**environ, RUN_VARIABLE: request.stage}
             code = execute(plan, marked, watcher.see, keep={guard, *fleet.pids})
-        if code and not lost and (host := fleet.silent(launch.host_timeout_s)):
-            lost.append((host, "it is silent"))
+            if code and not lost and (host := fleet.silent(launch.host_timeout_s)):
+                lost.append((host, "it is silent"))
     watcher.verdict(Ended(code, stopper.received, lost[0] if lost else None))
     return watcher.measured

@@ -60,7 +60,7 @@ class Here:
         try:
             return getattr(self._on_host, name)(**args)
         except OSError as error:
-            raise LaunchError(f"{self.host.name}: {name}: {error}") from error
+            raise LostError(f"{self.host.name}: {name}: {error}", hosts=[self.host.name]) from error
 
     def close(self) -> None:
         """Kill what is left of the run."""
@@ -194,7 +194,8 @@ class There:
         with self._lock:
             answer = self._waiting.pop(message["id"])
         if "error" in message:
-            answer.set_exception(LaunchError(f"{self.host.name}: {message['error']}"))
+            error = LostError(f"{self.host.name}: {message['error']}", hosts=[self.host.name])
+            answer.set_exception(error)
         else:
             answer.set_result(message["result"])
 

@@ -17,7 +17,7 @@ from horovod_train.errors import UserError
 from horovod_train.launch.on_host import addresses_by_interface, source_towards
 
 # "node01", "node01:8" and "node01 slots=8": what horovodrun, mpirun and the MPI operator write.
-_HOSTFILE_LINE = re.compile(r"([A-Za-z0-9.-]+)(?::(\d+))?((?:\s+[\w-]+=\d+)*)")
+_HOSTFILE_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*)(?::(\d+))?((?:\s+[\w-]+=\d+)*)")
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,9 @@ def parse_hosts(text: str, source: str, default_slots: int) -> list[str]:
                 hint="write 'node01 slots=4' or 'node01:4' on each line",
             )
         settings = dict(setting.split("=") for setting in found[3].split())
-        hosts.append(f"{found[1]}:{settings.get('slots') or found[2] or default_slots}")
+        slots = int(settings.get("slots") or found[2] or default_slots)
+        if slots:  # without, the host is not to be used now
+            hosts.append(f"{found[1]}:{slots}")
     return hosts
 
 

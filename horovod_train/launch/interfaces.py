@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from horovod_train.errors import LaunchError, did_you_mean
+from horovod_train.errors import LostError, did_you_mean
 from horovod_train.launch.hosts import Host
 from horovod_train.launch.on_host import source_towards
 
@@ -36,7 +36,7 @@ def choose(host: Host, wanted: str | None, description: Mapping[str, Any], other
         others: Addresses at which other hosts were reached, for this machine to see the way to them.
 
     Raises:
-        LaunchError: There is no such interface, or none that can be told.
+        LostError: There is no such interface, or none that can be told.
     """
     addresses: Mapping[str, list[str]] = description["addresses"]
     usable = {name: found for name, found in addresses.items() if found}
@@ -44,10 +44,11 @@ def choose(host: Host, wanted: str | None, description: Mapping[str, Any], other
     if asked is not None:
         if asked not in usable:
             listed = ", ".join(f"{name} ({found[0]})" for name, found in usable.items()) or "none"
-            raise LaunchError(
+            raise LostError(
                 f"{host.name}: there is no network interface {asked!r} that is up and has an IPv4 address; "
                 f"there are {listed}",
                 hint=did_you_mean(asked, usable) or _SET.format(host=host.name),
+                hosts=[host.name],
             )
         return Chosen(asked, usable[asked][0], "asked for")
     candidates = [(way, f"the way to {other}") for other, way in description["ways"].items()]
@@ -60,9 +61,10 @@ def choose(host: Host, wanted: str | None, description: Mapping[str, Any], other
         for name, found in usable.items():
             if address in found:
                 return Chosen(name, address, reason)
-    raise LaunchError(
+    raise LostError(
         f"{host.name}: cannot tell which network interface reaches the other hosts",
         hint=_SET.format(host=host.name),
+        hosts=[host.name],
     )
 
 

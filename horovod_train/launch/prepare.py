@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from horovod_train.launch.fleet import Fleet, Member, check_alike
 from horovod_train.launch.interfaces import Chosen, choose
 from horovod_train.launch.stage import pack_code, stage_files
 
+ANSWERS_APART_S = 5.0
 # What a user exports for a job here, its ranks elsewhere are to see.
 FORWARDED = (
     *("CUDA_LAUNCH", "HF_", "HOROVOD_", "JAX_", "KERAS_", "KMP_", "MKL_", "NCCL_", "OMP_", "TF_", "TORCH"),
@@ -42,6 +44,7 @@ def prepare(
         task = job.task if ":" in job.task and not job.launch.ship_code else None
         check_alike(fleet.each("facts", lambda _: {"task": task}))
         chosen = choose_interfaces(fleet, job, descriptions)
+        check_clocks(descriptions, job.health.max_clock_offset_s)
         check_reach(fleet, chosen)
         for name, interface in chosen.items():
             console.print(
@@ -94,6 +97,29 @@ def choose_interfaces(fleet: Fleet, job: Job, descriptions: Mapping[str, Any]) -
         )
         for member in fleet.members
     }
+
+
+def check_clocks(descriptions: Mapping[str, Any], max_offset_s: float) -> None:
+    """Refuse a host whose clock is off, before its ranks do.
+
+    Args:
+        descriptions: What hosts have said of themselves, all asked at once: their answers may be a few
+            seconds apart, which is allowed for.
+        max_offset_s: The largest difference allowed.
+
+    Raises:
+        LostError: There is one; it names it.
+    """
+    times_s = {name: found["time_s"] for name, found in descriptions.items()}
+    usual_s = statistics.median(times_s.values())
+    off = {name: time_s - usual_s for name, time_s in times_s.items()}
+    worst = max(off, key=lambda name: abs(off[name]))
+    if abs(off[worst]) > max_offset_s + ANSWERS_APART_S:
+        raise LostError(
+            f"the clock of {worst} is {off[worst]:+.0f} s off the others'; {max_offset_s:g} s are allowed",
+            hint="synchronize the clocks (chrony, systemd-timesyncd), or raise health.max_clock_offset_s",
+            hosts=[worst],
+        )
 
 
 def check_reach(fleet: Fleet, chosen: Mapping[str, Chosen]) -> None:

@@ -19,15 +19,15 @@ from horovod_train.registry import LAUNCHERS
 def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
     """Fill in what depends on this machine: paths, the number of ranks, the way to the hosts."""
     launch = job.launch
-    elastic = launch.elastic
-    is_alone = not launch.hosts and (launch.num_ranks or 1) == 1 and not (elastic and elastic.discover)
+    is_elsewhere = launch.hosts or (launch.elastic is not None and launch.elastic.discover is not None)
+    is_alone = not is_elsewhere and launch.most_ranks == 1
     name = ("local" if is_alone else "horovodrun") if launch.launcher == "auto" else launch.launcher
     launcher = launcher_named(name)
     hosts = launch.hosts or (launcher.hosts(os.environ) if hasattr(launcher, "hosts") else [])
-    slots = sum(int(host.rpartition(":")[2]) for host in hosts)
-    num_ranks = launch.num_ranks or slots or (elastic and elastic.max_ranks) or 1
     base = Path(job.run_dir).expanduser().resolve()
-    launch = launch.model_copy(update={"num_ranks": num_ranks, "launcher": name, "hosts": hosts})
+    launch = launch.model_copy(update={"launcher": name, "hosts": hosts})
+    num_ranks = launch.num_ranks or min(launch.slots or launch.most_ranks, launch.most_ranks)
+    launch = launch.model_copy(update={"num_ranks": num_ranks})
     changed = job.model_copy(update={"run_dir": str(base), "launch": launch})
     if job.checkpoint.dir is not None:
         folder = str(Path(job.checkpoint.dir).expanduser().resolve())

@@ -11,7 +11,7 @@ seconds after.
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Thread
 from time import monotonic
@@ -25,22 +25,40 @@ _SIGNALS = (*_PATIENT, *_IN_A_HURRY)
 
 
 @contextmanager
-def interrupted_by_signals(error_of: Callable[[int], Exception]) -> Iterator[None]:
-    """While the block runs, a signal ends it: no rank has been started that would have to save.
-
-    Args:
-        error_of: The error to raise, by the number of the signal; main thread only.
-    """
-
-    def interrupt(number: int, _frame: FrameType | None) -> None:
-        raise error_of(number)
-
-    before: dict[int, Any] = {number: signal.signal(number, interrupt) for number in _SIGNALS}
+def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """While the block runs, a handler gets every signal that ends a run; main thread only."""
+    before: dict[int, Any] = {number: signal.signal(number, handler) for number in _SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+@contextmanager
+def remembered_signals() -> Iterator[list[int]]:
+    """While the block runs, signals that nobody handles are noted in the list that it yields."""
+    asked: list[int] = []
+    with handling_signals(lambda number, _: asked.append(number)):
+        yield asked
+
+
+@contextmanager
+def interrupted_by_signals(error_of: Callable[[int], Exception], asked: Sequence[int] = ()) -> Iterator[None]:
+    """While the block runs, a signal ends it: no rank has been started that would have to save.
+
+    Args:
+        error_of: The error to raise, by the number of the signal.
+        asked: Signals that came before; the first of them ends the block at once.
+    """
+
+    def interrupt(number: int, _frame: FrameType | None = None) -> None:
+        raise error_of(number)
+
+    with handling_signals(interrupt):
+        if asked:
+            interrupt(asked[0])
+        yield
 
 
 class Stopper:
@@ -65,17 +83,15 @@ class Stopper:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Act on signals while the block runs; main thread only."""
-        before: dict[int, Any] = {number: signal.signal(number, self._note) for number in _SIGNALS}
-        worker = Thread(target=self._work)
-        worker.start()
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._is_over = True
-            self._wake.set()
-            worker.join()
+        with handling_signals(self._note):
+            worker = Thread(target=self._work)
+            worker.start()
+            try:
+                yield
+            finally:
+                self._is_over = True
+                self._wake.set()
+                worker.join()
 
     def drain(self) -> None:
         """Ask the ranks to save and leave, and wait as long as it takes; from any thread."""

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from horovod_train.launch.console import JobConsole
 from horovod_train.launch.elastic import carry_on
 from horovod_train.launch.hosts import Host
 from horovod_train.launch.jobs import LOG_FILE, StateFile
+from horovod_train.launch.stop import remembered_signals
 
 POLL_S = 0.2
 _SIGNALS = {"drain": (signal.SIGUSR1,), "stop": (signal.SIGTERM,), "kill": (signal.SIGTERM, signal.SIGTERM)}
@@ -47,11 +49,13 @@ class SupervisedLauncher(Waits):
         state = StateFile(request.log_dir)
         request.log_dir.mkdir(parents=True, exist_ok=True)
         state.write("starting")
+        plan.write_files()
         try:
-            if (elastic := request.job.launch.elastic) is not None:
-                carry_on(self, request, elastic, console, state)
-            else:
-                carry_out(self, request, plan, console, state)
+            with remembered_signals() as asked:
+                if (elastic := request.job.launch.elastic) is not None:
+                    carry_on(self, request, elastic, console, state, asked)
+                else:
+                    carry_out(self, request, plan, console, state, asked=asked)
         except PreemptedError as error:
             state.write("preempted", error.exit_code, error.message)
             raise
@@ -109,7 +113,8 @@ class SupervisedLauncher(Waits):
                 f"{job.job_id} is {status.state}, but not on this host", hint="cancel it where it was started"
             )
         for number in _SIGNALS[how]:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # it may have left after the first signal
+                os.kill(pid, number)
             sleep(POLL_S)
 
 

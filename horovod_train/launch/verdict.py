@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from horovod_train.errors import LaunchError, LostError, PreemptedError, describe_ranks
+from horovod_train.errors import HorovodTrainError, LaunchError, LostError, PreemptedError, describe_ranks
 from horovod_train.events import Event, parse_line, tagged
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
@@ -153,7 +153,7 @@ class Watcher:
             return
         if ended.stopped_by is not None:
             if not self.has_started:
-                raise stopped_early(ended.stopped_by)
+                raise stopped_early(ended.stopped_by, self.request.attempt)
             raise _with_code(
                 LaunchError(
                     f"stopped by signal {ended.stopped_by}, before the ranks had saved",
@@ -206,11 +206,27 @@ class Watcher:
         return _with_code(LaunchError(message), first["exit_code"])
 
 
-def stopped_early(number: int) -> LaunchError:
-    """Return the error of a run that a signal has ended before its ranks trained."""
-    return _with_code(
-        LaunchError(f"stopped by signal {number}, before the ranks had begun to train"), 128 + number
+def stopped_early(number: int, attempt: int) -> HorovodTrainError:
+    """Return the error of a run that a signal has ended before its ranks trained.
+
+    Args:
+        number: The signal.
+        attempt: How often ranks of this run were started before.
+    """
+    if attempt:
+        return stopped_between(number)
+    error = LaunchError(f"stopped by signal {number}, before the ranks had begun to train")
+    return _with_code(error, 128 + number)
+
+
+def stopped_between(number: int) -> PreemptedError:
+    """Return the error of an elastic run that a signal has ended while no ranks were there."""
+    error = PreemptedError(
+        "asked to leave while no ranks were running",
+        hint="run the same job again: it goes on from its newest checkpoint, if there is one",
     )
+    error.stopped_by = number
+    return error
 
 
 def _with_code(error: LaunchError, code: int) -> LaunchError:

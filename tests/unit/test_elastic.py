@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from threading import Event
@@ -9,13 +10,15 @@ from time import monotonic
 
 import pytest
 
+from horovod_train.config.load import dump_job, load_job
 from horovod_train.config.schema import Elastic, Job
 from horovod_train.errors import LaunchError
-from horovod_train.launch import elastic as module
+from horovod_train.launch import members as module
 from horovod_train.launch.base import LaunchRequest
-from horovod_train.launch.elastic import Members, answering, discover
-from horovod_train.launch.hosts import Host
-from horovod_train.launch.stop import interrupted_by_signals
+from horovod_train.launch.elastic import on_hosts
+from horovod_train.launch.members import Members, answering, discover
+from horovod_train.launch.run import resolve
+from horovod_train.launch.stop import interrupted_by_signals, remembered_signals
 
 # In place of ssh: it gets -o, ConnectTimeout=..., the host and a command.
 SSH = ("sh", "-c", "case $2 in up*) exit 0;; slow) sleep 60;; *) exit 255;; esac")
@@ -30,7 +33,7 @@ def members(tmp_path, monkeypatch):
         request = LaunchRequest(job, "run", tmp_path, tmp_path)
         request.log_dir.mkdir(exist_ok=True)
         monkeypatch.setattr(LaunchRequest, "ssh", SSH)
-        return Members(request, elastic)
+        return Members(request, elastic, print)
 
     return make
 
@@ -57,14 +60,16 @@ def test_this_machine_is_not_asked():
 
 class TestListing:
     def test_takes_the_lines_of_a_hostfile_each_host_once(self, tmp_path):
-        (tmp_path / "hosts").write_text("a\nb slots=4\n# c\na:3\n")
+        (tmp_path / "hosts").write_text("a\nb slots=4\n# c\na:3\nd slots=0\n")
 
         assert discover(f"cat {tmp_path}/hosts", 2) == ["a:3", "b:4"]
 
     def test_may_be_empty(self):
         assert discover("true", 1) == []
 
-    @pytest.mark.parametrize("command", ["false", "no-such-command", "echo 'not a host!'"])
+    @pytest.mark.parametrize(
+        "command", ["false", "no-such-command", "echo 'not a host!'", "echo -V", "'", ""]
+    )
     def test_says_what_is_wrong(self, command):
         with pytest.raises(LaunchError, match=r"launch\.elastic\.discover: "):
             discover(command, 1)
@@ -72,24 +77,37 @@ class TestListing:
 
 class TestWaiting:
     def test_ends_at_once_when_all_are_there(self, members):
-        assert members(["up1:1", "up2:1"], cooldown_s=60.0).wait() == ["up1:1", "up2:1"]
+        assert members(["up1:1", "up2:1"], cooldown_s=60.0).wait(print) == ["up1:1", "up2:1"]
 
     def test_gives_the_others_a_while(self, members):
         started = monotonic()
 
-        assert members(["up1:1", "down:1"]).wait() == ["up1:1"]
+        assert members(["up1:1", "down:1"]).wait(print) == ["up1:1"]
         assert monotonic() - started >= 0.3
 
     def test_ends_with_an_error_that_names_those_missing(self, members):
-        with pytest.raises(LaunchError, match="room for 1 ranks only.*no answer from down"):
-            members(["up1:1", "down:1"], min_ranks=2).wait()
+        with pytest.raises(LaunchError, match="room for 1 of at least 2 ranks; no answer from down"):
+            members(["up1:1", "down:1"], min_ranks=2).wait(print)
 
     def test_does_not_take_a_failing_command_for_an_empty_list(self, members):
-        with pytest.raises(LaunchError, match="room for 0 ranks only.*discover"):
-            members([], discover="false", max_ranks=4).wait()
+        with pytest.raises(
+            LaunchError, match="room for 0 of at least 1 ranks; launch.elastic.discover: false: exit code 1"
+        ):
+            members([], discover="false", max_ranks=4).wait(print)
 
     def test_is_not_needed_without_hosts(self, members):
-        assert members([]).wait() == []
+        assert members([]).wait(print) == []
+
+
+def rested(members):
+    return members._rested(members._everybody()[0])
+
+
+def test_a_host_that_has_failed_is_used_all_the_same_when_there_are_too_few(members):
+    found = members(["up1:1", "up2:1"], min_ranks=2, cooldown_s=60.0)
+    found.lose(["up2"])
+
+    assert found.wait(print) == ["up1:1", "up2:1"]
 
 
 def test_a_host_that_fails_again_is_left_alone_twice_as_long(members, monkeypatch):
@@ -98,30 +116,64 @@ def test_a_host_that_fails_again_is_left_alone_twice_as_long(members, monkeypatc
     found = members(["up1:1", "up2:1"], cooldown_s=10.0)
 
     found.lose(["up2"])
-    assert found._listed()[0] == ["up1:1"]
+    assert rested(found) == ["up1:1"]
     now[0] += 10
-    assert found._listed()[0] == ["up1:1", "up2:1"]
+    assert rested(found) == ["up1:1", "up2:1"]
     found.lose(["up2"])
     now[0] += 19
-    assert found._listed()[0] == ["up1:1"]
+    assert rested(found) == ["up1:1"]
     now[0] += 1
-    assert found._listed()[0] == ["up1:1", "up2:1"]
+    assert rested(found) == ["up1:1", "up2:1"]
 
 
-def test_a_host_that_has_taken_part_is_trusted_again(members, monkeypatch):
+def test_losses_are_forgotten_when_ranks_have_got_on(members, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
     found = members(["up1:1", "up2:1"], cooldown_s=10.0)
     found.lose(["up2"])
-
-    class Attempt:
-        hosts = [Host("up2", 1)]  # noqa: RUF012
-
-    found.trust(Attempt())
+    found.forget_losses()
     found.lose(["up2"])
     now[0] += 10
 
-    assert found._listed()[0] == ["up1:1", "up2:1"]
+    assert rested(found) == ["up1:1", "up2:1"]
+
+
+def test_what_ranks_get_is_a_job_that_they_accept(tmp_path):
+    settings = {"a": {"python": "/opt/a/python"}, "b": {"python": "/opt/b/python"}}
+    launch = {
+        "hosts": ["a:2", "b:2"],
+        "host_settings": settings,
+        "elastic": {"min_ranks": 1, "max_ranks": 3},
+    }
+    (tmp_path / "job.json").write_text(json.dumps({"name": "j", "task": "digits", "launch": launch}))
+    request = resolve(load_job(tmp_path / "job.json", environ={}))
+
+    for hosts, num_ranks in ((["b:2"], 2), (["a:2", "b:2"], 3)):
+        attempt = on_hosts(request, hosts, 1)
+        (tmp_path / "attempt.json").write_text(dump_job(attempt.job))
+        again = load_job(tmp_path / "attempt.json", environ={})
+        assert again.launch.num_ranks == num_ranks
+        assert set(again.launch.host_settings) == {entry[0] for entry in hosts}
+    assert request.num_ranks == 3
+
+
+def test_an_elastic_job_without_hosts_has_as_many_ranks_as_it_may(tmp_path):
+    document = {"name": "j", "task": "digits", "launch": {"elastic": {"min_ranks": 1, "max_ranks": 4}}}
+    (tmp_path / "job.json").write_text(json.dumps(document))
+
+    request = resolve(load_job(tmp_path / "job.json", environ={}))
+
+    assert (request.num_ranks, request.job.launch.launcher) == (4, "horovodrun")
+
+
+def test_a_signal_that_came_before_is_not_forgotten():
+    with remembered_signals() as asked:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with (
+            pytest.raises(LaunchError, match="signal 15"),
+            interrupted_by_signals(lambda number: LaunchError(f"signal {number}"), asked),
+        ):
+            raise AssertionError("not reached")
 
 
 def test_a_signal_before_ranks_start_is_an_error_of_its_own():

@@ -107,7 +107,7 @@ class TestRendering:
         assert job["launch"]["elastic"]["discover"] == "sh /etc/mpi/discover_hosts.sh"
         assert job["launch"]["elastic"]["ranks_per_host"] == 2
         assert spec["launcherCreationPolicy"] == "AtStartup"
-        assert spec["runPolicy"]["schedulingPolicy"]["minAvailable"] == 1
+        assert spec["runPolicy"]["schedulingPolicy"]["minAvailable"] == 1 + 1  # the launcher starts, too
         assert "--hostfile" not in command
 
     def test_never_waits_for_the_launcher_to_start_the_workers(self):

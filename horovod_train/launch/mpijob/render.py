@@ -88,6 +88,7 @@ def inner_job(job: Job, *, has_source: bool) -> Job:
             # The launcher's pod has them in its environment, and gives them to the ranks.
             "secrets": {name: f"env:{name}" for name in job.launch.secrets},
             "kubernetes": Kubernetes(),
+            "ssh": job.launch.ssh.model_copy(update={"port": job.launch.kubernetes.ssh_port}),
         }
     )
     if job.launch.elastic is not None:
@@ -147,6 +148,12 @@ def mpi_job(job: Job, run_id: str, verb: tuple[str, ...]) -> Manifest:
     return merged
 
 
+def _gang_size(job: Job) -> int:
+    elastic = job.launch.elastic
+    workers = num_workers(job) if elastic is None else workers_for(job, elastic.min_ranks)
+    return workers + (_launcher_creation(job) == "AtStartup")
+
+
 def _launcher_creation(job: Job) -> str:
     kubernetes = job.launch.kubernetes
     if job.launch.elastic is not None and "launcher_creation" not in kubernetes.model_fields_set:
@@ -155,7 +162,7 @@ def _launcher_creation(job: Job) -> str:
 
 
 def _run_policy(job: Job) -> Manifest:
-    kubernetes, elastic = job.launch.kubernetes, job.launch.elastic
+    kubernetes = job.launch.kubernetes
     policy: Manifest = {
         "cleanPodPolicy": kubernetes.clean_pods,
         "backoffLimit": kubernetes.backoff_limit,
@@ -168,8 +175,8 @@ def _run_policy(job: Job) -> Manifest:
     }
     if kubernetes.gang != "none":
         policy["schedulingPolicy"] = {
-            # Not workers + 1, the default: the launcher waits for workers that wait for the launcher.
-            "minAvailable": num_workers(job) if elastic is None else workers_for(job, elastic.min_ranks),
+            # Not workers + 1, the default, for a launcher that waits for workers that wait for it.
+            "minAvailable": _gang_size(job),
             **_given(
                 queue=kubernetes.gang_queue,
                 priorityClass=kubernetes.priority_class,

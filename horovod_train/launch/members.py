@@ -1,0 +1,210 @@
+"""Which hosts an elastic job can use now: those that are listed, let us in, and did not just fail."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Event, Thread
+from time import monotonic, sleep
+
+from horovod_train.config.fields import name_of, slots_of
+from horovod_train.config.schema import Elastic
+from horovod_train.errors import LaunchError, UserError
+from horovod_train.launch.base import LaunchRequest
+from horovod_train.launch.hosts import own_names, parse_hosts
+from horovod_train.launch.ssh import ssh_config
+
+PROBE_CONNECT_S = 3
+PROBE_TIMEOUT_S = 8.0
+DISCOVER_TIMEOUT_S = 10.0
+MAX_DOUBLINGS = 4
+POLL_S = 0.2
+
+Say = Callable[[str], None]
+
+
+class Members:
+    """The hosts of an elastic job.
+
+    Args:
+        request: The job.
+        elastic: Its wishes.
+        say: Tells a person, and the log.
+    """
+
+    def __init__(self, request: LaunchRequest, elastic: Elastic, say: Say) -> None:
+        self._launch = request.job.launch
+        self._ssh = request.ssh
+        self._elastic = elastic
+        self._say = say
+        self._not_before_s: dict[str, float] = {}
+        self._losses: dict[str, int] = {}
+        # ssh is called before the first plan is carried out.
+        request.ssh_config.write_text(ssh_config(self._launch.ssh), encoding="utf-8")
+
+    def lose(self, names: Collection[str]) -> None:
+        """Leave hosts alone for a while, longer each time: one may answer and always fail."""
+        for name in names:
+            losses = self._losses[name] = min(self._losses.get(name, 0) + 1, MAX_DOUBLINGS)
+            pause_s = self._elastic.cooldown_s * 2 ** (losses - 1)
+            self._not_before_s[name] = monotonic() + pause_s
+            self._say(f"elastic: {name} is left alone for {pause_s:g} s")
+
+    def forget_losses(self) -> None:
+        """Note that ranks have got on: what was lost before is no sign of a host that always fails."""
+        self._losses.clear()
+
+    def wait(self, note: Say) -> list[str]:
+        """Return the hosts to start on, as ``host:slots``, when there are enough.
+
+        All that are listed and not left alone; or, a while later, as many of them as answer. Empty: the
+        job names no hosts, and runs here.
+
+        Args:
+            note: Told what is waited for, whenever that changes.
+
+        Raises:
+            LaunchError: There are too few for too long.
+        """
+        if not self._launch.hosts and self._elastic.discover is None:
+            return []
+        started_s, told = monotonic(), ""
+        while True:
+            listed, why = self._wanted()
+            found = answering(listed, self._ssh, Event())
+            ranks, waited_s = sum(map(slots_of, found)), monotonic() - started_s
+            is_all = len(found) == len(listed) or ranks >= self._launch.most_ranks
+            if ranks >= self._elastic.min_ranks and (is_all or waited_s >= self._elastic.cooldown_s):
+                return found
+            missing = [name for name in map(name_of, listed) if name not in set(map(name_of, found))]
+            silent = f"; no answer from {', '.join(missing)}" if missing else ""
+            text = f"room for {ranks} of at least {self._elastic.min_ranks} ranks{silent}" + why
+            if text != told:
+                note(told := text)
+            if waited_s >= self._elastic.wait_s:
+                raise LaunchError(
+                    f"for {self._elastic.wait_s:g} s there was {text}",
+                    hint="bring hosts back and run the job again: it goes on from its newest checkpoint",
+                )
+            sleep(min(self._elastic.poll_s, max(POLL_S, self._elastic.wait_s - waited_s)))
+
+    def _wanted(self) -> tuple[list[str], str]:
+        """Return the hosts to start on if they answer, and what is wrong with the list."""
+        everybody, why = self._everybody()
+        rested = self._rested(everybody)
+        # Better a host that has just failed than too few.
+        is_enough = sum(map(slots_of, rested)) >= self._elastic.min_ranks
+        return (rested if is_enough else everybody), (f"; {why}" if why else "")
+
+    def _everybody(self) -> tuple[list[str], str]:
+        """Return the hosts that are listed, or why that is not known."""
+        if self._elastic.discover is None:
+            return list(self._launch.hosts), ""
+        try:
+            return discover(self._elastic.discover, self._elastic.ranks_per_host), ""
+        except LaunchError as error:
+            return [], error.message
+
+    def _rested(self, entries: Sequence[str]) -> list[str]:
+        now_s = monotonic()
+        return [entry for entry in entries if self._not_before_s.get(name_of(entry), 0.0) <= now_s]
+
+    @contextmanager
+    def watching(self, attempt: LaunchRequest, leave: Callable[[], None]) -> Iterator[None]:
+        """While the block runs: let the ranks leave when they should go on with other hosts."""
+        over = Event()
+        looker = Thread(target=self._look, args=(attempt, leave, over))
+        looker.start()
+        try:
+            yield
+        finally:
+            over.set()
+            looker.join()
+
+    def _look(self, attempt: LaunchRequest, leave: Callable[[], None], over: Event) -> None:
+        used = {host.name for host in attempt.hosts}
+        is_full = attempt.num_ranks >= self._launch.most_ranks
+        started_s, told = monotonic(), ""
+        gone_before: set[str] = set()
+        if not attempt.job.launch.hosts:
+            return
+        while not over.wait(self._elastic.poll_s):
+            listed, why = self._everybody()
+            if why != told:
+                self._say(f"elastic: {why or 'hosts are listed again'}")
+                told = why
+            if why:
+                continue  # nothing is known, so nothing has changed
+            gone = used - set(map(name_of, listed))
+            # Twice the same: a list may be looked at while it is written.
+            if gone & gone_before:
+                self._say(f"elastic: {', '.join(sorted(gone))} is to go; saving")
+                leave()
+                return
+            gone_before = gone
+            # Not at once: each start costs time.
+            if is_full or monotonic() - started_s < self._elastic.cooldown_s:
+                continue
+            others = [entry for entry in self._rested(listed) if name_of(entry) not in used]
+            new = answering(others, self._ssh, over)
+            if new and not over.is_set():
+                self._say(f"elastic: {', '.join(map(name_of, new))} can take part; saving")
+                leave()
+                return
+
+
+def discover(command: str, ranks_per_host: int) -> list[str]:
+    """Return the hosts that a command prints, each once, as ``host:slots``.
+
+    Raises:
+        LaunchError: It fails, or prints something else.
+    """
+    try:
+        done = subprocess.run(
+            shlex.split(command),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=DISCOVER_TIMEOUT_S,
+            check=False,
+        )
+        if done.returncode:
+            said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+            raise LaunchError(f"launch.elastic.discover: {command}: {said}")
+        listed = parse_hosts(done.stdout, f"the output of {command}", ranks_per_host)
+    except (OSError, ValueError, IndexError, subprocess.SubprocessError, UserError) as error:
+        raise LaunchError(f"launch.elastic.discover: {error}") from error
+    return list({name_of(entry): entry for entry in listed}.values())
+
+
+def answering(entries: Sequence[str], ssh: Sequence[str], over: Event) -> list[str]:
+    """Return the hosts that let us in, asked all at once.
+
+    A host that is listed may be cut off, or not yet or no longer there: the MPI operator, for one,
+    lists pods that run, whether they can be reached or not.
+    """
+    own = own_names()
+    probes = {
+        entry: subprocess.Popen(
+            [*ssh, "-o", f"ConnectTimeout={PROBE_CONNECT_S}", name_of(entry), "true"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for entry in entries
+        if name_of(entry) not in own
+    }
+    deadline_s = monotonic() + PROBE_TIMEOUT_S
+    try:
+        while any(probe.poll() is None for probe in probes.values()):
+            if monotonic() >= deadline_s or over.wait(POLL_S / 4):
+                break
+    finally:
+        for probe in probes.values():
+            with suppress(ProcessLookupError):
+                probe.kill()
+            probe.wait()
+    return [entry for entry in entries if entry not in probes or probes[entry].returncode == 0]
