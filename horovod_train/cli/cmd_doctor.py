@@ -46,6 +46,8 @@ def _examine_hosts(job: str | None, options: dict[str, Any], *, is_measured: boo
     from horovod_train.doctor.network import Sweep
     from horovod_train.doctor.run import examine_hosts, examine_network
     from horovod_train.launch.console import JobConsole
+    from horovod_train.launch.elastic import on_hosts
+    from horovod_train.launch.members import discover
 
     if job is None:
         options["overrides"] = ("name=doctor", *options["overrides"])
@@ -53,6 +55,9 @@ def _examine_hosts(job: str | None, options: dict[str, Any], *, is_measured: boo
             options["num_ranks"] = 2
     with tempfile.TemporaryDirectory(prefix="horovod_train-doctor-") as folder:
         request = replace(make_request(job or "digits", **options), run_dir=Path(folder))
+        elastic = request.job.launch.elastic
+        if elastic is not None and elastic.discover is not None:
+            request = on_hosts(request, discover(elastic.discover, elastic.ranks_per_host), 0)
         findings, link_mbit_s = examine_hosts(request)
         if not is_measured or _is_hopeless(findings):
             return findings, Sweep()
@@ -63,17 +68,17 @@ def _examine_hosts(job: str | None, options: dict[str, Any], *, is_measured: boo
 def _examine_kubernetes(
     job: str | None, options: dict[str, Any], *, is_measured: bool
 ) -> tuple[list[Any], Any]:
-    from horovod_train.config.kubernetes import Kubernetes
     from horovod_train.doctor.kubernetes import examine_cluster, examine_pods
     from horovod_train.doctor.network import Sweep
 
     if job is None:
-        return list(examine_cluster(None, Kubernetes())), Sweep()
+        settings = make_request("digits", **options).job.launch.kubernetes
+        return list(examine_cluster(None, settings)), Sweep()
     request = make_request(job, **{**options, "launcher": "mpijob"})
     findings = list(examine_cluster(request.job, request.job.launch.kubernetes))
     if not is_measured or _is_hopeless(findings):
         return findings, Sweep()
-    found, sweep = examine_pods(request)
+    found, sweep = examine_pods(request, lambda text: click.echo(text, err=True))
     return [*findings, *found], sweep
 
 

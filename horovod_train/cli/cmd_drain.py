@@ -15,4 +15,8 @@ def command(job_id: str) -> None:
 
     launcher, job = submitted(job_id)
     launcher.cancel(job, "drain")
+    status = launcher.status(job)
+    if status.has_ended:
+        click.echo(f"{job.job_id}: {status}")
+        return
     click.echo(f"{job.job_id}: asked to save and leave; `horovod-train wait {job.job_id}` tells when it has")

@@ -11,6 +11,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from horovod_train.config.kubernetes import Kubernetes
+from horovod_train.config.kubernetes_rules import num_workers
 from horovod_train.config.schema import Job
 from horovod_train.doctor.findings import Finding
 from horovod_train.doctor.network import History, Sweep, compare
@@ -23,8 +24,7 @@ PODS_TIMEOUT_S = 900.0
 POLL_S = 2.0
 NEEDED = (
     *((verb, GROUP, PLURAL) for verb in ("create", "get", "patch", "delete")),
-    ("create", "", "configmaps"),
-    ("create", "networking.k8s.io", "networkpolicies"),
+    *((verb, "", "configmaps") for verb in ("create", "get")),
     ("list", "", "pods"),
     ("get", "", "pods/log"),
     ("list", "", "events"),
@@ -42,7 +42,7 @@ def examine_cluster(job: Job | None, settings: Kubernetes) -> Iterator[Finding]:
         with closing(Cluster(settings.namespace, settings.api_timeout_s)) as cluster:
             yield Finding("", "api server", cluster.version())
             yield _operator(cluster)
-            yield _permissions(cluster)
+            yield _permissions(cluster, settings)
             if job is not None:
                 yield from _what_a_job_needs(cluster, job)
     except HorovodTrainError as error:
@@ -56,10 +56,16 @@ def _operator(cluster: Cluster) -> Finding:
     return Finding("", "mpi operator", f"{PLURAL}.{GROUP}/{VERSION} is not known", "fail", fix)
 
 
-def _permissions(cluster: Cluster) -> Finding:
-    missing = [f"{verb} {what}" for verb, group, what in NEEDED if not cluster.may(verb, group, what)]
+def _permissions(cluster: Cluster, settings: Kubernetes) -> Finding:
+    group, _, plural = CUSTOM["PodMonitor"]
+    needed = [
+        *NEEDED,
+        *([("create", "networking.k8s.io", "networkpolicies")] if settings.network_policy else []),
+        *([("create", group, plural)] if settings.pod_monitor else []),
+    ]
+    missing = [f"{verb} {what}" for verb, group, what in needed if not cluster.may(verb, group, what)]
     if not missing:
-        return Finding("", "permissions", f"all {len(NEEDED)} that are needed in {cluster.namespace}")
+        return Finding("", "permissions", f"all {len(needed)} that are needed in {cluster.namespace}")
     fix = f"ask for a Role in {cluster.namespace} that allows it, or use another launch.kubernetes.namespace"
     return Finding("", "permissions", f"may not {', '.join(missing)}", "fail", fix)
 
@@ -130,7 +136,7 @@ def _gpus(cluster: Cluster, job: Job) -> Finding:
     counts = [int(text) for text in cluster.allocatable(kubernetes.gpu_resource)]
     wanted = kubernetes.gpus_per_rank * kubernetes.ranks_per_worker
     fitting = sum(count // wanted for count in counts)
-    workers = (job.launch.num_ranks or 1) // kubernetes.ranks_per_worker
+    workers = num_workers(job)
     found = f"nodes have {sum(counts)} {kubernetes.gpu_resource}, room for {fitting} workers with {wanted}"
     if fitting >= workers:
         return Finding("", "gpus", found)
@@ -138,15 +144,16 @@ def _gpus(cluster: Cluster, job: Job) -> Finding:
     return Finding("", "gpus", f"{found}; {workers} are wanted", "warn", fix)
 
 
-def examine_pods(request: LaunchRequest) -> tuple[list[Finding], Sweep]:
+def examine_pods(request: LaunchRequest, say: Callable[[str], None]) -> tuple[list[Finding], Sweep]:
     """Start the job's pods to examine themselves and the network between them, and remove them.
 
     Args:
         request: The job that is to run.
+        say: Told how the pods stand, whenever that changes.
     """
     launcher = MpiJobLauncher()
     job = request.job
-    kubernetes = job.launch.kubernetes.model_copy(update={"backoff_limit": 0})
+    kubernetes = job.launch.kubernetes.model_copy(update={"backoff_limit": 0, "suspend": False})
     launch = job.launch.model_copy(update={"kubernetes": kubernetes, "elastic": None})
     examined = job.model_copy(update={"name": f"{job.name[:40].rstrip('-')}-doctor", "launch": launch})
     asking = replace(request, job=examined)
@@ -157,23 +164,29 @@ def examine_pods(request: LaunchRequest) -> tuple[list[Finding], Sweep]:
         return [Finding("", "mpi job", error.message, "fail", error.hint)], Sweep()
     submitted = Submitted(asking.job_id, "mpijob", native_id, asking.log_dir, 0.0)
     try:
-        return _told_by(launcher, submitted, job)
+        return _told_by(launcher, submitted, job, say)
     finally:
-        launcher.cancel(submitted, "kill")
+        launcher.remove(submitted)
 
 
-def _told_by(launcher: MpiJobLauncher, submitted: Submitted, job: Job) -> tuple[list[Finding], Sweep]:
-    deadline_s = monotonic() + PODS_TIMEOUT_S
+def _told_by(
+    launcher: MpiJobLauncher, submitted: Submitted, job: Job, say: Callable[[str], None]
+) -> tuple[list[Finding], Sweep]:
+    deadline_s, told = monotonic() + PODS_TIMEOUT_S, ""
     while not (status := launcher.status(submitted)).has_ended and monotonic() < deadline_s:
+        if str(status) != told:
+            say(f"{submitted.native_id}: {status}")
+            told = str(status)
         sleep(POLL_S)
+    fix = "submit the job itself, and look at its pods: `kubectl describe pods`"
     if not status.has_ended:
         found = f"after {PODS_TIMEOUT_S:g} s they are {status}"
-        return [Finding("", "pods", found, "fail", "`kubectl describe pods`")], Sweep()
+        return [Finding("", "pods", found, "fail", fix)], Sweep()
     lines = list(launcher.logs(submitted, follow=False))
     document = _document("\n".join(lines))
     if document is None:
         last = "\n".join(lines[-5:])
-        return [Finding("", "pods", f"{status}\n{last}", "fail", "`kubectl describe pods`")], Sweep()
+        return [Finding("", "pods", f"{status}\n{last}", "fail", fix)], Sweep()
     findings = [Finding(**fields) for fields in document["findings"]]
     sweep = Sweep(document["sweep"])
     if sweep.rows:

@@ -11,15 +11,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Literal, Protocol
 
 from horovod_train.config.schema import Job
+from horovod_train.errors import LaunchError
 from horovod_train.launch.hosts import Host, hosts_of
 
 State = Literal[
     "waiting", "starting", "running", "leaving", "succeeded", "failed", "preempted", "cancelled", "unknown"
 ]
+# Whoever waits for a job is patient with a system that does not answer, for so long.
+PATIENCE_S = 600.0
 ENDED: frozenset[State] = frozenset({"succeeded", "failed", "preempted", "cancelled"})
 
 
@@ -101,11 +104,15 @@ class LaunchPlan:
         argv: The one command that starts all ranks.
         env: What is added to the environment of that command.
         files: Contents by path, written before.
+        note: What a person who reads the plan should know; may be empty.
+        is_by_hand: The command is what a person would do with the files; it is not called.
     """
 
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[Path, str] = field(default_factory=dict)
+    note: str = ""
+    is_by_hand: bool = False
 
     def write_files(self) -> None:
         """Write the files."""
@@ -116,13 +123,18 @@ class LaunchPlan:
     def in_full(self) -> str:
         """Return the plan with the contents of its files."""
         files = [f"# {path}\n{content.rstrip()}\n" for path, content in self.files.items()]
-        return "\n".join([*files, LaunchPlan(self.argv, self.env).as_text()])
+        return "\n".join([*files, self._command()])
 
     def as_text(self) -> str:
         """Return the plan as commands that a person could type."""
         lines = [f"# writes {path} ({len(content)} bytes)" for path, content in self.files.items()]
+        return "\n".join([*lines, self._command()])
+
+    def _command(self) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.env.items())]
-        return "\n".join([*lines, " \\\n  ".join([*variables, shlex.join(self.argv)])])
+        command = " \\\n  ".join([*variables, shlex.join(self.argv)])
+        note = [f"# {self.note}"] if self.note else []
+        return "\n".join([*note, f"# {command}" if self.is_by_hand else command])
 
 
 @dataclass(frozen=True)
@@ -141,8 +153,8 @@ class JobStatus:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will happen."""
-        return self.state in ENDED
+        """Whether nothing more will happen, as far as can be known."""
+        return self.state in ENDED or self.exit_code is not None
 
     def __str__(self) -> str:
         return f"{self.state}. {self.message}" if self.message else self.state
@@ -237,7 +249,27 @@ class Waits:
         raise NotImplementedError
 
     def wait(self, job: Submitted) -> JobStatus:
-        """Return how a job ended, when it has."""
-        while not (status := self.status(job)).has_ended:
+        """Return how a job ended, when it has.
+
+        Raises:
+            LaunchError: That could not be known for ten minutes.
+        """
+        known_s = monotonic()
+        while True:
+            try:
+                status = self.status(job)
+            except LaunchError:
+                if monotonic() - known_s > PATIENCE_S:
+                    raise
+            else:
+                known_s = monotonic()
+                if status.has_ended:
+                    return status
             sleep(self.poll_s)
-        return status
+
+    def goes_on(self, job: Submitted) -> bool:
+        """Return whether a job may still write to its log; also when that cannot be known now."""
+        try:
+            return not self.status(job).has_ended
+        except LaunchError:
+            return True

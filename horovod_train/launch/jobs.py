@@ -39,6 +39,23 @@ def remember(request: LaunchRequest, native_id: str) -> Submitted:
     return job
 
 
+def note_end(job_id: str, status: JobStatus) -> None:
+    """Remember how a job ended, for when the system that carried it out has forgotten it."""
+    write_whole(_end_file(job_id), json.dumps(asdict(status)))
+
+
+def end_of(job_id: str) -> JobStatus | None:
+    """Return how a job ended, if that was noted."""
+    try:
+        return JobStatus(**json.loads(_end_file(job_id).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _end_file(job_id: str) -> Path:
+    return jobs_dir() / "ended" / f"{job_id}.json"
+
+
 def known_jobs() -> Iterator[Submitted]:
     """Yield the submitted jobs, newest first."""
     found = []
@@ -95,21 +112,24 @@ class StateFile:
         """Return how it stands; a run whose process is gone without a word has failed."""
         status = self.read_elsewhere()
         document = self._document()
-        if (
-            document is None
-            or status.has_ended
-            or document["host"] != socket.gethostname()
-            or _is_alive(document)
-        ):
+        if document is None or status.has_ended:
+            return status
+        if document["host"] != socket.gethostname():
+            where = f"on {document['host']}, by process {document['pid']}"
+            message = "; ".join(text for text in (status.message, f"carried out {where}") if text)
+            return JobStatus(status.state, message=message)
+        if _is_alive(document):
             return status
         return JobStatus("failed", 137, "the process that carried it out was killed; nothing of it is left")
 
     def read_elsewhere(self) -> JobStatus:
         """Return how it stands by its own word, whichever host carries it out."""
         document = self._document()
-        if document is None:
-            return JobStatus("waiting", message="not started yet")
-        return JobStatus(document["state"], document["exit_code"], document["message"])
+        if document is not None:
+            return JobStatus(document["state"], document["exit_code"], document["message"])
+        if not self._path.parent.is_dir():
+            return JobStatus("unknown", 1, f"{self._path.parent} is not there: removed, or not mounted here")
+        return JobStatus("waiting", message="not started yet")
 
     def pid(self) -> int | None:
         """Return the process that carries it out; None: there is none on this host."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from horovod_train.config.load import dump_job
@@ -72,7 +73,11 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
     launcher = launcher_named(request.job.launch.launcher)
     plan = launcher.plan(request)
     own = {request.log_dir / "job.json": dump_job(request.job)} if launcher.has_files_here else {}
-    return LaunchPlan(plan.argv, plan.env, {**own, **plan.files})
+    elastic = request.job.launch.elastic
+    note = ""
+    if elastic is not None and elastic.discover is not None and launcher.has_files_here:
+        note = f"on the hosts that `{elastic.discover}` prints then, as they come and go"
+    return replace(plan, files={**own, **plan.files}, note=note)
 
 
 def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is_new: bool) -> int:

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 from horovod_train.config.load import dump_job
@@ -16,6 +17,7 @@ from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.supervised import read_log
 
 TIMEOUT_S = 30.0
+SCRIPT_LOG = "slurm.log"
 # What Slurm calls a state -> what it means for a job whose own word is missing.
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 _GOING_ON = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -53,8 +55,7 @@ class SlurmLauncher(Waits):
     def status(self, job: Submitted) -> JobStatus:
         """Return how a job stands: Slurm's word while it has it, then the job's own."""
         own = StateFile(job.log_dir).read_elsewhere()
-        found = call_slurm("scontrol", "show", "job", "--oneliner", job.native_id, check=False)
-        fields = dict(re.findall(r"(\w+)=(\S*)", found))
+        fields = _asked_of_slurm(job.native_id)
         state = fields.get("JobState", "")
         if state in _WAITING:
             return JobStatus("waiting", message=f"in Slurm's queue: {fields.get('Reason', '')}")
@@ -62,11 +63,14 @@ class SlurmLauncher(Waits):
             # Its last word may be of the time before it was put back into the queue.
             is_old = own.has_ended and state != "COMPLETING"
             return JobStatus("starting") if is_old or own.state == "waiting" else own
-        return own if own.has_ended else _without_own_word(state)
+        return own if own.has_ended else _without_own_word(state, own, job.log_dir / SCRIPT_LOG)
 
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
         """Yield the lines of a job's output."""
-        yield from read_log(job.log_dir / LOG_FILE, lambda: follow and not self.status(job).has_ended)
+        log = job.log_dir / LOG_FILE
+        yield from read_log(log, lambda: follow and self.goes_on(job))
+        if not log.exists():  # it did not come as far as that
+            yield from read_log(job.log_dir / SCRIPT_LOG, lambda: False)
 
     def cancel(self, job: Submitted, how: Literal["drain", "stop", "kill"]) -> None:
         """End a job. One that waits in the queue is taken out of it.
@@ -89,7 +93,7 @@ def batch_script(request: LaunchRequest) -> str:
         "job-name": request.job.name,
         "ntasks": str(request.num_ranks),
         **({"ntasks-per-node": str(slurm.ranks_per_node)} if slurm.ranks_per_node else {}),
-        "output": str(request.log_dir / "slurm.log"),
+        "output": str(request.log_dir / SCRIPT_LOG),
         "open-mode": "append",
         # To the script alone, as long before the end as the ranks may need.
         "signal": f"B:USR1@{max(1, round(launch.grace_s))}",
@@ -115,14 +119,30 @@ def batch_script(request: LaunchRequest) -> str:
     )
 
 
-def _without_own_word(slurm_state: str) -> JobStatus:
+def _asked_of_slurm(native_id: str) -> dict[str, str]:
+    """Return what Slurm says of a job; empty: it does not know it any more.
+
+    Raises:
+        LaunchError: Slurm does not answer.
+    """
+    try:
+        found = call_slurm("scontrol", "show", "job", "--oneliner", native_id)
+    except LaunchError as error:
+        if "Invalid job id" in error.message:
+            return {}
+        raise
+    return dict(re.findall(r"(\w+)=(\S*)", found))
+
+
+def _without_own_word(slurm_state: str, own: JobStatus, log: Path) -> JobStatus:
     """Return what Slurm knows of a job that did not come to say how it ended."""
     if slurm_state.startswith("CANCELLED"):
-        return JobStatus("cancelled", 143, "cancelled before it could save")
+        return JobStatus("cancelled", 143, f"taken out of Slurm; before that: {own}")
     if slurm_state == "COMPLETED":
         return JobStatus("failed", 1, "Slurm says COMPLETED, but the job never said that it was done")
     state: State = "failed"
-    return JobStatus(state, 1, f"Slurm says {slurm_state or 'that it does not know this job any more'}")
+    said = slurm_state or "that it does not know this job any more"
+    return JobStatus(state, 1, f"Slurm says {said}; see {log}")
 
 
 def call_slurm(*command: str, check: bool = True) -> str:

@@ -100,7 +100,7 @@ class SupervisedLauncher(Waits):
 
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
         """Yield the lines of a job's output."""
-        yield from read_log(job.log_dir / LOG_FILE, lambda: follow and not self.status(job).has_ended)
+        yield from read_log(job.log_dir / LOG_FILE, lambda: follow and self.goes_on(job))
 
     def cancel(self, job: Submitted, how: Literal["drain", "stop", "kill"]) -> None:
         """Ask the process that carries out the job to end it."""
@@ -110,7 +110,8 @@ class SupervisedLauncher(Waits):
             if status.has_ended:
                 return
             raise LaunchError(
-                f"{job.job_id} is {status.state}, but not on this host", hint="cancel it where it was started"
+                f"{job.job_id} is not carried out by this host: {status}",
+                hint="ask there; if that host is gone, so are the ranks, soon after: run the job again",
             )
         for number in _SIGNALS[how]:
             with suppress(ProcessLookupError):  # it may have left after the first signal

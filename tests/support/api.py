@@ -37,6 +37,7 @@ class Api:
         objects: By (collection, name).
         forbidden: Verbs and resources that we may not, such as "get pods/log".
         unknown: Groups that are not installed.
+        breaks_after: Logs break off after so many bytes; None: they do not.
         logs: Text by pod.
         requests: Method and path with query of each request.
     """
@@ -46,6 +47,8 @@ class Api:
     objects: dict[tuple[str, str], Object] = field(default_factory=dict)
     forbidden: set[str] = field(default_factory=set)
     unknown: set[str] = field(default_factory=set)
+    breaks_after: int | None = None
+    num_created: int = 0
     logs: dict[str, str] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
 
@@ -53,12 +56,12 @@ class Api:
         """Names of the objects of a kind."""
         return [found["metadata"]["name"] for found in self.objects.values() if found.get("kind") == kind]
 
-    def warn(self, name: str, reason: str, message: str) -> None:
+    def warn(self, name: str, reason: str, message: str, uid: str = "") -> None:
         """Let there be an event."""
         number = len(self.objects)
         self.objects["events", f"event-{number}"] = {
             "metadata": {"name": f"event-{number}", "namespace": "default"},
-            "involvedObject": {"kind": "MPIJob", "name": name},
+            "involvedObject": {"kind": "MPIJob", "name": name, **({"uid": uid} if uid else {})},
             "type": "Warning",
             "reason": reason,
             "message": message,
@@ -110,7 +113,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif f"get {collection}" in self.api.forbidden:
             self._refuse(403, f"{collection} is forbidden")
         elif name.endswith("/log"):
-            self._send(200, self.api.logs[name.partition("/")[0]].encode(), "text/plain")
+            self._send(
+                200, self.api.logs[name.partition("/")[0]].encode(), "text/plain", self.api.breaks_after
+            )
         elif name:
             self._answer(self.api.objects.get((collection, name)))
         else:
@@ -141,7 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif query.get("dryRun") == ["All"]:
             self._answer(body, 201)
         else:
-            body["metadata"]["uid"] = f"uid-of-{name}"
+            self.api.num_created += 1
+            body["metadata"]["uid"] = f"uid-of-{name}-{self.api.num_created}"
             self.api.objects[collection, name] = body
             if kind == "MPIJob":
                 self.api.operator(self.api, body)
@@ -152,6 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         assert self.headers["Content-Type"] == "application/merge-patch+json"
         found = self.api.objects[collection, name]
         patch = self._body()
+        found["metadata"].setdefault("annotations", {}).update(patch["metadata"].get("annotations", {}))
         found["spec"].setdefault("runPolicy", {}).update(patch["spec"]["runPolicy"])
         if patch["spec"]["runPolicy"].get("suspend"):
             # As the operator does: pods go, and get the time they need.
@@ -201,14 +208,17 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(status, json.dumps(document).encode())
 
-    def _send(self, status: int, body: bytes, kind: str = "application/json") -> None:
+    def _send(
+        self, status: int, body: bytes, kind: str = "application/json", breaks_after: int | None = None
+    ) -> None:
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             status, body = 401, json.dumps({"message": "Unauthorized"}).encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        self.wfile.write(body[:breaks_after])
+        self.close_connection |= breaks_after is not None
 
 
 @contextmanager

@@ -115,7 +115,7 @@ def examines(api, job):
 
 
 def pods(**changes):
-    return examine_pods(resolve(Job.model_validate(described("cpu", **changes)), "run-1"))
+    return examine_pods(resolve(Job.model_validate(described("cpu", **changes)), "run-1"), print)
 
 
 def test_pods_examine_themselves_and_are_removed(api):

@@ -36,6 +36,7 @@ def succeeds(api, job):
 @pytest.fixture
 def api(tmp_path, monkeypatch):
     api = Api()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     monkeypatch.setattr(
         "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config")
@@ -60,11 +61,11 @@ def test_a_job_is_tried_first_and_then_created_with_all_it_needs(api):
     job = submit(api)
 
     posts = [line for line in api.requests if line.startswith("POST")]
-    assert job.native_id == "default/digits"
+    assert job.native_id == "default/digits/uid-of-digits-1"
     assert ["dryRun=All" in line for line in posts] == [True] * 3 + [False] * 3
     assert sorted(api.names("ConfigMap") + api.names("NetworkPolicy")) == ["digits", "digits-job"]
     (owner,) = api.objects["configmaps", "digits-job"]["metadata"]["ownerReferences"]
-    assert (owner["kind"], owner["uid"]) == ("MPIJob", "uid-of-digits")
+    assert (owner["kind"], owner["uid"]) == ("MPIJob", "uid-of-digits-1")
 
 
 def test_what_the_server_refuses_is_told_and_nothing_is_left(api):
@@ -81,10 +82,96 @@ def test_a_second_job_of_the_same_name_does_not_touch_the_first(api):
     api.operator = trains
     submit(api)
 
-    with pytest.raises(LaunchError, match="already exists"):
+    with pytest.raises(LaunchError, match="there is one already: running"):
         submit(api)
 
     assert api.names("MPIJob") == ["digits"]
+
+
+@pytest.mark.parametrize("how", ["drained", "succeeded"])
+def test_a_job_that_has_ended_makes_room_for_its_continuation(api, how):
+    api.operator = trains if how == "drained" else succeeds
+    first = submit(api)
+    if how == "drained":
+        MpiJobLauncher().cancel(first, "drain")
+    before = MpiJobLauncher().status(first)
+    second = submit(api, launch={"grace_s": 31.0})
+
+    assert second.native_id != first.native_id
+    assert api.names("MPIJob") == ["digits"]
+    assert MpiJobLauncher().status(first) == before  # remembered
+
+
+def test_a_job_of_somebody_else_is_left_alone(api):
+    api.operator = succeeds
+    submit(api)
+    api.objects["mpijobs", "digits"]["metadata"]["labels"].clear()
+
+    with pytest.raises(LaunchError, match="there is one already: succeeded"):
+        submit(api)
+
+
+def test_what_was_warned_of_an_earlier_job_is_not_held_against_this_one(api):
+    api.operator = accepts
+    api.warn("digits", "ValidationError", "spec.x: Invalid value", uid="uid-of-an-earlier-one")
+    api.warn("digits-2-worker-0", "FailedCreate", "another job")
+
+    assert MpiJobLauncher().status(submit(api)).state == "starting"
+
+
+def test_a_full_quota_is_waited_for(api):
+    api.operator = accepts
+    job = submit(api)
+    api.warn("digits", "FailedCreate", "pods is forbidden: exceeded quota: team")
+
+    status = MpiJobLauncher().status(job)
+
+    assert (status.state, status.exit_code) == ("starting", None)
+    assert "exceeded quota" in status.message
+
+
+def test_a_job_in_a_queue_waits(api):
+    api.operator = lambda api, job: job["spec"]["runPolicy"].update(suspend=True)
+
+    status = MpiJobLauncher().status(submit(api))
+
+    assert (status.state, status.exit_code) == ("waiting", None)
+    assert "by its queue" in status.message
+
+
+def test_an_operator_that_does_nothing_is_named(api):
+    status = MpiJobLauncher().status(submit(api))
+
+    assert "the MPI operator has not taken it up" in status.message
+
+
+def test_a_job_that_was_deleted_by_others_is_unknown_and_waited_for_no_longer(api):
+    api.operator = trains
+    job = submit(api)
+    del api.objects["mpijobs", "digits"]
+
+    status = MpiJobLauncher().wait(job)
+
+    assert (status.state, status.exit_code) == ("unknown", 1)
+    assert "run_dir" in status.message
+
+
+def test_a_log_whose_connection_breaks_is_shown_whole_and_once(api):
+    def trains_on(api, job):
+        trains(api, job)
+        api.breaks_after = 12  # bytes
+
+    def ends():
+        api.add_condition(api.objects["mpijobs", "digits"], "Succeeded")
+
+    api.operator = trains_on
+    job = submit(api)
+    lines = MpiJobLauncher().logs(job, follow=True)
+    first = next(lines)
+    api.breaks_after = None
+    ends()
+
+    assert [first, *lines] == ["on 2 ranks", "trained digits"]
 
 
 def test_a_cluster_without_the_operator_is_named(api):

@@ -7,7 +7,9 @@ Everything goes through the official client. Its configuration is that of kubect
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,6 +24,15 @@ CUSTOM = {
     "PodMonitor": ("monitoring.coreos.com", "v1", "podmonitors"),
     "LocalQueue": ("kueue.x-k8s.io", "v1beta1", "localqueues"),
 }
+
+
+BEGINNING = "1970-01-01T00:00:00Z"
+
+
+def _time_of(event: Any) -> datetime:
+    """Return when an event was last seen."""
+    found: datetime | None = event.last_timestamp or event.event_time or event.metadata.creation_timestamp
+    return found or datetime.now(UTC)
 
 
 class Cluster:
@@ -92,7 +103,7 @@ class Cluster:
         Raises:
             LaunchError: It does not answer, or does not accept the credentials.
         """
-        return str(self._call("version", self._versions.get_code).git_version)
+        return str(self._call("version", self._patiently(self._versions.get_code)).git_version)
 
     def serves(self, group: str, version: str) -> bool:
         """Return whether the server knows a group of resources."""
@@ -114,13 +125,13 @@ class Cluster:
             "spec": {"resourceAttributes": {**attributes, **({"subresource": part} if part else {})}},
         }
         ask = partial(self._authorization.create_self_subject_access_review, review)
-        return bool(self._call("permissions", ask).status.allowed)
+        return bool(self._call("permissions", self._patiently(ask)).status.allowed)
 
     def read(self, kind: str, name: str) -> Manifest | None:
         """Return an object of this namespace; None: there is none of this name.
 
         Args:
-            kind: PersistentVolumeClaim, Secret or LocalQueue.
+            kind: MPIJob, ConfigMap, PersistentVolumeClaim, Secret or LocalQueue.
             name: Its name.
 
         Raises:
@@ -131,6 +142,7 @@ class Cluster:
             where = (group, version, self.namespace, plural, name)
             return self._found(name, partial(self._custom.get_namespaced_custom_object, *where))
         ask = {
+            "ConfigMap": self._core.read_namespaced_config_map,
             "PersistentVolumeClaim": self._core.read_namespaced_persistent_volume_claim,
             "Secret": self._core.read_namespaced_secret,
         }[kind]
@@ -142,13 +154,8 @@ class Cluster:
         Raises:
             LaunchError: We may not look at nodes.
         """
-        nodes = self._call("nodes", self._core.list_node).items
+        nodes = self._call("nodes", self._patiently(self._core.list_node)).items
         return [(node.status.allocatable or {}).get(resource, "0") for node in nodes]
-
-    def mpi_job(self, name: str) -> Manifest | None:
-        """Return an MPIJob; None: there is none of this name."""
-        where = (GROUP, VERSION, self.namespace, PLURAL, name)
-        return self._found(f"MPIJob {name}", partial(self._custom.get_namespaced_custom_object, *where))
 
     def patch_mpi_job(self, name: str, patch: Mapping[str, Any]) -> None:
         """Change fields of an MPIJob.
@@ -172,30 +179,31 @@ class Cluster:
 
     def delete_mpi_job(self, name: str) -> None:
         """Delete an MPIJob, and with it all it owns. One that is gone is no error."""
-        try:
-            self._custom.delete_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, PLURAL, name,
-                propagation_policy="Foreground", _request_timeout=self._timeout_s,
-            )  # fmt: skip
-        except self._api_error as error:
-            if error.status != 404:
-                raise self._explained(f"MPIJob {name}", error) from error
+        where = (GROUP, VERSION, self.namespace, PLURAL, name)
+        delete = partial(
+            self._custom.delete_namespaced_custom_object, *where, propagation_policy="Foreground"
+        )
+        self._found(f"MPIJob {name}", delete)
 
-    def warnings(self, name: str) -> list[tuple[str, str]]:
-        """Return (reason, message) of the warnings about an MPIJob and its pods, oldest first."""
-        events = self._call(
+    def warnings(self, mpi_job: Manifest) -> list[tuple[str, str]]:
+        """Return (reason, message) of the warnings about this very MPIJob and its pods, oldest first."""
+        metadata = mpi_job["metadata"]
+        name, uid = metadata["name"], metadata.get("uid")
+        created = datetime.fromisoformat(metadata.get("creationTimestamp", BEGINNING))
+        pods = re.compile(rf"{re.escape(name)}-(worker-\d+|launcher(-\w+)?)")
+        found = self._call(
             "events",
             lambda: self._core.list_namespaced_event(self.namespace, _request_timeout=self._timeout_s),
         )
-        return [
-            (event.reason or "", event.message or "")
-            for event in events.items
-            if event.type == "Warning"
-            and (
-                event.involved_object.name == name
-                or (event.involved_object.name or "").startswith(f"{name}-")
-            )
-        ]
+        mine = []
+        for event in found.items:
+            who, when = event.involved_object, _time_of(event)
+            is_about_it = who.uid == uid or (who.uid is None and who.name == name)
+            # Pods of an earlier job had the same names.
+            is_about_pods = pods.fullmatch(who.name or "") and when >= created
+            if event.type == "Warning" and (is_about_it or is_about_pods):
+                mine.append((when, event.reason or "", event.message or ""))
+        return [(reason, message) for _, reason, message in sorted(mine)]
 
     def pods(self, selector: str) -> list[Any]:
         """Return pods by a label selector."""
@@ -207,25 +215,41 @@ class Cluster:
         )
         return list(found.items)
 
-    def log(self, pod: str, *, follow: bool) -> Iterator[str]:
-        """Yield the lines of a pod's log, with ``follow`` until the pod ends."""
+    def log(self, pod: str, skip: int, *, follow: bool) -> Iterator[str]:
+        """Yield the lines of a pod's log, with ``follow`` until the pod ends, or the connection.
+
+        Args:
+            pod: Its name.
+            skip: Lines at the beginning that are known already.
+            follow: Wait for more.
+        """
+        from urllib3.exceptions import HTTPError
+
         response = self._call(
             f"log of {pod}",
             lambda: self._core.read_namespaced_pod_log(
                 pod, self.namespace, follow=follow, _preload_content=False
             ),
         )
-        buffer = b""
-        for piece in response.stream(decode_content=False):
-            *lines, buffer = (buffer + piece).split(b"\n")
-            for line in lines:
-                yield line.decode(errors="replace")
-        if buffer:
+        buffer, number = b"", 0
+        try:
+            for piece in response.stream(decode_content=False):
+                *lines, buffer = (buffer + piece).split(b"\n")
+                for line in lines:
+                    number += 1
+                    if number > skip:
+                        yield line.decode(errors="replace")
+        except HTTPError:
+            return  # whoever follows asks again
+        if buffer and number >= skip:
             yield buffer.decode(errors="replace")
 
     def close(self) -> None:
         """Let go of connections."""
         self._api.close()
+
+    def _patiently(self, ask: Callable[..., Any]) -> Callable[[], Any]:
+        return partial(ask, _request_timeout=self._timeout_s)
 
     def _found(self, what: str, ask: Callable[..., Any]) -> Manifest | None:
         """Return what the server has, as plain data; None: it has no such thing."""
@@ -260,8 +284,9 @@ class Cluster:
             message = error.reason
         hints = {
             401: "log in again: the credentials of the current context are not accepted",
-            403: "ask for a Role that may create MPIJobs, ConfigMaps and NetworkPolicies, and read pods, "
-            "their logs, and events",
-            404: "is the MPI operator installed in this cluster? `kubectl get crd mpijobs.kubeflow.org`",
+            403: "ask for a Role; `horovod-train doctor --kubernetes` says what is needed and missing",
+            404: "is the MPI operator installed in this cluster? `kubectl get crd mpijobs.kubeflow.org`"
+            if what.startswith("MPIJob") and "namespace" not in message
+            else "",
         }
         return LaunchError(f"{what}: {message}", hint=hints.get(error.status, ""))

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
 from horovod_train.config.kubernetes_rules import MAX_CONFIG_BYTES
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted, Waits
+from horovod_train.launch.jobs import end_of, note_end
 from horovod_train.launch.mpijob.cluster import Cluster
-from horovod_train.launch.mpijob.render import JOB_NAME_LABEL, ROLE_LABEL, Manifest, as_yaml, render
+from horovod_train.launch.mpijob.render import (
+    DRAINED,
+    JOB_NAME_LABEL,
+    MANAGED_BY,
+    MANAGER,
+    Manifest,
+    as_yaml,
+    render,
+)
+from horovod_train.launch.mpijob.status import fatal_warning, launcher_pods, status_of
 from horovod_train.launch.mpijob.validate import check
 
 POLL_S = 1.0
 ACCEPT_S = 5.0
 API_TIMEOUT_S = 30.0
-# Warnings after which nothing will get better by itself.
-FATAL_REASONS = {"ValidationError", "FailedCreate", "InvalidImageName"}
 
 
 class MpiJobLauncher(Waits):
@@ -50,15 +59,14 @@ class MpiJobLauncher(Waits):
         manifests = render(request.job, request.run_id, source, verb)
         check(manifests[1], f"MPIJob {request.job.name}")
         path = Path(f"{request.job_id}.yaml")
-        return LaunchPlan(
-            ("kubectl", "apply", "--server-side", "--filename", str(path)), files={path: as_yaml(manifests)}
-        )
+        apply = ("kubectl", "apply", "--server-side", "--filename", str(path))
+        return LaunchPlan(apply, files={path: as_yaml(manifests)}, is_by_hand=True)
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
-        """Create the job; return ``namespace/name``.
+        """Create the job; return ``namespace/name/uid``.
 
         The server is asked first whether it would accept everything. All that is made belongs to the
-        MPIJob, and goes with it.
+        MPIJob, and goes with it. A job of this name that has ended, or was drained, makes room.
 
         Raises:
             LaunchError: The server or the operator refuses; in their own words.
@@ -69,24 +77,21 @@ class MpiJobLauncher(Waits):
         config, mpi_job, *others = manifests
         name = request.job.name
         with closing(Cluster(settings.namespace, settings.api_timeout_s)) as cluster:
+            _make_room(cluster, name)
             for manifest in manifests:
                 cluster.create(manifest, dry_run=True)
             made = cluster.create(mpi_job)
-            owner = {
-                "apiVersion": mpi_job["apiVersion"],
-                "kind": "MPIJob",
-                "name": name,
-                "uid": made["metadata"]["uid"],
-            }
+            uid = made["metadata"]["uid"]
+            owner = {"apiVersion": mpi_job["apiVersion"], "kind": "MPIJob", "name": name, "uid": uid}
             try:
                 for manifest in (config, *others):
                     metadata = {**manifest["metadata"], "ownerReferences": [owner]}
                     cluster.create({**manifest, "metadata": metadata})
-                _wait_for_acceptance(cluster, name)
+                _wait_for_acceptance(cluster, made)
             except LaunchError:
                 cluster.delete_mpi_job(name)
                 raise
-        return f"{settings.namespace}/{name}"
+        return f"{settings.namespace}/{name}/{uid}"
 
     def status(self, job: Submitted) -> JobStatus:
         """Return how a job stands.
@@ -94,26 +99,28 @@ class MpiJobLauncher(Waits):
         Raises:
             LaunchError: The API server does not answer.
         """
-        namespace, _, name = job.native_id.partition("/")
-        with closing(Cluster(namespace, API_TIMEOUT_S)) as cluster:
-            return status_in(cluster, name)
+        with closing(Cluster(_Place(job).namespace, API_TIMEOUT_S)) as cluster:
+            return _status(job, cluster)
 
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
-        """Yield the launcher's log, which has the output of all ranks; and those of its retries."""
-        namespace, _, name = job.native_id.partition("/")
-        seen: set[str] = set()
+        """Yield the launcher's log, which has the output of all ranks, and those of its retries.
+
+        Following, also what the job waits for. A connection that breaks is made again.
+        """
+        shown: Counter[str] = Counter()
         told = ""
-        with closing(Cluster(namespace, API_TIMEOUT_S)) as cluster:
+        with closing(Cluster(_Place(job).namespace, API_TIMEOUT_S)) as cluster:
             while True:
-                status = status_in(cluster, name)
+                status = _status(job, cluster)
                 has_ended = not follow or status.has_ended
                 if status.message not in ("", told) and not has_ended:
                     told = status.message
                     yield f"{status}"
-                for pod in _launcher_pods(cluster, name):
-                    if pod.metadata.name not in seen and pod.status.phase != "Pending":
-                        seen.add(pod.metadata.name)
-                        yield from cluster.log(pod.metadata.name, follow=follow)
+                for pod in launcher_pods(cluster, _Place(job).name):
+                    if pod.status.phase != "Pending":
+                        for line in cluster.log(pod.metadata.name, shown[pod.metadata.name], follow=follow):
+                            shown[pod.metadata.name] += 1
+                            yield line
                 if has_ended:
                     return
                 sleep(POLL_S)
@@ -127,83 +134,102 @@ class MpiJobLauncher(Waits):
         Raises:
             LaunchError: The server refuses.
         """
-        namespace, _, name = job.native_id.partition("/")
-        with closing(Cluster(namespace, API_TIMEOUT_S)) as cluster:
-            found = cluster.mpi_job(name)
-            if found is None:
+        place = _Place(job)
+        with closing(Cluster(place.namespace, API_TIMEOUT_S)) as cluster:
+            found = place.find(cluster)
+            if found is None or status_of(found, cluster).state in ("succeeded", "failed"):
                 return
             if how != "kill":
-                cluster.patch_mpi_job(name, {"spec": {"runPolicy": {"suspend": True}}})
-                grace_s = _grace_s(found)
-                deadline_s = monotonic() + grace_s + API_TIMEOUT_S
-                while cluster.pods(f"{JOB_NAME_LABEL}={name}") and monotonic() < deadline_s:
-                    sleep(POLL_S)
+                drained = {"metadata": {"annotations": {DRAINED: "true"}}}
+                cluster.patch_mpi_job(place.name, {**drained, "spec": {"runPolicy": {"suspend": True}}})
+                _wait_for_pods_to_go(cluster, found)
             if how != "drain":
-                cluster.delete_mpi_job(name)
+                cluster.delete_mpi_job(place.name)
+                asked = "killed" if how == "kill" else "asked to save and leave"
+                message = f"{asked}, then deleted; checkpoints are in its run_dir"
+                note_end(job.job_id, JobStatus("cancelled", 143, message))
+
+    def remove(self, job: Submitted) -> None:
+        """Delete a job with all it has, at once, also when it has ended.
+
+        Raises:
+            LaunchError: The server refuses.
+        """
+        with closing(Cluster(_Place(job).namespace, API_TIMEOUT_S)) as cluster:
+            cluster.delete_mpi_job(_Place(job).name)
 
 
-def status_in(cluster: Cluster, name: str) -> JobStatus:
-    """Return how an MPIJob stands, by its conditions, its launcher and its warnings."""
-    mpi_job = cluster.mpi_job(name)
-    if mpi_job is None:
-        return JobStatus("cancelled", 143, "it was deleted")
-    conditions = {
-        condition["type"]: condition
-        for condition in mpi_job.get("status", {}).get("conditions", [])
-        if condition.get("status") == "True"
-    }
-    if "Succeeded" in conditions:
-        return JobStatus("succeeded", 0)
-    if "Failed" in conditions:
-        code = _exit_code(cluster, name)
-        message = str(conditions["Failed"].get("message", ""))
-        return JobStatus("preempted" if code == 75 else "failed", code or 1, message)
-    if "Suspended" in conditions or mpi_job["spec"].get("runPolicy", {}).get("suspend"):
-        return JobStatus("preempted", 75, "suspended: its ranks were asked to save and leave")
-    if "Running" in conditions:
-        return JobStatus("running")
-    return _status_before_running(cluster.warnings(name), is_created="Created" in conditions)
+class _Place:
+    """Where a submitted job is."""
+
+    def __init__(self, job: Submitted) -> None:
+        self.namespace, self.name, self._uid = job.native_id.split("/")
+
+    def find(self, cluster: Cluster) -> Manifest | None:
+        """Return the MPIJob; None: it is gone, though there may be another of its name."""
+        found = cluster.read("MPIJob", self.name)
+        return found if found is not None and found["metadata"].get("uid") == self._uid else None
 
 
-def _status_before_running(warnings: list[tuple[str, str]], *, is_created: bool) -> JobStatus:
-    fatal = [f"{reason}: {message}" for reason, message in warnings if reason in FATAL_REASONS]
-    if fatal:
-        return JobStatus("failed", 1, fatal[-1])
-    last = "{}: {}".format(*warnings[-1]) if warnings else ""
-    return JobStatus("starting" if is_created else "waiting", message=last)
+def _status(job: Submitted, cluster: Cluster) -> JobStatus:
+    """Return how a job stands; once it has ended, that is remembered, for MPIJobs are removed some day."""
+    found = _Place(job).find(cluster)
+    if found is None:
+        gone = JobStatus(
+            "unknown", 1, "the MPIJob is no longer there; run.log and checkpoints are in its run_dir"
+        )
+        return end_of(job.job_id) or gone
+    status = status_of(found, cluster)
+    if status.has_ended:
+        note_end(job.job_id, status)
+    return status
 
 
-def _wait_for_acceptance(cluster: Cluster, name: str) -> None:
+def _make_room(cluster: Cluster, name: str) -> None:
+    """Remove an MPIJob of ours that has ended: the new one goes on from its checkpoints.
+
+    Raises:
+        LaunchError: There is one that has not ended, or is not ours.
+    """
+    found = cluster.read("MPIJob", name)
+    if found is None:
+        return
+    status = status_of(found, cluster)
+    if found["metadata"].get("labels", {}).get(MANAGED_BY) != MANAGER or not status.has_ended:
+        raise LaunchError(
+            f"MPIJob {name}: there is one already: {status}",
+            hint="wait for its end, or `horovod-train drain` it and submit again to go on; "
+            "another name begins anew",
+        )
+    cluster.delete_mpi_job(name)
+    # What it owned goes a little later.
+    deadline_s = monotonic() + API_TIMEOUT_S
+    while monotonic() < deadline_s and (
+        cluster.read("MPIJob", name) is not None or cluster.read("ConfigMap", f"{name}-job") is not None
+    ):
+        sleep(POLL_S / 4)
+
+
+def _wait_for_pods_to_go(cluster: Cluster, mpi_job: Manifest) -> None:
+    template = mpi_job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]
+    grace_s = float(template["spec"].get("terminationGracePeriodSeconds", 30))
+    deadline_s = monotonic() + grace_s + API_TIMEOUT_S
+    while cluster.pods(f"{JOB_NAME_LABEL}={mpi_job['metadata']['name']}") and monotonic() < deadline_s:
+        sleep(POLL_S)
+
+
+def _wait_for_acceptance(cluster: Cluster, mpi_job: Manifest) -> None:
     """Return when the operator has taken up a job, or seems not to be asked for it (suspended, queued).
 
     Raises:
         LaunchError: The operator refuses it.
     """
+    name = mpi_job["metadata"]["name"]
     deadline_s = monotonic() + ACCEPT_S
     while monotonic() < deadline_s:
-        for reason, message in cluster.warnings(name):
-            if reason in FATAL_REASONS:
-                raise LaunchError(f"MPIJob {name}: {reason}: {message}")
-        found = cluster.mpi_job(name)
+        if fatal := fatal_warning(cluster, mpi_job):
+            raise LaunchError(f"MPIJob {name}: {fatal}")
+        found = cluster.read("MPIJob", name)
         if found is not None and found.get("status", {}).get("conditions"):
             return
         sleep(POLL_S / 4)
-
-
-def _launcher_pods(cluster: Cluster, name: str) -> list[Any]:
-    pods = cluster.pods(f"{JOB_NAME_LABEL}={name},{ROLE_LABEL}=launcher")
-    return sorted(pods, key=lambda pod: pod.metadata.creation_timestamp)
-
-
-def _exit_code(cluster: Cluster, name: str) -> int | None:
-    """Return the exit code of the last launcher; None: it is not known."""
-    for pod in reversed(_launcher_pods(cluster, name)):
-        for container in pod.status.container_statuses or []:
-            if container.state.terminated is not None:
-                return int(container.state.terminated.exit_code)
-    return None
-
-
-def _grace_s(mpi_job: Manifest) -> float:
-    template = mpi_job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]
-    return float(template["spec"].get("terminationGracePeriodSeconds", 30))

@@ -27,6 +27,9 @@ HOME = "/home/mpiuser"
 ENTRYPOINT = "/usr/local/bin/horovod-train-entrypoint"
 # What the operator writes for elastic jobs: the workers whose pods run.
 DISCOVER = "sh /etc/mpi/discover_hosts.sh"
+MANAGED_BY, MANAGER = "app.kubernetes.io/managed-by", "horovod-train"
+# On an MPIJob that was suspended so that its ranks save and leave.
+DRAINED = "horovod-train/drained"
 JOB_NAME_LABEL = "training.kubeflow.org/job-name"
 ROLE_LABEL = "training.kubeflow.org/job-role"
 REPLICA_LABEL = "training.kubeflow.org/replica-index"
@@ -422,7 +425,7 @@ def _as_prometheus(label: str) -> str:
 
 def _metadata(job: Job, name: str) -> Manifest:
     kubernetes = job.launch.kubernetes
-    labels = {"app.kubernetes.io/managed-by": "horovod-train", **_labels(job)}
+    labels = {MANAGED_BY: MANAGER, **_labels(job)}
     if kubernetes.queue is not None:
         labels["kueue.x-k8s.io/queue-name"] = kubernetes.queue
     return {"name": name, "namespace": kubernetes.namespace, "labels": labels}

@@ -1,0 +1,97 @@
+"""How an MPIJob stands: by its conditions, its pods and what is warned of."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from horovod_train.launch.base import JobStatus
+from horovod_train.launch.mpijob.cluster import Cluster
+from horovod_train.launch.mpijob.render import DRAINED, JOB_NAME_LABEL, ROLE_LABEL, Manifest
+
+# Warnings after which nothing will get better by itself.
+FATAL_REASONS = {"ValidationError", "FailedCreate", "InvalidImageName"}
+# But for these: room may come.
+_MAY_PASS = re.compile(r"exceeded quota|timed? ?out|connection refused", re.IGNORECASE)
+
+
+def status_of(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
+    """Return how an MPIJob stands."""
+    name = mpi_job["metadata"]["name"]
+    conditions = {
+        condition["type"]: str(condition.get("message", ""))
+        for condition in mpi_job.get("status", {}).get("conditions", [])
+        if condition.get("status") == "True"
+    }
+    if "Succeeded" in conditions:
+        return JobStatus("succeeded", 0)
+    if "Failed" in conditions:
+        code = _exit_code(cluster, name)
+        return JobStatus("preempted" if code == 75 else "failed", code or 1, conditions["Failed"])
+    if mpi_job["spec"].get("runPolicy", {}).get("suspend"):
+        return _suspended(mpi_job, cluster)
+    if "Running" in conditions:
+        return JobStatus("running", message=why_waiting(cluster, mpi_job))
+    return _before_running(mpi_job, cluster, is_taken_up="Created" in conditions)
+
+
+def _suspended(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
+    if DRAINED not in mpi_job["metadata"].get("annotations", {}):
+        return JobStatus(
+            "waiting", message="suspended: by its queue, or until spec.runPolicy.suspend is false"
+        )
+    if cluster.pods(f"{JOB_NAME_LABEL}={mpi_job['metadata']['name']}"):
+        return JobStatus("leaving", message="suspended: its ranks were asked to save and leave")
+    return JobStatus("preempted", 75, "suspended: its ranks were asked to save and leave, and have left")
+
+
+def _before_running(mpi_job: Manifest, cluster: Cluster, *, is_taken_up: bool) -> JobStatus:
+    if fatal := fatal_warning(cluster, mpi_job):
+        return JobStatus("failed", 1, fatal)
+    if not is_taken_up:
+        return JobStatus(
+            "waiting",
+            message="the MPI operator has not taken it up; is it running? "
+            "`kubectl get pods --all-namespaces | grep mpi-operator`",
+        )
+    return JobStatus("starting", message=why_waiting(cluster, mpi_job))
+
+
+def fatal_warning(cluster: Cluster, mpi_job: Manifest) -> str:
+    """Return the last warning after which nothing will get better; empty: there is none."""
+    fatal = [
+        f"{reason}: {message}"
+        for reason, message in cluster.warnings(mpi_job)
+        if reason in FATAL_REASONS and not _MAY_PASS.search(message)
+    ]
+    return fatal[-1] if fatal else ""
+
+
+def why_waiting(cluster: Cluster, mpi_job: Manifest) -> str:
+    """Return which pods do not run, and what is said of them; empty: all run."""
+    name = mpi_job["metadata"]["name"]
+    pods = [pod for pod in cluster.pods(f"{JOB_NAME_LABEL}={name}") if pod.status.phase == "Pending"]
+    warnings = [f"{reason}: {message}" for reason, message in cluster.warnings(mpi_job)[-1:]]
+    if not pods:
+        return warnings[0] if warnings and "Running" not in _phases(cluster, name) else ""
+    names = ", ".join(sorted(pod.metadata.name for pod in pods)[:3]) + (" ..." if len(pods) > 3 else "")
+    return "; ".join([f"{names} pending", *warnings])
+
+
+def _phases(cluster: Cluster, name: str) -> set[str]:
+    return {pod.status.phase for pod in cluster.pods(f"{JOB_NAME_LABEL}={name}")}
+
+
+def launcher_pods(cluster: Cluster, name: str) -> list[Any]:
+    """Return the pods of a job's launcher, its retries among them, oldest first."""
+    pods = cluster.pods(f"{JOB_NAME_LABEL}={name},{ROLE_LABEL}=launcher")
+    return sorted(pods, key=lambda pod: pod.metadata.creation_timestamp)
+
+
+def _exit_code(cluster: Cluster, name: str) -> int | None:
+    """Return the exit code of the last launcher; None: it is not known."""
+    for pod in reversed(launcher_pods(cluster, name)):
+        for container in pod.status.container_statuses or []:
+            if container.state.terminated is not None:
+                return int(container.state.terminated.exit_code)
+    return None
