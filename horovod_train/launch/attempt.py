@@ -74,7 +74,12 @@ def carry_out(
         stack.enter_context(adopting_orphans())
         guard = stack.enter_context(guarded(request.stage))
         log = stack.enter_context((request.log_dir / LOG_FILE).open("a", encoding="utf-8"))
-        watcher = Watcher(request, console, log, tuple(secrets.values()))
+        ranks = f"{request.num_ranks} rank(s)"
+
+        def note(text: str) -> None:
+            state.write("running", message="; ".join(filter(None, (ranks, text))))
+
+        watcher = Watcher(request, console, log, tuple(secrets.values()), note=note)
         stack.callback(watcher.close)
         stack.callback(console.close)
         with interrupted_by_signals(lambda number: stopped_early(number, request.attempt), asked):
@@ -88,7 +93,7 @@ def carry_out(
             kill_descendants(keep={guard, *fleet.pids})
 
         def ask() -> None:
-            state.write("leaving")
+            state.write("leaving", message="its ranks were asked to save and leave after their step")
             fleet.signal_ranks(signal.SIGUSR1)
 
         def on_lost(host: str, why: str) -> None:
@@ -97,7 +102,7 @@ def carry_out(
 
         stopper = Stopper(ask, kill, launch.grace_s)
         with stopper.listening(), beside(stopper.drain):
-            state.write("running", message=f"{request.num_ranks} rank(s)")
+            note("")
             fleet.watch(launch.host_timeout_s, on_lost)
             marked = {**environ, RUN_VARIABLE: request.stage}
             code = execute(plan, marked, watcher.see, keep={guard, *fleet.pids})

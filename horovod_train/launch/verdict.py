@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -49,6 +49,9 @@ class Watcher:
     has_started: bool = False
     has_summary: bool = False
     has_saved: bool = False
+    note: Callable[[str], None] = lambda _: None
+    stalled: dict[int, str] = field(default_factory=dict)
+    _lists_missing: int | None = None
     measured: list[Event] = field(default_factory=list)
     _log_is_broken: bool = False
     _targets: list[tuple[str, dict[str, str]]] = field(default_factory=list)
@@ -62,6 +65,7 @@ class Watcher:
         rank, text, event = parse_line(line)
         if event is None and rank is not None:
             self._keep_of_rank(rank, text)
+            self._see_stall(rank, text)
         if event is not None:
             self._see_event(event)
         elif CHATTER.search(text):
@@ -75,6 +79,21 @@ class Watcher:
             self._untagged.append(text)
             if killed := _killed_rank("\n".join(self._untagged)):
                 self.killed.append(killed)
+
+    def _see_stall(self, rank: int, text: str) -> None:
+        """Note which ranks stay away from a collective: the engine lists them after a headline."""
+        if text.strip() == "Missing ranks:":
+            self._lists_missing = rank
+            self.stalled.clear()
+        elif self._lists_missing == rank and (found := _MISSING.match(text)):
+            self.stalled[int(found[1])] = found[2]
+            self.note(self._stall())
+        else:
+            self._lists_missing = None if self._lists_missing == rank else self._lists_missing
+
+    def _stall(self) -> str:
+        names = describe_ranks(sorted(self.stalled))
+        return f"{names} stayed away from a collective that the others wait in: {min(self.stalled.values())}"
 
     def _see_event(self, event: Event) -> None:
         if event.kind == "targets":
@@ -91,6 +110,9 @@ class Watcher:
             (self.causes if event.fields["is_cause"] else self.consequences).append(event)
         else:
             self.has_summary |= event.kind == "summary"
+            if self.stalled and event.kind in ("progress", "summary"):
+                self.stalled.clear()
+                self.note("")
             self.has_started |= event.kind == "started"
             self.has_saved |= event.kind == "checkpoint" and not event.fields["error"]
             self.console.show(event)
@@ -179,6 +201,12 @@ class Watcher:
         return error
 
     def _explain_silence(self, ended: Ended) -> LostError:
+        if self.stalled and not self.killed:
+            return self._lost(
+                f"{self._stall()}; ended after health.stall_shutdown_s",
+                f"what were they doing? see rank-{min(self.stalled)}.log beside {self.log.name}; ranks that "
+                "take different branches, or a loader that hangs, look like this",
+            )
         last = "\n".join(f"    {line}" for line in self._untagged)
         told = ""
         if self.consequences:
@@ -233,6 +261,9 @@ def _with_code(error: LaunchError, code: int) -> LaunchError:
     error.exit_code = code
     return error
 
+
+# "1!: [allreduce.gradients, ...]": a rank, and what it is missing from.
+_MISSING = re.compile(r"(\d+)!?: \[(.+?)(?: \.\.\.)?\]$")
 
 # What TensorFlow tells on every rank before it can be told to be quiet.
 CHATTER = re.compile(r"before absl::InitializeLog|port\.cc:\d+\] oneDNN custom operations")

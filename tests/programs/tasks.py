@@ -87,6 +87,8 @@ class Failing(Noted):
         if self.calls == 3 and model.training:
             if self.how == "raise":
                 raise ValueError("label 11 is out of range")
+            if self.how == "stay away":
+                time.sleep(600)
             if self.how == "nan":
                 return loss * float("nan")
             if self.how == "drift":

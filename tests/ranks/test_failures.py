@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,29 @@ def test_a_killed_rank_is_told_from_one_that_says_why(tmp_path, controller):
     assert "rank 1" in done.stderr
     assert "was killed by signal 9, before it could say why" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_a_rank_that_stays_away_is_named_while_it_does_and_in_the_end(tmp_path, controller):
+    health = {"stall_warning_s": 2.0, "stall_shutdown_s": 8.0}
+    path = failing(tmp_path, "stay away", 1, controller, health=health)
+    with subprocess.Popen(
+        [str(BIN / "horovod-train"), "run", str(path)],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        said = set()
+        while process.poll() is None:
+            said |= {json.loads(file.read_text())["message"] for file in tmp_path.rglob("*/state.json")}
+            time.sleep(0.2)
+        _, errors = process.communicate(timeout=30)
+
+    assert process.returncode == 1
+    assert any("rank 1 stayed away from a collective" in text for text in said), said
+    assert "rank 1 stayed away from a collective that the others wait in" in errors
+    assert "rank-1.log" in errors
 
 
 def test_a_task_without_its_methods_is_a_user_error(tmp_path):
