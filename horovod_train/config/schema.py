@@ -321,7 +321,7 @@ class Elastic(Section):
     """Time between two looks at which hosts there are, in seconds."""
 
     cooldown_s: Seconds = 60.0
-    """A lost host is left alone for so long; hosts that come have to wait as long after each start."""
+    """A lost host is left alone for so long, then twice as long; newcomers wait as long after a start."""
 
     wait_s: Seconds = 600.0
     """How long to wait for ``min_ranks`` before that is an error, in seconds."""

@@ -14,6 +14,7 @@ from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submi
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts import interface_towards
 from horovod_train.launch.jobs import find_job, remember
+from horovod_train.launch.stop import AskedTo, interrupted_by_signals
 from horovod_train.registry import LAUNCHERS
 
 
@@ -102,20 +103,21 @@ def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is
 
 
 def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: JobConsole) -> int:
-    """Show a submitted job's log until it ends; return its exit code. Ctrl-C ends the job."""
+    """Show a submitted job's log until it ends; return its exit code. A signal ends the job."""
     job = remember(request, native_id)
     console.print(f"{job.job_id}: {request.job.launch.launcher} has it as {native_id}")
     try:
-        for line in launcher.logs(job, follow=True):
-            rank, text, event = parse_line(line)
-            if event is not None:
-                console.show(event)
-            else:
-                console.print(tagged(rank, text))
-        status = launcher.wait(job)
-    except KeyboardInterrupt:
+        with interrupted_by_signals(AskedTo):
+            for line in launcher.logs(job, follow=True):
+                rank, text, event = parse_line(line)
+                if event is not None:
+                    console.show(event)
+                else:
+                    console.print(tagged(rank, text))
+            status = launcher.wait(job)
+    except AskedTo as asked:
         console.print(f"{job.job_id}: asked to save and leave")
-        launcher.cancel(job, "stop")
+        launcher.cancel(job, "drain" if asked.is_patient else "stop")
         status = launcher.wait(job)
     finally:
         console.close()

@@ -44,7 +44,9 @@ def remembered_signals() -> Iterator[list[int]]:
 
 
 @contextmanager
-def interrupted_by_signals(error_of: Callable[[int], Exception], asked: Sequence[int] = ()) -> Iterator[None]:
+def interrupted_by_signals(
+    error_of: Callable[[int], BaseException], asked: Sequence[int] = ()
+) -> Iterator[None]:
     """While the block runs, a signal ends it: no rank has been started that would have to save.
 
     Args:
@@ -59,6 +61,18 @@ def interrupted_by_signals(error_of: Callable[[int], Exception], asked: Sequence
         if asked:
             interrupt(asked[0])
         yield
+
+
+class AskedTo(BaseException):
+    """A signal, as something that can be caught.
+
+    Args:
+        number: Which one.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.is_patient = number in _PATIENT
 
 
 class Stopper:
