@@ -133,7 +133,8 @@ def operate(pods, description: Job):
     """Start the workers and then the launcher, as the operator does."""
     mpi_job = MpiJob(pods, rendered(description), {"tracking/token": SECRET})
     workers = [mpi_job.start_worker(number) for number in range(2)]
-    mpi_job.wait_until_ready(workers)
+    for worker in workers:
+        worker.wait_until_ready()
     return mpi_job, workers, mpi_job.start_launcher()
 
 
@@ -248,9 +249,7 @@ def test_the_compose_file_trains_on_two_containers(images, tmp_path):
         assert keys.end() == 0, keys.said()
         workers = [start("worker-0"), start("worker-1")]
         for worker in workers:
-            while "Server listening" not in worker.said():
-                assert worker.process.poll() is None, worker.said()
-                time.sleep(0.1)
+            worker.wait_until_ready()
         train = start("train")
 
         assert train.end() == 0, train.said()
@@ -264,9 +263,7 @@ def test_the_health_check_answers_for_a_worker_and_for_a_launcher(images, tmp_pa
             ["horovod-train-entrypoint", "worker"],
             mounts={"/home/mpiuser/.ssh:ro": make_key(tmp_path / "ssh")},
         )
-        while "Server listening" not in worker.said():
-            assert worker.process.poll() is None, worker.said()
-            time.sleep(0.1)
+        worker.wait_until_ready()
         other = made.start("worker", ["horovod-train-entrypoint", "health"])
 
         assert other.end() == 0, other.said()

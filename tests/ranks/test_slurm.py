@@ -106,6 +106,37 @@ def test_a_submitted_job_is_listed_followed_cancelled_and_has_saved(tmp_path, as
     assert list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize("time_of_asking", range(20))
+def test_a_job_that_is_asked_to_leave_has_saved_each_time(tmp_path, ask, controller, time_of_asking):
+    path = slow(tmp_path, controller, launch={"grace_s": 10.0})
+    job_id = ask("submit", str(path)).stdout.strip()
+    wait_for_ranks(tmp_path)
+    time.sleep(0.07 * time_of_asking)
+
+    ask("cancel", job_id)
+
+    assert ask("wait", job_id, check=False).returncode == 75
+    assert list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")
+
+
+def test_slurm_that_does_not_answer_is_no_reason_to_give_up_a_job(tmp_path, ask, slurm):
+    job_id = ask("submit", str(slow(tmp_path, "mpi"))).stdout.strip()
+    wait_for_ranks(tmp_path)
+    config = slurm.folder / "slurm.conf"
+    text = config.read_text()
+    config.write_text(text.replace("SlurmctldHost=login(", "SlurmctldPort=9\nSlurmctldHost=login("))
+    status = ask("status", job_id, check=False)
+    cancelled = ask("cancel", job_id, check=False)
+    config.write_text(text)
+    afterwards = json.loads(ask("status", job_id, "--json").stdout)
+    ask("cancel", job_id)
+
+    assert (status.returncode, cancelled.returncode) == (1, 1)
+    assert "scontrol: " in status.stderr
+    assert afterwards["state"] == "running"
+
+
 def test_a_job_that_waits_in_the_queue_is_taken_out_of_it(tmp_path, ask, slurm):
     job_id = ask(
         "submit", str(slow(tmp_path, "mpi", slurm={"options": {"begin": "now+1hour"}}))

@@ -7,7 +7,6 @@ and the names of the job's service.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -65,6 +64,14 @@ class Container:
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
+
+    def wait_until_ready(self, within_s: float = 60) -> None:
+        """What a readiness probe waits for: sshd accepts connections."""
+        deadline = time.monotonic() + within_s
+        while "Server listening" not in self.said():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.05)
 
     def kill(self) -> None:
         with suppress(psutil.NoSuchProcess, IndexError):
@@ -229,15 +236,6 @@ class MpiJob:
         name = f"{self.name}-launcher"
         return self._start("Launcher", name, {**OF_LAUNCHERS, **env}, {"/etc/mpi:ro": self.mpi})
 
-    def wait_until_ready(self, workers: Sequence[Container], within_s: float = 30) -> None:
-        """The readiness probe: sshd accepts connections."""
-        deadline = time.monotonic() + within_s
-        for worker in workers:
-            while "Server listening" not in worker.said():
-                assert worker.process.poll() is None, worker.said()
-                assert time.monotonic() < deadline, worker.said()
-                time.sleep(0.05)
-
     def _start(self, role: str, name: str, env: Mapping[str, str], more: Mapping[str, Path]) -> Container:
         template = self.mpi_job["spec"]["mpiReplicaSpecs"][role]["template"]["spec"]
         (container,) = template["containers"]
@@ -265,10 +263,3 @@ class MpiJob:
                 for alias in (f"{host}.{service}", f"{host}.{self.name}")
             },
         )
-
-
-def state_of(folder: Path) -> dict[str, Any]:
-    """How the newest run below a folder stands."""
-    newest = max(folder.rglob("state.json"), key=lambda path: path.stat().st_mtime)
-    found: dict[str, Any] = json.loads(newest.read_text())
-    return found
