@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -50,6 +51,8 @@ with ht.init("own-loop") as session:
                 sys.exit(0)
             if loader.progress.step == 6 and sys.argv[5:] == ["leave"] and session.rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
+            if sys.argv[5:] == ["leave"]:
+                time.sleep(0.3)  # ranks agree about twice a second
             leaving.after_step()
     correct = total = 0
     model.eval()
