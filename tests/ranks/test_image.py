@@ -14,7 +14,7 @@ import yaml
 from support.image import ROOT, builder
 from support.launching import PROGRAMS, TIMEOUT_S
 from support.pods import MpiJob, containers, make_key
-from support.running import is_alive
+from support.running import is_alive, is_rank
 
 from horovod_train.checkpoint.store import list_checkpoints
 from horovod_train.config.schema import Job
@@ -174,7 +174,7 @@ class TestAsTheOperatorStartsIt:
         wait_for_ranks(mpi_job, launcher)
         inside = processes((*workers, launcher))
         users = {process.uids().real for process in inside}
-        ranks = [process for process in inside if "worker" in process.cmdline()[1:4]]
+        ranks = [process for process in inside if is_rank(process)]
         tokens = {rank.environ().get("API_TOKEN") for rank in ranks}
         shown = commands((*workers, launcher))
         launcher.terminate()
