@@ -17,7 +17,7 @@ from horovod_train.doctor.findings import Finding
 from horovod_train.doctor.network import History, Sweep, compare
 from horovod_train.errors import HorovodTrainError, LaunchError
 from horovod_train.launch.base import LaunchRequest, Submitted
-from horovod_train.launch.mpijob.cluster import CUSTOM, GROUP, PLURAL, VERSION, Cluster
+from horovod_train.launch.mpijob.cluster import CUSTOM, GROUP, KUEUE, PLURAL, VERSION, Cluster
 from horovod_train.launch.mpijob.launcher import MpiJobLauncher
 
 PODS_TIMEOUT_S = 900.0
@@ -124,11 +124,14 @@ def _secret(cluster: Cluster, name: str, key: str, what: str = "secret") -> Find
 
 
 def _queue(cluster: Cluster, name: str) -> Finding:
-    if cluster.read("LocalQueue", name) is not None:
+    version = cluster.preferred_version(KUEUE)
+    if version is None:
+        fix = "install Kueue, or leave launch.kubernetes.queue out"
+        return Finding("", "queue", f"{name}: Kueue is not installed: {KUEUE} is not known", "fail", fix)
+    if cluster.has_queue(name, version):
         return Finding("", "queue", name)
-    return Finding(
-        "", "queue", f"there is no {name} in {cluster.namespace}", "fail", "`kubectl get localqueues`"
-    )
+    missing = f"there is no {name} in {cluster.namespace}"
+    return Finding("", "queue", missing, "fail", "`kubectl get localqueues`")
 
 
 def _gpus(cluster: Cluster, job: Job) -> Finding:

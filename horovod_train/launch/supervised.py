@@ -49,10 +49,10 @@ class SupervisedLauncher(Waits):
         state = StateFile(request.log_dir)
         request.log_dir.mkdir(parents=True, exist_ok=True)
         state.write("starting")
-        plan.write_files()
         try:
             with remembered_signals() as asked:
                 if (elastic := request.job.launch.elastic) is not None:
+                    plan.write_files()  # each attempt has a plan of its own
                     carry_on(self, request, elastic, console, state, asked)
                 else:
                     carry_out(self, request, plan, console, state, asked=asked)

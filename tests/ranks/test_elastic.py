@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from collections import Counter
 
 import pytest
 from support.cluster import cluster
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, write_job
-from support.running import Running
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, write_job
+from support.running import Running, launched
 
 pytestmark = pytest.mark.ranks
 NUM_SAMPLES = 60
@@ -113,14 +112,7 @@ def test_too_few_hosts_for_too_long_is_an_error_that_names_those_missing(tmp_pat
 
 def test_a_job_that_waits_for_hosts_can_be_asked_to_leave(tmp_path, hosts):
     launch = {"hosts": ["node7:1"], "elastic": {"min_ranks": 1}}
-    with subprocess.Popen(
-        hosts.command(str(BIN / "horovod-train"), "run", str(job(tmp_path, hosts, launch))),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    with launched(tmp_path, job(tmp_path, hosts, launch), through=hosts.command) as process:
         while not list((tmp_path / "runs").rglob("state.json")):
             time.sleep(0.05)
         time.sleep(1)

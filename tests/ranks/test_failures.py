@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, write_job
-from support.running import Running
+from support.running import Running, launched
 
 pytestmark = pytest.mark.ranks
 TASKS = PROGRAMS / "tasks.py"
@@ -92,24 +92,17 @@ def test_a_killed_rank_is_told_from_one_that_says_why(tmp_path, controller):
 def test_a_rank_that_stays_away_is_named_while_it_does_and_in_the_end(tmp_path, controller):
     health = {"stall_warning_s": 2.0, "stall_shutdown_s": 8.0}
     path = failing(tmp_path, "stay away", 1, controller, health=health)
-    with subprocess.Popen(
-        [str(BIN / "horovod-train"), "run", str(path)],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with launched(tmp_path, path) as process:
         said = set()
         while process.poll() is None:
             said |= {json.loads(file.read_text())["message"] for file in tmp_path.rglob("*/state.json")}
             time.sleep(0.2)
-        _, errors = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=30)
 
     assert process.returncode == 1
     assert any("rank 1 stayed away from a collective" in text for text in said), said
-    assert "rank 1 stayed away from a collective that the others wait in" in errors
-    assert "rank-1.log" in errors
+    assert "rank 1 stayed away from a collective that the others wait in" in output
+    assert "rank-1.log" in output
 
 
 def test_a_task_without_its_methods_is_a_user_error(tmp_path):

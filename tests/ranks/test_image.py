@@ -13,6 +13,7 @@ import pytest
 import yaml
 from support.image import ROOT, builder
 from support.launching import PROGRAMS, TIMEOUT_S
+from support.mpijobs import described
 from support.pods import MpiJob, containers, make_key
 from support.running import is_alive, is_rank
 
@@ -84,25 +85,13 @@ class TestWhatIsInIt:
         assert not names & {"pytest", "mypy", "ruff", "cmake", "tensorflow", "jax"}
 
 
-def job(**changes) -> Job:
-    """A job that notes every sample in /data, and takes its time."""
-    document = {
-        "name": "digits",
-        "task": "digits",
-        "run_dir": "/data/runs",
-        "launch": {
-            "launcher": "mpijob",
-            "num_ranks": 2,
-            "secrets": {"API_TOKEN": "kubernetes:tracking/token"},
-            "kubernetes": {
-                "image": "localhost/horovod_train:test",
-                "volumes": [{"mount_path": "/data", "claim": "training"}],
-            },
-            **changes.pop("launch", {}),
-        },
-        **changes,
+def job(launch=None, **changes) -> Job:
+    """A job for the pods, with a secret."""
+    own = {
+        "secrets": {"API_TOKEN": "kubernetes:tracking/token"},
+        "kubernetes": {"image": "localhost/horovod_train:test"},
     }
-    return resolve(Job.model_validate(document)).job
+    return resolve(Job.model_validate({**described("", launch={**own, **(launch or {})}), **changes})).job
 
 
 def slow(**changes) -> Job:

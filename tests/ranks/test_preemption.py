@@ -19,7 +19,7 @@ from support.launching import (
     write_job,
 )
 from support.matrix import COLUMNS
-from support.running import Running
+from support.running import Running, launched
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
 
@@ -150,14 +150,7 @@ def test_the_second_ctrl_c_kills_at_once(tmp_path):
 def test_a_stop_before_training_has_begun_says_so(tmp_path):
     path = job(tmp_path, "j", {"num_ranks": 2}, pause_s=0)
     path.write_text(path.read_text().replace("grace_s: 10", "grace_s: 1"))
-    with subprocess.Popen(
-        [str(BIN / "horovod-train"), "run", str(path)],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    with launched(tmp_path, path) as process:
         while not list((tmp_path / "runs").rglob("run.log")):
             time.sleep(0.01)
         time.sleep(0.3)

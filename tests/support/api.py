@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,13 +16,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import pytest
 import yaml
+
+from horovod_train.launch.mpijob import launcher
 
 TOKEN = "a-token-of-the-test"  # noqa: S105
 VERSIONS = (
     *("buildDate", "compiler", "gitCommit", "gitTreeState", "gitVersion", "goVersion", "major", "minor"),
     "platform",
 )
+GROUPS = {"apps": "v1", "kubeflow.org": "v2beta1", "kueue.x-k8s.io": "v1beta2"}
 Object = dict[str, Any]
 
 
@@ -55,6 +58,15 @@ class Api:
     def names(self, kind: str) -> list[str]:
         """Names of the objects of a kind."""
         return [found["metadata"]["name"] for found in self.objects.values() if found.get("kind") == kind]
+
+    def groups(self) -> list[Object]:
+        """What is installed, each in the version that this server prefers."""
+        versions = {
+            name: {"groupVersion": f"{name}/{version}", "version": version}
+            for name, version in GROUPS.items()
+            if name not in self.unknown
+        }
+        return [{"name": n, "versions": [v], "preferredVersion": v} for n, v in versions.items()]
 
     def warn(self, name: str, reason: str, message: str, uid: str = "") -> None:
         """Let there be an event."""
@@ -107,6 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path).path.strip("/").split("/")
         if parts == ["version"]:
             self._answer(dict.fromkeys(VERSIONS, "v1.37.1"))
+        elif parts == ["apis"]:
+            self._answer({"kind": "APIGroupList", "apiVersion": "v1", "groups": self.api.groups()})
         elif parts[0] == "apis" and len(parts) == 3:
             known = {"kind": "APIResourceList", "groupVersion": "/".join(parts[1:]), "resources": []}
             self._answer(None if parts[1] in self.api.unknown else known)
@@ -248,4 +262,16 @@ def api_server(api: Api, kubeconfig: Path) -> Iterator[None]:
         server.shutdown()
         server.server_close()
         thread.join()
-        time.sleep(0)
+
+
+@contextmanager
+def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+    """Serve to this process, which then waits shortly; what is remembered of jobs is in the folder."""
+    api = Api()
+    monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
+    monkeypatch.setenv("KUBECONFIG", str(folder / "config"))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(folder / "config"))
+    monkeypatch.setattr(launcher, "POLL_S", 0.05)
+    monkeypatch.setattr(launcher, "ACCEPT_S", 1.0)
+    with api_server(api, folder / "config"):
+        yield api

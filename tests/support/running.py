@@ -17,6 +17,23 @@ def as_it_is(*command: str) -> list[str]:
     return list(command)
 
 
+def launched(
+    folder: Path,
+    path: Path,
+    through: Callable[..., list[str]] = as_it_is,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.Popen[str]:
+    """`horovod-train run`, started; standard error is part of its output."""
+    return subprocess.Popen(
+        through(str(BIN / "horovod-train"), "run", str(path)),
+        cwd=folder,
+        env=environment(**(env or {})),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 class Running:
     """`horovod-train run` of the task ``Noted``, which is training on all its ranks.
 
@@ -35,14 +52,7 @@ class Running:
         env: Mapping[str, str] | None = None,
     ) -> None:
         before = len(list(folder.glob("rank-*.txt")))
-        self.process = subprocess.Popen(
-            through(str(BIN / "horovod-train"), "run", str(path)),
-            cwd=folder,
-            env=environment(**(env or {})),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        self.process = launched(folder, path, through, env)
         deadline = time.monotonic() + TIMEOUT_S
         while len(list(folder.glob("rank-*.txt"))) < before + num_ranks:
             assert self.process.poll() is None, self.process.communicate()[0]

@@ -6,13 +6,12 @@ import json
 import subprocess
 
 import pytest
-from support.api import Api, api_server
+from support.api import served
 from support.launching import BIN, environment, write_job
 from support.mpijobs import described
 
 from horovod_train.config.schema import Job
 from horovod_train.doctor.kubernetes import examine_cluster, examine_pods
-from horovod_train.launch.mpijob import launcher as module
 from horovod_train.launch.run import resolve
 
 WISHES = {
@@ -33,7 +32,13 @@ CLAIM = ("persistentvolumeclaims", "training")
 
 @pytest.fixture
 def api(tmp_path, monkeypatch):
-    api = Api()
+    with served(tmp_path, monkeypatch) as api:
+        furnish(api)
+        yield api
+
+
+def furnish(api):
+    """Let there be what the job wishes for."""
     api.objects[CLAIM] = claim("ReadWriteMany")
     api.objects["secrets", "tracking"] = {"metadata": {"name": "tracking"}, "data": {"key": "eA=="}}
     api.objects["secrets", "registry"] = {"metadata": {"name": "r"}, "data": {".dockerconfigjson": ""}}
@@ -41,14 +46,6 @@ def api(tmp_path, monkeypatch):
     for number in range(2):
         status = {"allocatable": {"nvidia.com/gpu": "8"}}
         api.objects["nodes", f"node-{number}"] = {"metadata": {"name": f"node-{number}"}, "status": status}
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    monkeypatch.setattr(
-        "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config")
-    )
-    monkeypatch.setattr(module, "POLL_S", 0.05)
-    monkeypatch.setattr(module, "ACCEPT_S", 1.0)
-    with api_server(api, tmp_path / "config"):
-        yield api
 
 
 def claim(mode):
@@ -81,6 +78,7 @@ def test_a_cluster_that_has_everything(api):
         (lambda api: api.objects["secrets", "tracking"]["data"].clear(), "secret", "fail", "has no key"),
         (lambda api: api.forbidden.add("get secrets"), "secret", "warn", "secrets is forbidden"),
         (lambda api: api.objects.pop(("localqueues", "team-a")), "queue", "fail", "there is no team-a"),
+        (lambda api: api.unknown.add("kueue.x-k8s.io"), "queue", "fail", "Kueue is not installed"),
         (lambda api: api.objects.pop(("nodes", "node-1")), "gpus", "warn", "room for 1 workers"),
         (lambda api: api.forbidden.add("get nodes"), "gpus", "warn", "nodes is forbidden"),
     ],

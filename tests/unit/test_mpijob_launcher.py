@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import yaml
-from support.api import Api, api_server
+from support.api import served
 from support.launching import write_job
 from support.mpijobs import described
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.launch import jobs
-from horovod_train.launch.mpijob import launcher as module
 from horovod_train.launch.mpijob.launcher import MpiJobLauncher
 from horovod_train.launch.run import make_plan, resolve
 
@@ -35,15 +35,7 @@ def succeeds(api, job):
 
 @pytest.fixture
 def api(tmp_path, monkeypatch):
-    api = Api()
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    monkeypatch.setattr(
-        "kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "config")
-    )
-    monkeypatch.setattr(module, "POLL_S", 0.05)
-    monkeypatch.setattr(module, "ACCEPT_S", 1.0)
-    with api_server(api, tmp_path / "config"):
+    with served(tmp_path, monkeypatch) as api:
         yield api
 
 
@@ -156,22 +148,39 @@ def test_a_job_that_was_deleted_by_others_is_unknown_and_waited_for_no_longer(ap
     assert "run_dir" in status.message
 
 
-def test_a_log_whose_connection_breaks_is_shown_whole_and_once(api):
+@pytest.mark.parametrize("has_ended", [True, False])
+@pytest.mark.parametrize("follow", [True, False])
+def test_a_log_whose_connection_breaks_is_shown_whole_and_once(api, follow, has_ended):
     def trains_on(api, job):
-        trains(api, job)
+        (succeeds if has_ended else trains)(api, job)
         api.breaks_after = 12  # bytes
-
-    def ends():
-        api.add_condition(api.objects["mpijobs", "digits"], "Succeeded")
 
     api.operator = trains_on
     job = submit(api)
-    lines = MpiJobLauncher().logs(job, follow=True)
+    lines = MpiJobLauncher().logs(job, follow=follow)
     first = next(lines)
     api.breaks_after = None
-    ends()
+    if not has_ended:
+        api.add_condition(api.objects["mpijobs", "digits"], "Succeeded")
 
     assert [first, *lines] == ["on 2 ranks", "trained digits"]
+
+
+def test_the_log_of_a_retry_follows_that_of_the_first_which_is_read_once(api):
+    def is_retried(api, job):
+        api.add_condition(job, "Running")
+        api.add_launcher(job, "a host was lost", 1)
+        api.add_launcher(job, "resumed")
+
+    api.operator = is_retried
+    lines = MpiJobLauncher().logs(submit(api), follow=True)
+    found = [next(lines), next(lines)]
+    time.sleep(0.3)
+    api.add_condition(api.objects["mpijobs", "digits"], "Succeeded")
+    found += lines
+
+    assert found == ["a host was lost", "resumed"]
+    assert sum("launcher-x0/log" in request for request in api.requests) == 1
 
 
 def test_a_cluster_without_the_operator_is_named(api):

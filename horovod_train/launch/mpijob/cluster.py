@@ -22,10 +22,8 @@ GROUP, VERSION, PLURAL = "kubeflow.org", "v2beta1", "mpijobs"
 CUSTOM = {
     "MPIJob": (GROUP, VERSION, PLURAL),
     "PodMonitor": ("monitoring.coreos.com", "v1", "podmonitors"),
-    "LocalQueue": ("kueue.x-k8s.io", "v1beta1", "localqueues"),
 }
-
-
+KUEUE = "kueue.x-k8s.io"
 BEGINNING = "1970-01-01T00:00:00Z"
 
 
@@ -33,6 +31,10 @@ def _time_of(event: Any) -> datetime:
     """Return when an event was last seen."""
     found: datetime | None = event.last_timestamp or event.event_time or event.metadata.creation_timestamp
     return found or datetime.now(UTC)
+
+
+class BrokenOffError(LaunchError):
+    """A connection broke while the server was answering; asking again may help."""
 
 
 class Cluster:
@@ -70,6 +72,7 @@ class Cluster:
         self._networking: Any = client.NetworkingV1Api(self._api)
         self._custom: Any = client.CustomObjectsApi(self._api)
         self._versions: Any = client.VersionApi(self._api)
+        self._groups: Any = client.ApisApi(self._api)
         self._authorization: Any = client.AuthorizationV1Api(self._api)
 
     def create(self, manifest: Manifest, *, dry_run: bool = False) -> Manifest:
@@ -131,7 +134,7 @@ class Cluster:
         """Return an object of this namespace; None: there is none of this name.
 
         Args:
-            kind: MPIJob, ConfigMap, PersistentVolumeClaim, Secret or LocalQueue.
+            kind: MPIJob, ConfigMap, PersistentVolumeClaim or Secret.
             name: Its name.
 
         Raises:
@@ -147,6 +150,24 @@ class Cluster:
             "Secret": self._core.read_namespaced_secret,
         }[kind]
         return self._found(name, partial(ask, name, self.namespace))
+
+    def preferred_version(self, group: str) -> str | None:
+        """Return the version of a group of resources that the server prefers; None: it has none.
+
+        Raises:
+            LaunchError: The server does not answer.
+        """
+        groups = self._call(group, self._patiently(self._groups.get_api_versions)).groups
+        return next((found.preferred_version.version for found in groups if found.name == group), None)
+
+    def has_queue(self, name: str, version: str) -> bool:
+        """Return whether Kueue has a LocalQueue of this name here; ``version`` is Kueue's.
+
+        Raises:
+            LaunchError: We may not look.
+        """
+        where = (KUEUE, version, self.namespace, "localqueues", name)
+        return self._found(name, partial(self._custom.get_namespaced_custom_object, *where)) is not None
 
     def allocatable(self, resource: str) -> list[str]:
         """Return how much of a resource each node has to give.
@@ -191,10 +212,8 @@ class Cluster:
         name, uid = metadata["name"], metadata.get("uid")
         created = datetime.fromisoformat(metadata.get("creationTimestamp", BEGINNING))
         pods = re.compile(rf"{re.escape(name)}-(worker-\d+|launcher(-\w+)?)")
-        found = self._call(
-            "events",
-            lambda: self._core.list_namespaced_event(self.namespace, _request_timeout=self._timeout_s),
-        )
+        ask = partial(self._core.list_namespaced_event, self.namespace)
+        found = self._call("events", self._patiently(ask))
         mine = []
         for event in found.items:
             who, when = event.involved_object, _time_of(event)
@@ -207,21 +226,20 @@ class Cluster:
 
     def pods(self, selector: str) -> list[Any]:
         """Return pods by a label selector."""
-        found = self._call(
-            "pods",
-            lambda: self._core.list_namespaced_pod(
-                self.namespace, label_selector=selector, _request_timeout=self._timeout_s
-            ),
-        )
-        return list(found.items)
+        ask = partial(self._core.list_namespaced_pod, self.namespace, label_selector=selector)
+        return list(self._call("pods", self._patiently(ask)).items)
 
     def log(self, pod: str, skip: int, *, follow: bool) -> Iterator[str]:
-        """Yield the lines of a pod's log, with ``follow`` until the pod ends, or the connection.
+        """Yield the lines of a pod's log, with ``follow`` until the pod ends.
 
         Args:
             pod: Its name.
             skip: Lines at the beginning that are known already.
             follow: Wait for more.
+
+        Raises:
+            BrokenOffError: The connection broke; there may be more.
+            LaunchError: The server refuses.
         """
         from urllib3.exceptions import HTTPError
 
@@ -239,8 +257,8 @@ class Cluster:
                     number += 1
                     if number > skip:
                         yield line.decode(errors="replace")
-        except HTTPError:
-            return  # whoever follows asks again
+        except HTTPError as error:
+            raise BrokenOffError(f"log of {pod}: the connection broke: {error}") from error
         if buffer and number >= skip:
             yield buffer.decode(errors="replace")
 
@@ -256,7 +274,7 @@ class Cluster:
 
         def look() -> Manifest | None:
             try:
-                found: Manifest = self._api.sanitize_for_serialization(ask(_request_timeout=self._timeout_s))
+                found: Manifest = self._api.sanitize_for_serialization(self._patiently(ask)())
             except self._api_error as error:
                 if error.status == 404:
                     return None

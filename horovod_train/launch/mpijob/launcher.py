@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -15,7 +15,7 @@ from horovod_train.config.kubernetes_rules import MAX_CONFIG_BYTES
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted, Waits
 from horovod_train.launch.jobs import end_of, note_end
-from horovod_train.launch.mpijob.cluster import Cluster
+from horovod_train.launch.mpijob.cluster import BrokenOffError, Cluster
 from horovod_train.launch.mpijob.render import (
     DRAINED,
     JOB_NAME_LABEL,
@@ -107,8 +107,7 @@ class MpiJobLauncher(Waits):
 
         Following, also what the job waits for. A connection that breaks is made again.
         """
-        shown: Counter[str] = Counter()
-        told = ""
+        reader, told = _Reader(), ""
         with closing(Cluster(_Place(job).namespace, API_TIMEOUT_S)) as cluster:
             while True:
                 status = _status(job, cluster)
@@ -117,10 +116,10 @@ class MpiJobLauncher(Waits):
                     told = status.message
                     yield f"{status}"
                 for pod in launcher_pods(cluster, _Place(job).name):
-                    if pod.status.phase != "Pending":
-                        for line in cluster.log(pod.metadata.name, shown[pod.metadata.name], follow=follow):
-                            shown[pod.metadata.name] += 1
-                            yield line
+                    try:
+                        yield from reader.lines(cluster, pod, follow=follow)
+                    except BrokenOffError:
+                        has_ended = False  # ask again for what is missing
                 if has_ended:
                     return
                 sleep(POLL_S)
@@ -169,6 +168,25 @@ class _Place:
         """Return the MPIJob; None: it is gone, though there may be another of its name."""
         found = cluster.read("MPIJob", self.name)
         return found if found is not None and found["metadata"].get("uid") == self._uid else None
+
+
+class _Reader:
+    """Reads logs of pods piece by piece, each line once."""
+
+    def __init__(self) -> None:
+        self._shown: Counter[str] = Counter()
+        self._finished: set[str] = set()
+
+    def lines(self, cluster: Cluster, pod: Any, *, follow: bool) -> Iterator[str]:
+        """Yield what is new in a pod's log."""
+        name, phase = pod.metadata.name, pod.status.phase
+        if phase == "Pending" or name in self._finished:
+            return
+        for line in cluster.log(name, self._shown[name], follow=follow):
+            self._shown[name] += 1
+            yield line
+        if phase in ("Succeeded", "Failed"):
+            self._finished.add(name)
 
 
 def _status(job: Submitted, cluster: Cluster) -> JobStatus:

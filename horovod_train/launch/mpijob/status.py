@@ -70,16 +70,14 @@ def fatal_warning(cluster: Cluster, mpi_job: Manifest) -> str:
 def why_waiting(cluster: Cluster, mpi_job: Manifest) -> str:
     """Return which pods do not run, and what is said of them; empty: all run."""
     name = mpi_job["metadata"]["name"]
-    pods = [pod for pod in cluster.pods(f"{JOB_NAME_LABEL}={name}") if pod.status.phase == "Pending"]
+    all_pods = cluster.pods(f"{JOB_NAME_LABEL}={name}")
+    pods = [pod for pod in all_pods if pod.status.phase == "Pending"]
     warnings = [f"{reason}: {message}" for reason, message in cluster.warnings(mpi_job)[-1:]]
     if not pods:
-        return warnings[0] if warnings and "Running" not in _phases(cluster, name) else ""
+        is_running = any(pod.status.phase == "Running" for pod in all_pods)
+        return warnings[0] if warnings and not is_running else ""
     names = ", ".join(sorted(pod.metadata.name for pod in pods)[:3]) + (" ..." if len(pods) > 3 else "")
     return "; ".join([f"{names} pending", *warnings])
-
-
-def _phases(cluster: Cluster, name: str) -> set[str]:
-    return {pod.status.phase for pod in cluster.pods(f"{JOB_NAME_LABEL}={name}")}
 
 
 def launcher_pods(cluster: Cluster, name: str) -> list[Any]:
