@@ -17,6 +17,9 @@ from horovod_train.launch import jobs
 from horovod_train.launch.mpijob.launcher import MpiJobLauncher
 from horovod_train.launch.run import make_plan, resolve
 
+# How the operator begins what it says of workers that it cannot create.
+OF_WORKERS = 'worker pod created failed: pods "digits-worker-0"'
+
 
 def accepts(api, job):
     api.add_condition(job, "Created")
@@ -111,10 +114,13 @@ def test_what_was_warned_of_an_earlier_job_is_not_held_against_this_one(api):
     assert MpiJobLauncher().status(submit(api)).state == "starting"
 
 
-def test_a_full_quota_is_waited_for(api):
-    api.operator = accepts
+@pytest.mark.parametrize(
+    ("reason", "operator"), [("FailedCreate", accepts), ("MPIJobFailed", lambda api, job: None)]
+)
+def test_a_full_quota_is_waited_for(api, reason, operator):
+    api.operator = operator
     job = submit(api)
-    api.warn("digits", "FailedCreate", "pods is forbidden: exceeded quota: team")
+    api.warn("digits", reason, f"{OF_WORKERS} is forbidden: exceeded quota: team")
 
     status = MpiJobLauncher().status(job)
 
@@ -192,11 +198,22 @@ def test_a_cluster_without_the_operator_is_named(api):
     assert "is the MPI operator installed" in caught.value.hint
 
 
-def test_what_only_an_event_says_ends_the_launch_with_its_text_and_the_job_is_removed(api):
-    api.operator = lambda api, job: api.warn("digits", "ValidationError", "spec.x: Invalid value")
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("ValidationError", "spec.x: Invalid value"),
+        ("MPIJobFailed", f'{OF_WORKERS} is forbidden: violates PodSecurity "restricted:latest"'),
+        ("MPIJobFailed", f"{OF_WORKERS} is forbidden: no PriorityClass with name high was found"),
+        ("ErrResourceExists", 'Resource "digits" of Kind "Service" already exists'),
+    ],
+)
+def test_what_only_an_event_says_ends_the_launch_with_its_text_and_the_job_is_removed(api, reason, message):
+    api.operator = lambda api, job: api.warn("digits", reason, message)
 
-    with pytest.raises(LaunchError, match="ValidationError: spec.x: Invalid value"):
+    with pytest.raises(LaunchError) as caught:
         submit(api)
+
+    assert f"{reason}: {message}" in str(caught.value)
 
     assert api.names("MPIJob") == api.names("ConfigMap") == []
 

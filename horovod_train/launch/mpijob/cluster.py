@@ -23,6 +23,11 @@ CUSTOM = {
     "MPIJob": (GROUP, VERSION, PLURAL),
     "PodMonitor": ("monitoring.coreos.com", "v1", "podmonitors"),
 }
+# What to do about a kind that the server does not know.
+INSTALL = {
+    "MPIJob": "is the MPI operator installed in this cluster? `kubectl get crd mpijobs.kubeflow.org`",
+    "PodMonitor": "install Prometheus' operator, or set launch.kubernetes.pod_monitor: false",
+}
 KUEUE = "kueue.x-k8s.io"
 BEGINNING = "1970-01-01T00:00:00Z"
 
@@ -303,8 +308,6 @@ class Cluster:
         hints = {
             401: "log in again: the credentials of the current context are not accepted",
             403: "ask for a Role; `horovod-train doctor --kubernetes` says what is needed and missing",
-            404: "is the MPI operator installed in this cluster? `kubectl get crd mpijobs.kubeflow.org`"
-            if what.startswith("MPIJob") and "namespace" not in message
-            else "",
+            404: "" if "namespace" in message else INSTALL.get(what.partition(" ")[0], ""),
         }
         return LaunchError(f"{what}: {message}", hint=hints.get(error.status, ""))

@@ -10,9 +10,13 @@ from horovod_train.launch.mpijob.cluster import Cluster
 from horovod_train.launch.mpijob.render import DRAINED, JOB_NAME_LABEL, ROLE_LABEL, Manifest
 
 # Warnings after which nothing will get better by itself.
-FATAL_REASONS = {"ValidationError", "FailedCreate", "InvalidImageName"}
-# But for these: room may come.
-_MAY_PASS = re.compile(r"exceeded quota|timed? ?out|connection refused", re.IGNORECASE)
+FATAL_REASONS = {"ValidationError", "FailedCreate", "InvalidImageName", "ErrResourceExists"}
+# The operator's word for workers that it cannot create, whyever; this is what admission says.
+_IS_REFUSED = re.compile(r"created failed: .* is (forbidden|invalid)", re.DOTALL)
+# But for these: room may come, and a new namespace gets its service account a little later.
+_MAY_PASS = re.compile(
+    r"exceeded quota|timed? ?out|connection refused|looking up service account", re.IGNORECASE
+)
 
 
 def status_of(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
@@ -48,13 +52,14 @@ def _suspended(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
 def _before_running(mpi_job: Manifest, cluster: Cluster, *, is_taken_up: bool) -> JobStatus:
     if fatal := fatal_warning(cluster, mpi_job):
         return JobStatus("failed", 1, fatal)
-    if not is_taken_up:
-        return JobStatus(
-            "waiting",
-            message="the MPI operator has not taken it up; is it running? "
-            "`kubectl get pods --all-namespaces | grep mpi-operator`",
-        )
-    return JobStatus("starting", message=why_waiting(cluster, mpi_job))
+    why = why_waiting(cluster, mpi_job)
+    if is_taken_up or why:  # the operator notes nothing as long as it cannot create workers
+        return JobStatus("starting", message=why)
+    return JobStatus(
+        "waiting",
+        message="the MPI operator has not taken it up; is it running? "
+        "`kubectl get pods --all-namespaces | grep mpi-operator`",
+    )
 
 
 def fatal_warning(cluster: Cluster, mpi_job: Manifest) -> str:
@@ -62,7 +67,7 @@ def fatal_warning(cluster: Cluster, mpi_job: Manifest) -> str:
     fatal = [
         f"{reason}: {message}"
         for reason, message in cluster.warnings(mpi_job)
-        if reason in FATAL_REASONS and not _MAY_PASS.search(message)
+        if (reason in FATAL_REASONS or _IS_REFUSED.search(message)) and not _MAY_PASS.search(message)
     ]
     return fatal[-1] if fatal else ""
 
