@@ -58,7 +58,8 @@ def _before_running(mpi_job: Manifest, cluster: Cluster, *, is_taken_up: bool) -
     return JobStatus(
         "waiting",
         message="the MPI operator has not taken it up; is it running? "
-        "`kubectl get pods --all-namespaces | grep mpi-operator`",
+        "`kubectl get pods --all-namespaces | grep mpi-operator`. "
+        "Where it could not create the workers of a job of this name, it lets up to 17 minutes pass",
     )
 
 
