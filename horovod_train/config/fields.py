@@ -51,10 +51,13 @@ def _as_ssh_writes(value: object) -> object:
 SshValue = Annotated[OneLine, BeforeValidator(_as_ssh_writes)]
 """Value of an option of ssh_config."""
 
+DNS_NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+"""Regular expression of what Kubernetes calls a DNS subdomain; at most 253 characters."""
+
 SecretSource = Annotated[
     str,
     StringConstraints(
-        pattern=r"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/\S+|kubernetes:[a-z0-9.-]+/[A-Za-z0-9._-]+)$"
+        pattern=rf"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/\S+|kubernetes:{DNS_NAME}/[A-Za-z0-9._-]{{1,253}})$"
     ),
 ]
 """``env:NAME``, ``file:/path`` (its content), or on Kubernetes ``kubernetes:secret/key``."""

@@ -4,26 +4,44 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
-from horovod_train.config.fields import Count, OneLine, Section
+from horovod_train.config.fields import DNS_NAME, Count, OneLine, Section
 
 DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 """Lower-case letters, digits and dashes, at most 63."""
 
-DnsName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$")]
-"""Lower-case letters, digits, dashes and dots."""
+DnsName = Annotated[str, StringConstraints(pattern=rf"^{DNS_NAME}$", max_length=253)]
+"""Parts of lower-case letters, digits and dashes, with dots between them; at most 253."""
 
 Quantity = Annotated[str, StringConstraints(pattern=r"^(\d+(\.\d+)?|\.\d+)(m|[kMGTPE]i?)?$")]
 """As Kubernetes writes amounts: ``500m``, ``2``, ``1.5``, ``64Gi``."""
 
+_KEY = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+
+
+def _has_short_prefix(key: str) -> str:
+    if len(key.rpartition("/")[0]) > 253:
+        raise ValueError("at most 253 characters may stand before the slash")
+    return key
+
+
 QualifiedName = Annotated[
-    str,
-    StringConstraints(
-        pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
-    ),
+    str, StringConstraints(pattern=rf"^({DNS_NAME}/)?{_KEY}$"), AfterValidator(_has_short_prefix)
 ]
-"""A key of labels and resources, such as ``nvidia.com/gpu``."""
+"""A key of labels, such as ``topology.kubernetes.io/zone``."""
+
+
+def _is_no_quota(resource: str) -> str:
+    if resource.startswith("requests."):
+        raise ValueError("requests. stands before resources in quotas only")
+    return _has_short_prefix(resource)
+
+
+ResourceName = Annotated[
+    str, StringConstraints(pattern=rf"^{DNS_NAME}/{_KEY}$"), AfterValidator(_is_no_quota)
+]
+"""What a device plug-in calls a device, such as ``nvidia.com/gpu``."""
 
 LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")]
 """Value of a label."""
@@ -54,7 +72,7 @@ class Volume(Section):
     claim: DnsName | None = None
     """A PersistentVolumeClaim that all nodes can write (ReadWriteMany)."""
 
-    csi_driver: DnsName | None = None
+    csi_driver: Annotated[DnsName, StringConstraints(max_length=63)] | None = None
     """A driver that mounts an object store, such as gcsfuse.csi.storage.gke.io."""
 
     csi_attributes: dict[OneLine, OneLine] = {}
@@ -94,10 +112,10 @@ class Kubernetes(Section):
     gpus_per_rank: Annotated[int, Field(ge=0, le=1)] = 0
     """1: each rank gets a GPU."""
 
-    gpu_resource: QualifiedName = "nvidia.com/gpu"
+    gpu_resource: ResourceName = "nvidia.com/gpu"
     """What a GPU is called."""
 
-    extra_resources: dict[QualifiedName, Annotated[int, Field(ge=1, le=1024)]] = {}
+    extra_resources: dict[ResourceName, Annotated[int, Field(ge=1, le=1024)]] = {}
     """Further devices of each worker, such as ``rdma/hca: 1``; with one of rdma/, memory may be locked."""
 
     shm_size: Quantity = "1Gi"
@@ -139,7 +157,7 @@ class Kubernetes(Section):
     gang_queue: DnsName | None = None
     """Queue of the gang scheduler."""
 
-    gang_timeout_s: Count | None = None
+    gang_timeout_s: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
     """How long the gang scheduler waits for room, in seconds."""
 
     suspend: bool = False

@@ -16,7 +16,10 @@ from horovod_train.errors import Problem
 
 LAUNCHER = "mpijob"
 MAX_NAME = 63
+MAX_DNS_NAME = 253
 MAX_CONFIG_BYTES = 900_000
+# The API server allows 256 KiB; some are ours.
+MAX_ANNOTATIONS_BYTES = 250_000
 # The operator and the image put things there.
 OWN_PATHS = ("/etc/mpi", "/etc/horovod_train", "/home/mpiuser", "/dev/shm", "/tmp")  # noqa: S108
 OWN_VARIABLES = re.compile(r"OMPI_MCA_(orte|plm)_\w*|PRTE_\w*|K_MPI_JOB_ROLE|NVIDIA_VISIBLE_DEVICES")
@@ -175,6 +178,10 @@ def _environment(job: Job) -> Iterator[Problem]:
                 "cannot be read by pods",
                 "put it into a Secret (kubectl create secret generic), and write kubernetes:NAME/KEY",
             )
+        elif len(source.removeprefix("kubernetes:").partition("/")[0]) > MAX_DNS_NAME:
+            yield Problem(
+                f"launch.secrets.{name}", "", f"a Secret's name has at most {MAX_DNS_NAME} characters"
+            )
 
 
 def _scheduling(job: Job) -> Iterator[Problem]:
@@ -209,3 +216,12 @@ def _labels(job: Job) -> Iterator[Problem]:
         for key in getattr(job.launch.kubernetes, field):
             if key.startswith(OWN_LABELS):
                 yield Problem(f"launch.kubernetes.{field}.{key}", "", f"{OWN_LABELS} belongs to the operator")
+    annotations = job.launch.kubernetes.annotations
+    size_bytes = sum(len(text.encode()) for pair in annotations.items() for text in pair)
+    if size_bytes > MAX_ANNOTATIONS_BYTES:
+        yield Problem(
+            "launch.kubernetes.annotations",
+            f"{size_bytes} bytes",
+            f"must have at most {MAX_ANNOTATIONS_BYTES} together",
+            "put long texts into the image, or on a volume",
+        )

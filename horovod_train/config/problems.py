@@ -32,6 +32,8 @@ SENTENCES = {
     "less_than": "must be less than {lt}",
     "less_than_equal": "must be at most {le}",
     "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
+    "value_error": "{error}",
 }
 
 # What the patterns of schema.py mean in words, by the last part of the path.
@@ -41,6 +43,26 @@ PATTERN_HINTS = {
     "hosts": "host:slots, as in 'node01:4'",
     "network_interface": "the name of an interface, as in 'eth0'",
     "env": "letters, digits and '_', not starting with a digit",
+    "secrets": "env:NAME, file:/path, or on Kubernetes kubernetes:secret/key",
+    "namespace": "lower-case letters, digits and '-', at most 63",
+    "queue": "lower-case letters, digits and '-', at most 63",
+    "image": "as in 'registry.example/train:1.0'",
+    "csi_attributes": "text without line breaks",
+    "mount_path": "an absolute path without spaces and ':'",
+    **dict.fromkeys(
+        ("claim", "csi_driver", "priority_class", "image_pull_secrets", "gang_queue"),
+        "lower-case letters, digits, '-' and '.', as in 'training-data'",
+    ),
+    **dict.fromkeys(
+        ("cpus_per_rank", "memory_per_rank", "shm_size"), "an amount as in '500m', '2' or '64Gi'"
+    ),
+    **dict.fromkeys(
+        ("labels", "annotations", "node_selector", "tolerations", "topology_spread"),
+        "keys as in 'team' or 'example.com/team'; values of letters, digits, '.', '_' and '-', at most 63",
+    ),
+    **dict.fromkeys(
+        ("gpu_resource", "extra_resources"), "what a device plug-in calls it, as in 'nvidia.com/gpu'"
+    ),
 }
 
 

@@ -188,6 +188,23 @@ BROKEN = {
     "a queue without a gang": ({"gang_queue": "a"}, f"{K}.gang_queue"),
     "two that decide": ({"gang": "volcano", "queue": "a"}, f"{K}.queue"),
     "a field that is none": ({"replicas": 3}, f"{K}.replicas"),
+    "cores as a further device": ({"extra_resources": {"cpu": 1}}, f"{K}.extra_resources.cpu"),
+    "a device of a quota": ({"extra_resources": {"requests.a/b": 1}}, f"{K}.extra_resources.requests.a/b"),
+    "a gpu of no maker": ({"gpus_per_rank": 1, "gpu_resource": "gpu"}, f"{K}.gpu_resource"),
+    "two dots in a name": ({"priority_class": "very..high"}, f"{K}.priority_class"),
+    "a driver whose name is too long": (
+        {"volumes": [VOLUME, {"mount_path": "/b", "csi_driver": "a" * 64}]},
+        f"{K}.volumes.1.csi_driver",
+    ),
+    "a label with too long a prefix": (
+        {"labels": {f"{'a' * 254}/b": "c"}},
+        f"{K}.labels.{'a' * 254}/b",
+    ),
+    "annotations that are a book": ({"annotations": {"book": "a" * 300_000}}, f"{K}.annotations"),
+    "a gang that waits for centuries": (
+        {"gang": "volcano", "gang_timeout_s": 2**31},
+        f"{K}.gang_timeout_s",
+    ),
 }
 BROKEN_ELSEWHERE = {
     "a name with capitals": ({"name": "Digits"}, "name"),
@@ -206,6 +223,14 @@ BROKEN_ELSEWHERE = {
     "a maximum that does not fill workers": (
         {"launch": {"elastic": {"min_ranks": 1, "max_ranks": 3}, "kubernetes": {"ranks_per_worker": 2}}},
         "launch.elastic.max_ranks",
+    ),
+    "a secret whose name is no name": (
+        {"launch": {"secrets": {"A": "kubernetes:-a/b"}}},
+        "launch.secrets.A",
+    ),
+    "a secret whose name is too long": (
+        {"launch": {"secrets": {"A": f"kubernetes:{'a' * 254}/b"}}},
+        "launch.secrets.A",
     ),
     "a secret of this machine": ({"launch": {"secrets": {"A": "env:A"}}}, "launch.secrets.A"),
     "a variable of the operator": (
@@ -264,6 +289,7 @@ BROKEN_MANIFESTS = {
         "spec.mpiReplicaSpecs.Worker.template.spec.nodeSelectors",
     ),
     "an MPI that is none": (SPEC, "mpiImplementation", "MVAPICH", "spec.mpiImplementation"),
+    "a number that no 32 bits hold": (SPEC, "slotsPerWorker", 2**31, "spec.slotsPerWorker"),
     "text for a number": (SPEC, "slotsPerWorker", "two", "spec.slotsPerWorker"),
     "an amount that is none": (
         CONTAINER,
@@ -272,6 +298,19 @@ BROKEN_MANIFESTS = {
         "spec.mpiReplicaSpecs.Worker.template.spec.containers.0.resources.limits.memory",
     ),
     "no containers": (POD, "containers", None, "spec.mpiReplicaSpecs.Worker.template.spec.containers"),
+    "a list of no containers": (
+        POD,
+        "containers",
+        [],
+        "spec.mpiReplicaSpecs.Worker.template.spec.containers",
+    ),
+    "no pod": (
+        (*ROLES, "Launcher", "template"),
+        "spec",
+        None,
+        "spec.mpiReplicaSpecs.Launcher.template.spec.containers",
+    ),
+    "no role of workers": (ROLES, "Worker", None, "spec.mpiReplicaSpecs.Worker"),
     "no launcher": (ROLES, "Launcher", None, "spec.mpiReplicaSpecs.Launcher"),
     "two launchers": ((*ROLES, "Launcher"), "replicas", 2, "spec.mpiReplicaSpecs.Launcher.replicas"),
     "no workers": ((*ROLES, "Worker"), "replicas", 0, "spec.mpiReplicaSpecs.Worker.replicas"),

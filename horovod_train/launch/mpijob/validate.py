@@ -55,6 +55,9 @@ def _strict(node: Any) -> Any:
         strict["additionalProperties"] = False
     if strict.get("x-kubernetes-int-or-string"):
         strict.pop("type", None)
+    if isinstance(strict.get("format"), str) and (found := re.fullmatch(r"int(32|64)", strict["format"])):
+        largest = 2 ** (int(found[1]) - 1) - 1
+        strict = {"minimum": -largest - 1, "maximum": largest, **strict}
     return strict
 
 
@@ -100,10 +103,14 @@ def operator_problems(manifest: Mapping[str, Any]) -> Iterator[Problem]:
         policy = replicas.get(role, {}).get("restartPolicy", "Never")
         if policy not in ("Never", "OnFailure"):
             yield Problem(f"{base}.{role}.restartPolicy", repr(policy), "must be Never or OnFailure")
-        yield from _container_problems(f"{base}.{role}", replicas.get(role, {}))
+        if role in replicas:
+            yield from _container_problems(f"{base}.{role}.template.spec", replicas[role])
     if spec.get("slotsPerWorker", 1) < 1:
         yield Problem("spec.slotsPerWorker", str(spec["slotsPerWorker"]), "must be at least 1")
-    run_policy = spec.get("runPolicy", {})
+    yield from _run_policy_problems(spec.get("runPolicy", {}))
+
+
+def _run_policy_problems(run_policy: Mapping[str, Any]) -> Iterator[Problem]:
     if run_policy.get("cleanPodPolicy", "None") not in ("None", "Running", "All"):
         yield Problem(
             "spec.runPolicy.cleanPodPolicy",
@@ -119,8 +126,10 @@ def _container_problems(path: str, replica: Mapping[str, Any]) -> Iterator[Probl
     """Yield what is noticed when pods are made."""
     pod = replica.get("template", {}).get("spec", {})
     volumes = {volume.get("name") for volume in pod.get("volumes", [])}
+    if not pod.get("containers"):
+        yield Problem(f"{path}.containers", "", "must have at least one container")
     for number, container in enumerate(pod.get("containers", [])):
-        at = f"{path}.template.spec.containers.{number}"
+        at = f"{path}.containers.{number}"
         if not container.get("image"):
             yield Problem(f"{at}.image", "", "is missing")
         mounted = [mount.get("mountPath") for mount in container.get("volumeMounts", [])]
@@ -171,6 +180,8 @@ def amount(quantity: str) -> float:
 def silent_problems(manifest: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield what everybody accepts, and what then does something else than was meant."""
     spec = manifest.get("spec", {})
+    if "Worker" not in spec.get("mpiReplicaSpecs", {}):
+        yield Problem("spec.mpiReplicaSpecs.Worker", "", "is missing: all ranks would run in the launcher")
     for name in spec.get("mpiReplicaSpecs", {}):
         if name not in ROLES:
             yield Problem(
