@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
+import yaml
 from support.api import served
 from support.launching import BIN, environment, write_job
 from support.mpijobs import described
 
 from horovod_train.config.schema import Job
-from horovod_train.doctor.kubernetes import examine_cluster, examine_pods
+from horovod_train.doctor.kubernetes import NEEDED, examine_cluster, examine_pods
 from horovod_train.launch.run import resolve
 
 WISHES = {
@@ -162,3 +165,20 @@ def test_the_command_line_ends_with_1_and_json(tmp_path, api):
     assert [f["level"] for f in json.loads(done.stdout)["findings"] if f["what"] == "mpi operator"] == [
         "fail"
     ]
+
+
+def test_the_documented_role_is_what_the_doctor_asks_for():
+    page = (Path(__file__).parents[2] / "docs" / "kubernetes.md").read_text()
+    blocks = [
+        yaml.safe_load(text) for text in re.findall(r"```yaml\n(apiVersion: rbac.*?)```", page, re.DOTALL)
+    ]
+    (rules,) = [role["rules"] for role in blocks]
+    allowed = {
+        (verb, group, resource)
+        for rule in rules
+        for verb in rule["verbs"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+
+    assert allowed == {*NEEDED, ("create", "networking.k8s.io", "networkpolicies")}
