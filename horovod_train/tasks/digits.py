@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
+
+from horovod_train.tasks.digit_images import digit_images
 
 
 class Digits:
@@ -18,9 +19,9 @@ class Digits:
 
     def __init__(self, width: int = 32) -> None:
         self.width = width
-        data = load_digits()
-        self._images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-        self._labels = torch.tensor(data.target)
+        images, labels = digit_images()
+        self._images = torch.tensor(images, dtype=torch.float32).unsqueeze(1) / 16
+        self._labels = torch.tensor(labels)
         self._is_eval = torch.arange(len(self._labels)) % 5 == 0
 
     def model(self) -> nn.Module:

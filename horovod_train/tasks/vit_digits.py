@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch.nn import functional
 from transformers import ViTForImageClassification
+
+from horovod_train.tasks.digit_images import digit_images
 
 NUM_CLASSES = 10
 
@@ -54,10 +55,10 @@ class VitDigits:
 
     def _images(self, *, is_eval: bool) -> _Images:
         config = ViTForImageClassification.config_class.from_pretrained(self._folder)
-        data = load_digits()
-        chosen = (np.arange(len(data.target)) % 5 == 0) == is_eval
-        images = torch.tensor(data.images[chosen], dtype=torch.float32) / 8 - 1  # -1 .. 1, as ViT expects
-        return _Images(images, data.target[chosen], config.image_size, config.num_channels)
+        images, labels = digit_images()
+        chosen = (np.arange(len(labels)) % 5 == 0) == is_eval
+        pixels = torch.tensor(images[chosen], dtype=torch.float32) / 8 - 1  # -1 .. 1, as ViT expects
+        return _Images(pixels, labels[chosen], config.image_size, config.num_channels)
 
 
 class _Images:

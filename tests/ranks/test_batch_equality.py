@@ -10,8 +10,8 @@ from support.reference import joint_batch_weights
 
 WORLDS = [
     (2, "mpi"),
-    (2, "gloo"),
-    (3, "mpi"),
+    pytest.param((2, "gloo"), marks=pytest.mark.campaign),
+    pytest.param((3, "mpi"), marks=pytest.mark.campaign),
     pytest.param((3, "gloo"), marks=pytest.mark.campaign),
     pytest.param((4, "mpi"), marks=pytest.mark.campaign),
     (4, "gloo"),

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, write_job
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, mostly, write_job
 from support.running import Running, launched
 
 pytestmark = pytest.mark.ranks
@@ -45,6 +45,7 @@ def test_the_same_error_on_all_ranks_is_told_once(tmp_path):
     assert (done.stdout + done.stderr).count("Traceback") == 1
 
 
+@mostly("mpi")
 def test_a_loss_that_is_not_a_number_ends_with_code_3_and_names_the_rank(tmp_path, controller):
     done = cli("run", str(failing(tmp_path, "nan", 1, controller)), cwd=tmp_path, check=False)
 
@@ -71,6 +72,7 @@ def test_ranks_that_drift_apart_are_noticed(tmp_path):
     assert "first model.0.weight" in done.stderr
 
 
+@mostly("gloo")
 def test_a_killed_rank_is_told_from_one_that_says_why(tmp_path, controller):
     path = write_job(
         tmp_path / "job.yaml",
@@ -89,6 +91,7 @@ def test_a_killed_rank_is_told_from_one_that_says_why(tmp_path, controller):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@mostly("gloo")
 def test_a_rank_that_stays_away_is_named_while_it_does_and_in_the_end(tmp_path, controller):
     health = {"stall_warning_s": 2.0, "stall_shutdown_s": 8.0}
     path = failing(tmp_path, "stay away", 1, controller, health=health)
@@ -145,6 +148,7 @@ class TestTheWorld:
             check=False,
         )
 
+    @mostly("mpi")
     def test_trains_as_run_does(self, tmp_path, controller):
         path = failing(tmp_path, "not at all", 0)
 
@@ -153,6 +157,7 @@ class TestTheWorld:
         assert done.returncode == 0, done.stderr
         assert "trained test: 5 epochs, 40 steps" in done.stdout
 
+    @mostly("gloo")
     def test_is_refused_when_it_is_not_the_one_asked_for(self, tmp_path, controller):
         done = self.by_hand(tmp_path, 3, failing(tmp_path, "not at all", 0), f"--{controller}")
 

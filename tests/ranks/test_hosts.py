@@ -93,6 +93,7 @@ def test_one_other_host(tmp_path, hosts, sometimes):
     assert "node2: network interface eth0 (10.77.0.12): ssh came in through it" in done.stdout
 
 
+@pytest.mark.campaign
 def test_two_ranks_on_each_of_two_hosts(tmp_path, hosts):
     path = job(tmp_path, hosts, [], launch={"hosts": ["node1:2", "node2:2"], "launcher": "mpirun"})
 
@@ -134,8 +135,8 @@ def test_a_launcher_killed_with_9_leaves_nothing_on_any_host(tmp_path, hosts, ho
     assert hosts.leftovers(within_s=15) == []
 
 
-def test_a_link_that_is_cut_while_training_ends_the_job(tmp_path, hosts, how):
-    path = slow(tmp_path, hosts, NODES[:2], launch={**how, "host_timeout_s": 6})
+def test_a_link_that_is_cut_while_training_ends_the_job(tmp_path, hosts, sometimes):
+    path = slow(tmp_path, hosts, NODES[:2], launch={**sometimes, "host_timeout_s": 6})
     running = running_on(tmp_path, hosts, path, 2)
 
     hosts.network.set_link("node2", "down")

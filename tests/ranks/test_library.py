@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from programs.cases import Case
-from support.launching import PROGRAMS, environment, free_port, on_horovod, results
+from support.launching import PROGRAMS, environment, free_port, mostly, on_horovod, results
 from support.reference import joint_batch_weights
 
 EPOCHS = 3
@@ -29,7 +29,7 @@ def check(found, size):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "controller"), [(2, "mpi"), (3, "gloo")])
 def test_an_own_loop_on_ranks_trains_like_one_process(tmp_path, controller, size, matrix):
     matrix("in a script of your own, without a job", "torch")
     arguments = [str(tmp_path), str(tmp_path / "checkpoints"), str(EPOCHS), str(free_port())]
@@ -54,6 +54,7 @@ def test_an_own_loop_goes_on_in_mid_epoch(tmp_path):
 
 
 @pytest.mark.ranks
+@mostly("gloo")
 def test_an_own_loop_saves_and_leaves_when_one_rank_is_asked(tmp_path, controller):
     arguments = [str(tmp_path), str(tmp_path / "checkpoints"), str(EPOCHS), str(free_port())]
 

@@ -14,6 +14,7 @@ from support.launching import (
     bin_of,
     cli,
     environment,
+    mostly,
     name_of,
     variables_of,
     write_job,
@@ -30,6 +31,7 @@ LAUNCHES = {
     "horovodrun over gloo": {"num_ranks": 2, "controller": "gloo"},
     "mpirun": {"num_ranks": 2, "launcher": "mpirun"},
 }
+SHORT = ("horovodrun over gloo", "mpirun")
 EPOCHS = 30
 TIMES_OF_ASKING = [0, *(pytest.param(number, marks=pytest.mark.campaign) for number in range(1, 20))]
 
@@ -93,7 +95,10 @@ def test_a_run_that_is_asked_to_leave_loses_nothing(tmp_path, undisturbed, launc
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize(
+    "launch",
+    [pytest.param(name, marks=() if name in SHORT else pytest.mark.campaign) for name in LAUNCHES],
+)
 def test_one_rank_that_is_asked_takes_all_along(tmp_path, launch, number):
     num_ranks = LAUNCHES[launch]["num_ranks"]
     running = Running(tmp_path, job(tmp_path, "j", LAUNCHES[launch], pause_s=0.05), num_ranks)
@@ -105,6 +110,7 @@ def test_one_rank_that_is_asked_takes_all_along(tmp_path, launch, number):
     assert list_checkpoints(tmp_path / "runs" / "j" / "checkpoints")
 
 
+@mostly("gloo")
 def test_every_process_of_a_run_may_be_asked_at_once(tmp_path, controller):
     """Kubernetes and Slurm send SIGTERM to all there is, loader processes among it."""
     launch = {"num_ranks": 2, "controller": controller}

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.launching import PROGRAMS, cli, write_job
+from support.launching import PROGRAMS, cli, mostly, write_job
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
 
@@ -57,6 +57,7 @@ def notes_by_call(notes: Path) -> list[list[list[int]]]:
     ]
 
 
+@mostly("mpi")
 def test_killed_in_mid_epoch_and_resumed_is_bit_for_bit_the_undisturbed_run(tmp_path, controller):
     whole, _ = job(tmp_path, "whole", controller, ranks=2)
     cli("run", str(whole), cwd=tmp_path)

@@ -7,7 +7,7 @@ import time
 
 import pytest
 from support.cluster import cluster
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, write_job
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, mostly, write_job
 from support.slurm import slurm_on
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
@@ -81,6 +81,7 @@ def wait_for_ranks(folder, num_ranks=2):
         time.sleep(0.1)
 
 
+@mostly("mpi")
 def test_a_job_trains_on_two_nodes_while_run_follows_it(tmp_path, ask, controller):
     done = ask("run", str(job(tmp_path, controller)))
 
@@ -89,6 +90,7 @@ def test_a_job_trains_on_two_nodes_while_run_follows_it(tmp_path, ask, controlle
     assert "succeeded" in done.stdout
 
 
+@mostly("gloo")
 def test_a_submitted_job_is_listed_followed_cancelled_and_has_saved(tmp_path, ask, controller):
     job_id = ask("submit", str(slow(tmp_path, controller))).stdout.strip()
     wait_for_ranks(tmp_path)

@@ -21,6 +21,14 @@ PROGRAMS = Path(__file__).parent.parent / "programs"
 TIMEOUT_S = 180
 
 
+def mostly(controller: str) -> pytest.MarkDecorator:
+    """Take this controller in `make test`, and the other one in `make campaign`."""
+    (other,) = {"mpi", "gloo"} - {controller}
+    return pytest.mark.parametrize(
+        "controller", [controller, pytest.param(other, marks=pytest.mark.campaign)]
+    )
+
+
 def name_of(framework: str) -> str:
     """The framework of a job; in the tests Keras stands with its back end: ``keras on jax``."""
     return framework.partition(" on ")[0]

@@ -43,8 +43,8 @@ ROWS = (
 HEAD = """# What each framework does
 
 Written by `make test` from what its tests saw, on a CPU. "Weights of one process": ranks with a batch
-each end within 1e-6 (32 bits) of an independent computation on the joint batch, on 3 ranks over MPI or
-2 over Gloo; `make campaign` does the same on 2 over MPI and 3 over Gloo, and the other way round.
+each end within 1e-6 (32 bits) of an independent computation on the joint batch, on 2 or 3 ranks, over
+MPI or Gloo; `make campaign` takes each framework through all four.
 What cannot be had is refused before a job starts; the numbers lead to the reasons.
 
 """
