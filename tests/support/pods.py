@@ -58,7 +58,7 @@ class Container:
         """What a kubelet does first."""
         self.first.terminate()
 
-    def end(self, timeout_s: float = 120) -> int:
+    def end(self, timeout_s: float = 300) -> int:
         """Wait for its end; returns its exit code."""
         return self.process.wait(timeout_s)
 
