@@ -52,7 +52,10 @@ SshValue = Annotated[OneLine, BeforeValidator(_as_ssh_writes)]
 """Value of an option of ssh_config."""
 
 DNS_NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
-"""Regular expression of what Kubernetes calls a DNS subdomain; at most 253 characters."""
+"""Regular expression of what Kubernetes calls a DNS subdomain."""
+
+MAX_DNS_NAME = 253
+"""So many characters it may have."""
 
 SecretSource = Annotated[
     str,

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from horovod_train.config.fields import DNS_NAME, Count, OneLine, Section
+from horovod_train.config.fields import DNS_NAME, MAX_DNS_NAME, Count, OneLine, Section
 
 DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 """Lower-case letters, digits and dashes, at most 63."""
 
-DnsName = Annotated[str, StringConstraints(pattern=rf"^{DNS_NAME}$", max_length=253)]
+DnsName = Annotated[str, StringConstraints(pattern=rf"^{DNS_NAME}$", max_length=MAX_DNS_NAME)]
 """Parts of lower-case letters, digits and dashes, with dots between them; at most 253."""
 
 Quantity = Annotated[str, StringConstraints(pattern=r"^(\d+(\.\d+)?|\.\d+)(m|[kMGTPE]i?)?$")]
@@ -21,8 +21,8 @@ _KEY = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
 
 def _has_short_prefix(key: str) -> str:
-    if len(key.rpartition("/")[0]) > 253:
-        raise ValueError("at most 253 characters may stand before the slash")
+    if len(key.rpartition("/")[0]) > MAX_DNS_NAME:
+        raise ValueError(f"at most {MAX_DNS_NAME} characters may stand before the slash")
     return key
 
 
@@ -35,11 +35,14 @@ QualifiedName = Annotated[
 def _is_no_quota(resource: str) -> str:
     if resource.startswith("requests."):
         raise ValueError("requests. stands before resources in quotas only")
-    return _has_short_prefix(resource)
+    return resource
 
 
 ResourceName = Annotated[
-    str, StringConstraints(pattern=rf"^{DNS_NAME}/{_KEY}$"), AfterValidator(_is_no_quota)
+    str,
+    StringConstraints(pattern=rf"^{DNS_NAME}/{_KEY}$"),
+    AfterValidator(_has_short_prefix),
+    AfterValidator(_is_no_quota),
 ]
 """What a device plug-in calls a device, such as ``nvidia.com/gpu``."""
 

@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
+from horovod_train.config.fields import MAX_DNS_NAME
 from horovod_train.config.schema import Job
 from horovod_train.errors import Problem
 
 LAUNCHER = "mpijob"
 MAX_NAME = 63
-MAX_DNS_NAME = 253
 MAX_CONFIG_BYTES = 900_000
 # The API server allows 256 KiB; some are ours.
 MAX_ANNOTATIONS_BYTES = 250_000

@@ -31,6 +31,7 @@ LAUNCHES = {
     "horovodrun over gloo": {"num_ranks": 2, "controller": "gloo"},
     "mpirun": {"num_ranks": 2, "launcher": "mpirun"},
 }
+# Of what each launcher does alike, `make test` takes these.
 SHORT = ("horovodrun over gloo", "mpirun")
 EPOCHS = 30
 TIMES_OF_ASKING = [0, *(pytest.param(number, marks=pytest.mark.campaign) for number in range(1, 20))]

@@ -66,6 +66,7 @@ def test_a_cluster_that_has_everything(api):
     assert {finding.level for finding in found.values()} == {"ok"}, list(map(str, found.values()))
     assert found["api server"].found == "v1.37.1"
     assert found["gpus"].found == "nodes have 16 nvidia.com/gpu, room for 2 workers with 8"
+    assert any("/apis/kueue.x-k8s.io/v1beta2/" in request for request in api.requests)
     assert found.keys() >= {"mpi operator", "permissions", "claim", "secret", "queue", "pod monitor"}
 
 

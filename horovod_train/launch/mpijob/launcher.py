@@ -245,7 +245,7 @@ def _wait_for_acceptance(cluster: Cluster, mpi_job: Manifest) -> None:
     name = mpi_job["metadata"]["name"]
     deadline_s = monotonic() + ACCEPT_S
     while monotonic() < deadline_s:
-        if fatal := fatal_warning(cluster, mpi_job):
+        if fatal := fatal_warning(cluster.warnings(mpi_job)):
             raise LaunchError(f"MPIJob {name}: {fatal}")
         found = cluster.read("MPIJob", name)
         if found is not None and found.get("status", {}).get("conditions"):

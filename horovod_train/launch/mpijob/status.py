@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.mpijob.cluster import Cluster
 from horovod_train.launch.mpijob.render import DRAINED, JOB_NAME_LABEL, ROLE_LABEL, Manifest
 
+Warned = tuple[str, str]
 # Warnings after which nothing will get better by itself.
 FATAL_REASONS = {"ValidationError", "FailedCreate", "InvalidImageName", "ErrResourceExists"}
 # The operator's word for workers that it cannot create, whyever; this is what admission says.
@@ -35,7 +37,7 @@ def status_of(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
     if mpi_job["spec"].get("runPolicy", {}).get("suspend"):
         return _suspended(mpi_job, cluster)
     if "Running" in conditions:
-        return JobStatus("running", message=why_waiting(cluster, mpi_job))
+        return JobStatus("running", message=_why_waiting(cluster, name, cluster.warnings(mpi_job)))
     return _before_running(mpi_job, cluster, is_taken_up="Created" in conditions)
 
 
@@ -50,9 +52,10 @@ def _suspended(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
 
 
 def _before_running(mpi_job: Manifest, cluster: Cluster, *, is_taken_up: bool) -> JobStatus:
-    if fatal := fatal_warning(cluster, mpi_job):
+    warnings = cluster.warnings(mpi_job)
+    if fatal := fatal_warning(warnings):
         return JobStatus("failed", 1, fatal)
-    why = why_waiting(cluster, mpi_job)
+    why = _why_waiting(cluster, mpi_job["metadata"]["name"], warnings)
     if is_taken_up or why:  # the operator notes nothing as long as it cannot create workers
         return JobStatus("starting", message=why)
     return JobStatus(
@@ -63,22 +66,21 @@ def _before_running(mpi_job: Manifest, cluster: Cluster, *, is_taken_up: bool) -
     )
 
 
-def fatal_warning(cluster: Cluster, mpi_job: Manifest) -> str:
-    """Return the last warning after which nothing will get better; empty: there is none."""
+def fatal_warning(warnings: Iterable[Warned]) -> str:
+    """Return the last of (reason, message) after which nothing will get better; empty: there is none."""
     fatal = [
         f"{reason}: {message}"
-        for reason, message in cluster.warnings(mpi_job)
+        for reason, message in warnings
         if (reason in FATAL_REASONS or _IS_REFUSED.search(message)) and not _MAY_PASS.search(message)
     ]
     return fatal[-1] if fatal else ""
 
 
-def why_waiting(cluster: Cluster, mpi_job: Manifest) -> str:
+def _why_waiting(cluster: Cluster, name: str, warned: Sequence[Warned]) -> str:
     """Return which pods do not run, and what is said of them; empty: all run."""
-    name = mpi_job["metadata"]["name"]
     all_pods = cluster.pods(f"{JOB_NAME_LABEL}={name}")
     pods = [pod for pod in all_pods if pod.status.phase == "Pending"]
-    warnings = [f"{reason}: {message}" for reason, message in cluster.warnings(mpi_job)[-1:]]
+    warnings = [f"{reason}: {message}" for reason, message in warned[-1:]]
     if not pods:
         is_running = any(pod.status.phase == "Running" for pod in all_pods)
         return warnings[0] if warnings and not is_running else ""
