@@ -7,12 +7,13 @@ hand, it writes the same events as text. Nothing else about a worker depends on 
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, get_args
 
 MARK = "@horovod-train "
 # Launchers put a tag before each piece of output: "[1,0]<stdout>:" (mpirun), "[0]<stdout>:" (Gloo).
@@ -33,6 +34,57 @@ Kind = Literal[
     "summary",
     "failure",
 ]
+
+
+Number = (int, float)
+# What a reader relies on. A task may print a line that looks like an event, and is not one.
+FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    "started": {
+        "job": str,
+        "num_parameters": int,
+        "world_size": int,
+        "global_batch_size": int,
+        "precision": str,
+        "device": str,
+    },
+    "targets": {"targets": list},
+    "progress": {
+        "step": int,
+        "num_steps": int,
+        "epoch": int,
+        "num_epochs": int,
+        "loss": Number,
+        "lr": Number,
+        "samples_per_s": Number,
+        "eta_s": Number,
+    },
+    "evaluation": {"epoch": int, "metrics": dict},
+    "checkpoint": {"path": str, "seconds": Number, "error": str},
+    "resumed": {"checkpoint": str, "epoch": Number, "step": int},
+    "notice": {"text": str},
+    "left": {"step": int, "epoch": Number},
+    "sweep": {"via": str, "size_bytes": int, "seconds": Number, "bytes_per_s": Number},
+    "pair": {"hosts": list, "seconds": Number},
+    "swept": {"world_size": int},
+    "summary": {
+        "job": str,
+        "epochs": Number,
+        "steps": int,
+        "seconds": Number,
+        "metrics": dict,
+        "samples_per_s": Number,
+        "world_size": int,
+        "global_batch_size": int,
+        "lr_scaling": str,
+        "base_lr": Number,
+        "reference_batch_size": int,
+        "peak_lr": Number,
+        "metrics_addresses": list,
+        "checkpoint": str,
+    },
+    "failure": {"host": str, "message": str, "traceback": str, "is_cause": bool, "exit_code": int},
+}
+assert FIELDS.keys() == set(get_args(Kind))
 
 
 @dataclass(frozen=True)
@@ -84,16 +136,51 @@ def parse_line(line: str) -> tuple[int | None, str, Event | None]:
     """
     found = TAG.match(line)
     rank = int(found[1]) if found else None
-    # mpirun repeats its tag wherever it cut the output.
     text = TAG.sub("", line).rstrip("\r\n")
     if not text.startswith(MARK):
         return rank, text, None
     try:
         fields = json.loads(text[len(MARK) :])
         event = Event(fields.pop("kind"), fields.pop("rank"), fields)
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, RecursionError, TypeError):
         return rank, text, None
-    return event.rank, text, event
+    return (event.rank, text, event) if _is_whole(event) else (rank, text, None)
+
+
+def without_tags(line: str) -> str:
+    """Return a line with the tag at its beginning alone: mpirun repeats it wherever it cut the output.
+
+    >>> without_tags("[1,0]<stdout>:a secr[1,0]<stdout>:et")
+    '[1,0]<stdout>:a secret'
+    """
+    first = TAG.match(line)
+    head = first[0] if first else ""
+    return head + TAG.sub("", line[len(head) :])
+
+
+def _is_whole(event: Event) -> bool:
+    """Whether an event has what its readers rely on."""
+    wanted = FIELDS.get(event.kind) if isinstance(event.kind, str) else None
+    if wanted is None or not isinstance(event.rank, int):
+        return False
+    return all(isinstance(event.fields.get(name), kind) for name, kind in wanted.items()) and (
+        _contents_fit(event)
+    )
+
+
+def _is_target(pair: Any) -> bool:
+    is_pair = isinstance(pair, list) and len(pair) == 2
+    return is_pair and isinstance(pair[0], str) and isinstance(pair[1], dict)
+
+
+def _contents_fit(event: Event) -> bool:
+    if event.kind == "targets":
+        pairs = event.fields["targets"]
+        return all(map(_is_target, pairs))
+    if event.kind == "pair":
+        return len(event.fields["hosts"]) == 2
+    metrics = event.fields.get("metrics", {})
+    return all(isinstance(value, Number) for value in metrics.values())
 
 
 def readable(parsed: tuple[int | None, str, Event | None]) -> str | None:
@@ -145,6 +232,8 @@ def duration(seconds: float) -> str:
     >>> duration(5), duration(75), duration(3661)
     ('5 s', '1:15', '1:01:01')
     """
+    if not math.isfinite(seconds):
+        return "unknown"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

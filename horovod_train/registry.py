@@ -8,10 +8,12 @@ ours, and a broken one is an error only for the job that names it.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from horovod_train.errors import UnknownNameError, UserError
@@ -80,6 +82,23 @@ def load_attribute(location: str, *, what: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise UserError(f"{what}: module {module_name!r} has no {attribute!r}") from None
+
+
+def find_task_here(location: str) -> None:
+    """Let a task's module be imported from the current folder, if it is there.
+
+    Otherwise nothing is imported from there: a file that happens to be called like a module of ours, or
+    of Python, would be taken for it.
+
+    Args:
+        location: ``module:Class``; anything else has no effect.
+    """
+    module, colon, _ = location.rpartition(":")
+    if not colon or module.endswith(".py"):
+        return
+    here, top = Path.cwd(), module.partition(".")[0]
+    if (here / f"{top}.py").is_file() or (here / top).is_dir():
+        sys.path[:] = [str(here), *(path for path in sys.path if path not in ("", str(here)))]
 
 
 FRAMEWORKS = Registry(

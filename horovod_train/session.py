@@ -18,6 +18,7 @@ The same script trains alone (``python train.py``) and on many ranks
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, LearningRate, Train
 from horovod_train.data.shard import StepShare, eval_micro_batches
 from horovod_train.engine.base import World, broadcast_json, mean_over_ranks
+from horovod_train.engine.facts import environment_facts
 from horovod_train.errors import PreemptedError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
@@ -47,9 +49,11 @@ from horovod_train.health.sync import check_in_sync
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.training.parts import go_on_from, record_step, save_checkpoint
+from horovod_train.training.parts import changes_since, go_on_from, record_step, save_checkpoint
 from horovod_train.training.plan import plan_epoch
 from horovod_train.training.progress import DataOrder, Progress
+
+log = logging.getLogger(__name__)
 
 
 def init(name: str = "job", *, device: Literal["auto", "cpu", "cuda"] = "auto", seed: int = 0) -> Session:
@@ -209,6 +213,7 @@ class Session:
             Checkpoint(keep_last=keep_last),
             self.world,
             self._job.model_dump(mode="json"),
+            environment=environment_facts(),
         )
         self._stack.callback(manager.close)
         return SessionCheckpoints(self.world, manager, replica, loader)
@@ -354,6 +359,7 @@ class SessionCheckpoints:
         if resumed is None:
             return False
         progress, seed = self._loader.progress, self._loader.progress.order.seed
+        changes = changes_since(resumed, progress.order)
         go_on_from(
             resumed,
             self._replica,
@@ -362,6 +368,9 @@ class SessionCheckpoints:
             lambda: seed_generators(seed, self._world.rank + 1, progress.step),
         )
         check_in_sync(self._world, self._replica.state(copy=False), "after the resume")
+        self._manager.note_resumed(resumed.name, changes)
+        for change in changes if self._world.rank == 0 else ():
+            log.warning("changed since %s: %s", resumed.name, change)
         return True
 
 

@@ -23,14 +23,17 @@ from horovod_train.config.schema import Job
 from horovod_train.engine.base import World, broadcast_json, gather_json
 from horovod_train.engine.binding import bind
 from horovod_train.engine.environment import from_slurm
-from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError
+from horovod_train.engine.facts import environment_facts
+from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, UserError
 from horovod_train.events import Reporter
+from horovod_train.files import make_folder
 from horovod_train.frameworks.base import Framework, Reader, Replica
 from horovod_train.health.guard import FiniteGuard
 from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.health.truth import check_world
 from horovod_train.lr.policy import LearningRatePolicy
-from horovod_train.registry import FRAMEWORKS
+from horovod_train.registry import FRAMEWORKS, find_task_here
+from horovod_train.streams import drop_what_cannot_be_shown
 from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.bridge import LoopBridge
@@ -42,13 +45,14 @@ from horovod_train.training.hooks import (
     SaveCheckpoints,
 )
 from horovod_train.training.loop import train
-from horovod_train.training.parts import go_on_from
+from horovod_train.training.parts import changes_since, go_on_from
 from horovod_train.training.progress import DataOrder, Progress
 from horovod_train.training.run import Run
 
 # Together under the 4 KiB that launchers pass on in one piece.
 MAX_TRACEBACK_CHARS = 1800
 MAX_MESSAGE_CHARS = 1000
+MAX_CHANGES = 20
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ def main(options: WorkerOptions) -> int:
     A failure is told once, by the rank it happened on. A rank that only notices that another one
     is gone says so in one line and leaves.
     """
+    drop_what_cannot_be_shown()
     os.environ.update(from_slurm(os.environ))
     guess = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     reporter = Reporter(guess, as_json=options.as_events)
@@ -81,12 +86,17 @@ def main(options: WorkerOptions) -> int:
     try:
         # What `run` resolved is final; the environment has had its say.
         job = load_job(options.job_file, environ={} if options.as_events else None)
+        find_task_here(job.task)
         bind(job.launch.cpu_binding)
         with ExitStack() as stack:
             run_rank(job, options, request, reporter, stack)
     except PreemptedError as left:
         return left.exit_code
-    except Exception as error:  # noqa: BLE001  (whatever a task raises, it is told once and in one place)
+    except SystemExit as left:
+        return _report_failure(_explained_exit(left), reporter)
+    except KeyboardInterrupt:
+        return _report_failure(InterruptedByUserError("interrupted by SIGINT"), reporter)
+    except BaseException as error:  # noqa: BLE001  (whatever a task raises, it is told once and in one place)
         return _report_failure(error, reporter)
     finally:
         _end_children()
@@ -197,9 +207,19 @@ def open_checkpoints(
         recorder.record_checkpoint(report)
         reporter.emit("checkpoint", path=report.path, seconds=report.seconds, error=report.error)
 
-    directory = Path(job.checkpoint.dir or Path(job.run_dir) / job.name / "checkpoints").expanduser()
+    run_dir = Path(job.run_dir).expanduser() / job.name
+    if world.rank == 0 and job.checkpoint.dir is None:
+        with suppress(OSError):  # the manager says what is wrong with it, on all ranks
+            make_folder(run_dir, job.run_dir_access)
+    task = job.task if ":" in job.task else None
+    directory = Path(job.checkpoint.dir).expanduser() if job.checkpoint.dir else run_dir / "checkpoints"
     manager = CheckpointManager(
-        directory.resolve(), job.checkpoint, world, job.model_dump(mode="json"), on_written
+        directory.resolve(),
+        job.checkpoint,
+        world,
+        job.model_dump(mode="json"),
+        on_written,
+        environment_facts(task),
     )
     stack.callback(manager.close)
     return manager
@@ -210,6 +230,7 @@ def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter:
     resumed = manager.latest()
     if resumed is None:
         return
+    changes = changes_since(resumed, run.progress.order)
     go_on_from(
         resumed,
         run.replica,
@@ -217,11 +238,16 @@ def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter:
         framework.load_rng_state,
         lambda: framework.seed(run.job.train.seed, run.world.rank + 1, run.progress.step),
     )
+    manager.note_resumed(resumed.name, changes)
     if run.world.rank == 0:
         progress = run.progress
         reporter.emit(
             "resumed", checkpoint=resumed.name, epoch=round(progress.epochs_passed, 3), step=progress.step
         )
+        for change in changes[:MAX_CHANGES]:
+            reporter.emit("notice", text=f"changed since {resumed.name}: {change}")
+        if len(changes) > MAX_CHANGES:
+            reporter.emit("notice", text=f"and {len(changes) - MAX_CHANGES} other changes")
 
 
 def tell_start(run: Run, reporter: Reporter) -> None:
@@ -265,7 +291,22 @@ def tell_summary(
     )
 
 
-def _report_failure(error: Exception, reporter: Reporter) -> int:
+class InterruptedByUserError(HorovodTrainError):
+    """Somebody has sent SIGINT to this rank; exit code 130, as a shell has it."""
+
+    exit_code = 130
+
+
+def _explained_exit(left: SystemExit) -> UserError:
+    """Return the error of a task that ends its rank: the others would wait for it, or end without a word."""
+    return UserError(
+        f"the task ended this rank with sys.exit({left.code!r}) before training was done",
+        hint="return from the task's methods, or raise an error that says what is wrong; to end training "
+        "early on all ranks, use train.max_steps or evaluation.early_stopping",
+    )
+
+
+def _report_failure(error: BaseException, reporter: Reporter) -> int:
     """Tell about a failure and return the exit code that belongs to it."""
     expected = isinstance(error, HorovodTrainError)
     text = "" if expected else "".join(traceback.format_exception(error))

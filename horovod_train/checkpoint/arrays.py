@@ -120,7 +120,10 @@ def parse_state(content: bytes) -> tuple[Any, dict[str, ArrayBlob]]:
         CheckpointError: It is no such piece.
     """
     arrays = parse_arrays(content)
-    return json.loads(bytes(arrays.pop(_TREE).data)), arrays
+    try:
+        return json.loads(bytes(arrays.pop(_TREE).data)), arrays
+    except (KeyError, ValueError, RecursionError) as error:
+        raise CheckpointError("a rank's random generators are damaged") from error
 
 
 def parse_arrays(content: bytes) -> dict[str, ArrayBlob]:

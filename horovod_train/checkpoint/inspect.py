@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import localtime, strftime
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.checkpoint.store import StoredCheckpoint, list_checkpoints, read_checkpoint, read_manifest
+from horovod_train.checkpoint.changes import document_changes
+from horovod_train.checkpoint.schema import StateDocument, checked
+from horovod_train.checkpoint.store import (
+    StoredCheckpoint,
+    list_checkpoints,
+    list_damaged,
+    read_checkpoint,
+    read_manifest,
+    verify,
+)
 from horovod_train.errors import CheckpointError
 
 MAX_ROWS = 40
@@ -20,6 +29,15 @@ MAX_ROWS = 40
 def checkpoints_in(path: Path) -> list[StoredCheckpoint]:
     """Return the checkpoints of a folder of checkpoints or of a run, newest first."""
     return list_checkpoints(path) or list_checkpoints(path / "checkpoints")
+
+
+def discard_damaged(path: Path) -> list[Path]:
+    """Delete what is damaged in a folder of checkpoints or of a run; return what was deleted."""
+    damaged = [checkpoint.path for checkpoint in checkpoints_in(path) if verify(checkpoint.path)]
+    damaged += [*list_damaged(path), *list_damaged(path / "checkpoints")]
+    for folder in damaged:
+        shutil.rmtree(folder)
+    return damaged
 
 
 def describe_row(checkpoint: StoredCheckpoint) -> str:
@@ -45,12 +63,14 @@ def describe(path: Path) -> str:
     """
     manifest = read_manifest(path)
     content = read_checkpoint(path)
+    state = checked(StateDocument, content.documents["state"], f"{path / 'state.json'}")
     progress = content.documents["state"]["progress"]
     lines = [
         f"{path.name}: step {progress['step']}, epoch {progress['epoch']}",
         f"samples of this epoch: {progress['cursor']} of {progress['order']['num_samples']} used",
         f"world size {manifest.summary['world_size']}",
         *(f"{name}: {value:.6g}" for name, value in manifest.summary["metrics"].items()),
+        *(entry.as_text() for entry in state.history),
         "files:",
         *(
             f"  {name:<24} {digest.size_bytes:>12} bytes  sha256 {digest.sha256}"
@@ -69,21 +89,13 @@ def differences(first: Path, second: Path) -> list[str]:
         CheckpointError: One of them is damaged.
     """
     one, two = read_checkpoint(first), read_checkpoint(second)
-    lines = []
+    lines: list[str] = []
     for name in ("config", "state"):
-        lines += [f"{name}.{line}" for line in _document_diff(one.documents[name], two.documents[name])]
+        lines += document_changes(one.documents[name], two.documents[name], name)
     for name in ("model", "optimizer"):
         lines += [f"{name}.{line}" for line in _array_diff(one.arrays[name], two.arrays[name])]
     shown = lines[:MAX_ROWS]
     return shown if len(lines) == len(shown) else [*shown, f"and {len(lines) - MAX_ROWS} more"]
-
-
-def _document_diff(one: Any, two: Any, path: str = "") -> Iterator[str]:
-    if isinstance(one, dict) and isinstance(two, dict):
-        for key in sorted(one.keys() | two.keys()):
-            yield from _document_diff(one.get(key), two.get(key), f"{path}.{key}" if path else key)
-    elif one != two:
-        yield f"{path}: {one} -> {two}"
 
 
 def _array_diff(one: Mapping[str, ArrayBlob], two: Mapping[str, ArrayBlob]) -> Iterator[str]:

@@ -12,20 +12,24 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, time
 from typing import Any
 
 from horovod_train.checkpoint import store
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.checkpoint.changes import document_changes, job_changes
+from horovod_train.checkpoint.schema import StateDocument, checked
 from horovod_train.config.schema import Checkpoint
 from horovod_train.engine.base import World, broadcast_json, gather_json
 from horovod_train.errors import CheckpointError, OperationalError, describe_ranks
 
 log = logging.getLogger(__name__)
+
+MAX_HISTORY = 100
 
 
 @dataclass(frozen=True)
@@ -49,12 +53,21 @@ class WriteReport:
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a rank takes over from a checkpoint."""
+    """What a rank takes over from a checkpoint.
+
+    Attributes:
+        name: Its name.
+        state: Of the replica.
+        progress: Where training stands, plain JSON.
+        rng: This rank's random generators; None: those of another world.
+        changes: What is not as it was when it was written, a line each; the order of samples aside.
+    """
 
     name: str
     state: ReplicaState
     progress: Mapping[str, Any]
     rng: bytes | None
+    changes: tuple[str, ...] = ()
 
 
 class CheckpointManager:
@@ -65,6 +78,7 @@ class CheckpointManager:
         section: The job's ``checkpoint`` section.
         world: The ranks; every method but ``close`` is called by all of them.
         job: The resolved job, kept with each checkpoint.
+        environment: Versions and code that this run trains with, kept as well.
         on_written: Called on rank 0 after each attempt to write, possibly from another thread.
 
     Raises:
@@ -78,12 +92,15 @@ class CheckpointManager:
         world: World,
         job: Mapping[str, Any],
         on_written: Callable[[WriteReport], None] = lambda _: None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.directory = directory
         self._section = section
         self._world = world
         self._job = job
         self._on_written = on_written
+        self._environment = dict(environment or {})
+        self._history: list[dict[str, Any]] = []
         self._writer = ThreadPoolExecutor(max_workers=1, initializer=_give_way)
         self._pending: Future[WriteReport] | None = None
         self._last_report: WriteReport | None = None
@@ -144,14 +161,18 @@ class CheckpointManager:
         found = self._newest_valid() if self._world.rank == 0 else None
         name, problem = broadcast_json(self._world, found)
         if problem:
-            raise CheckpointError(problem, hint="set checkpoint.resume: never to start anew")
+            raise CheckpointError(
+                problem,
+                hint="bring one back from a copy; or start anew with checkpoint.resume: never, or after "
+                f"`horovod-train checkpoint discard {self.directory}`",
+            )
         if name is None:
             if self._section.resume == "required":
                 raise CheckpointError(
                     f"checkpoint.resume is required, but {self.directory} holds no valid checkpoint"
                 )
             return None
-        resumed, problem = self._read(name)
+        resumed, history, problem = self._read(name)
         problems = gather_json(self._world, problem)
         failed = [rank for rank, found in enumerate(problems) if found]
         if failed or resumed is None:
@@ -159,7 +180,18 @@ class CheckpointManager:
                 f"{describe_ranks(failed)} cannot read {name}: {problems[failed[0]]}",
                 hint="checkpoint.dir must be a folder that every host shares",
             )
+        self._history = history
         return resumed
+
+    def note_resumed(self, name: str, changes: Sequence[str]) -> None:
+        """Write into the checkpoints to come that training has gone on from one, and what was changed."""
+        entry = {
+            "checkpoint": name,
+            "unix_time_s": time(),
+            "world_size": self._world.size,
+            "changes": list(changes),
+        }
+        self._history = [*self._history, entry][-MAX_HISTORY:]
 
     def close(self) -> None:
         """Finish writing and let go of the folder. Safe to call twice."""
@@ -187,6 +219,8 @@ class CheckpointManager:
                     "progress": dict(progress),
                     "optimizer_tree": state.optimizer_tree,
                     "scaler": dict(state.scaler),
+                    "environment": self._environment,
+                    "history": self._history,
                 },
                 "config": self._job,
             },
@@ -254,46 +288,77 @@ class CheckpointManager:
         """Return the newest valid checkpoint, or what keeps the job from starting; never raises.
 
         Damaged ones that are newer are set aside: under their own names they would be taken for the
-        newest when old ones are pruned. When there are checkpoints but none is valid, starting from
-        zero is for the user to decide.
+        newest when old ones are pruned. When none is valid, nothing is moved, and starting from zero is
+        for the user to decide, however often the job is started.
         """
-        found = store.list_checkpoints(self.directory)
         try:
+            found = store.list_checkpoints(self.directory)
+            damaged: list[tuple[store.StoredCheckpoint, list[str]]] = []
             for checkpoint in found:
                 problems = store.verify(checkpoint.path)
                 if not problems:
+                    self._quarantine(damaged)
+                    if checkpoint.name != (name := f"step-{checkpoint.step:012d}"):
+                        log.warning("%s is %s, by its manifest", checkpoint.name, name)
                     return checkpoint.name, ""
-                aside = store.set_aside(checkpoint, "damaged")
-                log.warning("skipping %s (kept as %s): %s", checkpoint.name, aside.name, "; ".join(problems))
+                damaged.append((checkpoint, problems))
+            aside = store.list_damaged(self.directory)
         except OSError as error:
             return None, f"{self.directory} cannot be read: {error.strerror or error}"
-        return None, f"all {len(found)} checkpoints in {self.directory} are damaged" if found else ""
+        if not damaged and not aside:
+            return None, ""
+        count = len(damaged) + len(aside)
+        first = damaged[0][1][0] if damaged else f"{aside[-1].name} was set aside before"
+        return None, f"all {count} checkpoints in {self.directory} are damaged, the newest: {first}"
+
+    def _quarantine(self, damaged: list[tuple[store.StoredCheckpoint, list[str]]]) -> None:
+        for checkpoint, problems in damaged:
+            aside = store.set_aside(checkpoint, store.DAMAGED)
+            log.warning("skipping %s (kept as %s): %s", checkpoint.name, aside.name, "; ".join(problems))
 
     def _set_aside_all(self) -> None:
         """Make room for a run that starts anew where another one has been."""
         found = store.list_checkpoints(self.directory)
         for checkpoint in found:
             store.set_aside(checkpoint, "earlier")
+        for path in store.list_damaged(self.directory):
+            store.set_aside(store.StoredCheckpoint(path, 0), "earlier")
         if found:
             log.warning("starting anew: %d earlier checkpoint(s) are kept as earlier-*", len(found))
 
-    def _read(self, name: str) -> tuple[Resumed | None, str]:
-        """Return what this rank takes over, and what went wrong; never raises: others wait."""
+    def _read(self, name: str) -> tuple[Resumed | None, list[dict[str, Any]], str]:
+        """Return what this rank takes over, its history, and what went wrong; never raises: others wait."""
         try:
             content = store.read_checkpoint(self.directory / name)
+            document = content.documents["state"]
+            known = checked(StateDocument, document, f"{name}/state.json")
+            rng = self._own_generators(content)
         except (CheckpointError, OSError) as error:
-            return None, str(error)
-        document = content.documents["state"]
+            return None, [], str(error)
         state = ReplicaState(
             model=content.arrays["model"],
             optimizer=content.arrays["optimizer"],
-            optimizer_tree=document["optimizer_tree"],
-            scaler=document["scaler"],
+            optimizer_tree=known.optimizer_tree,
+            scaler=known.scaler,
         )
-        # Generators belong to a rank of a world; another world starts with fresh ones.
-        same_world = content.summary["world_size"] == self._world.size
-        rng = content.arrays["rng"][f"rank.{self._world.rank}"].data if same_world else None
-        return Resumed(name, state, document["progress"], bytes(rng) if rng is not None else None), ""
+        history = [entry.model_dump() for entry in known.history]
+        changes = tuple(self._changes(content.documents["config"], known.environment))
+        return Resumed(name, state, document["progress"], rng, changes), history, ""
+
+    def _own_generators(self, content: store.Content) -> bytes | None:
+        """Return this rank's generators. They belong to a rank of a world; another world starts fresh."""
+        if content.summary["world_size"] != self._world.size:
+            return None
+        name = f"rank.{self._world.rank}"
+        if name not in content.arrays["rng"]:
+            raise CheckpointError(f"the random generators of {name} are missing")
+        return bytes(content.arrays["rng"][name].data)
+
+    def _changes(self, job: Any, environment: Mapping[str, str]) -> Iterator[str]:
+        if isinstance(job, dict):
+            yield from job_changes(job, self._job)
+        if environment and self._environment:
+            yield from document_changes(environment, self._environment)
 
     # -- the folder
 

@@ -14,24 +14,29 @@ not at all; what a crash leaves behind is swept away by the next writer.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from horovod_train.checkpoint.arrays import ArrayBlob, Digest, parse_arrays, write_arrays, write_parts
+from horovod_train.checkpoint.schema import ManifestDocument, checked
 from horovod_train.errors import CheckpointError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+DAMAGED = "damaged"
 ARRAY_FILES = ("model", "optimizer", "rng")
 JSON_FILES = ("state", "config")
 _NAME = re.compile(r"^step-(\d{12})$")
+MAX_MANIFEST_BYTES = 16 * 2**20
 _TEMPORARY = ".writing-"
 _REPLACED = ".replaced-"
 
@@ -67,7 +72,12 @@ class Manifest:
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint's place; says nothing of whether it is valid."""
+    """A checkpoint's place; says nothing of whether it is valid.
+
+    Attributes:
+        path: Its folder.
+        step: What its manifest says, or where that cannot be read, its name.
+    """
 
     path: Path
     step: int
@@ -83,11 +93,24 @@ def list_checkpoints(directory: Path) -> list[StoredCheckpoint]:
     if not directory.is_dir():
         return []
     found = [
-        StoredCheckpoint(path, int(match[1]))
+        StoredCheckpoint(path, _step_of(path, int(match[1])))
         for path in directory.iterdir()
         if (match := _NAME.match(path.name))
     ]
-    return sorted(found, key=lambda checkpoint: checkpoint.step, reverse=True)
+    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.name), reverse=True)
+
+
+def _step_of(path: Path, by_name: int) -> int:
+    """Return a checkpoint's step. A folder can be renamed; its manifest has a checksum."""
+    try:
+        return read_manifest(path).step
+    except (CheckpointError, OSError):
+        return by_name
+
+
+def list_damaged(directory: Path) -> list[Path]:
+    """Return what was set aside as damaged."""
+    return sorted(path for path in directory.glob(f"{DAMAGED}-*-step-*") if path.is_dir())
 
 
 def write_checkpoint(directory: Path, step: int, content: Content) -> Manifest:
@@ -104,7 +127,7 @@ def write_checkpoint(directory: Path, step: int, content: Content) -> Manifest:
         temporary.mkdir()
         manifest = _write_files(temporary, step, content)
         _flush_folder(temporary)
-        _rename_over(temporary, final)
+        _rename_over(temporary, final, step)
         _flush_folder(directory)
     except CheckpointError:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -155,20 +178,19 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        document = json.loads(file.read_bytes())
+        document = json.loads(_read_regular(file, MAX_MANIFEST_BYTES))
         claimed = document.pop("sha256")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file}: is missing") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file}: is damaged") from error
     if claimed != _checksum(document):
         raise CheckpointError(f"{file}: is damaged: its checksum is wrong")
-    if document["format"] != FORMAT_VERSION:
+    if document.get("format") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{file}: has format {document['format']}; this version reads format {FORMAT_VERSION}"
+            f"{file}: has format {document.get('format')}; this version reads format {FORMAT_VERSION}"
         )
-    files = {name: Digest(**digest) for name, digest in document["files"].items()}
-    return Manifest(document["step"], files, document["summary"])
+    manifest = checked(ManifestDocument, document, str(file))
+    files = {str(name): Digest(each.sha256, each.size_bytes) for name, each in manifest.files.items()}
+    return Manifest(manifest.step, files, document["summary"])
 
 
 def read_checkpoint(path: Path, only: Iterable[str] = (*ARRAY_FILES, *JSON_FILES)) -> Content:
@@ -184,8 +206,16 @@ def read_checkpoint(path: Path, only: Iterable[str] = (*ARRAY_FILES, *JSON_FILES
         if stem in ARRAY_FILES:
             arrays[stem] = parse_arrays(_read_checked(path, f"{stem}.safetensors", manifest))
         else:
-            documents[stem] = json.loads(_read_checked(path, f"{stem}.json", manifest))
+            content = _read_checked(path, f"{stem}.json", manifest)
+            documents[stem] = _parse_json(path / f"{stem}.json", content)
     return Content(arrays, documents, manifest.summary)
+
+
+def _parse_json(file: Path, content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: is not JSON: {error}") from error
 
 
 def verify(path: Path) -> list[str]:
@@ -225,9 +255,11 @@ def _write_files(folder: Path, step: int, content: Content) -> Manifest:
     return Manifest(step, files, content.summary)
 
 
-def _rename_over(temporary: Path, final: Path) -> None:
+def _rename_over(temporary: Path, final: Path, step: int) -> None:
     """Rename a folder; an old one of that name (a damaged one, usually) makes way first."""
     replaced = final.with_name(_REPLACED + final.name)
+    if final.exists() and _step_of(final, step) != step:
+        set_aside(StoredCheckpoint(final, step), "renamed")  # somebody's copy of another step
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
@@ -239,16 +271,41 @@ def _read_checked(path: Path, name: str, manifest: Manifest) -> bytes:
     file = path / name
     if name not in manifest.files:
         raise CheckpointError(f"{file}: is not in the manifest")
-    try:
-        content = file.read_bytes()
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{file}: is missing") from error
     expected = manifest.files[name]
-    if len(content) != expected.size_bytes:
-        raise CheckpointError(f"{file}: has {len(content)} bytes instead of {expected.size_bytes}")
+    content = _read_regular(file, expected.size_bytes, exactly=True)
     if hashlib.sha256(content).hexdigest() != expected.sha256:
         raise CheckpointError(f"{file}: is damaged: its checksum is wrong")
     return content
+
+
+def _read_regular(file: Path, size_bytes: int, *, exactly: bool = False) -> bytes:
+    """Read a file that is no link, pipe or device, and not larger than it should be.
+
+    Raises:
+        CheckpointError: It is missing, or something else.
+        OSError: It is there and cannot be read.
+    """
+    try:
+        # Without O_NONBLOCK, a pipe that nobody writes to would be waited for.
+        handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file}: is missing") from error
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO, errno.ENOTDIR}:
+            raise CheckpointError(f"{file}: is a link or no file") from error
+        raise
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(handle)
+        raise CheckpointError(f"{file}: is not a regular file")
+    with os.fdopen(handle, "rb") as opened:
+        if found.st_size > size_bytes or (exactly and found.st_size != size_bytes):
+            wanted = f"instead of {size_bytes}" if exactly else f"where {size_bytes} is the limit"
+            raise CheckpointError(f"{file}: has {found.st_size} bytes {wanted}")
+        try:
+            return opened.read(size_bytes)
+        except MemoryError as error:
+            raise CheckpointError(f"{file}: {size_bytes} bytes do not fit into memory") from error
 
 
 def _checksum(document: Any) -> str:

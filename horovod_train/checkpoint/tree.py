@@ -55,10 +55,17 @@ def unpack_tree(plain: Any, arrays: Mapping[str, Any]) -> Any:
     """Join what ``pack_tree`` split.
 
     Raises:
-        CheckpointError: The tree refers to an array that is not there.
+        CheckpointError: The tree refers to an array that is not there, or is none that was packed.
     """
+    try:
+        return _unpack(plain, arrays)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the state's shape is not one that was packed: {error}") from error
+
+
+def _unpack(plain: Any, arrays: Mapping[str, Any]) -> Any:
     if isinstance(plain, list):
-        return [unpack_tree(value, arrays) for value in plain]
+        return [_unpack(value, arrays) for value in plain]
     if not isinstance(plain, dict):
         return plain
     if ARRAY in plain:
@@ -66,10 +73,10 @@ def unpack_tree(plain: Any, arrays: Mapping[str, Any]) -> Any:
             raise CheckpointError(f"the array {plain[ARRAY]!r} is missing")
         return arrays[plain[ARRAY]]
     if TUPLE in plain:
-        return tuple(unpack_tree(value, arrays) for value in plain[TUPLE])
+        return tuple(_unpack(value, arrays) for value in plain[TUPLE])
     if MAP in plain:
-        return {unpack_tree(key, arrays): unpack_tree(value, arrays) for key, value in plain[MAP]}
-    return {key: unpack_tree(value, arrays) for key, value in plain.items()}
+        return {_unpack(key, arrays): _unpack(value, arrays) for key, value in plain[MAP]}
+    return {key: _unpack(value, arrays) for key, value in plain.items()}
 
 
 def _join(path: str, key: object) -> str:

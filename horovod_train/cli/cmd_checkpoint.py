@@ -55,6 +55,16 @@ def verify(path: Path) -> None:
 
 
 @command.command()
+@path_argument
+def discard(path: Path) -> None:
+    """Delete the damaged checkpoints in PATH, those set aside among them, so that a job starts anew."""
+    from horovod_train.checkpoint.inspect import discard_damaged
+
+    gone = discard_damaged(path)
+    click.echo("\n".join(f"deleted {folder}" for folder in gone) if gone else f"nothing damaged in {path}")
+
+
+@command.command()
 @click.argument("first", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("second", type=click.Path(path_type=Path, exists=True, file_okay=False))
 def diff(first: Path, second: Path) -> None:

@@ -26,7 +26,9 @@ def command(job: str, *, dry_run: bool, **options: Any) -> None:
     from rich.console import Console
 
     from horovod_train.launch.console import JobConsole
+    from horovod_train.streams import drop_what_cannot_be_shown
 
+    drop_what_cannot_be_shown()
     launcher = request.job.launch.launcher
     click.echo(f"run {request.run_id}: {launcher} starts {request.num_ranks} rank(s); {request.run_dir}")
     sys.exit(run_job(request, plan, JobConsole(Console()), is_new=not options["resolved"]))

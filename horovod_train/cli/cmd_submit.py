@@ -19,4 +19,7 @@ def command(job: str, *, dry_run: bool, **options: Any) -> None:
 
     request = make_request(job, **options)
     plan = make_plan(request)
-    click.echo(plan.as_text() if dry_run else submit_job(request, plan))
+    if dry_run:
+        click.echo(plan.as_text())
+        return
+    click.echo(submit_job(request, plan, lambda text: click.echo(text, err=True)))

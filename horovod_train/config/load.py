@@ -9,8 +9,10 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 
 from horovod_train.config.problems import explain, field_path, shorten
-from horovod_train.config.rules import broken_rules
+from horovod_train.config.rules import broken_rules, no_such_file
 from horovod_train.config.schema import Job
 from horovod_train.errors import ConfigError, Problem
 
@@ -26,6 +28,8 @@ ENV_PREFIX = "HOROVOD_TRAIN__"
 MAX_FILE_BYTES = 4 * 1024 * 1024
 MAX_DEPTH = 32
 MAX_VALUES = 100_000
+# Fields whose keys are names of environment variables.
+VARIABLES = ("env", "secrets")
 
 # What YAML, TOML and JSON readers raise. PyYAML lets errors of its constructors through: `!!int ""`.
 UNREADABLE = (
@@ -55,16 +59,18 @@ _YamlLoader.add_implicit_resolver(
 
 
 def _mapping_without_doubles(loader: _YamlLoader, node: yaml.MappingNode) -> Tree:
-    keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
-    for key in keys:
+    seen = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
             raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} must be a text", node.start_mark
+                None, None, f"the key {key!r} must be a text", key_node.start_mark
             )
-        if keys.count(key) > 1:
+        if key in seen:
             raise yaml.constructor.ConstructorError(
-                None, None, f"the key {key!r} is given twice", node.start_mark
+                None, None, f"the key {key!r} is given twice", key_node.start_mark
             )
+        seen.add(key)
     return {str(key): value for key, value in loader.construct_mapping(node, deep=True).items()}
 
 
@@ -87,7 +93,9 @@ def load_job(path: Path, overrides: Iterable[str] = (), environ: Mapping[str, st
     tree = read_tree(path)
     for origin, dotted, text in _assignments(overrides, os.environ if environ is None else environ, problems):
         _assign(tree, dotted, text, origin, problems)
-    _anchor_paths(tree, path.resolve().parent)
+    if with_nul := list(_with_nul(tree)):
+        raise ConfigError(source, [*problems, *with_nul])  # files are looked for below
+    _anchor_paths(tree, path.parent, problems)
     job = _validate(tree, problems)
     if problems or job is None:
         raise ConfigError(source, problems)
@@ -104,7 +112,7 @@ def read_tree(path: Path) -> Tree:
         ".yaml": _read_yaml,
         ".yml": _read_yaml,
         ".toml": tomllib.loads,
-        ".json": json.loads,
+        ".json": partial(json.loads, object_pairs_hook=_json_without_doubles),
     }
     reader = readers.get(path.suffix.lower())
     if reader is None:
@@ -119,6 +127,14 @@ def read_tree(path: Path) -> Tree:
         raise _unreadable(path, "must be a mapping of field names to values", "start with 'name: my-job'")
     if _is_monstrous(tree):
         raise _unreadable(path, "is nested too deeply, or unfolds to too much")
+    return tree
+
+
+def _json_without_doubles(pairs: list[tuple[str, Any]]) -> Tree:
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"the key {counts.most_common(1)[0][0]!r} is given twice")
     return tree
 
 
@@ -173,15 +189,29 @@ def _assignments(
     """Yield (origin, dotted path, text): the environment first, so that ``--set`` wins."""
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX):
-            dotted = variable[len(ENV_PREFIX) :].lower().replace("__", ".")
-            yield variable, dotted, environ[variable]
+            yield variable, _as_path(variable[len(ENV_PREFIX) :]), environ[variable]
     for override in overrides:
         dotted, equals, text = override.partition("=")
-        if not equals or not all(dotted.strip().split(".")):
+        parts = dotted.strip().split(".")
+        if not equals or not all(parts) or len(parts) > MAX_DEPTH:
             hint = "write --set train.epochs=3"
             problems.append(Problem("--set", shorten(override), "is not of the form field=value", hint))
             continue
         yield "--set", dotted.strip(), text
+
+
+def _as_path(name: str) -> str:
+    """Return the dotted path that the rest of a variable's name stands for: lower case, but for variables.
+
+    >>> _as_path("TRAIN__EPOCHS"), _as_path("LAUNCH__ENV__OMP_PROC_BIND")
+    ('train.epochs', 'launch.env.OMP_PROC_BIND')
+    """
+    parts = name.split("__")
+    path = [part.lower() for part in parts]
+    for at, part in enumerate(path):
+        if part in VARIABLES and at + 1 < len(parts):
+            return ".".join([*path[: at + 1], "__".join(parts[at + 1 :])])
+    return ".".join(path)
 
 
 def _assign(tree: Tree, dotted: str, text: str, origin: str, problems: list[Problem]) -> None:
@@ -208,13 +238,34 @@ def _assign(tree: Tree, dotted: str, text: str, origin: str, problems: list[Prob
     node[last] = value
 
 
-def _anchor_paths(tree: Tree, folder: Path) -> None:
-    """Make the path of a task file absolute: the worker may start in another folder."""
+def _with_nul(value: Any, path: str = "") -> Iterator[Problem]:
+    """Yield a problem for each text with a NUL character: no file, variable or argument can have one."""
+    if isinstance(value, dict):
+        for key, child in value.items():
+            if "\0" in str(key):
+                yield Problem(path or "(the file)", shorten(key), "must not contain a NUL character")
+            yield from _with_nul(child, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list):
+        for place, child in enumerate(value):
+            yield from _with_nul(child, f"{path}.{place}")
+    elif isinstance(value, str) and "\0" in value:
+        yield Problem(path, shorten(value), "must not contain a NUL character")
+
+
+def _anchor_paths(tree: Tree, folder: Path, problems: list[Problem]) -> None:
+    """Make the path of a task file absolute: the worker may start in another folder.
+
+    Only a file that was given with its whole path may be one that is not here, but in an image.
+    """
     task = tree.get("task")
     if isinstance(task, str):
         file, colon, attribute = task.rpartition(":")
         if colon and file.endswith(".py"):
-            tree["task"] = f"{(folder / Path(file).expanduser()).resolve()}:{attribute}"
+            place = Path(file).expanduser()
+            if not place.is_absolute() and not (folder / place).is_file():
+                problems.append(no_such_file(task, str(folder / place)))
+            # Links stay: behind those of a mounted ConfigMap, the folder has another name on each host.
+            tree["task"] = f"{os.path.abspath(folder / place)}:{attribute}"  # noqa: PTH100
 
 
 def _validate(tree: Tree, problems: list[Problem]) -> Job | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from horovod_train.config.fields import name_of, slots_of
-from horovod_train.config.kubernetes_rules import kubernetes_rules
+from horovod_train.config.kubernetes_rules import LAUNCHER, kubernetes_rules
 from horovod_train.config.schema import Job
 from horovod_train.config.support import SUPPORT
 from horovod_train.errors import Problem, UnknownNameError, did_you_mean
@@ -31,7 +31,8 @@ def names_are_known(job: Job) -> Iterator[Problem]:
     yield from _known("framework", job.framework, FRAMEWORKS)
     if job.launch.launcher != "auto":
         yield from _known("launch.launcher", job.launch.launcher, LAUNCHERS)
-    if ":" not in job.optimizer.name:
+    # Of a framework that nobody knows, nobody knows the optimizers.
+    if ":" not in job.optimizer.name and job.framework in FRAMEWORKS.rows:
         yield from _known("optimizer.name", job.optimizer.name, optimizers_of(job.framework))
     if ":" not in job.task:
         yield from _known("task", job.task, TASKS)
@@ -46,10 +47,16 @@ def _known(path: str, name: str, registry: Registry) -> Iterator[Problem]:
 
 
 def task_file_exists(job: Job) -> Iterator[Problem]:
-    """A task given as a file is there."""
+    """A task given as a file is there, or may be in the image that Kubernetes runs."""
     file, _, _ = job.task.rpartition(":")
-    if file.endswith(".py") and not Path(file).expanduser().is_file():
-        yield Problem("task", repr(job.task), f"no such file: {file}", "paths start at the job file's folder")
+    is_elsewhere = job.launch.launcher == LAUNCHER
+    if file.endswith(".py") and not is_elsewhere and not Path(file).expanduser().is_file():
+        yield no_such_file(job.task, file)
+
+
+def no_such_file(task: str, file: str) -> Problem:
+    """Return the problem of a task whose file is not there."""
+    return Problem("task", repr(task), f"no such file: {file}", "paths start at the job file's folder")
 
 
 def learning_rate_is_not_set_twice(job: Job) -> Iterator[Problem]:

@@ -227,6 +227,9 @@ class Metrics(Section):
     host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
     """Address to listen on. Anything but loopback can be read by others."""
 
+    targets_dir: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Folder for another copy of Prometheus' targets, ``<name>.json``, readable by everyone; null: none."""
+
     grad_norm_every_steps: Count = 50
     """The gradient norm costs a pass over all gradients; it is taken this often (or when clipping)."""
 
@@ -416,6 +419,9 @@ class Job(Section):
 
     run_dir: Annotated[str, StringConstraints(min_length=1)] = "runs"
     """Runs are kept in ``<run_dir>/<name>``."""
+
+    run_dir_access: Literal["private", "group", "everyone"] = "private"
+    """Who may read ``<run_dir>/<name>`` besides this user; decided when the folder is made."""
 
     train: Train = Train()
     optimizer: Optimizer = Optimizer()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horovod_train.doctor.findings import Finding
-from horovod_train.launch.files import state_dir
+from horovod_train.files import state_dir
 
 SLOW_PAIR = 2.0
 SLOWER_THAN_BEFORE = 0.7

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from horovod_train.engine.build import installed_key
+from horovod_train.registry import find_task_here
 
 # Distributions that decide what is computed, or how ranks talk.
 PACKAGES = (
@@ -66,6 +67,7 @@ def task_files(task: str) -> list[Path]:
     if place.endswith(".py"):
         folder = Path(place).parent
     else:
+        find_task_here(task)
         try:
             spec = importlib.util.find_spec(place.partition(".")[0])
         except (ImportError, ValueError):

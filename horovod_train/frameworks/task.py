@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.errors import UserError
-from horovod_train.registry import TASKS, load_attribute
+from horovod_train.registry import TASKS, find_task_here, load_attribute
 
 
 def load_task(location: str, args: Mapping[str, Any], required: Sequence[str]) -> Any:
@@ -55,8 +55,7 @@ def load_task_class(location: str) -> Any:
         return TASKS.load(location)
     file, _, name = location.rpartition(":")
     if not file.endswith(".py"):
-        if "" not in sys.path:
-            sys.path.insert(0, "")
+        find_task_here(location)
         return load_attribute(location, what=f"task {location}")
     module_name = f"horovod_train_task_{Path(file).stem}"
     if module_name in sys.modules:

@@ -19,10 +19,11 @@ from horovod_train.launch.console import JobConsole
 from horovod_train.launch.fleet import gather
 from horovod_train.launch.hosts import Host
 from horovod_train.launch.jobs import LOG_FILE, StateFile
+from horovod_train.launch.logs import LogFile
 from horovod_train.launch.on_host import RUN_VARIABLE
 from horovod_train.launch.prepare import prepare
 from horovod_train.launch.process import adopting_orphans, execute, guarded, kill_descendants
-from horovod_train.launch.secrets import read_secrets, without_secrets
+from horovod_train.launch.secrets import Mask, read_secrets, too_short_to_hide, without_secrets
 from horovod_train.launch.stop import Stopper, interrupted_by_signals
 from horovod_train.launch.verdict import Ended, Watcher, stopped_early
 
@@ -73,13 +74,20 @@ def carry_out(
     with ExitStack() as stack:
         stack.enter_context(adopting_orphans())
         guard = stack.enter_context(guarded(request.stage))
-        log = stack.enter_context((request.log_dir / LOG_FILE).open("a", encoding="utf-8"))
+        mask = Mask(secrets.values())
+        for name in too_short_to_hide(secrets):
+            console.print(f"warning: launch.secrets.{name} is too short to be hidden in logs")
         ranks = f"{request.num_ranks} rank(s)"
 
         def note(text: str) -> None:
             state.write("running", message="; ".join(filter(None, (ranks, text))))
 
-        watcher = Watcher(request, console, log, tuple(secrets.values()), note=note)
+        def lose(problem: str) -> None:
+            state.remark(problem.partition(" ")[0], problem)
+
+        log = LogFile(request.log_dir / LOG_FILE, lose)
+        stack.callback(log.close)
+        watcher = Watcher(request, console, log, mask, note=note, on_log_loss=lose)
         stack.callback(watcher.close)
         stack.callback(console.close)
         with interrupted_by_signals(lambda number: stopped_early(number, request.attempt), asked):

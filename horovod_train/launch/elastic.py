@@ -25,6 +25,7 @@ from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts import interface_towards
 from horovod_train.launch.jobs import LOG_FILE, StateFile
+from horovod_train.launch.logs import LogFile
 from horovod_train.launch.members import Members
 from horovod_train.launch.stop import interrupted_by_signals
 from horovod_train.launch.verdict import stopped_between
@@ -52,11 +53,12 @@ def carry_on(
         HorovodTrainError: Anything but a good end, explained; among it, for ``wait_s`` there were too few
             hosts, or ranks were lost ``max_failures`` times in a row without a checkpoint in between.
     """
+    log = LogFile(request.log_dir / LOG_FILE)
 
     def say(text: str) -> None:
         console.print(text)
-        with (request.log_dir / LOG_FILE).open("a", encoding="utf-8") as log:
-            log.write(text + "\n")
+        log.write(text)
+        log.close()  # until the next time: ranks' output goes there, too
 
     members = Members(request, elastic, say)
     failures = 0

@@ -89,7 +89,7 @@ class There:
         self._next = 0
         python = host.settings.python or sys.executable
         self._process = subprocess.Popen(
-            [*shell, f"exec {shlex.quote(python)} -m horovod_train.launch.agent {stage} {silence_s:g}"],
+            [*shell, f"exec {shlex.quote(python)} -P -m horovod_train.launch.agent {stage} {silence_s:g}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -9,17 +9,18 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from time import time
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 
 from horovod_train.errors import UserError, did_you_mean
+from horovod_train.files import state_dir, write_whole
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
-from horovod_train.launch.files import state_dir, write_whole
 
 STATE_FILE = "state.json"
 LOG_FILE = "run.log"
@@ -30,18 +31,28 @@ def jobs_dir() -> Path:
     return state_dir() / "jobs"
 
 
-def remember(request: LaunchRequest, native_id: str) -> Submitted:
-    """Note that a job was submitted."""
-    job = Submitted(
+def submitted_job(request: LaunchRequest, native_id: str) -> Submitted:
+    """Return what there is to remember of a job that was submitted now."""
+    return Submitted(
         request.job_id, request.job.launch.launcher, native_id, request.log_dir, submitted_unix_s=time()
     )
+
+
+def remember(request: LaunchRequest, native_id: str) -> Submitted:
+    """Note that a job was submitted.
+
+    Raises:
+        OSError: The folder for that cannot be written.
+    """
+    job = submitted_job(request, native_id)
     write_whole(jobs_dir() / f"{job.job_id}.json", json.dumps({**asdict(job), "log_dir": str(job.log_dir)}))
     return job
 
 
 def note_end(job_id: str, status: JobStatus) -> None:
     """Remember how a job ended, for when the system that carried it out has forgotten it."""
-    write_whole(_end_file(job_id), json.dumps(asdict(status)))
+    with suppress(OSError):  # whoever asks is told now all the same
+        write_whole(_end_file(job_id), json.dumps(asdict(status)))
 
 
 def end_of(job_id: str) -> JobStatus | None:
@@ -86,27 +97,48 @@ def find_job(job_id: str) -> Submitted:
 
 
 class StateFile:
-    """How one run stands, for whoever asks.
+    """How one run stands, for whoever asks. A disk that refuses is told, and never ends the run.
 
     Args:
         log_dir: Folder of the run.
+        tell: Told once when the file cannot be written.
     """
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, tell: Callable[[str], None] = lambda _: None) -> None:
         self._path = log_dir / STATE_FILE
+        self._tell = tell
+        self._remarks: dict[str, str] = {}
+        self._last: tuple[State, int | None, str] | None = None
+        self._is_unwritable = False
 
     def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
         """Note how it stands; this process is the one that carries it out."""
+        self._last = (state, exit_code, message)
         document = {
             "state": state,
             "exit_code": exit_code,
-            "message": message,
+            "message": "; ".join(filter(None, (message, *self._remarks.values()))),
             "pid": os.getpid(),
-            "pid_started_unix_s": psutil.Process().create_time(),
+            "boot_id": _boot_id(),
+            "pid_start_ticks": _start_ticks(os.getpid()),
             "host": socket.gethostname(),
             "unix_time_s": time(),
         }
-        write_whole(self._path, json.dumps(document, indent=2) + "\n")
+        try:
+            write_whole(self._path, json.dumps(document, indent=2) + "\n")
+            self._is_unwritable = False
+        except OSError as error:
+            if not self._is_unwritable:
+                self._is_unwritable = True
+                self._tell(f"warning: {self._path} could not be written: {error.strerror}")
+
+    def remark(self, subject: str, text: str) -> None:
+        """Say something of a subject along with whatever is noted from now on."""
+        if self._remarks.get(subject) != text:
+            self._remarks[subject] = text
+            self._tell(f"warning: {text}")
+            if self._last is not None:
+                self.write(*self._last)
 
     def read(self) -> JobStatus:
         """Return how it stands; a run whose process is gone without a word has failed."""
@@ -127,6 +159,8 @@ class StateFile:
         document = self._document()
         if document is not None:
             return JobStatus(document["state"], document["exit_code"], document["message"])
+        if self._path.exists():
+            return JobStatus("unknown", 1, f"{self._path} is damaged; {LOG_FILE} beside it has the output")
         if not self._path.parent.is_dir():
             return JobStatus("unknown", 1, f"{self._path.parent} is not there: removed, or not mounted here")
         return JobStatus("waiting", message="not started yet")
@@ -140,19 +174,56 @@ class StateFile:
         return int(document["pid"]) if is_here and _is_alive(document) else None
 
     def _document(self) -> dict[str, Any] | None:
+        """Return what is noted; None: nothing, or nothing that can be read."""
         try:
-            text = self._path.read_text(encoding="utf-8")
-        except OSError:
+            document: dict[str, Any] = json.loads(self._path.read_bytes())
+            fits = (
+                document["state"] in get_args(State)
+                and isinstance(document["exit_code"], int | None)
+                and isinstance(document["message"], str)
+                and isinstance(document["pid"], int)
+                and isinstance(document["host"], str)
+            )
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
-        document: dict[str, Any] = json.loads(text)
-        return document
+        return document if fits else None
 
 
 def _is_alive(document: Mapping[str, Any]) -> bool:
+    """Whether the process that wrote a state is still there; its number alone may be used again."""
+    pid = document["pid"]
+    if "boot_id" in document:
+        is_same = document["boot_id"] == _boot_id() and document["pid_start_ticks"] == _start_ticks(pid)
+        return is_same and _has_not_ended(pid)
+    # Written by version 0.1.0 of the format. Its time of day is wrong after the clock was set.
+    started_s = document.get("pid_started_unix_s")
     try:
-        process = psutil.Process(int(document["pid"]))
-        started_s = process.create_time()
-    except psutil.NoSuchProcess:
+        is_near = isinstance(started_s, float) and abs(psutil.Process(pid).create_time() - started_s) < 1
+    except (psutil.NoSuchProcess, ValueError):
         return False
-    # Numbers of processes are used again.
-    return abs(started_s - document["pid_started_unix_s"]) < 1 and process.status() != psutil.STATUS_ZOMBIE
+    return is_near and _has_not_ended(pid)
+
+
+def _boot_id() -> str:
+    """Return what this start of the machine is called, whatever its clock says."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _start_ticks(pid: int) -> int | None:
+    """Return when a process started, in clock ticks since boot; None: there is none of this number."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def _has_not_ended(pid: int) -> bool:
+    fields = _stat(pid)
+    return bool(fields) and fields[0] not in ("Z", "X")
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of proc(5)'s stat from the state on; empty: there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # the name before it may have spaces and brackets

@@ -184,7 +184,7 @@ class OnHost:
 
 def _is_rank(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
-        return process.cmdline()[1:4] == ["-m", "horovod_train", "worker"]
+        return process.cmdline()[1:5] == ["-P", "-m", "horovod_train", "worker"]
     return False
 
 

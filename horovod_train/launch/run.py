@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from horovod_train.events import parse_line, tagged
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts import interface_towards
-from horovod_train.launch.jobs import find_job, remember
+from horovod_train.launch.jobs import find_job, remember, submitted_job
 from horovod_train.launch.stop import AskedTo, interrupted_by_signals
 from horovod_train.registry import LAUNCHERS
 
@@ -30,13 +31,21 @@ def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
     launch = launch.model_copy(update={"launcher": name, "hosts": hosts})
     num_ranks = launch.num_ranks or min(launch.slots or launch.most_ranks, launch.most_ranks)
     launch = launch.model_copy(update={"num_ranks": num_ranks})
-    changed = job.model_copy(update={"run_dir": str(base), "launch": launch})
-    if job.checkpoint.dir is not None:
-        folder = str(Path(job.checkpoint.dir).expanduser().resolve())
-        changed = changed.model_copy(update={"checkpoint": job.checkpoint.model_copy(update={"dir": folder})})
+    changed = job.model_copy(
+        update={
+            "run_dir": str(base),
+            "launch": launch,
+            "checkpoint": job.checkpoint.model_copy(update={"dir": _absolute(job.checkpoint.dir)}),
+            "metrics": job.metrics.model_copy(update={"targets_dir": _absolute(job.metrics.targets_dir)}),
+        }
+    )
     return LaunchRequest(
         changed, run_id or new_run_id(), base / job.name, Path.cwd(), own_interface=interface_towards(launch)
     )
+
+
+def _absolute(folder: str | None) -> str | None:
+    return None if folder is None else str(Path(folder).expanduser().resolve())
 
 
 def new_run_id() -> str:
@@ -96,7 +105,7 @@ def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is
     launcher = launcher_named(request.job.launch.launcher)
     if hasattr(launcher, "run"):
         if is_new:
-            remember(request, str(os.getpid()))
+            note_job(request, str(os.getpid()), console.print)
         code: int = launcher.run(request, plan, console)
         return code
     return follow(request, launcher, launcher.submit(request, plan), console)
@@ -104,7 +113,7 @@ def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is
 
 def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: JobConsole) -> int:
     """Show a submitted job's log until it ends; return its exit code. A signal ends the job."""
-    job = remember(request, native_id)
+    job = note_job(request, native_id, console.print)
     console.print(f"{job.job_id}: {request.job.launch.launcher} has it as {native_id}")
     try:
         with interrupted_by_signals(AskedTo):
@@ -125,10 +134,24 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
     return 1 if status.exit_code is None else status.exit_code
 
 
-def submit_job(request: LaunchRequest, plan: LaunchPlan) -> str:
+def submit_job(request: LaunchRequest, plan: LaunchPlan, tell: Callable[[str], None]) -> str:
     """Start a job and return its id at once.
 
     Raises:
         LaunchError: It was not accepted.
     """
-    return remember(request, launcher_named(request.job.launch.launcher).submit(request, plan)).job_id
+    native_id = launcher_named(request.job.launch.launcher).submit(request, plan)
+    return note_job(request, native_id, tell).job_id
+
+
+def note_job(request: LaunchRequest, native_id: str, tell: Callable[[str], None]) -> Submitted:
+    """Remember a job that was started. Where that cannot be, it is told how to find the job without."""
+    try:
+        return remember(request, native_id)
+    except OSError as error:
+        tell(
+            f"warning: {error.filename}: {error.strerror}: `horovod-train status` and the like will not "
+            f"know {request.job_id}; {request.job.launch.launcher} has it as {native_id}, and its folder is "
+            f"{request.log_dir}"
+        )
+        return submitted_job(request, native_id)

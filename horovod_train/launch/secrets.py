@@ -2,10 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from horovod_train.errors import UserError
+
+MIN_HIDDEN_CHARS = 6
+"""Shorter values are not hidden: too much of the output would be stars."""
+
+
+class Mask:
+    """Replaces secrets by stars, line by line.
+
+    A secret of several lines is hidden in each of its lines, and as JSON or ``repr`` write it.
+
+    Args:
+        secrets: Values to hide.
+    """
+
+    def __init__(self, secrets: Collection[str] = ()) -> None:
+        lines = {line.strip() for secret in secrets for line in secret.splitlines()}
+        pieces = {piece for piece in {*secrets, *lines} if len(piece) >= MIN_HIDDEN_CHARS}
+        escaped = {json.dumps(piece)[1:-1] for piece in pieces} | {repr(piece)[1:-1] for piece in pieces}
+        # The longest first: a secret may be the beginning of another.
+        self._pieces = sorted(pieces | escaped, key=len, reverse=True)
+
+    def hide(self, text: str) -> str:
+        """Return a line with the secrets in it replaced."""
+        for piece in self._pieces:
+            text = text.replace(piece, "***")
+        return text
+
+
+def too_short_to_hide(secrets: Mapping[str, str]) -> list[str]:
+    """Return the names of secrets that are so short, or have such short lines, that logs would show them."""
+    return [
+        name
+        for name, value in sorted(secrets.items())
+        if value and not any(len(line.strip()) >= MIN_HIDDEN_CHARS for line in value.splitlines())
+    ]
 
 
 def read_secrets(sources: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:

@@ -101,7 +101,7 @@ def batch_script(request: LaunchRequest) -> str:
     }
     carry_out = shlex.join(
         (
-            *(sys.executable, "-m", "horovod_train", "run", str(request.log_dir / "request.json")),
+            *(sys.executable, "-P", "-m", "horovod_train", "run", str(request.log_dir / "request.json")),
             *("--resolved", "--run-id", request.run_id),
         )
     )

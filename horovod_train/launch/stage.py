@@ -19,7 +19,8 @@ MAX_SHIPPED_BYTES = 64 * 1024 * 1024
 # Not code, or nobody else's business.
 NOT_SHIPPED = {".git", ".venv", "venv", "__pycache__", "node_modules", "runs", ".mypy_cache", ".ruff_cache"}
 
-# Started by horovodrun or mpirun in place of Python, because hosts may differ.
+# Started by horovodrun or mpirun in place of Python, because hosts may differ. -P: a file of the folder
+# that happens to be called like a module must not be imported in its place.
 _RANK = """#!/bin/sh
 # One rank of {run_id} on this host.
 trap '' USR1  # until the rank itself listens
@@ -27,7 +28,7 @@ cd {folder} 2>/dev/null || cd {stage} || exit 1
 set -a
 . {stage}/environment
 set +a
-exec {python} -m {program}
+exec {python} -P -m {program}
 """
 
 _ORTED = """#!/bin/sh

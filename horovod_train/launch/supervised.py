@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from horovod_train.config.load import dump_job
 from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError
+from horovod_train.files import make_folder
 from horovod_train.launch.attempt import carry_out
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted, Waits
 from horovod_train.launch.console import JobConsole
@@ -46,8 +47,9 @@ class SupervisedLauncher(Waits):
         Raises:
             HorovodTrainError: Anything but a good end, explained.
         """
-        state = StateFile(request.log_dir)
-        request.log_dir.mkdir(parents=True, exist_ok=True)
+        state = StateFile(request.log_dir, console.print)
+        make_folder(request.run_dir, request.job.run_dir_access)
+        request.log_dir.mkdir(exist_ok=True)
         state.write("starting")
         try:
             with remembered_signals() as asked:
@@ -71,12 +73,13 @@ class SupervisedLauncher(Waits):
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
         """Let a process of its own carry out the job; return its id."""
-        request.log_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(request.run_dir, request.job.run_dir_access)
+        request.log_dir.mkdir(exist_ok=True)
         (request.log_dir / "request.json").write_text(dump_job(request.job), encoding="utf-8")
         with (request.log_dir / "launcher.log").open("w", encoding="utf-8") as log:
             process = subprocess.Popen(
                 [
-                    sys.executable, "-m", "horovod_train", "run", str(request.log_dir / "request.json"),
+                    sys.executable, "-P", "-m", "horovod_train", "run", str(request.log_dir / "request.json"),
                     "--resolved",
                     "--run-id", request.run_id,
                 ],
@@ -90,6 +93,7 @@ class SupervisedLauncher(Waits):
         while StateFile(request.log_dir).read().state == "waiting":
             if process.poll() is not None or monotonic() > deadline_s:
                 said = (request.log_dir / "launcher.log").read_text(encoding="utf-8").strip()
+                process.kill()  # it would train, and nobody could ask for it
                 raise LaunchError(f"the job could not be started: {said or 'no word for 30 s'}")
             sleep(POLL_S / 4)
         return str(process.pid)

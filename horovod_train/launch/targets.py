@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from horovod_train.launch.files import write_whole
+from horovod_train.files import write_whole
 
 
 def write_targets(path: Path, targets: Iterable[tuple[str, Mapping[str, str]]]) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TextIO
+from pathlib import Path
 
 from horovod_train.errors import HorovodTrainError, LaunchError, LostError, PreemptedError, describe_ranks
-from horovod_train.events import Event, parse_line, tagged
+from horovod_train.events import Event, parse_line, tagged, without_tags
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
+from horovod_train.launch.logs import LogFile
+from horovod_train.launch.secrets import Mask
 from horovod_train.launch.targets import write_targets
 
 TARGETS_FILE = "prometheus-targets.json"
 NUM_LAST_LINES = 20
-MIN_SECRET_CHARS = 6
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Watcher:
 
     request: LaunchRequest
     console: JobConsole
-    log: TextIO
-    secrets: Collection[str] = ()
+    log: LogFile
+    mask: Mask = field(default_factory=Mask)
     causes: list[Event] = field(default_factory=list)
     consequences: list[Event] = field(default_factory=list)
     killed: list[str] = field(default_factory=list)
@@ -50,18 +51,18 @@ class Watcher:
     has_summary: bool = False
     has_saved: bool = False
     note: Callable[[str], None] = lambda _: None
+    on_log_loss: Callable[[str], None] = lambda _: None
     stalled: dict[int, str] = field(default_factory=dict)
     _lists_missing: int | None = None
     measured: list[Event] = field(default_factory=list)
-    _log_is_broken: bool = False
     _targets: list[tuple[str, dict[str, str]]] = field(default_factory=list)
-    _logs: dict[int, TextIO] = field(default_factory=dict)
+    _logs: dict[int, LogFile] = field(default_factory=dict)
     _untagged: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LAST_LINES))
 
     def see(self, line: str) -> None:
         """Take one line of output."""
-        line = self._without_secrets(line)
-        self._keep(line)
+        line = self.mask.hide(without_tags(line))
+        self.log.write(line)
         rank, text, event = parse_line(line)
         if event is None and rank is not None:
             self._keep_of_rank(rank, text)
@@ -118,37 +119,21 @@ class Watcher:
             self.console.show(event)
 
     def _write_targets(self, targets: list[tuple[str, dict[str, str]]]) -> None:
-        try:
-            write_targets(self.request.run_dir / TARGETS_FILE, targets)
-        except OSError as error:
-            self.console.print(f"warning: Prometheus' targets were not written: {error.strerror}")
-
-    def _without_secrets(self, line: str) -> str:
-        for secret in self.secrets:
-            if len(secret) >= MIN_SECRET_CHARS:
-                line = line.replace(secret, "***")
-        return line
-
-    def _keep(self, line: str) -> None:
-        """Write a line to the log; a full disk is no reason to lose the job."""
-        try:
-            self.log.write(line + "\n")
-            self.log.flush()
-        except OSError as error:
-            if not self._log_is_broken:
-                self._log_is_broken = True
-                self.console.print(f"warning: {self.log.name} is incomplete: {error.strerror}")
+        paths = [self.request.run_dir / TARGETS_FILE]
+        if (shared := self.request.job.metrics.targets_dir) is not None:
+            paths.append(Path(shared) / f"{self.request.job.name}.json")
+        for path in paths:
+            try:
+                write_targets(path, targets)
+            except OSError as error:
+                self.console.print(f"warning: {path} was not written for Prometheus: {error.strerror}")
 
     def _keep_of_rank(self, rank: int, text: str) -> None:
         """Write what a rank said to a log of its own."""
-        try:
-            if rank not in self._logs:
-                path = self.request.log_dir / f"rank-{rank}.log"
-                self._logs[rank] = path.open("a", encoding="utf-8")
-            self._logs[rank].write(text + "\n")
-            self._logs[rank].flush()
-        except OSError:
-            return  # the log of all ranks says so
+        if rank not in self._logs:
+            path = self.request.log_dir / f"rank-{rank}.log"
+            self._logs[rank] = LogFile(path, self.on_log_loss)
+        self._logs[rank].write(text)
 
     def close(self) -> None:
         """Close the ranks' logs, and tell Prometheus that there is nothing left to scrape."""
@@ -204,23 +189,29 @@ class Watcher:
         if self.stalled and not self.killed:
             return self._lost(
                 f"{self._stall()}; ended after health.stall_shutdown_s",
-                f"what were they doing? see rank-{min(self.stalled)}.log beside {self.log.name}; ranks that "
-                "take different branches, or a loader that hangs, look like this",
+                f"what were they doing? see rank-{min(self.stalled)}.log beside "
+                f"{self.log.path.name}; ranks that take different branches, or a loader that hangs, "
+                "look like this",
             )
         last = "\n".join(f"    {line}" for line in self._untagged)
         told = ""
+        if ended.code == 0 and not self.consequences:
+            return self._lost(
+                "the ranks ended with exit code 0 before training was done",
+                f"does the task end the process, with os._exit for instance? see {self.log.path.name}",
+            )
         if self.consequences:
             ranks = describe_ranks(sorted({event.rank for event in self.consequences}))
             told = f"; {ranks} only noticed: {self.consequences[0].fields['message']}"
         if self.killed:
             return self._lost(
                 f"{self.killed[0]}, before it could say why{told}",
-                f"out of memory (see dmesg), or killed by somebody; see {self.log.name}",
+                f"out of memory (see dmesg), or killed by somebody; see {self.log.path.name}",
             )
         return self._lost(
             f"the launcher ended with code {ended.code} and no rank said why{told}"
             + (f"; its last words:\n{last}" if last else ""),
-            f"a rank was killed, or the machine ran out of memory; see {self.log.name}",
+            f"a rank was killed, or the machine ran out of memory; see {self.log.path.name}",
         )
 
     def _explain_causes(self) -> LaunchError:

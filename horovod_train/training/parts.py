@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from time import time
 from typing import Any
 
 from horovod_train.checkpoint.arrays import parse_state
+from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.manager import CheckpointManager, Resumed
 from horovod_train.data.shard import StepShare
-from horovod_train.errors import NumericError
+from horovod_train.errors import CheckpointError, NumericError
 from horovod_train.frameworks.base import Replica, StepOutcome
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.training.progress import Progress
+from horovod_train.training.progress import DataOrder, Progress
 
 
 def record_step(recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: float, epochs: float) -> None:
@@ -77,8 +79,24 @@ def go_on_from(
     Generators belong to a rank of a world; in another world they start anew.
     """
     progress.take_over(resumed.progress)
-    replica.load_state(resumed.state)
-    if resumed.rng is not None:
-        load_rng(*parse_state(resumed.rng))
-    else:
+    try:
+        replica.load_state(resumed.state)
+        if resumed.rng is not None:
+            load_rng(*parse_state(resumed.rng))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{resumed.name} does not fit: {type(error).__name__}: {error}",
+            hint="train under another name, or set checkpoint.resume: never",
+        ) from error
+    if resumed.rng is None:
         seed_anew()
+
+
+def changes_since(resumed: Resumed, order: DataOrder) -> list[str]:
+    """Return what is not as it was when a checkpoint was written, a line each.
+
+    Args:
+        resumed: The checkpoint.
+        order: What fixes the order of samples now.
+    """
+    return [*document_changes(resumed.progress["order"], asdict(order), "data"), *resumed.changes]

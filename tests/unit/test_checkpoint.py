@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import shutil
@@ -15,12 +17,20 @@ from support.worlds import on_ranks
 
 from horovod_train.checkpoint import store
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState, dump_state, parse_state
-from horovod_train.checkpoint.inspect import as_float64, describe, describe_row, differences
+from horovod_train.checkpoint.inspect import (
+    as_float64,
+    describe,
+    describe_row,
+    differences,
+    discard_damaged,
+)
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
-from horovod_train.config.schema import Checkpoint
+from horovod_train.config.schema import Checkpoint, Job
 from horovod_train.engine.base import SingleWorld
 from horovod_train.errors import CheckpointError, OperationalError
+from horovod_train.training.parts import changes_since, go_on_from
+from horovod_train.training.progress import DataOrder, Progress
 
 FILES = [
     "manifest.json",
@@ -30,13 +40,7 @@ FILES = [
     "state.json",
     "config.json",
 ]
-PROGRESS = {
-    "step": 0,
-    "epoch": 0,
-    "cursor": 0,
-    "metrics": {},
-    "order": {"num_samples": 9, "seed": 0, "shuffle": True},
-}
+PROGRESS = Progress(DataOrder(9, 0, shuffle=True)).to_json()
 
 
 def blob(*values, dtype="float32"):
@@ -191,10 +195,80 @@ class TestManager:
         checkpoints.close()
         (tmp_path / "step-000000000001" / "state.json").write_text("")
 
+        for _ in range(3):
+            again = manager(tmp_path)
+            with pytest.raises(CheckpointError, match="all 1 checkpoints(.|\n)*resume: never"):
+                again.latest()
+            again.close()
+
+        assert names(tmp_path) == [1]
+
+    def test_nor_because_they_were_set_aside_before(self, tmp_path):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 1)
+        save(checkpoints, 2)
+        checkpoints.close()
+        (tmp_path / "step-000000000002" / "state.json").write_text("")
         again = manager(tmp_path)
-        with pytest.raises(CheckpointError, match="all 1 checkpoints(.|\n)*resume: never"):
-            again.latest()
+        again.latest()
         again.close()
+        shutil.rmtree(tmp_path / "step-000000000001")
+
+        for _ in range(2):
+            again = manager(tmp_path)
+            with pytest.raises(CheckpointError, match="set aside(.|\n)*`horovod-train checkpoint discard"):
+                again.latest()
+            again.close()
+
+    @pytest.mark.parametrize("way", ["never", "discard"])
+    def test_until_a_person_decides_to(self, tmp_path, way):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 1)
+        checkpoints.close()
+        (tmp_path / "step-000000000001" / "state.json").write_text("")
+
+        if way == "never":
+            anew = manager(tmp_path, resume="never")
+            assert anew.latest() is None
+            anew.close()
+        else:
+            assert discard_damaged(tmp_path) == [tmp_path / "step-000000000001"]
+        again = manager(tmp_path)
+        found = again.latest()
+        again.close()
+
+        assert found is None
+
+    def test_the_newest_is_the_one_whose_manifest_says_so(self, tmp_path, caplog):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 10, value=1.0)
+        save(checkpoints, 20, value=2.0)
+        checkpoints.close()
+        (tmp_path / "step-000000000010").rename(tmp_path / "step-000000000099")
+
+        again = manager(tmp_path, keep_last=1)
+        resumed = again.latest()
+        save(again, 99, value=3.0)
+        again.close()
+
+        assert resumed.state == state(2.0)
+        assert names(tmp_path) == [99]
+        aside = tmp_path / "renamed-1-step-000000000099"
+        assert store.read_manifest(aside).step == 10, "somebody's copy is not written over"
+
+    def test_a_renamed_one_is_told_when_it_is_used(self, tmp_path, caplog):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 10)
+        checkpoints.close()
+        (tmp_path / "step-000000000010").rename(tmp_path / "step-000000000099")
+
+        again = manager(tmp_path)
+        with caplog.at_level(logging.WARNING, "horovod_train"):
+            resumed = again.latest()
+        again.close()
+
+        assert resumed.progress["step"] == 10
+        assert "step-000000000099 is step-000000000010, by its manifest" in caplog.text
 
     def test_what_cannot_be_read_is_not_called_damaged(self, tmp_path, monkeypatch):
         checkpoints = manager(tmp_path)
@@ -295,6 +369,209 @@ class TestManager:
         assert ["No space left" in report.error for report in reports] == [True, True]
         assert list(tmp_path.glob("step-*")) == []
         assert list(tmp_path.glob(".writing-*")) == []
+
+
+def signed(folder, change):
+    """Change the manifest as a forger would: with a checksum that fits."""
+    file = folder / "manifest.json"
+    document = json.loads(file.read_text())
+    del document["sha256"]
+    change(document)
+    file.write_text(json.dumps({**document, "sha256": store._checksum(document)}))
+
+
+def rewritten(folder, name, content):
+    """Replace a file, and what the manifest says of it."""
+    (folder / name).write_bytes(content)
+    digest = {"sha256": hashlib.sha256(content).hexdigest(), "size_bytes": len(content)}
+    signed(folder, lambda manifest: manifest["files"].update({name: digest}))
+
+
+def changed_state(folder, change):
+    document = json.loads((folder / "state.json").read_text())
+    change(document)
+    rewritten(folder, "state.json", json.dumps(document).encode())
+
+
+MANIFESTS = {
+    "a name outside of the folder": lambda m: m["files"].update({"../../x": m["files"]["state.json"]}),
+    "an absolute name": lambda m: m["files"].update({"/etc/hostname": m["files"]["state.json"]}),
+    "a size that is no number": lambda m: m["files"]["state.json"].update(size_bytes="9"),
+    "a negative size": lambda m: m["files"]["state.json"].update(size_bytes=-1),
+    "a hash that is none": lambda m: m["files"]["state.json"].update(sha256="x"),
+    "files that are no mapping": lambda m: m.update(files=[]),
+    "a step that is no number": lambda m: m.update(step="7"),
+    "a step that is negative": lambda m: m.update(step=-7),
+    "no summary": lambda m: m.pop("summary"),
+    "a summary without metrics": lambda m: m["summary"].pop("metrics"),
+    "metrics that are texts": lambda m: m["summary"].update(metrics={"loss": "low"}),
+    "no world": lambda m: m["summary"].update(world_size=0),
+    "no format": lambda m: m.pop("format"),
+    "another format": lambda m: m.update(format=2),
+}
+STATES = {
+    "progress that is a list": lambda s: s.update(progress=[]),
+    "an unknown field of progress": lambda s: s["progress"].update(advance=1),
+    "a step that is a text": lambda s: s["progress"].update(step="7"),
+    "no order": lambda s: s["progress"].pop("order"),
+    "no samples": lambda s: s["progress"]["order"].update(num_samples=0),
+    "no optimizer": lambda s: s.pop("optimizer_tree"),
+    "a scaler of texts": lambda s: s.update(scaler={"scale": "x"}),
+    "a history that is none": lambda s: s.update(history="long"),
+}
+
+
+class TestForgery:
+    """A checksum that fits is no reason to believe what stands in a file."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 7)
+        checkpoints.close()
+        return tmp_path / "step-000000000007"
+
+    @pytest.mark.parametrize("how", MANIFESTS)
+    def test_a_manifest_is_refused_with(self, folder, how):
+        signed(folder, MANIFESTS[how])
+
+        assert store.verify(folder)
+        with pytest.raises(CheckpointError):
+            store.read_checkpoint(folder)
+
+    @pytest.mark.parametrize("how", STATES)
+    def test_a_state_is_refused_with(self, folder, how):
+        changed_state(folder, STATES[how])
+
+        again = manager(folder.parent)
+        with pytest.raises(CheckpointError, match=r"state\.json: is not what a checkpoint holds"):
+            again.latest()
+        again.close()
+
+    @pytest.mark.parametrize("name", FILES)
+    @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "endless"])
+    def test_only_regular_files_are_opened(self, folder, name, kind):
+        file = folder / name
+        content = file.read_bytes()
+        file.unlink()
+        if kind == "link":
+            (folder.parent / "elsewhere").write_bytes(content)
+            file.symlink_to(folder.parent / "elsewhere")
+        elif kind == "pipe":
+            os.mkfifo(file)
+        elif kind == "folder":
+            file.mkdir()
+        else:
+            file.symlink_to("/dev/zero")
+
+        assert store.verify(folder)
+
+    def test_a_file_that_is_larger_than_the_manifest_says_is_not_read(self, folder):
+        with (folder / "model.safetensors").open("r+b") as file:
+            file.truncate(2**43)
+
+        (problem,) = store.verify(folder)
+        assert "has 8796093022208 bytes instead of" in problem
+
+    @pytest.mark.parametrize(
+        "tree",
+        [
+            {"__tuple__": 7},
+            {"__map__": [[1]]},
+            {"__map__": [[{"a": []}, 1]]},
+            {"__array__": "nothing"},
+            {"__array__": []},
+        ],
+        ids=json.dumps,
+    )
+    def test_a_tree_that_was_never_packed_is_refused(self, tree):
+        with pytest.raises(CheckpointError):
+            unpack_tree(tree, {})
+
+    @pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\xff" * 80, dump_state({}, {})[:-1]])
+    def test_generators_that_were_never_packed_are_refused(self, content):
+        with pytest.raises(CheckpointError):
+            parse_state(content)
+
+    def test_a_state_that_no_replica_takes_is_an_error_of_the_checkpoint(self, folder):
+        class Replica:
+            def load_state(self, state):
+                return state.optimizer_tree["no such key"]
+
+        again = manager(folder.parent)
+        resumed = again.latest()
+        again.close()
+
+        with pytest.raises(CheckpointError, match="step-000000000007 does not fit: KeyError"):
+            go_on_from(resumed, Replica(), Progress(DataOrder(9, 0, shuffle=True)), None, None)
+
+
+class TestWhatHasChangedSince:
+    JOB = Job(name="job", task="digits").model_dump(mode="json")
+
+    def resumed(self, folder, job, environment, order=None, before=None):
+        first = CheckpointManager(
+            folder, Checkpoint(), SingleWorld(), before or self.JOB, environment={"torch version": "2.13.0"}
+        )
+        save(first, 7)
+        first.close()
+        again = CheckpointManager(folder, Checkpoint(), SingleWorld(), job, environment=environment)
+        resumed = again.latest()
+        changes = changes_since(resumed, order or DataOrder(9, 0, shuffle=True))
+        again.note_resumed(resumed.name, changes)
+        save(again, 8)
+        again.close()
+        return changes, describe(folder / "step-000000000008")
+
+    def test_nothing_is_said_when_nothing_has(self, tmp_path):
+        changes, described = self.resumed(tmp_path, self.JOB, {"torch version": "2.13.0"})
+
+        assert changes == []
+        assert "resumed from step-000000000007 on 1 rank(s): nothing was changed" in described
+
+    def test_rate_data_code_and_versions_are_named_and_kept(self, tmp_path):
+        job = {**self.JOB, "lr": {**self.JOB["lr"], "base_lr": 0.5}, "task_args": {"size": 3}}
+        environment = {"torch version": "2.14.0", "task code": "abc"}
+
+        changes, described = self.resumed(tmp_path, job, environment, DataOrder(12, 0, shuffle=True))
+
+        assert changes == [
+            "data.num_samples: 9 -> 12",
+            "task_args.size: None -> 3",
+            "lr.base_lr: 0.01 -> 0.5",
+            "task code: None -> abc",
+            "torch version: 2.13.0 -> 2.14.0",
+        ]
+        assert "resumed from step-000000000007 on 1 rank(s): data.num_samples: 9 -> 12; " in described
+
+    def test_where_ranks_run_is_no_change(self, tmp_path):
+        job = {**self.JOB, "launch": {**self.JOB["launch"], "num_ranks": 8}, "run_dir": "/elsewhere"}
+
+        changes, _ = self.resumed(tmp_path, job, {"torch version": "2.13.0"})
+
+        assert changes == []
+
+    def test_a_field_that_is_newer_than_the_checkpoint_is_no_change(self, tmp_path):
+        before = {**self.JOB, "train": {k: v for k, v in self.JOB["train"].items() if k != "max_steps"}}
+
+        changes, _ = self.resumed(tmp_path, self.JOB, {"torch version": "2.13.0"}, before=before)
+
+        assert changes == []
+
+    def test_a_checkpoint_of_the_version_before_is_resumed(self, tmp_path):
+        checkpoints = manager(tmp_path)
+        save(checkpoints, 7)
+        checkpoints.close()
+        changed_state(tmp_path / "step-000000000007", lambda s: (s.pop("environment"), s.pop("history")))
+
+        again = CheckpointManager(
+            tmp_path, Checkpoint(), SingleWorld(), {"name": "job"}, environment={"python": "3.11"}
+        )
+        resumed = again.latest()
+        again.close()
+
+        assert resumed.state == state()
+        assert resumed.changes == ()
 
 
 class TestInspection:

@@ -23,7 +23,7 @@ from horovod_train.launch.hosts import Host, hosts_of, read_hostfile
 from horovod_train.launch.interfaces import choose
 from horovod_train.launch.on_host import RUN_VARIABLE, OnHost
 from horovod_train.launch.process import guarded
-from horovod_train.launch.run import resolve
+from horovod_train.launch.run import note_job, resolve
 from horovod_train.launch.secrets import read_secrets, without_secrets
 from horovod_train.launch.slurm_allocation import tasks_per_node
 from horovod_train.launch.ssh import explain
@@ -445,6 +445,97 @@ class TestJobs:
         assert state.read().state == "running"
         assert state.pid() == os.getpid()
         assert json.loads((request_.log_dir / "state.json").read_text())["host"] == os.uname().nodename
+
+    def test_a_clock_that_is_set_does_not_make_a_run_fail(self, request_, monkeypatch):
+        state = jobs.StateFile(request_.log_dir)
+        state.write("running")
+
+        monkeypatch.setattr(psutil, "boot_time", lambda: 12345.0)
+        monkeypatch.setattr(psutil.Process, "create_time", lambda _: 12345.0)
+
+        assert state.read().state == "running"
+        assert state.pid() == os.getpid()
+
+    @pytest.mark.parametrize("field", ["boot_id", "pid_start_ticks"])
+    def test_another_process_of_the_same_number_is_not_taken_for_it(self, request_, field):
+        state = jobs.StateFile(request_.log_dir)
+        state.write("running")
+        file = request_.log_dir / "state.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), field: "other"}))
+
+        assert state.read().state == "failed"
+        assert state.pid() is None
+
+    @pytest.mark.parametrize(("off_s", "expected"), [(0.0, "running"), (30.0, "failed")])
+    def test_a_state_of_the_version_before_is_understood(self, request_, off_s, expected):
+        document = {
+            "state": "running",
+            "exit_code": None,
+            "message": "2 rank(s)",
+            "pid": os.getpid(),
+            "pid_started_unix_s": psutil.Process().create_time() - off_s,
+            "host": os.uname().nodename,
+            "unix_time_s": time.time(),
+        }
+        request_.log_dir.mkdir(parents=True)
+        (request_.log_dir / "state.json").write_text(json.dumps(document))
+
+        assert jobs.StateFile(request_.log_dir).read().state == expected
+
+    @pytest.mark.parametrize(
+        "content", [b"", b"{", b"[]", b"\xff\xfe", b'{"state": "running"}', b"7", b"[" * 9000]
+    )
+    def test_garbage_is_told_and_breaks_nothing(self, request_, content):
+        request_.log_dir.mkdir(parents=True)
+        (request_.log_dir / "state.json").write_bytes(content)
+        state = jobs.StateFile(request_.log_dir)
+
+        status = state.read()
+
+        assert status.state == "unknown"
+        assert status.has_ended
+        assert "state.json is damaged; run.log beside it has the output" in status.message
+        assert state.pid() is None
+
+    def test_a_state_that_cannot_be_written_is_told_once(self, request_):
+        told = []
+        state = jobs.StateFile(request_.log_dir / "file" / "below", told.append)
+        request_.log_dir.mkdir(parents=True)
+        (request_.log_dir / "file").write_text("in the way")
+
+        state.write("running")
+        state.write("succeeded", 0)
+
+        (text,) = told
+        assert "state.json could not be written" in text
+
+    def test_what_is_remarked_stays_in_the_state(self, request_):
+        told = []
+        state = jobs.StateFile(request_.log_dir, told.append)
+        state.write("running", message="2 rank(s)")
+
+        state.remark("run.log", "run.log is incomplete: No space left on device")
+        state.remark("run.log", "run.log is incomplete: No space left on device")
+        while_running = state.read().message
+        state.write("succeeded", 0)
+
+        assert while_running == "2 rank(s); run.log is incomplete: No space left on device"
+        assert state.read() == jobs.JobStatus(
+            "succeeded", 0, "run.log is incomplete: No space left on device"
+        )
+        assert told == ["warning: run.log is incomplete: No space left on device"]
+
+    def test_a_job_that_cannot_be_remembered_is_told_with_where_it_is(self, request_, monkeypatch, tmp_path):
+        (tmp_path / "file").write_text("in the way")
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+        told = []
+
+        job = note_job(request_, "4711", told.append)
+
+        assert job.job_id == request_.job_id
+        (text,) = told
+        assert "has it as 4711" in text
+        assert str(request_.log_dir) in text
 
     def test_a_run_that_ended_keeps_its_word(self, request_):
         jobs.StateFile(request_.log_dir).write("preempted", 75, "saved at step 3")

@@ -14,9 +14,11 @@ from rich.console import Console
 from horovod_train.config.schema import Job
 from horovod_train.engine import environment
 from horovod_train.errors import LaunchError, PreemptedError
-from horovod_train.events import Event, Reporter, parse_line
+from horovod_train.events import Event, Reporter, as_text, parse_line
 from horovod_train.launch.console import JobConsole
+from horovod_train.launch.logs import LogFile
 from horovod_train.launch.run import make_plan, resolve
+from horovod_train.launch.secrets import Mask, too_short_to_hide
 from horovod_train.launch.verdict import Ended, Watcher
 
 BIN = Path(sys.executable).parent
@@ -139,8 +141,36 @@ class TestEvents:
 
         assert parse_line(torn)[2].fields == {"text": "a long line"}
 
-    def test_that_are_broken_are_text(self):
-        assert parse_line('[1,0]<stdout>:@horovod-train {"kind"')[2] is None
+    @pytest.mark.parametrize(
+        "text",
+        [
+            '{"kind"',
+            "[]",
+            "7",
+            '{"kind": "progress", "rank": 0}',
+            '{"kind": "progress", "rank": "0", "step": 1}',
+            '{"kind": "notice", "rank": 0, "text": 7}',
+            '{"kind": "notice", "rank": null, "text": "x"}',
+            '{"kind": ["notice"], "rank": 0, "text": "x"}',
+            '{"kind": "unheard of", "rank": 0}',
+            '{"kind": "targets", "rank": 0, "targets": [1]}',
+            '{"kind": "targets", "rank": 0, "targets": [["a"]]}',
+            '{"kind": "evaluation", "rank": 0, "epoch": 1, "metrics": {"loss": "low"}}',
+            '{"kind": "failure", "rank": 0, "message": "x"}',
+            '{"kind": "pair", "rank": 0, "hosts": ["a"], "seconds": 1}',
+            "[" * 5000,
+        ],
+    )
+    def test_that_are_broken_or_only_look_like_one_are_text(self, text):
+        rank, found, event = parse_line(f"[1,0]<stdout>:@horovod-train {text}")
+
+        assert (rank, found, event) == (0, f"@horovod-train {text}", None)
+
+    def test_with_numbers_that_are_none_can_be_shown(self):
+        numbers = dict.fromkeys(("loss", "lr", "samples_per_s", "eta_s"), float("inf"))
+        line = Event("progress", 0, {"step": 1, "num_steps": 0, "epoch": 0, "num_epochs": 1, **numbers})
+
+        assert "ETA unknown" in as_text(parse_line(line.as_line())[2])
 
     def test_are_text_for_a_person(self):
         stream = io.StringIO()
@@ -155,10 +185,12 @@ class TestVerdict:
     def watcher(self, tmp_path):
         output = io.StringIO()
         console = JobConsole(Console(file=output, force_terminal=False))
-        watcher = Watcher(request_for(tmp_path, launch={"num_ranks": 2}), console, io.StringIO())
-        watcher.log.name = "run.log"
+        request = request_for(tmp_path, launch={"num_ranks": 2})
+        request.log_dir.mkdir(parents=True)
+        watcher = Watcher(request, console, LogFile(request.log_dir / "run.log"))
         watcher.output = output
-        return watcher
+        yield watcher
+        watcher.log.close()
 
     def failure(self, rank, message, *, is_cause=True, exit_code=1, traceback=""):
         fields = {"message": message, "traceback": traceback, "is_cause": is_cause, "exit_code": exit_code}
@@ -226,15 +258,68 @@ class TestVerdict:
             watcher.verdict(Ended(1, lost=("node7", "silent for 20 s")))
 
     def test_secrets_are_not_shown_and_not_logged(self, watcher):
-        watcher.secrets = ("hunter2hunter2",)
+        watcher.mask = Mask(["hunter2hunter2"])
 
         watcher.see("[1,1]<stdout>:the token is hunter2hunter2")
+        watcher.see("[1,1]<stdout>:and torn hunter2[1,1]<stdout>:hunter2")
 
-        assert watcher.output.getvalue() == "[rank 1] the token is ***\n"
-        assert "hunter2" not in watcher.log.getvalue()
+        assert watcher.output.getvalue() == "[rank 1] the token is ***\n[rank 1] and torn ***\n"
+        assert "hunter2" not in watcher.log.path.read_text()
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "first-half",
+            "second-half",
+            "first-half and second-half",
+            "'first-half\\nsecond-half'",
+            json.dumps({"key": "first-half\nsecond-half"}),
+            json.dumps({"quoted": 'with "quotes" in it'}),
+            repr({"quoted": "with 'quotes' in it"}),
+        ],
+    )
+    def test_a_secret_of_several_lines_is_hidden_in_each(self, line):
+        secrets = ["first-half\nsecond-half", 'with "quotes" in it', "with 'quotes' in it"]
+
+        hidden = Mask(secrets).hide(line)
+
+        assert "***" in hidden
+        assert not any(word in hidden for word in ("first", "second", "quotes"))
+
+    def test_secrets_that_are_too_short_to_be_hidden_are_named(self):
+        secrets = {"A": "long enough", "B": "short", "C": "a\nb\nlong enough", "D": "a\nb\nc\nd", "E": ""}
+
+        assert too_short_to_hide(secrets) == ["B", "D"]
+
+    def test_an_end_with_code_0_before_training_was_done_is_explained(self, watcher):
+        with pytest.raises(LaunchError, match=r"exit code 0 before training was done(.|\n)*os\._exit"):
+            watcher.verdict(Ended(0))
+
+    def test_a_log_that_cannot_be_written_is_told(self, watcher):
+        problems = []
+        watcher.on_log_loss = problems.append
+        (watcher.request.log_dir / "rank-1.log").mkdir()
+
+        watcher.see("[1,1]<stdout>:loading data")
+
+        assert problems == ["rank-1.log is incomplete: Is a directory"]
+
+    def test_targets_are_written_where_prometheus_may_read_them(self, tmp_path):
+        shared = tmp_path / "shared"
+        request = request_for(tmp_path, metrics={"targets_dir": str(shared)})
+        request.log_dir.mkdir(parents=True)
+        watcher = Watcher(
+            request, JobConsole(Console(file=io.StringIO())), LogFile(request.log_dir / "run.log")
+        )
+
+        watcher.see(Event("targets", 0, {"targets": [["127.0.0.1:9400", {"rank": "0"}]]}).as_line())
+
+        assert json.loads((shared / "j.json").read_text())[0]["targets"] == ["127.0.0.1:9400"]
+        assert (shared / "j.json").stat().st_mode & 0o777 == 0o644
+        watcher.close()
+        assert json.loads((shared / "j.json").read_text()) == []
 
     def test_each_rank_has_a_log_of_its_own(self, watcher):
-        watcher.request.log_dir.mkdir(parents=True)
         for rank in (0, 1):
             watcher.see(f"[1,{rank}]<stdout>:I am {rank}")
         watcher.close()

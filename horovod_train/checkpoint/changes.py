@@ -1,0 +1,56 @@
+"""What is not as it was when a checkpoint was written: nothing that forbids to go on, but to be told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from horovod_train.config.schema import Job
+
+# Parts of a job that decide what is computed. Where and how ranks are started does not.
+COMPARED = (
+    "framework",
+    "task",
+    "task_args",
+    "train",
+    "optimizer",
+    "lr",
+    "data",
+    "allreduce",
+    "evaluation",
+)
+MAX_SHOWN_CHARS = 120
+
+
+def document_changes(before: Any, now: Any, path: str = "") -> Iterator[str]:
+    """Yield a line for each value that differs between two JSON documents.
+
+    >>> list(document_changes({"lr": {"base": 1}, "seed": 0}, {"lr": {"base": 2}, "seed": 0}))
+    ['lr.base: 1 -> 2']
+    """
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in sorted(before.keys() | now.keys()):
+            yield from document_changes(before.get(key), now.get(key), f"{path}.{key}" if path else key)
+    elif before != now:
+        yield f"{path}: {_shown(before)} -> {_shown(now)}"
+
+
+def job_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two resolved jobs in what they compute."""
+    old = _as_of_today(before)
+    return [line for name in COMPARED for line in document_changes(old.get(name), now.get(name), name)]
+
+
+def _as_of_today(job: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a job with the fields that it did not have when it was written."""
+    try:
+        return Job.model_validate(dict(job)).model_dump(mode="json")
+    except ValidationError:
+        return job
+
+
+def _shown(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."

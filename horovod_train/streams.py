@@ -1,0 +1,118 @@
+"""Standard output and error that never end a job: what cannot be shown is dropped.
+
+A terminal is closed, a pipe is cut, the disk behind ``> log`` is full, somebody has pressed Ctrl-S:
+for whoever trains, none of this is a reason to stop, or to wait for long.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import stat
+import sys
+from time import monotonic
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+PATIENCE_S = 5.0
+"""So long a reader that does not read is waited for, in seconds; then nothing is, until it reads again."""
+
+TERMINAL_BYTES = 256
+
+
+class DroppingStream(io.RawIOBase):
+    """Writes to a file descriptor; never raises, and never waits for long.
+
+    Args:
+        handle: The descriptor.
+        patience_s: How long to wait for a pipe or terminal whose reader does not read, in seconds.
+    """
+
+    def __init__(self, handle: int, patience_s: float = PATIENCE_S) -> None:
+        super().__init__()
+        self._handle = handle
+        self._patience_s = patience_s
+        self._has_waited = False
+        self.num_dropped_bytes = 0
+        """Since something was last shown."""
+
+    def writable(self) -> bool:
+        """Return True."""
+        return True
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+        return self._handle
+
+    def isatty(self) -> bool:
+        """Return whether it is a terminal."""
+        try:
+            return os.isatty(self._handle)
+        except OSError:
+            return False
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Write what can be written; drop the rest. Returns the length of all of it."""
+        view = memoryview(data).cast("B")
+        if self.num_dropped_bytes and self._is_ready():
+            note = f"\n... {self.num_dropped_bytes} bytes could not be shown ...\n".encode()
+            if self._write_all(memoryview(note)) == len(note):
+                self.num_dropped_bytes = 0
+        self.num_dropped_bytes += len(view) - self._write_all(view)
+        return len(view)
+
+    def _write_all(self, view: memoryview) -> int:
+        """Return how many bytes were written."""
+        done = 0
+        try:
+            while done < len(view) and self._is_ready():
+                # What is ready takes at least so much without blocking.
+                size = TERMINAL_BYTES if self.isatty() else select.PIPE_BUF
+                done += os.write(self._handle, view[done : done + size])
+        except OSError:
+            pass
+        return done
+
+    def _is_ready(self) -> bool:
+        """Wait until the reader takes something; with patience the first time, without after that."""
+        if _is_file(self._handle):
+            return True
+        deadline_s = monotonic() + (0.0 if self._has_waited else self._patience_s)
+        poller = select.poll()
+        poller.register(self._handle, select.POLLOUT)
+        is_ready = bool(poller.poll(max(0.0, deadline_s - monotonic()) * 1000))
+        self._has_waited = not is_ready
+        return is_ready
+
+
+def _is_file(handle: int) -> bool:
+    try:
+        return stat.S_ISREG(os.fstat(handle).st_mode)
+    except OSError:
+        return True  # closed: writing says so
+
+
+def drop_what_cannot_be_shown() -> None:
+    """Let this process's standard output and error never raise, at its end neither."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        try:
+            handle = stream.fileno()
+            stream.flush()
+        except (AttributeError, OSError, ValueError):
+            if stream is not None and not isinstance(stream, io.TextIOWrapper):
+                continue  # a test's, or a notebook's: it is no descriptor
+            handle = {"stdout": 1, "stderr": 2}[name]
+        setattr(
+            sys,
+            name,
+            io.TextIOWrapper(
+                io.BufferedWriter(DroppingStream(handle)),
+                encoding=getattr(stream, "encoding", None) or "utf-8",
+                errors="backslashreplace",
+                line_buffering=True,
+            ),
+        )
