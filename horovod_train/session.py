@@ -347,7 +347,13 @@ class SessionCheckpoints:
         """Save, between two steps; every rank calls it. Writes in the background unless ``wait``."""
         rng = dump_state(*rng_state())
         save_checkpoint(
-            self._manager, self._replica, self._loader.progress, rng, metrics=metrics or {}, wait=wait
+            self._manager,
+            self._world,
+            self._replica,
+            self._loader.progress,
+            rng,
+            metrics=metrics or {},
+            wait=wait,
         )
 
     def resume(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,3 +70,19 @@ def load_task_class(location: str) -> Any:
     sys.path.insert(0, str(Path(file).parent))
     spec.loader.exec_module(module)
     return load_attribute(f"{module_name}:{name}", what=f"task {location}")
+
+
+def check_is_one_number(shape: Sequence[int]) -> None:
+    """Refuse a loss that is not reduced: frameworks would add its elements up, or stop without a hint.
+
+    Args:
+        shape: Shape of what the task's ``loss`` has returned.
+
+    Raises:
+        UserError: It has more than one element.
+    """
+    if math.prod(shape) != 1:
+        raise UserError(
+            f"the task's loss has shape {list(shape)}, but has to be one number",
+            hint="return the mean over the samples of the batch",
+        )

@@ -335,18 +335,22 @@ def check_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
     Raises:
         LaunchError: They differ; it names the odd ones, with values.
     """
-    lines, odd = [], set()
+    lines: list[str] = []
+    odd: set[str] = set()
+    is_known = True  # who is right; of two hosts, nobody knows
     for name, holders in differing(facts).items():
         usual = max(holders.values(), key=len)
+        is_known = is_known and 2 * len(usual) > len(facts)
         odd |= {host for hosts in holders.values() if hosts is not usual for host in hosts}
         lines.append(
             f"{name}: " + ", ".join(f"{value} on {', '.join(who)}" for value, who in holders.items())
         )
     if lines:
+        who = f"{', '.join(sorted(odd))} to the state of the others" if is_known else "all to one state"
         raise LostError(
             "the hosts do not have the same:\n" + "\n".join(f"  {line}" for line in lines),
-            hint=f"bring {', '.join(sorted(odd))} to the state of the others: same packages, "
-            "`horovod-train engine build`, same code (or launch.ship_code: true)",
+            hint=f"bring {who}: same packages, `horovod-train engine build`, same code "
+            "(or launch.ship_code: true)",
             hosts=sorted(odd),
         )
 

@@ -103,7 +103,7 @@ class SaveCheckpoints(Hook):
     def save(self, run: Run, *, wait: bool = False) -> None:
         """Save now; with ``wait`` it is on disk afterwards."""
         rng = dump_state(*self._framework.rng_state())
-        save_checkpoint(self._manager, run.replica, run.progress, rng, wait=wait)
+        save_checkpoint(self._manager, run.world, run.replica, run.progress, rng, wait=wait)
 
 
 class LeaveWhenAsked(Hook):

@@ -11,8 +11,10 @@ from horovod_train.checkpoint.arrays import parse_state
 from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.manager import CheckpointManager, Resumed
 from horovod_train.data.shard import StepShare
+from horovod_train.engine.base import World
 from horovod_train.errors import CheckpointError, NumericError
 from horovod_train.frameworks.base import Replica, StepOutcome
+from horovod_train.health.sync import check_before_saving
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.progress import DataOrder, Progress
 
@@ -34,6 +36,7 @@ def record_step(recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: 
 
 def save_checkpoint(
     manager: CheckpointManager,
+    world: World,
     replica: Replica,
     progress: Progress,
     rng: bytes,
@@ -45,6 +48,7 @@ def save_checkpoint(
 
     Raises:
         NumericError: Weights are not finite: such a checkpoint would be resumed from.
+        DesyncError: Ranks hold different states: one of them would be resumed from by all.
         CheckpointError: With ``wait``: it could not be written.
     """
     replica.sync_buffers()
@@ -53,6 +57,8 @@ def save_checkpoint(
             f"step {progress.step}: weights are not finite, and are not saved",
             hint="go on from the last checkpoint with a lower lr.base_lr or health.non_finite: skip",
         )
+    if world.size > 1:
+        check_before_saving(world, replica.state(copy=False), progress.step)
     manager.save(
         progress.step,
         take_state=lambda copy: replica.state(copy=copy),

@@ -101,8 +101,9 @@ def test_each_rank_tells_its_own_story(running):
         assert value["epoch", None] == pytest.approx(full + rest * BATCH * RANKS / NUM_SAMPLES)
         assert value["learning_rate", None] == pytest.approx(0.02)
         assert value["world_size_wanted", None] == value["world_size_present", None] == RANKS
-        # 195 trained numbers, and what rides along: a flag for each of 6 parameters, and the loss.
-        assert value["allreduce_bytes_total", None] == steps * (195 + 6 + 1) * 4
+        # 195 trained numbers, and what rides along: a flag for each of 6 parameters, one for changes in
+        # what is trained, and the loss.
+        assert value["allreduce_bytes_total", None] == steps * (195 + 6 + 1 + 1) * 4
         assert value["gradient_norm", None] > 0
         phases = sum(v for (name, label), v in value.items() if name == "step_phase_seconds_sum")
         assert phases == pytest.approx(value["step_seconds_sum", None])

@@ -86,6 +86,45 @@ class TestReading:
 
         assert job.task == f"{tmp_path / 'mine.py'}:Task"
 
+    def test_variables_for_ranks_keep_their_names(self, tmp_path):
+        environ = {
+            "HOROVOD_TRAIN__LAUNCH__ENV__OMP_PROC_BIND": "close",
+            "HOROVOD_TRAIN__LAUNCH__ENV__MY__OWN": "1x",
+            "HOROVOD_TRAIN__LAUNCH__SECRETS__API_TOKEN": "env:TOKEN",
+            "HOROVOD_TRAIN__OPTIMIZER__ARGS__WEIGHT_DECAY": "0.1",
+        }
+
+        job = load_job(job_file(tmp_path, VALID), environ=environ)
+
+        assert job.launch.env == {"OMP_PROC_BIND": "close", "MY__OWN": "1x"}
+        assert job.launch.secrets == {"API_TOKEN": "env:TOKEN"}
+        assert job.optimizer.args["weight_decay"] == 0.1
+
+    def test_a_task_behind_a_link_keeps_the_name_that_all_hosts_know(self, tmp_path):
+        """A kubelet mounts files of a ConfigMap as links into a folder of another name in each pod."""
+        real = tmp_path / "..2026_11_22_10_00_00.4711"
+        real.mkdir()
+        (real / "mine.py").write_text("class Task: ...\n")
+        job_file(real, changed(task="mine.py:Task"))
+        (tmp_path / "..data").symlink_to(real.name)
+        for name in ("mine.py", "job.yaml"):
+            (tmp_path / name).symlink_to(f"..data/{name}")
+
+        job = load_job(tmp_path / "job.yaml", environ={})
+
+        assert job.task == f"{tmp_path}/mine.py:Task"
+
+    def test_a_task_that_only_the_image_has_is_left_to_kubernetes(self, tmp_path):
+        launch = {"launcher": "mpijob", "hosts": [], "kubernetes": {"image": "train:1.0"}, "num_ranks": 1}
+        document = changed(task="/opt/train/mine.py:Task", run_dir="/data", launch=launch)
+        document["launch"].pop("network_interface")
+        document["launch"]["kubernetes"]["volumes"] = [{"claim": "data", "mount_path": "/data"}]
+
+        assert load_job(job_file(tmp_path, document), environ={}).task == "/opt/train/mine.py:Task"
+        assert "no such file" in problems(tmp_path, {**document, "task": "mine.py:Task"})["task"]
+        document["launch"]["launcher"] = "horovodrun"
+        assert "no such file" in problems(tmp_path, document)["task"]
+
     def test_the_json_schema_accepts_what_we_accept(self):
         jsonschema.validate(VALID, Job.model_json_schema())
 
@@ -212,6 +251,35 @@ class TestProblems:
         for path in (tmp_path / "none.yaml", tmp_path):
             with pytest.raises(ConfigError):
                 load_job(path, environ={})
+
+    @pytest.mark.parametrize(
+        "path", ["task", "run_dir", "checkpoint.dir", "metrics.host", "launch.env.A", "task_args.x"]
+    )
+    def test_a_nul_character_is_refused_wherever_it_stands(self, tmp_path, path):
+        found = problems(tmp_path, VALID, [f'{path}="a\\0b"'])
+
+        assert "must not contain a NUL character" in found[path]
+
+    def test_a_name_with_a_nul_character_is_refused(self, tmp_path):
+        assert "NUL" in problems(tmp_path, changed(task_args={"a\0b": 1}))["task_args"]
+
+    def test_a_path_that_is_too_deep_is_refused(self, tmp_path):
+        assert "field=value" in problems(tmp_path, VALID, ["a." * 300 + "b=1"])["--set"]
+
+    def test_a_key_given_twice_is_refused_in_json_too(self, tmp_path):
+        path = job_file(tmp_path, '{"name": "a", "task": "digits", "name": "b"}', "job.json")
+
+        with pytest.raises(ConfigError, match="the key 'name' is given twice"):
+            load_job(path, environ={})
+
+    @pytest.mark.timeout(100)
+    def test_sixty_thousand_keys_are_not_compared_each_with_each(self, tmp_path):
+        text = "name: a\ntask: digits\ntask_args:\n" + "".join(f"  k{n}: 1\n" for n in range(60_000))
+
+        assert len(load_job(job_file(tmp_path, text), environ={}).task_args) == 60_000
+
+    def test_of_an_unknown_framework_only_that_is_said(self, tmp_path):
+        assert problems(tmp_path, changed(framework="teh")).keys() == {"framework"}
 
     def test_deep_nesting_is_refused(self, tmp_path):
         assert problems(tmp_path, "task_args: " + "[" * 2000 + "]" * 2000)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
+import pytest
 from support.worlds import on_ranks
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.config.schema import Health
 from horovod_train.errors import DesyncError, NumericError
 from horovod_train.health.guard import FiniteGuard
-from horovod_train.health.sync import check_in_sync
+from horovod_train.health.sync import check_before_saving, check_in_sync, digest
 
 
 def state(**values):
@@ -32,12 +34,83 @@ class TestSync:
             assert "ranks differ after step 5: rank 2 against the others, in 1 of 3 arrays" in str(error)
             assert "first model.b" in str(error)
 
+    @pytest.mark.parametrize(
+        ("values", "who"),
+        [
+            ([1, 2], "rank 0 against rank 1"),
+            ([1, 1, 2, 2], "ranks 0-1 against ranks 2-3"),
+            ([1, 2, 3], "rank 0 against rank 1 against rank 2"),
+            ([2, 1, 1], "rank 0 against the others"),
+            ([1, 2, 3, 4, 5], "rank 0 against rank 1 against rank 2 against rank 3 against others"),
+        ],
+    )
+    def test_where_there_is_no_majority_nobody_is_called_wrong(self, values, who):
+        found = on_ranks(len(values), lambda world: check_in_sync(world, state(a=values[world.rank]), "now"))
+
+        assert all(f"ranks differ now: {who}, in 1 of 2 arrays" in str(error) for error in found)
+
     def test_one_bit_is_enough(self):
         tiny = np.nextafter(np.float32(1), np.float32(2))
 
         found = on_ranks(2, lambda world: check_in_sync(world, state(a=tiny if world.rank else 1), "now"))
 
         assert all(isinstance(error, DesyncError) for error in found)
+
+
+def arrays(**values):
+    blobs = {n: ArrayBlob(str(v.dtype), v.shape, v.tobytes()) for n, v in values.items()}
+    return ReplicaState(blobs, {"momentum": blobs["a"]}, {"step": 1}, {"scale": 2.0})
+
+
+class TestBeforeSaving:
+    LARGE = np.arange(3 * 4096 + 5, dtype=np.float64)
+
+    @pytest.mark.parametrize("place", [0, 1, 4095, 4096, 8191, 3 * 4096 - 1, 3 * 4096, 3 * 4096 + 4])
+    @pytest.mark.parametrize("bit", [0, 31, 63])
+    def test_one_bit_anywhere_makes_another_digest(self, place, bit):
+        other = self.LARGE.copy()
+        other.view(np.uint64)[place] ^= np.uint64(1) << np.uint64(bit)
+
+        assert digest(arrays(a=self.LARGE)) != digest(arrays(a=other))
+
+    def test_equal_states_have_equal_digests_wherever_they_lie(self):
+        assert digest(arrays(a=self.LARGE)) == digest(arrays(a=self.LARGE.copy()))
+
+    def test_order_names_types_and_shapes_count(self):
+        a, b = np.float32([1, 2]), np.float32([2, 1])
+        states = [
+            arrays(a=a, b=b),
+            arrays(a=b, b=a),
+            arrays(a=a, c=b),
+            arrays(a=a, b=b.reshape(2, 1)),
+            arrays(a=a, b=b.view(np.int32)),
+            arrays(a=a[:1], b=b),
+            arrays(a=a),
+        ]
+
+        assert len({digest(each) for each in states}) == len(states)
+
+    def test_two_rows_exchanged_make_another_digest(self):
+        rows = self.LARGE[: 2 * 4096].reshape(2, 4096)
+
+        assert digest(arrays(a=rows)) != digest(arrays(a=rows[::-1].copy()))
+
+    @pytest.mark.parametrize("part", ["optimizer", "optimizer_tree", "scaler"])
+    def test_everything_that_is_saved_is_compared(self, part):
+        state = arrays(a=np.float32([1]))
+        blob = ArrayBlob("float32", (1,), np.float32([7]).tobytes())
+        other = {"optimizer": {"momentum": blob}, "optimizer_tree": {"step": 2}, "scaler": {"scale": 1.0}}
+
+        assert digest(state) != digest(replace(state, **{part: other[part]}))
+
+    def test_ranks_that_differ_are_named_and_not_saved(self):
+        def rank(world):
+            check_before_saving(world, state(a=1, b=3 if world.rank == 2 else 2), 7)
+
+        assert on_ranks(3, lambda world: check_before_saving(world, state(a=1), 7)) == [None] * 3
+        for error in on_ranks(3, rank):
+            assert isinstance(error, DesyncError)
+            assert "after step 7, which is therefore not saved: rank 2 against the others" in str(error)
 
 
 class TestGuard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from horovod_train.data.shard import share_of_step
 from horovod_train.engine.base import SingleWorld
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.torch.framework import (
+    OptimizedParameters,
     TorchFramework,
     make_gradients,
     recompute_activations,
@@ -41,14 +43,15 @@ def replica(world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, g
     model = copy.deepcopy(MODEL)
     parameters = list(trained(model) if trained else model.parameters())
     world = world or SingleWorld()
+    made = optimizer(parameters, lr=0.1)
     gradients = (
-        LocalGradients(parameters)
+        LocalGradients(made)
         if world.size == 1
-        else GradientReducer(parameters, ThreadWire(world), bucket_size_bytes=16)
+        else GradientReducer(OptimizedParameters(model, made), ThreadWire(world), bucket_size_bytes=16)
     )
     return TorchReplica(
         model=model,
-        optimizer=optimizer(parameters, lr=0.1),
+        optimizer=made,
         gradients=gradients,
         world=world,
         train=Train(**train),
@@ -245,3 +248,27 @@ def test_a_compiled_job_trains_the_compiled_model(tmp_path):
     made.step(share, reader.read(0, np.arange(6), share.micro_batches), 0.1, want_norm=False)
 
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda loss: loss.expand(6), r"has shape \[6\], but has to be one number"),
+        (lambda loss: loss.detach(), "does not depend on anything that is trained"),
+        (lambda loss: loss.item(), "is a float, not a tensor"),
+        (lambda loss: None, "is a NoneType, not a tensor"),
+        (lambda loss: torch.complex(loss, loss), "is a complex number"),
+    ],
+)
+def test_a_loss_of_which_no_gradient_can_be_taken_is_the_tasks_error(loss, says, size):
+    for error in on_ranks(size, lambda world: steps(replica(world, task=Task(loss)), 1)):
+        assert isinstance(error, UserError)
+        assert error.exit_code == 2
+        assert re.search(says, str(error))
+
+
+def test_a_loss_of_one_element_is_taken_for_a_number():
+    (outcome,) = steps(replica(task=Task(lambda loss: loss.reshape(1, 1))), 1)
+
+    assert outcome.is_finite

@@ -24,6 +24,7 @@ from horovod_train.frameworks.jax.reducer import Exchange
 from horovod_train.frameworks.jax.task import JaxTask
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.scaling import LossScale
+from horovod_train.frameworks.task import check_is_one_number
 
 COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 WIRE_DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16}
@@ -131,7 +132,9 @@ class JaxReplica:
         dtype = COMPUTE_DTYPES.get(self._train.precision)
         if dtype is not None:
             params, batch = cast_floats(params, dtype), cast_floats(batch, dtype)
-        return self._task.loss(params, batch, key).astype(jnp.float32)
+        loss = self._task.loss(params, batch, key)
+        check_is_one_number(loss.shape)
+        return loss.astype(jnp.float32).reshape(())
 
     def _add_gradients(
         self,

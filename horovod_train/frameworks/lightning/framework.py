@@ -91,7 +91,7 @@ class LightningFramework:
         self._replica = LightningReplica(
             module,
             optimizer=optimizer,
-            gradients=LocalGradients(parameters),
+            gradients=LocalGradients(optimizer),
             world=world,
             train=job.train,
         )

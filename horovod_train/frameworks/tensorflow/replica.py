@@ -28,6 +28,7 @@ from horovod_train.frameworks.arrays import (
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.scaling import LossScale
+from horovod_train.frameworks.task import check_is_one_number
 from horovod_train.frameworks.tensorflow.reducer import Exchange
 from horovod_train.frameworks.tensorflow.task import TensorflowTask
 from horovod_train.frameworks.world import HorovodWorld
@@ -78,6 +79,7 @@ class TensorflowReplica:
             for t in (self._tensors if job.train.accumulation_steps > 1 else [])
         ]
         self._zero = tf.Variable(0.0, trainable=False)  # a sum over ranks must not be of constants
+        self._loss_shape: list[int] = []
         self._add = tf.function(self._add_gradients, reduce_retracing=True)
         self._last = tf.function(self._exchange_and_update, reduce_retracing=True)
         self._exchange_nothing = tf.function(self._exchange_zeros)
@@ -97,14 +99,14 @@ class TensorflowReplica:
         for micro_batch in share.micro_batches[:-1]:
             batch = next(batches)
             clock.lap("data")
-            local_loss += float(self._add(batch, tf.constant(micro_batch.share), scale))
+            local_loss += float(self._with_loss(self._add, batch, tf.constant(micro_batch.share), scale))
             clock.lap("compute")
         if share.micro_batches:
             batch = next(batches)
             clock.lap("data")
             weight = tf.constant(share.micro_batches[-1].share)
             loss_before = tf.constant(local_loss)
-            gradients, told = self._call(self._last, batch, weight, scale, loss_before, looks)
+            gradients, told = self._with_loss(self._last, batch, weight, scale, loss_before, looks)
         else:
             gradients, told = self._call(self._exchange_nothing)
         local, loss, norm, *num_users = told.numpy().tolist()
@@ -126,7 +128,9 @@ class TensorflowReplica:
     def _gradients(self, batch: Any, share: tf.Tensor, scale: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
         """Return the gradient of share x loss (None where a variable is not used), and share x loss."""
         with tf.GradientTape() as tape:
-            loss = tf.cast(self.task.loss(self.model, batch, training=True), tf.float32)
+            loss = self.task.loss(self.model, batch, training=True)
+            self._loss_shape = [] if loss.shape.rank is None else [size or -1 for size in loss.shape]
+            loss = tf.cast(tf.reshape(loss, []), tf.float32)
             weighted = loss * share
             scaled = weighted * scale
         gradients = tape.gradient(scaled, self._tensors)
@@ -219,6 +223,18 @@ class TensorflowReplica:
             for variable, before in zip(self._statistics, self._statistics_before, strict=False):
                 variable.assign(before)
         return is_finite
+
+    def _with_loss(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Call what takes the task's loss; one of the wrong shape is told as that.
+
+        Raises:
+            UserError: The loss is not one number.
+        """
+        try:
+            return self._call(work, *arguments)
+        except (ValueError, TypeError, tf.errors.InvalidArgumentError):
+            check_is_one_number(self._loss_shape)
+            raise
 
     def _call(self, exchange: Callable[..., Any], *arguments: Any) -> Any:
         world = self._world

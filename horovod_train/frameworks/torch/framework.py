@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
@@ -147,28 +148,49 @@ def optimizer_of(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.opt
     return optimizer
 
 
+@dataclass(frozen=True)
+class OptimizedParameters:
+    """What an optimizer has of a model, at any time."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def count(self) -> int:
+        """Return how many parameters the optimizer has."""
+        return sum(len(group["params"]) for group in self.optimizer.param_groups)
+
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        """Return the optimizer's parameters by name, in the order of the model.
+
+        Raises:
+            UserError: The optimizer trains something that is not in the model.
+        """
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        found = {name: p for name, p in self.model.named_parameters() if id(p) in trained}
+        if len(trained) > len(found):
+            raise UserError(
+                "the optimizer trains parameters that are not in the model: ranks could not keep them equal",
+                hint="make them part of the model, as a submodule or with register_parameter",
+            )
+        return found
+
+
 def make_gradients(
     allreduce: Allreduce, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: World
 ) -> Gradients:
     """Return what completes the gradients of a step in this world: of what the optimizer trains.
 
     Raises:
-        UserError: The optimizer trains something that is not in the model.
+        UserError: The optimizer trains something that is not in the model, or nothing.
     """
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    parameters = [p for p in model.parameters() if id(p) in trained and p.requires_grad]
-    if len(trained) > len([p for p in model.parameters() if id(p) in trained]):
-        raise UserError(
-            "the optimizer trains parameters that are not in the model: ranks could not keep them equal",
-            hint="make them part of the model, as a submodule or with register_parameter",
-        )
-    if not parameters:
+    optimized = OptimizedParameters(model, optimizer)
+    if not any(parameter.requires_grad for parameter in optimized.named().values()):
         raise UserError("the optimizer trains no parameter", hint="does any parameter require a gradient?")
     if ranks.size == 1:
-        return LocalGradients(parameters)
+        return LocalGradients(optimizer)
     assert isinstance(ranks, TorchWorld)
     return GradientReducer(
-        parameters,
+        optimized,
         ranks,
         bucket_size_bytes=int(allreduce.bucket_size_mib * 2**20),
         wire_dtype=WIRE_DTYPES[allreduce.wire_dtype],

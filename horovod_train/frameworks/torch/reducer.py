@@ -1,29 +1,52 @@
 """Sum gradients over ranks while backward still runs.
 
 Gradients are packed into flat buckets in the order backward makes them. When the last gradient of
-a bucket is there, the bucket leaves: one all-reduce, in place, no further copy. The layout is fixed
-when the reducer is made, so the order of every addition is fixed too: results are the same bit for
-bit from run to run, on any number of ranks.
+a bucket is there, the bucket leaves: one all-reduce, in place, no further copy. The layout follows from
+what is trained alone, so the order of every addition is fixed too: results are the same bit for bit
+from run to run, on any number of ranks.
 
 Each micro-batch's loss is weighted by its share of the step's samples before backward, so the sum
 over ranks is the mean over samples, also when ranks hold different numbers of them.
 
-Two things ride along at the end of the last bucket, for free:
+Three things ride along at the end of the last bucket, for free:
 
 * one flag for each parameter, whether this rank has a gradient for it. A parameter that no rank
   used keeps ``grad = None``, as it would in a single process (an optimizer then leaves it alone);
+* whether this rank trains other parameters than before. When any does, all ranks compare what they
+  train, sum what is new in the same step, and lay out their buckets anew;
 * the weighted loss, whose sum is the loss of the whole step on every rank.
+
+A complex gradient travels as pairs of real numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, describe_ranks
+
+Named = Mapping[str, torch.nn.Parameter]
+
+
+class Optimized(Protocol):
+    """What an optimizer has, which may change between two steps: layers are unfrozen, groups added."""
+
+    def count(self) -> int:
+        """Return how many parameters the optimizer has; cheap, for it is asked in each step."""
+        ...
+
+    def named(self) -> Named:
+        """Return the optimizer's parameters by name, in the order of the model.
+
+        Raises:
+            UserError: The optimizer has parameters that are not in the model.
+        """
+        ...
 
 
 class Gradients(Protocol):
@@ -45,7 +68,7 @@ class Gradients(Protocol):
 
 
 class Wire(Protocol):
-    """Sums tensors over ranks."""
+    """Sums tensors over ranks, and exchanges bytes."""
 
     def start_sum(self, tensor: torch.Tensor, name: str) -> Any:
         """Begin to sum a tensor in place; returns at once with a handle."""
@@ -53,6 +76,10 @@ class Wire(Protocol):
 
     def finish(self, handle: Any) -> None:
         """Return when the sum is in the tensor."""
+        ...
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes of every rank, by rank."""
         ...
 
 
@@ -71,28 +98,35 @@ class Bucket:
 
     Attributes:
         packed: What travels, flat, in the wire's type; in the last bucket, flags and loss follow.
-        gradients: The gradients in the parameters' type: the same memory when the types agree.
+        gradients: The gradients in the parameters' type: the same memory when the types agree. Of
+            complex parameters, pairs of real and imaginary part.
     """
 
     def __init__(
         self, members: Sequence[tuple[int, torch.nn.Parameter]], wire_dtype: torch.dtype, num_extra: int
     ) -> None:
         first = members[0][1]
-        length = sum(parameter.numel() for _, parameter in members)
+        own_dtype = first.dtype.to_real()
+        length = sum(map(_num_reals, (parameter for _, parameter in members)))
         self.packed = torch.zeros(length + num_extra, dtype=wire_dtype, device=first.device)
         self.extra = self.packed[length:]
         body = self.packed[:length]
-        self.gradients = body if wire_dtype == first.dtype else torch.zeros_like(body, dtype=first.dtype)
+        self.gradients = body if wire_dtype == own_dtype else torch.zeros_like(body, dtype=own_dtype)
         self._body = body
         self.slots: list[Slot] = []
         at = 0
         for index, parameter in members:
-            piece = slice(at, at + parameter.numel())
-            shape = parameter.shape
-            self.slots.append(
-                Slot(parameter, index, self.gradients[piece].view(shape), body[piece].view(shape))
-            )
-            at += parameter.numel()
+            piece = slice(at, at + _num_reals(parameter))
+            at = piece.stop
+            if parameter.is_complex():
+                pairs = (*parameter.shape, 2)
+                gradient = torch.view_as_complex(self.gradients[piece].view(pairs))
+                self.slots.append(Slot(parameter, index, gradient, body[piece].view(pairs)))
+            else:
+                shape = parameter.shape
+                self.slots.append(
+                    Slot(parameter, index, self.gradients[piece].view(shape), body[piece].view(shape))
+                )
         self.num_missing = len(self.slots)
         self.handle: Any = None
 
@@ -102,34 +136,40 @@ class Bucket:
             self.gradients.copy_(self._body)
 
 
+def _num_reals(parameter: torch.Tensor) -> int:
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
 class GradientReducer:
     """Keeps the gradients of one replica equal to those of the whole step.
 
     A step is: ``expect_last()`` before the last backward, then ``finish(loss)``. Backward passes
     before that only accumulate. A rank without samples calls ``finish`` alone.
+
+    Args:
+        optimized: What the optimizer has; of that, what requires a gradient is trained.
+        wire: Sums over ranks.
+        bucket_size_bytes: About how much travels in one piece.
+        wire_dtype: Type of 32-bit gradients on the way.
     """
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter],
+        optimized: Optimized,
         wire: Wire,
         *,
         bucket_size_bytes: int,
         wire_dtype: torch.dtype = torch.float32,
     ) -> None:
+        self._optimized = optimized
         self._wire = wire
-        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self.buckets = make_buckets(self._trained, bucket_size_bytes, wire_dtype)
-        self._is_packed = [False] * len(self._trained)
+        self._bucket_size_bytes = bucket_size_bytes
+        self._wire_dtype = wire_dtype
         self._listening = False
-        self.bytes_per_step = sum(b.packed.numel() * b.packed.element_size() for b in self.buckets)
-        self._removers = [
-            slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._make_hook(bucket, slot)
-            )
-            for bucket in self.buckets
-            for slot in bucket.slots
-        ]
+        self._removers: list[Any] = []
+        self._is_packed: list[bool] = []
+        self._layout = -1
+        self._lay_out(optimized.named())
 
     def expect_last(self) -> None:
         """The next backward is the last of this step: buckets leave as they fill."""
@@ -143,33 +183,113 @@ class GradientReducer:
 
         Returns:
             The sum over ranks, shape []: the mean loss over the samples of the step.
+
+        Raises:
+            UserError: Ranks train different parameters; all of them raise it.
         """
         self._listening = False
-        flags_and_loss = self.buckets[-1].extra
+        extra = self.buckets[-1].extra
+        flags = extra[:-2]
         has_gradient = [
             packed or parameter.grad is not None
             for packed, parameter in zip(self._is_packed, self._trained, strict=True)
         ]
         all_used = all(has_gradient)
-        flags_and_loss[:-1] = 1.0 if all_used else torch.tensor(has_gradient).to(flags_and_loss)
-        flags_and_loss[-1] = weighted_loss
+        flags[:] = 1.0 if all_used else torch.tensor(has_gradient).to(flags)
+        extra[-2] = float(self._trains_others_than_before())
+        extra[-1] = weighted_loss
         for number, bucket in enumerate(self.buckets):
             if bucket.handle is None:
                 for slot in bucket.slots:
                     if not self._is_packed[slot.index]:
                         self._pack(slot)
                 self._send(number)
-        self._receive(None if all_used else flags_and_loss[:-1])
-        return flags_and_loss[-1]
+        self._receive(None if all_used else flags)
+        self._summed = [bucket.gradients for bucket in self.buckets]
+        loss = extra[-1]
+        if extra[-2] > 0:  # on any rank, and so on all
+            self._take_up_changes()
+        return loss
 
     def gradients(self) -> list[torch.Tensor]:
         """The summed gradients, a flat tensor per bucket; writing to them changes ``parameter.grad``."""
-        return [bucket.gradients for bucket in self.buckets]
+        return self._summed
 
     def close(self) -> None:
         """Let go of the parameters."""
         for remover in self._removers:
             remover.remove()
+        self._removers = []
+
+    # -- what is trained
+
+    def _lay_out(self, named: Named) -> None:
+        """Lay out buckets for what is trained now."""
+        self.close()
+        self._candidates = list(named.values())
+        self._required = [parameter.requires_grad for parameter in self._candidates]
+        self._trained = [parameter for parameter in self._candidates if parameter.requires_grad]
+        if not self._trained:
+            raise UserError("nothing is trained any more: no parameter requires a gradient")
+        self._layout += 1
+        self.buckets = make_buckets(self._trained, self._bucket_size_bytes, self._wire_dtype)
+        self._summed = [bucket.gradients for bucket in self.buckets]
+        self._is_packed = [False] * len(self._trained)
+        self.bytes_per_step = sum(b.packed.numel() * b.packed.element_size() for b in self.buckets)
+        self._removers = [
+            slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._make_hook(bucket, slot)
+            )
+            for bucket in self.buckets
+            for slot in bucket.slots
+        ]
+
+    def _trains_others_than_before(self) -> bool:
+        return self._optimized.count() != len(self._candidates) or any(
+            parameter.requires_grad != before
+            for parameter, before in zip(self._candidates, self._required, strict=True)
+        )
+
+    def _take_up_changes(self) -> None:
+        """Compare what ranks train from now on, sum the gradients of what is new, lay out buckets anew."""
+        named, problem = self._named_now()
+        trained = {name: p for name, p in named.items() if p.requires_grad}
+        layout = [[name, list(p.shape), str(p.dtype)] for name, p in trained.items()]
+        everyone = [json.loads(data) for data in self._wire.gather(json.dumps([problem, layout]).encode())]
+        check_same_trained(everyone)
+        before = set(map(id, self._trained))
+        new = [parameter for parameter in trained.values() if id(parameter) not in before]
+        late = self._sum_late(new) if new else []
+        summed = [*self._summed, *late]
+        self._lay_out(named)
+        self._summed = summed
+
+    def _named_now(self) -> tuple[Named, str]:
+        try:
+            return self._optimized.named(), ""
+        except UserError as error:
+            return {}, str(error)
+
+    def _sum_late(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """Sum gradients that are in no bucket yet, as the buckets to come will."""
+        buckets = make_buckets(parameters, self._bucket_size_bytes, self._wire_dtype)
+        flags = buckets[-1].extra[:-2]
+        flags[:] = torch.tensor([p.grad is not None for p in parameters]).to(flags)
+        for number, bucket in enumerate(buckets):
+            for slot in bucket.slots:
+                self._pack(slot)
+            name = f"horovod_train.late.{self._layout}.{number}"
+            bucket.handle = self._wire.start_sum(bucket.packed, name)
+        for bucket in buckets:
+            self._wire.finish(bucket.handle)
+        is_used = (flags > 0).tolist()
+        for bucket in buckets:
+            bucket.unpack()
+            for slot in bucket.slots:
+                slot.parameter.grad = slot.gradient if is_used[slot.index] else None
+        return [bucket.gradients for bucket in buckets]
+
+    # -- one step
 
     def _make_hook(self, bucket: Bucket, slot: Slot) -> Any:
         number = self.buckets.index(bucket)
@@ -197,14 +317,13 @@ class GradientReducer:
         gradient = slot.parameter.grad
         if gradient is None:
             slot.packed.zero_()
-        elif gradient.is_sparse:
-            slot.packed.copy_(gradient.to_dense())
-        elif gradient.data_ptr() != slot.packed.data_ptr():
-            slot.packed.copy_(gradient)
+        elif gradient.is_sparse or gradient.data_ptr() != slot.packed.data_ptr():
+            slot.packed.copy_(as_reals(gradient))
 
     def _send(self, number: int) -> None:
         bucket = self.buckets[number]
-        bucket.handle = self._wire.start_sum(bucket.packed, f"horovod_train.bucket.{number}")
+        # Sizes follow the layout, and Horovod knows a tensor by its name.
+        bucket.handle = self._wire.start_sum(bucket.packed, f"horovod_train.bucket.{self._layout}.{number}")
 
     def _receive(self, flags: torch.Tensor | None) -> None:
         """Wait for every bucket. ``flags`` is read only by ranks that lack a gradient."""
@@ -222,24 +341,67 @@ class GradientReducer:
         self._is_packed = [False] * len(self._trained)
 
 
+def as_reals(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient densely, complex numbers as pairs."""
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+
+
+def check_same_trained(everyone: Sequence[tuple[str, list[list[Any]]]]) -> None:
+    """Refuse ranks that train different parameters.
+
+    Args:
+        everyone: For each rank, what is wrong with its optimizer, and [name, shape, type] of each
+            parameter that it trains.
+
+    Raises:
+        UserError: They do.
+    """
+    for rank, (problem, _) in enumerate(everyone):
+        if problem:
+            raise UserError(f"{describe_ranks([rank])}: {problem}")
+    trained = [{entry[0] for entry in layout} for _, layout in everyone]
+    if all(layout == everyone[0][1] for _, layout in everyone):
+        return
+    for name in sorted(set().union(*trained)):
+        having = [rank for rank, names in enumerate(trained) if name in names]
+        if len(having) < len(everyone):
+            lacking = [rank for rank in range(len(everyone)) if rank not in having]
+            raise UserError(
+                f"{describe_ranks(having)} trains {name!r} and {describe_ranks(lacking)} does not",
+                hint="freeze and unfreeze parameters on all ranks in the same step",
+            )
+    raise UserError("ranks train parameters of different shapes, types or order")
+
+
 class LocalGradients:
-    """The gradients of a world of one: already complete."""
+    """The gradients of a world of one: already complete.
+
+    Args:
+        optimizer: Its parameters are trained.
+    """
 
     bytes_per_step = 0
 
-    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        self._parameters = list(parameters)
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
 
     def expect_last(self) -> None:
         """Do nothing."""
 
     def finish(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss."""
+        """Make sparse gradients dense, as they are on several ranks; return the loss."""
+        for parameter in self._parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
         return weighted_loss
 
     def gradients(self) -> list[torch.Tensor]:
         """The gradients there are."""
-        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
 
 
 def make_buckets(
@@ -252,6 +414,8 @@ def make_buckets(
     """
     groups: list[list[tuple[int, torch.nn.Parameter]]] = []
     size_bytes = 0
+    # After the flags of all: whether this rank has changed what it trains, and the loss.
+    num_extra = len(parameters) + 2
     for index, parameter in reversed(list(enumerate(parameters))):
         same = groups and _kind(groups[-1][0][1]) == _kind(parameter)
         if not same or size_bytes >= bucket_size_bytes:
@@ -262,9 +426,9 @@ def make_buckets(
     buckets = []
     for group in groups:
         is_last = group is groups[-1]
-        is_wide = group[0][1].dtype == torch.float64
+        is_wide = group[0][1].dtype.to_real() == torch.float64
         dtype = torch.float64 if is_wide else torch.float32 if is_last else wire_dtype
-        buckets.append(Bucket(group, dtype, len(parameters) + 1 if is_last else 0))
+        buckets.append(Bucket(group, dtype, num_extra if is_last else 0))
     return buckets
 
 

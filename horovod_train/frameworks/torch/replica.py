@@ -18,6 +18,7 @@ from horovod_train.engine.base import World, gather_json
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.reader import batch_length
+from horovod_train.frameworks.task import check_is_one_number
 from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.state import (
     blobs_of,
@@ -121,8 +122,11 @@ class TorchReplica:
             share: Samples of the micro-batch divided by samples of the step over all ranks.
             is_last: No other micro-batch of this rank follows in this step: gradients leave as
                 they are made.
+
+        Raises:
+            UserError: The loss is not one number that depends on what is trained.
         """
-        weighted = loss * share
+        weighted = checked_loss(loss) * share
         self._local_loss += weighted.detach()
         if is_last:
             self.gradients.expect_last()
@@ -285,6 +289,29 @@ class TorchReplica:
     def num_parameters(self) -> int:
         """Return how many numbers are trained."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+
+def checked_loss(loss: Any) -> torch.Tensor:
+    """Return a loss, shape [], if a gradient can be taken of it.
+
+    Raises:
+        UserError: It is no tensor, has several elements, is complex or detached.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise UserError(
+            f"the task's loss is a {type(loss).__name__}, not a tensor",
+            hint="return the mean loss over the batch, without .item() or float()",
+        )
+    check_is_one_number(loss.shape)
+    if loss.is_complex():
+        raise UserError("the task's loss is a complex number", hint="return a real one, such as loss.abs()")
+    if not loss.requires_grad:
+        raise UserError(
+            "the task's loss does not depend on anything that is trained",
+            hint="was it detached (detach(), item(), torch.no_grad()), or are all the layers that it uses "
+            "frozen?",
+        )
+    return loss.reshape(())
 
 
 def _scaler_state(plain: Mapping[str, float]) -> dict[str, Any]:

@@ -34,7 +34,9 @@ class TorchWorld(HorovodWorld):
 
     def start_sum(self, tensor: torch.Tensor, name: str) -> Any:
         """Begin to sum a tensor over ranks, in place; returns at once."""
-        return self.call(lambda: self.hvd.allreduce_async_(tensor, name=name, op=self.hvd.Sum))
+        # Horovod knows no complex numbers; a sum of pairs is the same.
+        reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return self.call(lambda: self.hvd.allreduce_async_(reals, name=name, op=self.hvd.Sum))
 
     def finish(self, handle: Any) -> None:
         """Return when a sum has arrived."""
