@@ -19,6 +19,7 @@ The same script trains alone (``python train.py``) and on many ranks
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ import torch
 
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, LearningRate, Train
+from horovod_train.config.schema import Allreduce, Checkpoint, Data, Health, Job, LearningRate, Train
 from horovod_train.data.shard import StepShare, eval_micro_batches
 from horovod_train.engine.base import World, broadcast_json, mean_over_ranks
 from horovod_train.engine.facts import environment_facts
@@ -44,6 +45,7 @@ from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
 from horovod_train.frameworks.torch.world import TorchWorld
 from horovod_train.frameworks.world import connect
+from horovod_train.health.heartbeat import PeerWatch
 from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.health.sync import check_in_sync
 from horovod_train.lr.policy import LearningRatePolicy
@@ -79,6 +81,8 @@ class Session:
         self._stack = ExitStack()
         self.world = world
         self._stack.callback(world.close)
+        if world.size > 1:
+            self._stack.callback(_watch_peers(world, job.health).close)
         self.device = choose_device(job, world)
         seed_generators(job.train.seed, 0, 0)
 
@@ -227,6 +231,16 @@ class Session:
         request = LeaveRequest()
         request.listen()
         return SessionLeaving(checkpoints, LeaveAgreement(self.world, request))
+
+
+def _watch_peers(world: World, health: Health) -> PeerWatch:
+    """Watch the other ranks: one that is frozen ends this one, which would wait for it for ever."""
+
+    def end(why: str) -> None:
+        log.error("%s; rank %d ends", why, world.rank)
+        os._exit(1)  # the main thread waits in a collective, and cannot be reached there
+
+    return PeerWatch(world, health, log.warning, end)
 
 
 class Step:

@@ -24,11 +24,12 @@ from horovod_train.engine.base import World, broadcast_json, gather_json
 from horovod_train.engine.binding import bind
 from horovod_train.engine.environment import from_slurm
 from horovod_train.engine.facts import environment_facts
-from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, UserError
+from horovod_train.errors import HorovodTrainError, LostError, PeerError, PreemptedError, UserError
 from horovod_train.events import Reporter
 from horovod_train.files import make_folder
 from horovod_train.frameworks.base import Framework, Reader, Replica
 from horovod_train.health.guard import FiniteGuard
+from horovod_train.health.heartbeat import BeatFile, PeerWatch, beat_folder
 from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.health.truth import check_world
 from horovod_train.lr.policy import LearningRatePolicy
@@ -83,6 +84,8 @@ def main(options: WorkerOptions) -> int:
     request = LeaveRequest()
     request.listen()
     _log_to(reporter)
+    folder = beat_folder(os.environ)
+    beat = BeatFile(folder, guess) if folder is not None else None
     try:
         # What `run` resolved is final; the environment has had its say.
         job = load_job(options.job_file, environ={} if options.as_events else None)
@@ -99,6 +102,8 @@ def main(options: WorkerOptions) -> int:
     except BaseException as error:  # noqa: BLE001  (whatever a task raises, it is told once and in one place)
         return _report_failure(error, reporter)
     finally:
+        if beat is not None:
+            beat.close()
         _end_children()
     return 0
 
@@ -120,6 +125,8 @@ def run_rank(
     stack.callback(world.close)
     reporter.rank = world.rank
     check_world(job, world)
+    if world.size > 1 and beat_folder(os.environ) is None:
+        stack.callback(watch_peers(job, world, reporter).close)
     run_id = broadcast_json(world, options.run_id or strftime("%Y%m%d-%H%M%S"))
     recorder = Recorder(job.name, run_id, world, job.launch.num_ranks or world.size)
     manager = open_checkpoints(job, world, recorder, reporter, stack)
@@ -148,6 +155,20 @@ def run_rank(
         seconds = monotonic() - started
         num_samples = (run.progress.epochs_passed - before) * len(train_reader)
         tell_summary(run, reporter, addresses, manager, seconds, num_samples / seconds)
+
+
+def watch_peers(job: Job, world: World, reporter: Reporter) -> PeerWatch:
+    """Watch the other ranks of a launch that was typed by hand; one that is frozen ends this rank."""
+
+    def end(why: str) -> None:
+        # The main thread waits in a collective, and cannot be reached there.
+        _report_failure(LostError(f"{why}; ended after health.stall_shutdown_s"), reporter)
+        os._exit(LostError.exit_code)
+
+    def tell(text: str) -> None:
+        reporter.emit("notice", text=text)
+
+    return PeerWatch(world, job.health, tell, end)
 
 
 def make_run(

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -74,12 +75,23 @@ def temporary_files_are_pytests(tmp_path_factory):
             os.environ[name] = value
 
 
+def stages_of(base: Path) -> set[Path]:
+    """Folders of jobs on this host whose runs lie in the folder of this test session."""
+    found = set()
+    for stage in STAGES.glob("horovod_train-*"):
+        with suppress(OSError):
+            if str(base) in (stage / "job.json").read_text():
+                found.add(stage)
+    return found
+
+
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind():
+def leaves_nothing_behind(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
     environment = dict(os.environ)
     threads = set(threading.enumerate())
     servers = set(psutil.Process().children())  # shared by several tests
-    stages = set(STAGES.glob("horovod_train-*"))
+    stages = stages_of(base)
     yield
     new = [process for process in psutil.Process().children() if process not in servers]
     left = [*new, *(grandchild for process in new for grandchild in process.children(recursive=True))]
@@ -87,7 +99,7 @@ def leaves_nothing_behind():
         process.kill()
     # A launcher that is killed has somebody else clear up after it.
     deadline = time.monotonic() + 5
-    while (folders := set(STAGES.glob("horovod_train-*")) - stages) and time.monotonic() < deadline:
+    while (folders := stages_of(base) - stages) and time.monotonic() < deadline:
         time.sleep(0.1)
     # PyTest notes the running test there, and torch where its compiler may cache.
     changed = {

@@ -127,18 +127,21 @@ def parse_state(content: bytes) -> tuple[Any, dict[str, ArrayBlob]]:
 
 
 def parse_arrays(content: bytes) -> dict[str, ArrayBlob]:
-    """Return the arrays of such a file.
+    """Return the arrays of such a file, in the order in which they were written: the same on all ranks.
 
     Raises:
         CheckpointError: It is no such file.
     """
     try:
-        return {
+        found = {
             name: ArrayBlob(DTYPE_NAMES[info["dtype"]], tuple(info["shape"]), bytes(info["data"]))
             for name, info in deserialize(content)  # type: ignore[no-untyped-call]
         }
     except (SafetensorError, KeyError) as error:
         raise CheckpointError(f"not a safetensors file: {error}") from error
+    # The library gives them in any order.
+    header = json.loads(content[8 : 8 + struct.unpack_from("<Q", content)[0]])
+    return {name: found[name] for name in header if name in found}
 
 
 def _header(arrays: Mapping[str, ArrayBlob]) -> bytes:

@@ -41,6 +41,11 @@ class World(Protocol):
         """Name of this rank's host."""
         ...
 
+    @property
+    def waiting_since_s(self) -> float | None:
+        """Since when this rank waits in a collective, by ``monotonic``; None: it does not."""
+        ...
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the elementwise sum over ranks, in double precision; same length on all ranks."""
         ...
@@ -62,6 +67,7 @@ class SingleWorld:
     size: int = 1
     local_rank: int = 0
     host: str = field(default_factory=socket.gethostname)
+    waiting_since_s: float | None = None
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the values."""

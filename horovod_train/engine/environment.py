@@ -57,5 +57,7 @@ def horovod_settings(job: Job) -> dict[str, str]:
         "HOROVOD_CYCLE_TIME": f"{job.allreduce.cycle_time_ms:g}",
         "HOROVOD_STALL_CHECK_TIME_SECONDS": f"{max(1, round(job.health.stall_warning_s))}",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": f"{max(2, round(job.health.stall_shutdown_s))}",
+        # Later than the verdict on whoever is missing, which says more than "timed out".
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{max(30, round(job.health.stall_shutdown_s) + 60)}",
         "HOROVOD_LOG_HIDE_TIME": "1",
     }

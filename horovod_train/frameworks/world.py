@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,6 +62,8 @@ class HorovodWorld:
         self.size: int = self.hvd.size()
         self.local_rank: int = self.hvd.local_rank()
         self.host = socket.gethostname()
+        self.waiting_since_s: float | None = None
+        """Since when this rank waits in a collective, by ``monotonic``; None: it does not."""
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the elementwise sum over ranks, in double precision."""
@@ -99,10 +102,13 @@ class HorovodWorld:
             PeerError: Another rank was lost.
             WorldError: Ranks do not exchange the same.
         """
+        self.waiting_since_s = monotonic()
         try:
             return collective()
         except self.lost as error:
             raise explained(error) from error
+        finally:
+            self.waiting_since_s = None
 
 
 def explained(error: Exception) -> PeerError | WorldError:

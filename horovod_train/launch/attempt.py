@@ -17,6 +17,7 @@ from horovod_train.events import Event
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.fleet import gather
+from horovod_train.launch.frozen import Frozen, watching_ranks
 from horovod_train.launch.hosts import Host
 from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.logs import LogFile
@@ -71,6 +72,7 @@ def carry_out(
     environ = without_secrets(launch.secrets, os.environ)
     plan.write_files()
     lost: list[tuple[str, str]] = []
+    frozen: list[Frozen] = []
     with ExitStack() as stack:
         stack.enter_context(adopting_orphans())
         guard = stack.enter_context(guarded(request.stage))
@@ -108,13 +110,18 @@ def carry_out(
             lost.append((host, why))
             stopper.stop()
 
+        def give_up(ranks: Sequence[Frozen]) -> None:
+            frozen.extend(ranks)
+            stopper.stop()
+
         stopper = Stopper(ask, kill, launch.grace_s)
-        with stopper.listening(), beside(stopper.drain):
+        watch = watching_ranks(fleet, request.job.health, watcher.see_frozen, give_up)
+        with stopper.listening(), beside(stopper.drain), watch:
             note("")
             fleet.watch(launch.host_timeout_s, on_lost)
             marked = {**environ, RUN_VARIABLE: request.stage}
             code = execute(plan, marked, watcher.see, keep={guard, *fleet.pids})
-            if code and not lost and (host := fleet.silent(launch.host_timeout_s)):
+            if code and not lost and not frozen and (host := fleet.silent(launch.host_timeout_s)):
                 lost.append((host, "it is silent"))
-    watcher.verdict(Ended(code, stopper.received, lost[0] if lost else None))
+    watcher.verdict(Ended(code, stopper.received, lost[0] if lost else None, frozen))
     return watcher.measured

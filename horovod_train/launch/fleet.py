@@ -26,6 +26,7 @@ from horovod_train.launch.ssh import CONNECT_TIMEOUT_S, explain
 
 PING_INTERVAL_S = 2.0
 CALL_TIMEOUT_S = 25.0
+LOOK_TIMEOUT_S = 2.0
 MAX_AT_ONCE = 32
 Result = TypeVar("Result")
 
@@ -41,6 +42,10 @@ class Member(Protocol):
         Raises:
             LaunchError: It failed, or the host does not answer.
         """
+        ...
+
+    def ask(self, name: str, /, **args: Any) -> Future[Any]:
+        """Begin to do it."""
         ...
 
     def close(self) -> None:
@@ -61,6 +66,15 @@ class Here:
             return getattr(self._on_host, name)(**args)
         except OSError as error:
             raise LostError(f"{self.host.name}: {name}: {error}", hosts=[self.host.name]) from error
+
+    def ask(self, name: str, /, **args: Any) -> Future[Any]:
+        """Do it in this process."""
+        answer: Future[Any] = Future()
+        try:
+            answer.set_result(self.call(name, **args))
+        except LostError as error:
+            answer.set_exception(error)
+        return answer
 
     def close(self) -> None:
         """Kill what is left of the run."""
@@ -257,6 +271,16 @@ class Fleet:
         if others:
             self._watch = Thread(target=look, daemon=True)
             self._watch.start()
+
+    def silent_ranks(self, limit_s: float) -> dict[str, list[dict[str, Any]]]:
+        """Return what ``OnHost.silent_ranks`` says on each host that answers soon, by its name."""
+        found = {}
+        answers = [(member, member.ask("silent_ranks", limit_s=limit_s)) for member in self.members]
+        for member, answer in answers:
+            # A host that does not answer is another matter: see ``watch``.
+            with suppress(EOFError, FutureTimeoutError, LaunchError):
+                found[member.host.name] = answer.result(LOOK_TIMEOUT_S)
+        return found
 
     @property
     def pids(self) -> set[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 
 
 class LogFile:
@@ -21,17 +22,22 @@ class LogFile:
         self._handle: int | None = None
         self._num_lost = 0
         self._at_line_start = True
+        self._lock = Lock()
 
     def write(self, line: str) -> None:
-        """Add a line."""
-        try:
-            if self._num_lost:
-                self._put(f"... {self._num_lost} lines could not be written ...")
-                self._num_lost = 0
-            self._put(line)
-        except OSError as error:
-            self._num_lost += 1
-            self._on_loss(f"{self.path.name} is incomplete: {error.strerror}")
+        """Add a line; from any thread."""
+        problem = ""
+        with self._lock:
+            try:
+                if self._num_lost:
+                    self._put(f"... {self._num_lost} lines could not be written ...")
+                    self._num_lost = 0
+                self._put(line)
+            except OSError as error:
+                self._num_lost += 1
+                problem = f"{self.path.name} is incomplete: {error.strerror}"
+        if problem:
+            self._on_loss(problem)
 
     def close(self) -> None:
         """Let go of the file."""

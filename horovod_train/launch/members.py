@@ -46,6 +46,8 @@ class Members:
 
     def lose(self, names: Collection[str]) -> None:
         """Leave hosts alone for a while, longer each time: one may answer and always fail."""
+        if not self._launch.hosts and self._elastic.discover is None:
+            return  # there is this machine alone
         for name in names:
             losses = self._losses[name] = min(self._losses.get(name, 0) + 1, MAX_DOUBLINGS)
             pause_s = self._elastic.cooldown_s * 2 ** (losses - 1)

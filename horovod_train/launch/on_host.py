@@ -28,6 +28,8 @@ RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
 """In the environment of every process of a run: its stage, by which it is known."""
 
 CONNECT_TIMEOUT_S = 4.0
+BUSY = 0.2
+"""A process that computes for this part of the time is not frozen."""
 
 
 class OnHost:
@@ -41,6 +43,7 @@ class OnHost:
         self.stage = Path(stage)
         self._listeners: list[socket.socket] = []
         self._is_ours = False
+        self._last_busy: dict[int, tuple[float, float]] = {}
 
     # -- looking
 
@@ -113,6 +116,31 @@ class OnHost:
             if answered != name:
                 failed[name] = f"{address} is {answered or 'something else'} from here"
         return failed
+
+    def silent_ranks(self, limit_s: float) -> list[dict[str, Any]]:
+        """Return the ranks of this host that have shown no sign of life, and done nothing, for so long.
+
+        A rank whose Python is busy with one long call gives no sign either, but uses its processor.
+        """
+        now_s = time.monotonic()
+        found = []
+        for file in self.stage.glob("alive-*"):
+            rank, pid = map(int, file.name.split("-")[1:])
+            with suppress(OSError, ValueError, psutil.Error):
+                process = psutil.Process(pid)
+                silent_s = now_s - max(float(file.read_text()), self._busy_until_s(process, now_s))
+                if silent_s >= limit_s:
+                    found.append({"rank": rank, "pid": pid, "silent_s": silent_s, "doing": process.status()})
+        return found
+
+    def _busy_until_s(self, process: psutil.Process, now_s: float) -> float:
+        """Return when a process was last seen to compute, as far as the last look and this one tell."""
+        times = process.cpu_times()
+        cpu_s = times.user + times.system
+        last = self._last_busy.get(process.pid)
+        if last is None or cpu_s - last[1] > BUSY * (now_s - last[0]):
+            self._last_busy[process.pid] = last = (now_s, cpu_s)
+        return last[0]
 
     # -- files
 

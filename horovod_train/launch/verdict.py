@@ -12,6 +12,7 @@ from horovod_train.errors import HorovodTrainError, LaunchError, LostError, Pree
 from horovod_train.events import Event, parse_line, tagged, without_tags
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
+from horovod_train.launch.frozen import Frozen
 from horovod_train.launch.logs import LogFile
 from horovod_train.launch.secrets import Mask
 from horovod_train.launch.targets import write_targets
@@ -28,11 +29,13 @@ class Ended:
         code: Exit code of the command that started the ranks.
         stopped_by: The signal that this process got; None: it ended by itself.
         lost: The host that stopped answering, and why that is thought; None: none did.
+        frozen: Ranks that were given up because they showed no sign of life.
     """
 
     code: int
     stopped_by: int | None = None
     lost: tuple[str, str] | None = None
+    frozen: Sequence[Frozen] = ()
 
 
 @dataclass
@@ -95,6 +98,13 @@ class Watcher:
     def _stall(self) -> str:
         names = describe_ranks(sorted(self.stalled))
         return f"{names} stayed away from a collective that the others wait in: {min(self.stalled.values())}"
+
+    def see_frozen(self, text: str) -> None:
+        """Tell which ranks show no sign of life; nothing: they go on."""
+        if text:
+            self.console.print(f"warning: {text}")
+            self.log.write(f"warning: {text}")
+        self.note(text)
 
     def _see_event(self, event: Event) -> None:
         if event.kind == "targets":
@@ -161,6 +171,10 @@ class Watcher:
         if ended.stopped_by is not None:
             if not self.has_started:
                 raise stopped_early(ended.stopped_by, self.request.attempt)
+            if self.causes:
+                cause = self._explain_causes()
+                message = f"stopped by signal {ended.stopped_by}, and not saved: {cause.message}"
+                raise _with_code(LaunchError(message, hint=cause.hint), 128 + ended.stopped_by)
             raise _with_code(
                 LaunchError(
                     f"stopped by signal {ended.stopped_by}, before the ranks had saved",
@@ -168,6 +182,12 @@ class Watcher:
                     f"({self.request.job.launch.grace_s:g} s) too short?",
                 ),
                 128 + ended.stopped_by,
+            )
+        if ended.frozen:
+            raise self._lost(
+                f"{'; '.join(map(str, ended.frozen))}; the job was ended after health.stall_shutdown_s",
+                ended.frozen[0].hint,
+                sorted({each.host for each in ended.frozen}),
             )
         if ended.lost:
             host, why = ended.lost

@@ -65,6 +65,7 @@ class SocketWorld:
         self.size = number_of("SIZE", environ)
         self.local_rank = number_of("LOCAL_RANK", environ)
         self.host = socket.gethostname()
+        self.waiting_since_s: float | None = None
         self._folder = Path(job.run_dir).expanduser() / job.name
         self._folder.mkdir(parents=True, exist_ok=True)
         self._place = self._folder / f".ranks-of-{launch_of(environ)}.json"
@@ -81,6 +82,7 @@ class SocketWorld:
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, by rank."""
+        self.waiting_since_s = time.monotonic()
         try:
             if self.rank != 0:
                 send(self._peers[0], [data])
@@ -91,6 +93,8 @@ class SocketWorld:
         except OSError as error:
             self.close()
             raise PeerError(f"a collective was ended because another rank left: {error}") from error
+        finally:
+            self.waiting_since_s = None
         return pieces
 
     def close(self) -> None:
@@ -250,7 +254,7 @@ class NumpyReplica:
     def load_state(self, state: ReplicaState) -> None:
         """Take over a state."""
         check_fits({name: array.shape for name, array in self.params.items()}, state.model, "model")
-        self.params = {name: from_blob(blob) for name, blob in state.model.items()}
+        self.params = {name: from_blob(state.model[name]) for name in self.params}
         self._optimizer.velocity = {name: from_blob(blob) for name, blob in state.optimizer.items()}
 
     def broadcast(self) -> None:

@@ -18,6 +18,8 @@ BIN = Path(sys.executable).parent
 # MXNet needs the NumPy of its time, and so an environment of its own; `make mxnet` makes it.
 MXNET_BIN = Path(__file__).parents[2] / ".venv-mxnet" / "bin"
 PROGRAMS = Path(__file__).parent.parent / "programs"
+# The framework in NumPy, installed as another package's would be.
+PLUGIN = Path(__file__).parent.parent / "plugin"
 TIMEOUT_S = 180
 
 
@@ -58,6 +60,7 @@ def environment(*, programs: Path = BIN, **extra: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         **extra,
+        "PYTHONPATH": os.pathsep.join(filter(None, (extra.get("PYTHONPATH"), str(PLUGIN)))),
     }
 
 

@@ -85,6 +85,8 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def is_rank(process: psutil.Process) -> bool:
+    """Started by our launcher, or by hand."""
     with suppress(psutil.NoSuchProcess):  # a zombie counts as one
-        return process.cmdline()[3:4] == ["worker"]
+        command = process.cmdline()
+        return "worker" in command[2:5] and "python" in command[0]
     return False

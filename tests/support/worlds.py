@@ -15,6 +15,7 @@ class ThreadWorld:
         self.size = size
         self.local_rank = rank
         self.host = host
+        self.waiting_since_s = None
         self._shared = shared
 
     def sum(self, values: Sequence[float]) -> list[float]:

@@ -90,6 +90,12 @@ class TestOneCheckpoint:
         assert resumed.progress["step"] == 7
         assert resumed.rng == b"generators"
 
+    def test_has_its_arrays_in_the_order_in_which_they_were_written(self):
+        names = [f"layer.{number}" for number in (3, 1, 2, 0, 9, 8, 7)]
+        content = dump_state({}, {name: blob(1.0) for name in names})
+
+        assert list(parse_state(content)[1]) == names
+
     def test_is_read_by_the_safetensors_library(self, tmp_path):
         checkpoints = manager(tmp_path)
         save(checkpoints, 7)

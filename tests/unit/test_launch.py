@@ -13,9 +13,10 @@ from rich.console import Console
 
 from horovod_train.config.schema import Job
 from horovod_train.engine import environment
-from horovod_train.errors import LaunchError, PreemptedError
+from horovod_train.errors import LaunchError, LostError, PreemptedError
 from horovod_train.events import Event, Reporter, as_text, parse_line
 from horovod_train.launch.console import JobConsole
+from horovod_train.launch.frozen import Frozen
 from horovod_train.launch.logs import LogFile
 from horovod_train.launch.run import make_plan, resolve
 from horovod_train.launch.secrets import Mask, too_short_to_hide
@@ -250,6 +251,25 @@ class TestVerdict:
             watcher.verdict(Ended(137, stopped_by=15))
 
         assert caught.value.exit_code == 143
+
+    def test_what_kept_ranks_from_saving_is_told(self, watcher):
+        watcher.has_started = True
+        watcher.see(self.failure(1, "ranks differ after step 6"))
+
+        with pytest.raises(
+            LaunchError, match="stopped by signal 15, and not saved: rank 1 on h: ranks differ"
+        ):
+            watcher.verdict(Ended(143, stopped_by=15))
+
+    def test_frozen_ranks_are_the_cause_of_what_others_noticed(self, watcher):
+        watcher.see(self.failure(0, "another rank left", is_cause=False))
+        frozen = [Frozen(1, "node7", 4711, 12.3, "stopped")]
+
+        with pytest.raises(LostError, match=r"rank 1 on node7 \(process 4711, stopped\)") as caught:
+            watcher.verdict(Ended(137, frozen=frozen))
+
+        assert caught.value.hosts == ("node7",)
+        assert "`kill -CONT 4711` on node7" in caught.value.hint
 
     def test_a_lost_host_is_the_cause_of_what_ranks_noticed(self, watcher):
         watcher.see(self.failure(0, "another rank left", is_cause=False))

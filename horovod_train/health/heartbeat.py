@@ -1,0 +1,188 @@
+"""Signs of life of a rank that need neither MPI nor Gloo: whoever is frozen cannot give them.
+
+A process that is stopped, that swaps, or that waits for a network file system takes Horovod's own stall
+inspector along, which hears of nothing any more. So each rank has a thread that
+
+* notes the time in a file of the run's folder on its host, where the launch's agent looks
+  (``launch/on_host.py``), when ``horovod-train run`` has started it;
+* sends it to two other ranks, when it was started by hand. Each rank watches the two before it in the
+  ring of ranks, and ends itself, and so the job, when one of them is silent for too long while this
+  rank waits for the others.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Thread
+from time import monotonic
+
+import psutil
+
+from horovod_train.config.schema import Health
+from horovod_train.engine.base import World, broadcast_json, gather_json
+
+INTERVAL_S = 0.5
+NUM_WATCHED = 2
+MAX_BYTES = 64
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = "0.0.0.0"  # noqa: S104  (hosts see each other by addresses that only they know)
+
+
+class BeatFile:
+    """Notes in a file, again and again, that this rank lives.
+
+    Args:
+        folder: The run's folder on this host.
+        rank: This rank.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path = folder / beat_name(rank, os.getpid())
+        self._over = Event()
+        self._thread = Thread(target=self._beat, daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        # Without a folder or room in it, nobody watches this rank; that is no reason to stop it.
+        with suppress(OSError), self._path.open("wb", buffering=0) as file:
+            is_over = False
+            while not is_over:
+                # Since the host was started: the same clock for all its processes, and nobody sets it.
+                os.pwrite(file.fileno(), f"{monotonic():020.3f}\n".encode(), 0)
+                is_over = self._over.wait(INTERVAL_S)
+
+    def close(self) -> None:
+        """Stop, and remove the file."""
+        self._over.set()
+        self._thread.join()
+        with suppress(OSError):
+            self._path.unlink()
+
+
+def beat_name(rank: int, pid: int) -> str:
+    """Return the name of a rank's file.
+
+    >>> beat_name(3, 4711)
+    'alive-3-4711'
+    """
+    return f"alive-{rank}-{pid}"
+
+
+class PeerWatch:
+    """Watches other ranks from inside, where no launcher does.
+
+    Args:
+        world: The ranks; all of them make one at the same time.
+        health: When to speak, and when to end.
+        tell: Told once of each rank that is silent.
+        end: Ends this process; told why.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        health: Health,
+        tell: Callable[[str], None],
+        end: Callable[[str], None],
+    ) -> None:
+        self._health = health
+        self._world = world
+        self._tell = tell
+        self._end = end
+        self._over = Event()
+        hosts = gather_json(world, world.host)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self._socket.settimeout(INTERVAL_S / 2)
+        self._socket.bind((LOOPBACK if len(set(hosts)) == 1 else EVERYWHERE, 0))
+        # Whoever does not know it is not one of us.
+        self._token = str(broadcast_json(world, secrets.token_hex(8)))
+        places = gather_json(world, [_addresses(hosts), self._socket.getsockname()[1]])
+        self._rank = world.rank
+        distances = range(1, min(NUM_WATCHED, world.size - 1) + 1)
+        self._targets = [places[(world.rank + distance) % world.size] for distance in distances]
+        before = [(world.rank - distance) % world.size for distance in distances]
+        self._hosts = {rank: hosts[rank] for rank in before}
+        self._heard_s = dict.fromkeys(self._hosts, monotonic())
+        self._named: set[int] = set()
+        self._thread = Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Say good-bye, and stop watching. Safe to call twice."""
+        if not self._over.is_set():
+            self._over.set()
+            self._thread.join()
+            for _ in range(3):  # a datagram can be lost
+                self._send("left")
+            self._socket.close()
+
+    def _watch(self) -> None:
+        looked_s = monotonic()
+        while not self._over.is_set():
+            self._send("here")
+            self._receive()
+            now_s = monotonic()
+            if now_s - looked_s > 4 * INTERVAL_S:
+                # This process was stopped itself: what the others have sent meanwhile comes first.
+                self._heard_s = dict.fromkeys(self._heard_s, now_s)
+            looked_s = now_s
+            self._judge(now_s)
+
+    def _judge(self, now_s: float) -> None:
+        waiting_since_s = self._world.waiting_since_s  # nobody is missed before somebody waits
+        if waiting_since_s is None:
+            return
+        for rank, heard_s in self._heard_s.items():
+            silent_s = now_s - max(heard_s, waiting_since_s)
+            what = f"rank {rank} on {self._hosts[rank]} has shown no sign of life for {silent_s:.0f} s"
+            if silent_s > self._health.stall_warning_s and rank not in self._named:
+                self._named.add(rank)
+                self._tell(f"{what}, and this rank waits for it: was it stopped, does its host swap or hang?")
+            if silent_s > self._health.stall_shutdown_s:
+                self._end(what)
+
+    def _send(self, word: str) -> None:
+        data = f"{self._token} {self._rank} {word}".encode()
+        for addresses, port in self._targets:
+            for address in addresses:
+                with suppress(OSError):  # the way may be cut, which the other end notices
+                    self._socket.sendto(data, (address, port))
+
+    def _receive(self) -> None:
+        """Take what has come, for as long as a beat takes."""
+        until_s = monotonic() + INTERVAL_S
+        while monotonic() < until_s and not self._over.is_set():
+            try:
+                token, rank, word = self._socket.recv(MAX_BYTES).decode().split()
+            except (TimeoutError, OSError):
+                continue
+            except ValueError:
+                continue  # somebody else's
+            if token != self._token or int(rank) not in self._heard_s:
+                continue
+            if word == "left":
+                del self._heard_s[int(rank)]
+            else:
+                self._heard_s[int(rank)] = monotonic()
+                self._named.discard(int(rank))
+
+
+def _addresses(hosts: list[str]) -> list[str]:
+    """Return the addresses at which other ranks may reach this one."""
+    if len(set(hosts)) == 1:
+        return [LOOPBACK]
+    found = [
+        a.address for entries in psutil.net_if_addrs().values() for a in entries if a.family == socket.AF_INET
+    ]
+    return [address for address in found if not address.startswith("127.")]
+
+
+def beat_folder(environ: Mapping[str, str]) -> Path | None:
+    """Return where a launch of ours wants signs of life; None: nobody looks."""
+    stage = environ.get("HOROVOD_TRAIN_RUN")
+    return Path(stage) if stage is not None else None

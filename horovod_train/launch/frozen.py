@@ -1,0 +1,91 @@
+"""Ranks that are frozen: stopped, swapping, stuck in a file system. Seen from outside, by their hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Event, Thread
+
+from horovod_train.config.schema import Health
+from horovod_train.launch.fleet import Fleet
+
+LOOK_INTERVAL_S = 1.0
+# What the system says of a process -> what a person does about it.
+HINTS = {
+    "stopped": "somebody has stopped it (SIGSTOP): `kill -CONT {pid}` on {host} lets it go on",
+    "tracing-stop": "a debugger holds it: detach it from process {pid} on {host}",
+    "disk-sleep": "it waits for a disk or a network file system of {host}: is that up? see `dmesg` there",
+}
+OTHER_HINT = "is {host} out of memory, so that it swaps? see `dmesg` and `vmstat 1` there"
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A rank that shows no sign of life.
+
+    Attributes:
+        rank: Which one.
+        host: Where it is.
+        pid: Its process there.
+        silent_s: For how long, in seconds.
+        doing: What the host's system says of the process.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    silent_s: float
+    doing: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (process {self.pid}, {self.doing}) shows no sign of life"
+
+    @property
+    def hint(self) -> str:
+        """What to do about it."""
+        return HINTS.get(self.doing, OTHER_HINT).format(pid=self.pid, host=self.host)
+
+
+def find_frozen(fleet: Fleet, limit_s: float) -> list[Frozen]:
+    """Return the ranks that have been silent for so long, by rank."""
+    silent = fleet.silent_ranks(limit_s)
+    found = [Frozen(host=host, **entry) for host, entries in silent.items() for entry in entries]
+    return sorted(found, key=lambda each: each.rank)
+
+
+@contextmanager
+def watching_ranks(
+    fleet: Fleet,
+    health: Health,
+    tell: Callable[[str], None],
+    give_up: Callable[[Sequence[Frozen]], None],
+) -> Iterator[None]:
+    """While the block runs: look at the ranks of all hosts, once a second.
+
+    Args:
+        fleet: The hosts.
+        health: When to speak, and when to give up.
+        tell: Told which ranks are frozen, whenever that changes; nothing: they go on.
+        give_up: Told once which ranks have been for too long.
+    """
+    over = Event()
+
+    def look() -> None:
+        told = ""
+        while not over.wait(LOOK_INTERVAL_S):
+            frozen = find_frozen(fleet, health.stall_warning_s)
+            text = "; ".join(map(str, frozen))
+            if text != told:
+                tell(told := text)
+            if lost := [each for each in frozen if each.silent_s >= health.stall_shutdown_s]:
+                give_up(lost)
+                return
+
+    thread = Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

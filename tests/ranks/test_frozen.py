@@ -1,0 +1,165 @@
+"""A rank that is frozen is named, and the job does not wait for it for ever."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, mostly, write_job
+from support.running import Running, is_alive, is_rank
+
+pytestmark = pytest.mark.ranks
+WARNING_S, SHUTDOWN_S = 2.0, 6.0
+LATE_S = 5.0
+
+
+def job(folder, framework, launch, **sections):
+    """A job that never ends by itself."""
+    tasks = "quick_tasks.py" if framework == "numpy" else "tasks.py"
+    return write_job(
+        folder / "job.yaml",
+        framework=framework,
+        task=f"{PROGRAMS / tasks}:Noted",
+        task_args={"notes": str(folder), "pause_s": 0.05},
+        run_dir=str(folder / "runs"),
+        train={"epochs": 5000, "batch_size_per_rank": 4},
+        checkpoint={"every_epochs": None, "every_steps": 5},
+        health={"stall_warning_s": WARNING_S, "stall_shutdown_s": SHUTDOWN_S},
+        launch=launch,
+        **sections,
+    )
+
+
+def message_of(folder):
+    (file,) = folder.glob("runs/test/*/state.json")
+    return json.loads(file.read_text())["message"]
+
+
+def wait_for(what, within_s):
+    """Return what is waited for, and how long it took."""
+    started = time.monotonic()
+    while not (found := what()):
+        assert time.monotonic() - started < within_s
+        time.sleep(0.05)
+    return found, time.monotonic() - started
+
+
+def check_named_then_ended(folder, running, rank):
+    """From the moment in which a rank was stopped."""
+    says = f"rank {rank} on"
+    named, _ = wait_for(lambda: says in (text := message_of(folder)) and text, WARNING_S + LATE_S)
+    wait_for(lambda: running.process.poll() is not None, SHUTDOWN_S + LATE_S)
+    _, output = running.end(within_s=5)
+    assert "shows no sign of life" in named
+    assert running.process.returncode == 1, output
+    error = output[output.rindex("error: ") :]
+    assert says in error
+    assert "stopped) shows no sign of life; the job was ended after health.stall_shutdown_s" in error
+    assert "kill -CONT" in error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_rank_is_named_and_ends_the_job(tmp_path, rank):
+    running = Running(tmp_path, job(tmp_path, "numpy", {"num_ranks": 2}), 2)
+    (stopped,) = [each for each in running.ranks if each.environ()["OMPI_COMM_WORLD_RANK"] == str(rank)]
+
+    stopped.suspend()
+
+    check_named_then_ended(tmp_path, running, rank)
+
+
+def test_so_is_the_only_rank(tmp_path):
+    running = Running(tmp_path, job(tmp_path, "numpy", {"num_ranks": 1}), 1)
+
+    running.ranks[0].suspend()
+
+    check_named_then_ended(tmp_path, running, 0)
+
+
+def test_a_rank_that_goes_on_in_time_is_no_longer_named(tmp_path):
+    running = Running(tmp_path, job(tmp_path, "numpy", {"num_ranks": 2}), 2)
+
+    running.ranks[0].suspend()
+    wait_for(lambda: "no sign of life" in message_of(tmp_path), WARNING_S + LATE_S)
+    running.ranks[0].resume()
+    wait_for(lambda: "no sign of life" not in message_of(tmp_path), LATE_S)
+    running.process.send_signal(signal.SIGTERM)
+    code, output = running.end()
+
+    assert code == 75, output
+
+
+def test_an_elastic_job_is_started_again_from_its_newest_checkpoint(tmp_path):
+    elastic = {"min_ranks": 2, "max_ranks": 2}
+    running = Running(tmp_path, job(tmp_path, "numpy", {"num_ranks": 2, "elastic": elastic}), 2)
+    wait_for(lambda: list(tmp_path.rglob("step-*")), 20)
+
+    running.ranks[1].suspend()
+    wait_for(lambda: len(list(tmp_path.glob("rank-*.txt"))) == 4, SHUTDOWN_S + LATE_S + 10)
+    running.process.send_signal(signal.SIGTERM)
+    code, output = running.end()
+
+    assert code == 75, output
+    assert "shows no sign of life; the job was ended" in output
+    assert "going on from the newest checkpoint" in output
+
+
+@mostly("mpi")
+def test_it_needs_no_word_from_horovod(tmp_path, controller):
+    """Horovod's own inspector waits behind the frozen rank."""
+    running = Running(tmp_path, job(tmp_path, "torch", {"num_ranks": 2, "controller": controller}), 2)
+
+    running.ranks[1].suspend()
+    wait_for(lambda: "no sign of life" in message_of(tmp_path), WARNING_S + LATE_S)
+    wait_for(lambda: running.process.poll() is not None, SHUTDOWN_S + LATE_S)
+    code, output = running.end(within_s=5)
+
+    assert code == 1
+    assert "shows no sign of life; the job was ended after health.stall_shutdown_s" in output
+
+
+class TestAMachineWithoutOurLauncher:
+    """`horovodrun horovod-train worker`, typed by hand: ranks watch each other."""
+
+    def started(self, folder, framework, controller, num_ranks):
+        path = job(folder, framework, {})
+        process = subprocess.Popen(
+            [
+                *(str(BIN / "horovodrun"), f"--{controller}", "-np", str(num_ranks)),
+                *(str(BIN / "horovod-train"), "worker", str(path)),
+            ],
+            cwd=folder,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        wait_for(lambda: len(list(folder.glob("rank-*.txt"))) == num_ranks, TIMEOUT_S)
+        family = psutil.Process(process.pid).children(recursive=True)
+        return process, [each for each in family if is_rank(each)], family
+
+    def stop_one(self, folder, framework, controller, num_ranks):
+        process, ranks, family = self.started(folder, framework, controller, num_ranks)
+        number = ranks[-1].environ().get("HOROVOD_RANK") or ranks[-1].environ()["OMPI_COMM_WORLD_RANK"]
+        ranks[-1].suspend()
+        started = time.monotonic()
+        output, _ = process.communicate(timeout=60)
+        took_s = time.monotonic() - started
+        wait_for(lambda: not any(map(is_alive, family)), 10)
+        assert process.returncode != 0
+        assert f"rank {number} on" in output
+        assert "has shown no sign of life" in output
+        assert "ended after health.stall_shutdown_s" in output
+        return took_s
+
+    @pytest.mark.parametrize("num_ranks", [2, 4])
+    def test_a_stopped_rank_is_named_and_ends_all(self, tmp_path, num_ranks):
+        assert self.stop_one(tmp_path, "numpy", "mpi", num_ranks) > SHUTDOWN_S - 1
+
+    @mostly("gloo")
+    def test_over_horovod_too(self, tmp_path, controller):
+        self.stop_one(tmp_path, "torch", controller, 2)
