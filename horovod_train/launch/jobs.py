@@ -6,6 +6,7 @@ $XDG_STATE_HOME/horovod_train/jobs/<job id>.json     written when a job is start
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -24,6 +25,9 @@ from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
 
 STATE_FILE = "state.json"
 LOG_FILE = "run.log"
+# On a full disk a file can still be written over, if what is to stand in it has room there.
+STATE_BYTES = 4095
+FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
 
 
 def jobs_dir() -> Path:
@@ -124,8 +128,14 @@ class StateFile:
             "host": socket.gethostname(),
             "unix_time_s": time(),
         }
+        text = json.dumps(document, indent=2).ljust(STATE_BYTES) + "\n"
         try:
-            write_whole(self._path, json.dumps(document, indent=2) + "\n")
+            try:
+                write_whole(self._path, text)
+            except OSError as error:
+                if error.errno not in FULL_DISK:
+                    raise
+                _write_over(self._path, text)
             self._is_unwritable = False
         except OSError as error:
             if not self._is_unwritable:
@@ -187,6 +197,16 @@ class StateFile:
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
         return document if fits else None
+
+
+def _write_over(path: Path, text: str) -> None:
+    """Replace what stands in a file, in its place and in one piece."""
+    handle = os.open(path, os.O_WRONLY)
+    try:
+        os.pwrite(handle, text.encode(), 0)
+        os.ftruncate(handle, len(text.encode()))
+    finally:
+        os.close(handle)
 
 
 def _is_alive(document: Mapping[str, Any]) -> bool:

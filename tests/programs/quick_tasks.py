@@ -40,13 +40,17 @@ class Noted:
         kill: "rank:call": the rank to kill with signal 9, at its so-manieth call of ``gradient``.
         num_samples: Size of the training data.
         pause_s: Time that a call takes at least.
+        chatter: Bytes that a call prints.
     """
 
-    def __init__(self, notes: str, kill: str = "", num_samples: int = 60, pause_s: float = 0.0) -> None:
+    def __init__(
+        self, notes: str, kill: str = "", num_samples: int = 60, pause_s: float = 0.0, chatter: int = 0
+    ) -> None:
         self.notes = Path(notes) / f"rank-{RANK}-{os.getpid()}.txt"
         self.kill = tuple(map(int, kill.split(":"))) if kill else (-1, -1)
         self.num_samples = num_samples
         self.pause_s = pause_s
+        self.chatter = chatter
         self.calls = 0
 
     def model(self) -> Any:
@@ -66,6 +70,8 @@ class Noted:
         if (RANK, self.calls) == self.kill:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self.pause_s)
+        if self.chatter:
+            print("x" * self.chatter)
         inputs = inputs * (np.random.rand(*inputs.shape) > 0.3)
         chances = softmax(params, inputs)
         rows = np.arange(len(labels))
@@ -129,3 +135,10 @@ class Differing(Noted):
 
     def model(self) -> Any:
         return {"weight": np.zeros((6, 3 + RANK)), "bias": np.zeros(3 + RANK)}
+
+
+class Wide(Noted):
+    """Makes a larger model than ``Noted``."""
+
+    def model(self) -> Any:
+        return {"weight": np.zeros((6, 5)), "bias": np.zeros(5)}

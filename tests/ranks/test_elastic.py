@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from support.cluster import cluster
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, write_job
+from support.launching import BIN, PLUGIN, PROGRAMS, TIMEOUT_S, cli, write_job
 from support.running import Running, launched
 
 pytestmark = pytest.mark.ranks
@@ -25,14 +25,16 @@ def hosts(tmp_path_factory):
 
 def job(folder, hosts, launch, **sections):
     fields = {
-        "task": f"{PROGRAMS / 'tasks.py'}:Noted",
+        "framework": "numpy",
+        "task": f"{PROGRAMS / 'quick_tasks.py'}:Noted",
         "task_args": {"notes": str(folder), "pause_s": 0.1, "num_samples": NUM_SAMPLES},
         "run_dir": str(folder / "runs"),
         "train": {"epochs": EPOCHS, "batch_size_per_rank": 4},
         "checkpoint": {"every_epochs": None, "every_steps": 5},
         **sections,
     }
-    return write_job(folder / "job.yaml", launch={"ssh": hosts.ssh, "host_timeout_s": 5, **launch}, **fields)
+    fixed = {"ssh": hosts.ssh, "host_timeout_s": 5, "env": {"PYTHONPATH": str(PLUGIN)}}
+    return write_job(folder / "job.yaml", launch={**fixed, **launch}, **fields)
 
 
 def files_of_rank(folder, rank):
@@ -126,7 +128,8 @@ def test_a_job_that_waits_for_hosts_can_be_asked_to_leave(tmp_path, hosts):
 def test_ranks_that_are_killed_again_and_again_without_getting_on_end_the_job(tmp_path):
     path = write_job(
         tmp_path / "job.yaml",
-        task=f"{PROGRAMS / 'tasks.py'}:Noted",
+        framework="numpy",
+        task=f"{PROGRAMS / 'quick_tasks.py'}:Noted",
         task_args={"notes": str(tmp_path), "kill": "1:4"},
         run_dir=str(tmp_path / "runs"),
         train={"epochs": 5, "batch_size_per_rank": 4},

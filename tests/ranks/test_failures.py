@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -12,18 +13,21 @@ import pytest
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, mostly, write_job
 from support.running import Running, launched
 
+from horovod_train.checkpoint.store import list_checkpoints
+
 pytestmark = pytest.mark.ranks
-TASKS = PROGRAMS / "tasks.py"
+TASKS = {"numpy": PROGRAMS / "quick_tasks.py", "torch": PROGRAMS / "tasks.py"}
 
 
-def failing(folder: Path, how: str, rank: int, controller: str = "mpi", ranks: int = 2, **sections):
+def failing(folder: Path, how: str, rank: int, controller: str = "mpi", framework: str = "numpy", **sections):
     return write_job(
         folder / "job.yaml",
-        task=f"{TASKS}:Failing",
+        framework=framework,
+        task=f"{TASKS[framework]}:Failing",
         task_args={"notes": str(folder), "how": how, "rank": rank},
         run_dir=str(folder / "runs"),
         train={"epochs": 5, "batch_size_per_rank": 4},
-        launch={"num_ranks": ranks, "controller": controller},
+        launch={"num_ranks": 2, "controller": controller},
         **sections,
     )
 
@@ -43,6 +47,27 @@ def test_the_same_error_on_all_ranks_is_told_once(tmp_path):
     assert done.returncode == 1
     assert "ValueError: no such data set" in done.stderr
     assert (done.stdout + done.stderr).count("Traceback") == 1
+
+
+@pytest.mark.parametrize("how", ["sys.exit", "os._exit", "interrupt"])
+def test_an_end_that_is_no_error_is_explained(tmp_path, controller, how):
+    done = cli("run", str(failing(tmp_path, how, 1, controller)), cwd=tmp_path, check=False)
+
+    code, says = {
+        "sys.exit": (2, "the task ended this rank with sys.exit(0) before training was done"),
+        "os._exit": (1, "only noticed: a collective was ended because another rank left"),
+        "interrupt": (130, "rank 1 on .*: interrupted by SIGINT"),
+    }[how]
+    assert done.returncode == code, done.stderr
+    assert re.search(says if how == "interrupt" else re.escape(says), done.stderr)
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_an_end_of_all_ranks_with_code_0_is_no_success(tmp_path):
+    done = cli("run", str(failing(tmp_path, "os._exit", -1)), cwd=tmp_path, check=False)
+
+    assert done.returncode == 1
+    assert "the ranks ended with exit code 0 before training was done" in done.stderr
 
 
 @mostly("mpi")
@@ -69,14 +94,25 @@ def test_ranks_that_drift_apart_are_noticed(tmp_path):
 
     assert done.returncode == 1
     assert "ranks differ after step 4" in done.stderr
-    assert "first model.0.weight" in done.stderr
+    assert "rank 0 against rank 1, in 1 of 5 arrays, first model.weight" in done.stderr
+
+
+def test_ranks_that_have_drifted_apart_are_not_saved(tmp_path):
+    path = failing(tmp_path, "drift", 1, checkpoint={"every_steps": 2, "every_epochs": None})
+
+    done = cli("run", str(path), cwd=tmp_path, check=False)
+
+    assert done.returncode == 1
+    assert "ranks differ after step 4, which is therefore not saved" in done.stderr
+    assert [found.step for found in list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")] == [2]
 
 
 @mostly("gloo")
 def test_a_killed_rank_is_told_from_one_that_says_why(tmp_path, controller):
     path = write_job(
         tmp_path / "job.yaml",
-        task=f"{TASKS}:Noted",
+        framework="numpy",
+        task=f"{TASKS['numpy']}:Noted",
         task_args={"notes": str(tmp_path), "kill": "1:4"},
         run_dir=str(tmp_path / "runs"),
         train={"epochs": 5, "batch_size_per_rank": 4},
@@ -94,7 +130,7 @@ def test_a_killed_rank_is_told_from_one_that_says_why(tmp_path, controller):
 @mostly("gloo")
 def test_a_rank_that_stays_away_is_named_while_it_does_and_in_the_end(tmp_path, controller):
     health = {"stall_warning_s": 2.0, "stall_shutdown_s": 8.0}
-    path = failing(tmp_path, "stay away", 1, controller, health=health)
+    path = failing(tmp_path, "stay away", 1, controller, "torch", health=health)
     with launched(tmp_path, path) as process:
         said = set()
         while process.poll() is None:
@@ -111,18 +147,20 @@ def test_a_rank_that_stays_away_is_named_while_it_does_and_in_the_end(tmp_path, 
 
 def test_a_task_without_its_methods_is_a_user_error(tmp_path):
     (tmp_path / "mine.py").write_text("class Task:\n    def model(self): ...\n")
-    path = write_job(tmp_path / "job.yaml", task="mine.py:Task", launch={"num_ranks": 2})
+    fields = {"framework": "numpy", "task": "mine.py:Task", "launch": {"num_ranks": 2}}
+    path = write_job(tmp_path / "job.yaml", **fields)
 
     done = cli("run", str(path), cwd=tmp_path, check=False)
 
     assert done.returncode == 2
-    assert "lacks train_data(), loss()" in done.stderr
+    assert "lacks train_data(), gradient(), metrics()" in done.stderr
 
 
 def test_a_run_killed_with_9_takes_its_ranks_along(tmp_path, controller):
     path = write_job(
         tmp_path / "job.yaml",
-        task=f"{TASKS}:Noted",
+        framework="numpy",
+        task=f"{TASKS['numpy']}:Noted",
         task_args={"notes": str(tmp_path), "pause_s": 0.2},
         run_dir=str(tmp_path / "runs"),
         train={"epochs": 500, "batch_size_per_rank": 4},

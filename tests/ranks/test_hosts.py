@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.cluster import cluster, run
-from support.launching import BIN, PROGRAMS, write_job
+from support.launching import BIN, PLUGIN, PROGRAMS, write_job
 from support.running import Running
 
 from horovod_train.checkpoint.store import list_checkpoints
@@ -50,7 +50,8 @@ def nothing_runs_on_any_host_afterwards(hosts):
 
 
 def job(folder, hosts, nodes, **sections):
-    launch = {"hosts": [f"{node}:1" for node in nodes], "ssh": hosts.ssh, **sections.pop("launch", {})}
+    fixed = {"hosts": [f"{node}:1" for node in nodes], "ssh": hosts.ssh, "env": {"PYTHONPATH": str(PLUGIN)}}
+    launch = {**fixed, **sections.pop("launch", {})}
     fields = {"task": "digits", "train": {"epochs": 1}, **sections}
     return write_job(folder / "job.yaml", run_dir=str(folder / "runs"), launch=launch, **fields)
 
@@ -60,11 +61,14 @@ def slow(folder, hosts, nodes, **sections):
         folder,
         hosts,
         nodes,
-        task=f"{PROGRAMS / 'tasks.py'}:Noted",
+        framework="numpy",
         task_args={"notes": str(folder), "pause_s": 0.1},
-        train={"epochs": 500, "batch_size_per_rank": 4},
-        checkpoint={"every_epochs": None},
-        **sections,
+        **{
+            "task": f"{PROGRAMS / 'quick_tasks.py'}:Noted",
+            "train": {"epochs": 500, "batch_size_per_rank": 4},
+            "checkpoint": {"every_epochs": None},
+            **sections,
+        },
     )
 
 
@@ -86,8 +90,10 @@ def test_the_digits_job_trains_on_several_hosts(tmp_path, hosts, how, nodes):
     assert list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")
 
 
-def test_one_other_host(tmp_path, hosts, sometimes):
-    done = train(tmp_path, hosts, job(tmp_path, hosts, ["node2"], launch=sometimes))
+def test_one_other_host(tmp_path, hosts, how):
+    path = slow(tmp_path, hosts, ["node2"], launch=how, train={"epochs": 1, "batch_size_per_rank": 30})
+
+    done = train(tmp_path, hosts, path)
 
     assert done.returncode == 0, done.stderr
     assert "node2: network interface eth0 (10.77.0.12): ssh came in through it" in done.stdout
@@ -304,10 +310,16 @@ def test_code_is_shipped_to_hosts_that_do_not_share_a_folder(tmp_path, hosts):
     code.mkdir()
     (code / "helper.py").write_text("WIDTH = 8\n")
     (code / "mine.py").write_text(
-        "from helper import WIDTH\nfrom horovod_train.tasks.digits import Digits\n"
-        "class Mine(Digits):\n    assert WIDTH == 8\n"
+        "from helper import WIDTH\nfrom quick_tasks import Noted\nclass Mine(Noted):\n    assert WIDTH == 8\n"
     )
-    path = job(tmp_path, hosts, NODES[:2], task=f"{code}/mine.py:Mine", launch={"ship_code": True})
+    path = slow(
+        tmp_path,
+        hosts,
+        NODES[:2],
+        task=f"{code}/mine.py:Mine",
+        train={"epochs": 1, "batch_size_per_rank": 30},
+        launch={"ship_code": True, "env": {"PYTHONPATH": f"{PLUGIN}:{PROGRAMS}"}},
+    )
     for name in NODES[:2]:
         hosts.nodes[name].in_mounts("mount", "-t", "tmpfs", "tmpfs", str(code))
     try:

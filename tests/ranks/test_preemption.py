@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -31,23 +32,27 @@ LAUNCHES = {
     "horovodrun over gloo": {"num_ranks": 2, "controller": "gloo"},
     "mpirun": {"num_ranks": 2, "launcher": "mpirun"},
 }
-# Of what each launcher does alike, `make test` takes these.
-SHORT = ("horovodrun over gloo", "mpirun")
+# Real Horovod, real gradients and loader processes; what launchers and signals do is the same without.
+WITH_HOROVOD = ("horovodrun over mpi", "horovodrun over gloo")
+CASES = [*(("numpy", launch) for launch in LAUNCHES), *(("torch", launch) for launch in WITH_HOROVOD)]
+in_all_ways = pytest.mark.parametrize(("framework", "launch"), CASES, ids=" ".join)
+TASKS = {"numpy": "quick_tasks.py", "torch": "tasks.py"}
 EPOCHS = 30
 TIMES_OF_ASKING = [0, *(pytest.param(number, marks=pytest.mark.campaign) for number in range(1, 20))]
 
 
-def job(folder, name, launch, pause_s):
+def job(folder, name, launch, pause_s, framework="numpy"):
     path = folder / f"{name}.yaml"
     return write_job(
         path,
         name=name,
-        task=f"{PROGRAMS / 'tasks.py'}:Noted",
+        framework=framework,
+        task=f"{PROGRAMS / TASKS[framework]}:Noted",
         task_args={"notes": str(folder), "pause_s": pause_s},
         run_dir=str(folder / "runs"),
         train={"epochs": EPOCHS, "batch_size_per_rank": 4},
-        optimizer={"name": "adam"},
-        data={"num_workers": 1},
+        optimizer={"name": "adam"} if framework == "torch" else {"args": {"momentum": 0.9}},
+        data={"num_workers": 1 if framework == "torch" else 0},
         checkpoint={"every_epochs": None, "keep_last": 100},
         launch={**launch, "grace_s": 10},
     )
@@ -68,18 +73,24 @@ def state(folder, name):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The weights of a job that nobody has asked to leave, by number of ranks."""
+    """The weights of a job that nobody has asked to leave, by framework and number of ranks."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    for name in ("alone", "mpirun"):
-        cli("run", str(job(folder, name, LAUNCHES[name], pause_s=0.0)), cwd=folder)
-    return {1: state(folder, "alone"), 2: state(folder, "mpirun")}
+
+    @functools.cache
+    def train(framework, num_ranks):
+        name = f"{framework}-{num_ranks}"
+        launch = LAUNCHES["mpirun" if num_ranks > 1 else "alone"]
+        cli("run", str(job(folder, name, launch, 0.0, framework)), cwd=folder)
+        return state(folder, name)
+
+    return train
 
 
 @pytest.mark.parametrize("time_of_asking", TIMES_OF_ASKING)
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_a_run_that_is_asked_to_leave_loses_nothing(tmp_path, undisturbed, launch, time_of_asking):
+@in_all_ways
+def test_a_run_that_is_asked_to_leave_loses_nothing(tmp_path, undisturbed, framework, launch, time_of_asking):
     num_ranks = LAUNCHES[launch]["num_ranks"]
-    path = job(tmp_path, "j", LAUNCHES[launch], pause_s=0.02)
+    path = job(tmp_path, "j", LAUNCHES[launch], 0.02, framework)
     running = Running(tmp_path, path, num_ranks)
     time.sleep(0.07 * time_of_asking)
 
@@ -92,14 +103,11 @@ def test_a_run_that_is_asked_to_leave_loses_nothing(tmp_path, undisturbed, launc
     assert "everything is saved at step" in output
     assert saved == 1
     assert "resumed from" in again.stdout
-    assert state(tmp_path, "j") == undisturbed[num_ranks]
+    assert state(tmp_path, "j") == undisturbed(framework, num_ranks)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize(
-    "launch",
-    [pytest.param(name, marks=() if name in SHORT else pytest.mark.campaign) for name in LAUNCHES],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("launch", LAUNCHES)
 def test_one_rank_that_is_asked_takes_all_along(tmp_path, launch, number):
     num_ranks = LAUNCHES[launch]["num_ranks"]
     running = Running(tmp_path, job(tmp_path, "j", LAUNCHES[launch], pause_s=0.05), num_ranks)
@@ -115,7 +123,7 @@ def test_one_rank_that_is_asked_takes_all_along(tmp_path, launch, number):
 def test_every_process_of_a_run_may_be_asked_at_once(tmp_path, controller):
     """Kubernetes and Slurm send SIGTERM to all there is, loader processes among it."""
     launch = {"num_ranks": 2, "controller": controller}
-    running = Running(tmp_path, job(tmp_path, "j", launch, pause_s=0.05), 2)
+    running = Running(tmp_path, job(tmp_path, "j", launch, 0.05, "torch"), 2)
     children = [child for rank in running.ranks for child in rank.children(recursive=True)]
     family = [*running.ranks, *children]
 

@@ -7,29 +7,31 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from support.launching import PROGRAMS, cli, mostly, write_job
+from support.launching import PROGRAMS, cli, write_job
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
 
-TASK = f"{PROGRAMS / 'tasks.py'}:Noted"
+TASKS = {"numpy": "quick_tasks.py", "torch": "tasks.py"}
+ADAMW = {"name": "adamw", "args": {"weight_decay": 0.1}}
 NUM_SAMPLES = 60
 EPOCHS = 3
 pytestmark = pytest.mark.ranks
 
 
-def job(folder: Path, name: str, controller: str, ranks: int, kill: str = "", **train):
+def job(folder: Path, name: str, controller: str, ranks: int, kill: str = "", framework="numpy", **train):
     notes = folder / f"notes-{name}-{ranks}-{bool(kill)}"
     notes.mkdir(exist_ok=True)
     path = write_job(
         folder / f"{name}.yaml",
         name=name,
-        task=TASK,
+        framework=framework,
+        task=f"{PROGRAMS / TASKS[framework]}:Noted",
         task_args={"notes": str(notes), "kill": kill, "num_samples": NUM_SAMPLES},
         run_dir=str(folder / "runs"),
         train={"epochs": EPOCHS, "batch_size_per_rank": 4, **train},
-        optimizer={"name": "adamw", "args": {"weight_decay": 0.1}},
+        optimizer={"torch": ADAMW, "numpy": {"args": {"momentum": 0.9}}}[framework],
         lr={"base_lr": 0.01, "reference_batch_size": 4, "warmup_epochs": 1, "decay": "cosine"},
-        data={"num_workers": 1},
+        data={"num_workers": 1 if framework == "torch" else 0},
         checkpoint={"every_steps": 3, "every_epochs": None, "keep_last": 100},
         launch={"num_ranks": ranks, "controller": controller},
     )
@@ -57,14 +59,14 @@ def notes_by_call(notes: Path) -> list[list[list[int]]]:
     ]
 
 
-@mostly("mpi")
-def test_killed_in_mid_epoch_and_resumed_is_bit_for_bit_the_undisturbed_run(tmp_path, controller):
-    whole, _ = job(tmp_path, "whole", controller, ranks=2)
+@pytest.mark.parametrize("framework", ["torch", "numpy"])
+def test_killed_in_mid_epoch_and_resumed_is_bit_for_bit_the_undisturbed_run(tmp_path, controller, framework):
+    whole, _ = job(tmp_path, "whole", controller, ranks=2, framework=framework)
     cli("run", str(whole), cwd=tmp_path)
-    killed, _ = job(tmp_path, "killed", controller, ranks=2, kill="1:12")
+    killed, _ = job(tmp_path, "killed", controller, ranks=2, kill="1:12", framework=framework)
     stopped = cli("run", str(killed), cwd=tmp_path, check=False)
     at_kill = read_manifest(newest(tmp_path, "killed")).step
-    resumed, _ = job(tmp_path, "killed", controller, ranks=2)
+    resumed, _ = job(tmp_path, "killed", controller, ranks=2, framework=framework)
 
     done = cli("run", str(resumed), cwd=tmp_path)
 
@@ -106,7 +108,9 @@ def test_a_run_that_was_complete_is_not_trained_again(tmp_path):
 def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(tmp_path):
     found = []
     for number, seed in enumerate((1, 1, 2)):
-        path, _ = job(tmp_path, f"seed-{number}", "mpi", ranks=2, seed=seed, deterministic=True)
+        path, _ = job(
+            tmp_path, f"seed-{number}", "mpi", ranks=2, seed=seed, deterministic=True, framework="torch"
+        )
         cli("run", str(path), cwd=tmp_path)
         found.append(arrays(newest(tmp_path, f"seed-{number}")))
 
@@ -126,3 +130,40 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_said_so(tmp_path):
     assert "model.safetensors: has 7 bytes" in done.stdout
     previous = f"step-{json.loads((last / 'manifest.json').read_text())['step'] - 3:012d}"
     assert f"resumed from {previous}" in done.stdout
+
+
+def test_what_was_changed_since_the_checkpoint_is_told_and_written_down(tmp_path):
+    path, _ = job(tmp_path, "job", "mpi", ranks=1)
+    cli("run", str(path), cwd=tmp_path)
+
+    changes = ("train.epochs=4", "lr.base_lr=0.02", "task_args.num_samples=64")
+    done = cli("run", str(path), *[word for text in changes for word in ("--set", text)], cwd=tmp_path)
+    shown = cli("checkpoint", "show", str(newest(tmp_path, "job")), cwd=tmp_path)
+
+    for change in ("data.num_samples: 60 -> 64", "lr.base_lr: 0.01 -> 0.02", "train.epochs: 3 -> 4"):
+        assert f"changed since step-000000000045: {change}" in done.stdout
+        assert change in shown.stdout
+    (log,) = [log for log in tmp_path.rglob("run.log") if "resumed" in log.read_text()]
+    assert "lr.base_lr: 0.01 -> 0.02" in log.read_text()
+
+
+def test_checkpoints_that_are_all_damaged_are_refused_until_a_person_decides(tmp_path):
+    path, notes = job(tmp_path, "job", "mpi", ranks=1)
+    cli("run", str(path), cwd=tmp_path)
+    folder = tmp_path / "runs" / "job" / "checkpoints"
+    for checkpoint in list_checkpoints(folder):
+        (checkpoint.path / "model.safetensors").write_bytes(b"")
+    before = notes_by_call(notes)
+
+    refused = [cli("run", str(path), cwd=tmp_path, check=False) for _ in range(2)]
+    after = notes_by_call(notes)
+    discarded = cli("checkpoint", "discard", str(folder), cwd=tmp_path)
+    cli("run", str(path), cwd=tmp_path)
+
+    for done in refused:
+        assert done.returncode == 1
+        assert "are damaged, the newest: " in done.stderr
+        assert f"`horovod-train checkpoint discard {folder}`" in done.stderr
+    assert after == before, "nothing was trained from zero"
+    assert "deleted" in discarded.stdout
+    assert len(notes_by_call(notes)) == len(before) + 1

@@ -68,7 +68,8 @@ def slow(folder, controller, **sections):
     return job(
         folder,
         controller,
-        task=f"{PROGRAMS / 'tasks.py'}:Noted",
+        framework="numpy",
+        task=f"{PROGRAMS / 'quick_tasks.py'}:Noted",
         task_args={"notes": str(folder), "pause_s": 0.05},
         **{"train": {"epochs": 500, "batch_size_per_rank": 4}, **sections},
     )

@@ -256,9 +256,7 @@ class TestVerdict:
         watcher.has_started = True
         watcher.see(self.failure(1, "ranks differ after step 6"))
 
-        with pytest.raises(
-            LaunchError, match="stopped by signal 15, and not saved: rank 1 on h: ranks differ"
-        ):
+        with pytest.raises(LaunchError, match="signal 15, and not saved: rank 1 on h: ranks differ"):
             watcher.verdict(Ended(143, stopped_by=15))
 
     def test_frozen_ranks_are_the_cause_of_what_others_noticed(self, watcher):
