@@ -203,9 +203,9 @@ def serve_metrics(
     if job.metrics.enabled:
         exporter = Exporter(recorder.registry, job.metrics.host, job.metrics.port + world.local_rank)
         stack.callback(exporter.close)
-        address = exporter.address_from(world.host)
+        address = exporter.address_from(os.environ.get("HOROVOD_TRAIN_HOST", world.host))
     labels = {
-        "job": job.name,
+        "training_job": job.name,
         "run": run_id,
         "rank": str(world.rank),
         "local_rank": str(world.local_rank),

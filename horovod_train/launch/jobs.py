@@ -24,6 +24,7 @@ from horovod_train.files import state_dir, write_whole
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
 
 STATE_FILE = "state.json"
+CANCELLED_FILE = "cancelled"
 LOG_FILE = "run.log"
 # On a full disk a file can still be written over, if what is to stand in it has room there.
 STATE_BYTES = 4095
@@ -98,6 +99,17 @@ def find_job(job_id: str) -> Submitted:
     if found:
         raise UserError(f"{job_id!r} begins the names of several jobs: {', '.join(names[:5])}")
     raise UserError(f"no job {job_id!r}", hint=did_you_mean(job_id, names) or "see `horovod-train list`")
+
+
+def mark_cancelled(log_dir: Path) -> None:
+    """Note that nobody wants a run any more: it ends as cancelled then, not as one to be run again."""
+    with suppress(OSError):
+        (log_dir / CANCELLED_FILE).touch()
+
+
+def is_cancelled(log_dir: Path) -> bool:
+    """Return whether somebody has cancelled a run."""
+    return (log_dir / CANCELLED_FILE).exists()
 
 
 class StateFile:

@@ -7,7 +7,9 @@ results are anything JSON can say.
 from __future__ import annotations
 
 import base64
+import ctypes
 import io
+import math
 import os
 import shutil
 import socket
@@ -60,7 +62,8 @@ class OnHost:
             # Open MPI from its wheel lives in the environment, and has to be told so.
             "has_mpi": (Path(sys.prefix) / "bin" / "orted").exists(),
             "path": os.environ.get("PATH", os.defpath),
-            "cores": len(os.sched_getaffinity(0)),
+            "cores": usable_cores(),
+            "reads_memory": can_read_memory(),
             "addresses": addresses_by_interface(),
             # "client port server port": the server's is the address that ssh came in through.
             "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
@@ -214,6 +217,36 @@ def _is_rank(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.cmdline()[1:5] == ["-P", "-m", "horovod_train", "worker"]
     return False
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many cores this process may use: as it is bound, and as its container is limited."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds in each period
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    with suppress(OSError, ValueError, ZeroDivisionError):  # cgroup v1; -1: no limit
+        quota_us = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())
+        period_us = int((cgroup / "cpu" / "cpu.cfs_period_us").read_text())
+        if quota_us > 0:
+            return max(1, min(cores, math.ceil(quota_us / period_us)))
+    return cores
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def can_read_memory() -> bool:
+    """Return whether a process may read another's memory here; containers forbid the call by default."""
+    source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
+    pieces = [_Piece(ctypes.cast(buffer, ctypes.c_void_p), 1) for buffer in (target, source)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        count = libc.process_vm_readv(os.getpid(), ctypes.byref(pieces[0]), 1, ctypes.byref(pieces[1]), 1, 0)
+    except AttributeError:
+        return False
+    return int(count) == 1
 
 
 def source_towards(host: str) -> str:

@@ -181,6 +181,12 @@ def rank_variables(
             "NCCL_SOCKET_IFNAME": interface.name,
             "OMPI_MCA_btl_tcp_if_include": interface.name,
         }
+    if not description["reads_memory"]:
+        # Else Open MPI tries again with each message, and says each time that it may not.
+        variables["OMPI_MCA_btl_vader_single_copy_mechanism"] = "none"
+    if not host.is_here:
+        # By this name the host was reached; what it calls itself may be known to nobody else.
+        variables["HOROVOD_TRAIN_HOST"] = host.name
     if description["has_mpi"]:
         variables["OPAL_PREFIX"] = description["prefix"]
     return {**variables, **job.launch.env, **host.settings.env}

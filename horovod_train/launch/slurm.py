@@ -13,7 +13,7 @@ from typing import Literal
 from horovod_train.config.load import dump_job
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, State, Submitted, Waits
-from horovod_train.launch.jobs import LOG_FILE, StateFile
+from horovod_train.launch.jobs import LOG_FILE, StateFile, mark_cancelled
 from horovod_train.launch.supervised import read_log
 
 TIMEOUT_S = 30.0
@@ -81,6 +81,8 @@ class SlurmLauncher(Waits):
         status = self.status(job)
         if status.has_ended:
             return
+        if how != "drain":
+            mark_cancelled(job.log_dir)
         flags = () if status.state == "waiting" else _CANCEL[how]
         call_slurm("scancel", *flags, job.native_id)
 

@@ -20,7 +20,7 @@ from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Subm
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.elastic import carry_on
 from horovod_train.launch.hosts import Host
-from horovod_train.launch.jobs import LOG_FILE, StateFile
+from horovod_train.launch.jobs import LOG_FILE, StateFile, is_cancelled, mark_cancelled
 from horovod_train.launch.stop import remembered_signals
 
 POLL_S = 0.2
@@ -59,7 +59,9 @@ class SupervisedLauncher(Waits):
                 else:
                     carry_out(self, request, plan, console, state, asked=asked)
         except PreemptedError as error:
-            state.write("preempted", error.exit_code, error.message)
+            if is_cancelled(request.log_dir):
+                error.exit_code = 128 + signal.SIGTERM
+            state.write("cancelled" if error.exit_code > 128 else "preempted", error.exit_code, error.message)
             raise
         except HorovodTrainError as error:
             is_stopped = error.exit_code > 128
@@ -117,6 +119,8 @@ class SupervisedLauncher(Waits):
                 f"{job.job_id} is not carried out by this host: {status}",
                 hint="ask there; if that host is gone, so are the ranks, soon after: run the job again",
             )
+        if how != "drain":
+            mark_cancelled(job.log_dir)
         for number in _SIGNALS[how]:
             with suppress(ProcessLookupError):  # it may have left after the first signal
                 os.kill(pid, number)

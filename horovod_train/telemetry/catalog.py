@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-RANK_LABELS = ("job", "run", "rank", "local_rank", "host")
-"""Labels of every metric."""
+RANK_LABELS = ("training_job", "run", "rank", "local_rank", "host")
+"""Labels of every metric. Not ``job``: that is Prometheus' own word for what it scrapes together."""
 
 STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 CHECKPOINT_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)

@@ -93,7 +93,7 @@ def test_each_rank_tells_its_own_story(running):
         labels = found["steps_total", None][1]
         assert target["targets"] == [f"127.0.0.1:{port + number}"]
         assert target["labels"] == labels
-        assert labels["job"] == "watched"
+        assert labels["training_job"] == "watched"
         assert labels["rank"] == labels["local_rank"] == str(number)
         # 60 samples over 2 ranks of 4: 7 full steps and one of 4 samples, split over both ranks.
         steps = value["steps_total", None]

@@ -40,6 +40,7 @@ class Api:
         objects: By (collection, name).
         forbidden: Verbs and resources that we may not, such as "get pods/log".
         unknown: Groups that are not installed.
+        away: So many requests for a collection are answered by a server that is starting.
         breaks_after: Logs break off after so many bytes; None: they do not.
         logs: Text by pod.
         requests: Method and path with query of each request.
@@ -52,8 +53,14 @@ class Api:
     unknown: set[str] = field(default_factory=set)
     breaks_after: int | None = None
     num_created: int = 0
+    away: dict[str, int] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
+
+    def is_away(self, collection: str) -> bool:
+        """Whether this request meets a server that is starting; ``away`` says how many do."""
+        self.away[collection] = self.away.get(collection, 0) - 1
+        return self.away[collection] >= 0
 
     def names(self, kind: str) -> list[str]:
         """Names of the objects of a kind."""
@@ -116,6 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         collection, name, query = self._target()
+        if self.api.is_away(f"pods/{name}" if name.endswith("/log") else collection):
+            self._refuse(503, "the server is currently unable to handle the request")
+            return
         parts = urlsplit(self.path).path.strip("/").split("/")
         if parts == ["version"]:
             self._answer(dict.fromkeys(VERSIONS, "v1.37.1"))
@@ -185,14 +195,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, f'{collection} "{name}" not found')
             return
         self._body()
-        uid = self.api.objects[collection, name]["metadata"]["uid"]
+        metadata = self.api.objects[collection, name]["metadata"]
+        if "deletionTimestamp" not in metadata:
+            # In the foreground: what it owns goes first, and it stays in sight until then.
+            metadata["deletionTimestamp"] = "2026-11-22T00:00:00Z"
+            threading.Timer(0.3, self._remove, [(collection, name), metadata["uid"]]).start()
+        self._answer({"kind": "Status", "status": "Success"})
+
+    def _remove(self, key: tuple[str, str], uid: str) -> None:
         self.api.objects = {
-            key: found
-            for key, found in self.api.objects.items()
-            if key != (collection, name)
+            other: found
+            for other, found in self.api.objects.items()
+            if other != key
             and uid not in [owner["uid"] for owner in found["metadata"].get("ownerReferences", [])]
         }
-        self._answer({"kind": "Status", "status": "Success"})
 
     def _remove_pods(self, name: str) -> None:
         for key, found in list(self.api.objects.items()):

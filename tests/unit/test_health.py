@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.config.schema import Health
 from horovod_train.errors import DesyncError, NumericError
 from horovod_train.health.guard import FiniteGuard
+from horovod_train.health.heartbeat import PeerWatch
 from horovod_train.health.sync import check_before_saving, check_in_sync, digest
 
 
@@ -144,3 +146,70 @@ class TestGuard:
 
     def test_a_loss_scaler_is_no_excuse_for_a_loss_that_is_not_a_number(self):
         assert all(isinstance(e, NumericError) for e in self.run(Health(), [math.nan], scaler=True))
+
+
+class TestPeers:
+    """Ranks that watch each other over UDP; each is a thread here, and dies by not sending any more."""
+
+    QUICK = Health(stall_warning_s=0.6, stall_shutdown_s=1.5)
+
+    def watch(self, size, die, waits=lambda rank: True, seconds=4.0):
+        """Return what each rank is told, and why it ends; ``die(rank, watch)`` may do something to it."""
+
+        def rank(world):
+            told, ended = [], []
+            world.waiting_since_s = time.monotonic() if waits(world.rank) else None
+            watch = PeerWatch(world, self.QUICK, told.append, ended.append)
+            die(world.rank, watch)
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and not ended:
+                time.sleep(0.05)
+            watch.close()
+            watch._socket.close()  # of the one that was silenced, too
+            return told, ended
+
+        return on_ranks(size, rank)
+
+    def silence(self, rank, watch):
+        """Rank 1 is frozen: it neither sends nor looks."""
+        if rank == 1:
+            watch._over.set()
+            watch._thread.join()
+
+    @pytest.mark.parametrize("size", [2, 4])
+    def test_one_that_is_silent_is_named_and_then_ends_those_that_wait_for_it(self, size):
+        found = self.watch(size, self.silence)
+
+        watchers = [(1 + distance) % size for distance in range(1, min(2, size - 1) + 1)]
+        for rank, (told, ended) in enumerate(found):
+            if rank in watchers:
+                assert "rank 1 on here has shown no sign of life" in told[0]
+                assert "rank 1 on here has shown no sign of life" in ended[0]
+            else:
+                assert not told
+
+    def test_nobody_is_missed_by_those_that_do_not_wait(self):
+        assert self.watch(2, self.silence, waits=lambda rank: False, seconds=2.0)[0] == ([], [])
+
+    def test_one_that_says_good_bye_is_not_missed(self):
+        def leave(rank, watch):
+            if rank == 1:
+                watch.close()
+
+        assert self.watch(3, leave, seconds=2.5) == [([], [])] * 3
+
+    def test_as_long_as_all_live_nothing_is_said(self):
+        assert self.watch(4, lambda rank, watch: None, seconds=2.5) == [([], [])] * 4
+
+    def test_somebody_elses_datagrams_are_ignored(self):
+        def shout(rank, watch):
+            self.silence(rank, watch)
+            if rank == 1:
+                for address, port in watch._targets:
+                    for data in (b"x", b"wrong 1 here", b"\xff" * 80, b"a b c d", b"wrong x y"):
+                        watch._socket.sendto(data, (address[0], port))
+
+        told, ended = self.watch(2, shout)[0]
+
+        assert told
+        assert ended

@@ -17,11 +17,14 @@ import pytest
 from horovod_train.config.schema import HostSettings, Job, Launch
 from horovod_train.engine.environment import from_slurm
 from horovod_train.errors import LaunchError, UserError
+from horovod_train.health.heartbeat import BeatFile, beat_name
 from horovod_train.launch import jobs
 from horovod_train.launch.fleet import Fleet, Here, There, check_alike, gather
 from horovod_train.launch.hosts import Host, hosts_of, read_hostfile
 from horovod_train.launch.interfaces import choose
-from horovod_train.launch.on_host import RUN_VARIABLE, OnHost
+from horovod_train.launch.mpijob.render import inner_job
+from horovod_train.launch.on_host import RUN_VARIABLE, OnHost, can_read_memory, usable_cores
+from horovod_train.launch.prepare import rank_variables
 from horovod_train.launch.process import guarded
 from horovod_train.launch.run import note_job, resolve
 from horovod_train.launch.secrets import read_secrets, without_secrets
@@ -210,6 +213,138 @@ class TestOnAHost:
             pass
 
         assert stage.exists()
+
+
+class TestCores:
+    """What a rank may use is the least of what it is bound to and what its container is limited to."""
+
+    ALL = len(os.sched_getaffinity(0))
+
+    @pytest.mark.parametrize(
+        ("file", "content", "expected"),
+        [
+            ("cpu.max", "max 100000", ALL),
+            ("cpu.max", "100000 100000", 1),
+            ("cpu.max", "150000 100000", min(2, ALL)),
+            ("cpu.max", "50000 100000", 1),
+            ("cpu.max", "6400000 100000", min(64, ALL)),
+            ("cpu.max", "nonsense", ALL),
+            ("cpu/cpu.cfs_quota_us", "-1", ALL),
+            ("cpu/cpu.cfs_quota_us", "50000", 1),
+        ],
+    )
+    def test_follow_the_quota_of_a_container(self, tmp_path, file, content, expected):
+        (tmp_path / "cpu").mkdir()
+        (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+        (tmp_path / file).write_text(content + "\n")
+
+        assert usable_cores(tmp_path) == expected
+
+    def test_without_a_quota_are_those_of_the_process(self, tmp_path):
+        assert usable_cores(tmp_path) == self.ALL
+
+    def variables(self, host, *, reads_memory=True, **launch):
+        job = Job(name="j", task="digits", launch=Launch(**launch))
+        found = {"cores": 8, "has_mpi": False, "prefix": "/p", "path": "/bin", "reads_memory": reads_memory}
+        return rank_variables(job, Here(host, "no-stage"), found, None, {})
+
+    def test_are_shared_by_the_ranks_of_a_host(self):
+        assert self.variables(Host("a", 4, is_here=True))["OMP_NUM_THREADS"] == "2"
+        assert self.variables(Host("a", 9, is_here=True))["OMP_NUM_THREADS"] == "1"
+
+    def test_are_what_the_job_says(self):
+        assert self.variables(Host("a", 4, is_here=True), threads_per_rank=3)["OMP_NUM_THREADS"] == "3"
+
+    def test_of_a_pod_are_what_its_ranks_ask_for(self):
+        launch = {"launcher": "mpijob", "kubernetes": {"image": "i:1", "cpus_per_rank": "2500m"}}
+        job = Job.model_validate({"name": "j", "task": "digits", "launch": launch})
+
+        assert inner_job(job, has_source=False).launch.threads_per_rank == 2
+
+    def test_messages_between_ranks_are_copied_where_memory_cannot_be_read(self):
+        name = "OMPI_MCA_btl_vader_single_copy_mechanism"
+
+        assert name not in self.variables(Host("a", 2, is_here=True))
+        assert self.variables(Host("a", 2, is_here=True), reads_memory=False)[name] == "none"
+
+    def test_a_rank_elsewhere_knows_the_name_by_which_its_host_is_reached(self):
+        there = Host("digits-worker-0.digits.default.svc", 1)
+
+        assert self.variables(there)["HOROVOD_TRAIN_HOST"] == there.name
+        assert "HOROVOD_TRAIN_HOST" not in self.variables(Host("localhost", 1, is_here=True))
+
+    def test_whether_memory_can_be_read_is_tried(self):
+        assert isinstance(can_read_memory(), bool)
+
+
+class TestSignsOfLife:
+    @pytest.fixture
+    def host(self, tmp_path):
+        (tmp_path / "stage").mkdir()
+        return OnHost(str(tmp_path / "stage"))
+
+    def sleeper(self, program="import time; time.sleep(60)"):
+        return subprocess.Popen([sys.executable, "-c", program])
+
+    def beat(self, host, process, ago_s):
+        file = host.stage / beat_name(3, process.pid)
+        file.write_text(f"{time.monotonic() - ago_s:020.3f}\n")
+
+    def test_a_rank_that_gives_none_is_found_with_what_it_does(self, host):
+        with self.sleeper() as process:
+            self.beat(host, process, 100)
+            first = host.silent_ranks(0.3)
+            process.send_signal(signal.SIGSTOP)
+            wait_until(lambda: psutil.Process(process.pid).status() == "stopped")
+            time.sleep(0.4)
+            (found,) = host.silent_ranks(0.3)
+            process.kill()
+
+        assert first == [], "whether it computes is known at the second look"
+        assert (found["rank"], found["pid"], found["doing"]) == (3, process.pid, "stopped")
+        assert 0.3 <= found["silent_s"] < 90
+
+    def test_a_rank_that_gives_some_is_not(self, host):
+        with self.sleeper() as process:
+            host.silent_ranks(0.2)
+            time.sleep(0.3)
+            self.beat(host, process, 0.0)
+            found = host.silent_ranks(0.2)
+            process.kill()
+
+        assert found == []
+
+    def test_a_rank_that_computes_without_giving_any_is_not(self, host):
+        with self.sleeper("while True: pass") as process:
+            self.beat(host, process, 100)
+            looks = []
+            for _ in range(4):
+                looks += host.silent_ranks(0.5)
+                time.sleep(0.3)
+            process.kill()
+
+        assert looks == []
+
+    def test_a_rank_that_has_ended_is_not_looked_at(self, host):
+        with self.sleeper() as process:
+            process.kill()
+        self.beat(host, process, 100)
+
+        assert host.silent_ranks(0.0) == []
+
+    def test_are_written_for_as_long_as_a_rank_lives(self, tmp_path):
+        beat = BeatFile(tmp_path, 5)
+        file = tmp_path / beat_name(5, os.getpid())
+        wait_until(lambda: file.exists() and file.read_text())
+        first = float(file.read_text())
+        wait_until(lambda: float(file.read_text()) > first)
+        beat.close()
+
+        assert abs(first - time.monotonic()) < 30
+        assert not file.exists()
+
+    def test_need_no_folder(self, tmp_path):
+        BeatFile(tmp_path / "gone", 0).close()
 
 
 class TestFleet:

@@ -42,6 +42,13 @@ def api(tmp_path, monkeypatch):
         yield api
 
 
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def request_for(**changes):
     return resolve(Job.model_validate(described("cpu", **changes)), "run-1")
 
@@ -215,7 +222,7 @@ def test_what_only_an_event_says_ends_the_launch_with_its_text_and_the_job_is_re
 
     assert f"{reason}: {message}" in str(caught.value)
 
-    assert api.names("MPIJob") == api.names("ConfigMap") == []
+    wait_until(lambda: not api.names("MPIJob") + api.names("ConfigMap"))
 
 
 @pytest.mark.parametrize(
@@ -283,14 +290,75 @@ def test_a_drained_job_is_suspended_and_stays(api):
     assert MpiJobLauncher().status(job).state == "preempted"
 
 
+def test_a_drain_ends_though_a_launcher_has_failed_before(api):
+    """Its pod has ended, and stays for its log."""
+
+    def is_retried(api, job):
+        api.add_launcher(job, "a host was lost", 1)
+        trains(api, job)
+
+    api.operator = is_retried
+    job = submit(api)
+    failed = api.objects["pods", "digits-launcher-x0"]
+
+    MpiJobLauncher().cancel(job, "drain")
+    api.objects["pods", "digits-launcher-x0"] = failed
+    status = MpiJobLauncher().wait(job)
+
+    assert (status.state, status.exit_code) == ("preempted", 75)
+
+
+@pytest.mark.parametrize("operator", [succeeds, trains], ids=["succeeded", "running"])
+def test_what_is_left_of_a_job_is_removed_when_it_is_cancelled(api, operator):
+    api.operator = operator
+    job = submit(api)
+    before = MpiJobLauncher().status(job)
+
+    MpiJobLauncher().cancel(job, "stop")
+    wait_until(lambda: not api.names("MPIJob"))
+    after = MpiJobLauncher().status(job)
+
+    assert api.names("ConfigMap") == api.names("NetworkPolicy") == []
+    assert after == before if operator is succeeds else after.state == "cancelled"
+
+
+@pytest.mark.parametrize("collection", ["mpijobs", "pods"])
+def test_whoever_follows_a_job_survives_an_api_server_that_starts_again(api, collection):
+    api.operator = succeeds
+    job = submit(api)
+    api.away[collection] = 3
+
+    assert list(MpiJobLauncher().logs(job, follow=True)) == ["on 2 ranks", "trained digits"]
+
+
+def test_a_log_whose_kubelet_cannot_be_reached_is_asked_for_again(api):
+    api.operator = succeeds
+    job = submit(api)
+    api.away["pods/digits-launcher-x0/log"] = 2
+
+    assert list(MpiJobLauncher().logs(job, follow=True)) == ["on 2 ranks", "trained digits"]
+
+
+def test_logs_that_are_gone_with_their_pods_are_no_success(api):
+    api.operator = succeeds
+    job = submit(api)
+    del api.objects["pods", "digits-launcher-x0"]
+
+    with pytest.raises(LaunchError, match="its pods are gone, and their logs with them; it is succeeded"):
+        list(MpiJobLauncher().logs(job, follow=False))
+
+
 @pytest.mark.parametrize("how", ["stop", "kill"])
-def test_a_cancelled_job_is_gone_with_all_it_had(api, how):
+def test_a_cancelled_job_is_cancelled_and_gone_with_all_it_had(api, how):
     api.operator = trains
     job = submit(api)
 
     MpiJobLauncher().cancel(job, how)
+    at_once = MpiJobLauncher().wait(job)
     MpiJobLauncher().cancel(job, how)  # twice is no error
+    wait_until(lambda: not api.names("MPIJob"))
 
+    assert (at_once.state, at_once.exit_code) == ("cancelled", 143)
     assert [name for kind in ("MPIJob", "ConfigMap", "NetworkPolicy") for name in api.names(kind)] == []
     assert MpiJobLauncher().status(job).state == "cancelled"
     patched = [line for line in api.requests if line.startswith("PATCH")]

@@ -30,6 +30,8 @@ INSTALL = {
 }
 KUEUE = "kueue.x-k8s.io"
 BEGINNING = "1970-01-01T00:00:00Z"
+# Too many requests; a server that starts, a kubelet that cannot be reached, an etcd that is slow.
+PASSING = {429, 500, 502, 503, 504}
 
 
 def _time_of(event: Any) -> datetime:
@@ -40,6 +42,10 @@ def _time_of(event: Any) -> datetime:
 
 class BrokenOffError(LaunchError):
     """A connection broke while the server was answering; asking again may help."""
+
+
+class UnreachableError(LaunchError):
+    """The API server, or the kubelet behind it, does not answer now; asking later may help."""
 
 
 class Cluster:
@@ -296,7 +302,7 @@ class Cluster:
         except self._api_error as error:
             raise self._explained(what, error) from error
         except HTTPError as error:
-            raise LaunchError(
+            raise UnreachableError(
                 f"{what}: the API server does not answer: {error}", hint="`kubectl cluster-info`"
             ) from error
 
@@ -305,6 +311,10 @@ class Cluster:
             message = json.loads(error.body)["message"]
         except (TypeError, ValueError, KeyError):
             message = error.reason
+        if error.status in PASSING:
+            return UnreachableError(f"{what}: {message}", hint="`kubectl cluster-info`")
+        if "exceeded quota" in str(message):
+            return LaunchError(f"{what}: {message}", hint="`kubectl describe quota`; ask for less, or wait")
         hints = {
             401: "log in again: the credentials of the current context are not accepted",
             403: "ask for a Role; `horovod-train doctor --kubernetes` says what is needed and missing",

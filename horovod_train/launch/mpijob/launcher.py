@@ -13,19 +13,32 @@ import yaml
 
 from horovod_train.config.kubernetes_rules import MAX_CONFIG_BYTES
 from horovod_train.errors import LaunchError, UserError
-from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted, Waits
+from horovod_train.launch.base import (
+    PATIENCE_S,
+    JobStatus,
+    LaunchPlan,
+    LaunchRequest,
+    Submitted,
+    Waits,
+)
 from horovod_train.launch.jobs import end_of, note_end
-from horovod_train.launch.mpijob.cluster import BrokenOffError, Cluster
+from horovod_train.launch.mpijob.cluster import BrokenOffError, Cluster, UnreachableError
 from horovod_train.launch.mpijob.render import (
+    CANCELLED,
     DRAINED,
-    JOB_NAME_LABEL,
     MANAGED_BY,
     MANAGER,
     Manifest,
     as_yaml,
     render,
 )
-from horovod_train.launch.mpijob.status import fatal_warning, launcher_pods, status_of
+from horovod_train.launch.mpijob.status import (
+    CANCELLED_MESSAGE,
+    fatal_warning,
+    launcher_pods,
+    living_pods,
+    status_of,
+)
 from horovod_train.launch.mpijob.validate import check
 
 POLL_S = 1.0
@@ -108,19 +121,33 @@ class MpiJobLauncher(Waits):
         Following, also what the job waits for. A connection that breaks is made again.
         """
         reader, told = _Reader(), ""
+        known_s = monotonic()
         with closing(Cluster(_Place(job).namespace, API_TIMEOUT_S)) as cluster:
             while True:
-                status = _status(job, cluster)
+                try:
+                    status = _status(job, cluster)
+                    pods = launcher_pods(cluster, _Place(job).name)
+                except UnreachableError:
+                    if not follow or monotonic() - known_s > PATIENCE_S:
+                        raise
+                    sleep(POLL_S)
+                    continue
+                known_s = monotonic()
                 has_ended = not follow or status.has_ended
                 if status.message not in ("", told) and not has_ended:
                     told = status.message
                     yield f"{status}"
-                for pod in launcher_pods(cluster, _Place(job).name):
+                for pod in pods:
                     try:
                         yield from reader.lines(cluster, pod, follow=follow)
-                    except BrokenOffError:
+                    except (BrokenOffError, UnreachableError):
                         has_ended = False  # ask again for what is missing
                 if has_ended:
+                    if not pods:
+                        raise LaunchError(
+                            f"{job.job_id}: its pods are gone, and their logs with them; it is {status}",
+                            hint="run.log is in its run_dir, in the folder of this run",
+                        )
                     return
                 sleep(POLL_S)
 
@@ -128,7 +155,8 @@ class MpiJobLauncher(Waits):
         """End a job.
 
         Suspending it takes its pods away; the signal that they get lets the ranks save and leave. A
-        job that is to stop is deleted afterwards; one that is drained stays, suspended.
+        job that is to stop is deleted afterwards; one that is drained stays, suspended. Of one that has
+        ended, what is left is deleted; how it ended is remembered.
 
         Raises:
             LaunchError: The server refuses.
@@ -136,17 +164,21 @@ class MpiJobLauncher(Waits):
         place = _Place(job)
         with closing(Cluster(place.namespace, API_TIMEOUT_S)) as cluster:
             found = place.find(cluster)
-            if found is None or status_of(found, cluster).state in ("succeeded", "failed"):
+            if found is None:
                 return
-            if how != "kill":
-                drained = {"metadata": {"annotations": {DRAINED: "true"}}}
-                cluster.patch_mpi_job(place.name, {**drained, "spec": {"runPolicy": {"suspend": True}}})
+            status = _status(job, cluster)
+            has_ended = status.state in ("succeeded", "failed")
+            if how != "kill" and not has_ended:
+                mark = {"metadata": {"annotations": {DRAINED if how == "drain" else CANCELLED: "true"}}}
+                cluster.patch_mpi_job(place.name, {**mark, "spec": {"runPolicy": {"suspend": True}}})
                 _wait_for_pods_to_go(cluster, found)
-            if how != "drain":
-                cluster.delete_mpi_job(place.name)
-                asked = "killed" if how == "kill" else "asked to save and leave"
-                message = f"{asked}, then deleted; checkpoints are in its run_dir"
+            if how == "drain":
+                return
+            if not has_ended:
+                message = "killed, then deleted" if how == "kill" else CANCELLED_MESSAGE
                 note_end(job.job_id, JobStatus("cancelled", 143, message))
+            # With it goes what it owns: pods, ConfigMaps, the ssh key, the Service, the NetworkPolicy.
+            cluster.delete_mpi_job(place.name)
 
     def remove(self, job: Submitted) -> None:
         """Delete a job with all it has, at once, also when it has ended.
@@ -192,11 +224,12 @@ class _Reader:
 def _status(job: Submitted, cluster: Cluster) -> JobStatus:
     """Return how a job stands; once it has ended, that is remembered, for MPIJobs are removed some day."""
     found = _Place(job).find(cluster)
-    if found is None:
+    known = end_of(job.job_id)
+    if found is None or (known is not None and known.state == "cancelled"):
         gone = JobStatus(
             "unknown", 1, "the MPIJob is no longer there; run.log and checkpoints are in its run_dir"
         )
-        return end_of(job.job_id) or gone
+        return known or gone
     status = status_of(found, cluster)
     if status.has_ended:
         note_end(job.job_id, status)
@@ -232,7 +265,7 @@ def _wait_for_pods_to_go(cluster: Cluster, mpi_job: Manifest) -> None:
     template = mpi_job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]
     grace_s = float(template["spec"].get("terminationGracePeriodSeconds", 30))
     deadline_s = monotonic() + grace_s + API_TIMEOUT_S
-    while cluster.pods(f"{JOB_NAME_LABEL}={mpi_job['metadata']['name']}") and monotonic() < deadline_s:
+    while living_pods(cluster, mpi_job["metadata"]["name"]) and monotonic() < deadline_s:
         sleep(POLL_S)
 
 

@@ -30,6 +30,8 @@ DISCOVER = "sh /etc/mpi/discover_hosts.sh"
 MANAGED_BY, MANAGER = "app.kubernetes.io/managed-by", "horovod-train"
 # On an MPIJob that was suspended so that its ranks save and leave.
 DRAINED = "horovod-train/drained"
+# On one that nobody wants any more; it is deleted when its ranks have left.
+CANCELLED = "horovod-train/cancelled"
 JOB_NAME_LABEL = "training.kubeflow.org/job-name"
 ROLE_LABEL = "training.kubeflow.org/job-role"
 REPLICA_LABEL = "training.kubeflow.org/replica-index"
@@ -91,6 +93,8 @@ def inner_job(job: Job, *, has_source: bool) -> Job:
             # The launcher's pod has them in its environment, and gives them to the ranks.
             "secrets": {name: f"env:{name}" for name in job.launch.secrets},
             "kubernetes": Kubernetes(),
+            # What a rank asks for is its share; without a limit, a pod sees all cores of its node.
+            "threads_per_rank": job.launch.threads_per_rank or _threads(job.launch.kubernetes.cpus_per_rank),
             "ssh": job.launch.ssh.model_copy(update={"port": job.launch.kubernetes.ssh_port}),
         }
     )
@@ -311,6 +315,17 @@ def _resources(job: Job) -> Manifest:
         limits[kubernetes.gpu_resource] = str(kubernetes.gpus_per_rank * ranks)
     limits |= {name: str(count) for name, count in kubernetes.extra_resources.items()}
     return {name: value for name, value in (("requests", requests), ("limits", limits)) if value}
+
+
+def _threads(cpus: str | None) -> int | None:
+    """Return how many threads fit into an amount of processors; None: that was not said.
+
+    >>> _threads("4"), _threads("2500m"), _threads("500m"), _threads(None)
+    (4, 2, 1, None)
+    """
+    if cpus is None:
+        return None
+    return max(1, int(float(cpus.rstrip("m")) / (1000 if cpus.endswith("m") else 1)))
 
 
 def times(quantity: str, factor: int) -> str:

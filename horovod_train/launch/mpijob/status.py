@@ -8,9 +8,10 @@ from typing import Any
 
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.mpijob.cluster import Cluster
-from horovod_train.launch.mpijob.render import DRAINED, JOB_NAME_LABEL, ROLE_LABEL, Manifest
+from horovod_train.launch.mpijob.render import CANCELLED, DRAINED, JOB_NAME_LABEL, ROLE_LABEL, Manifest
 
 Warned = tuple[str, str]
+CANCELLED_MESSAGE = "asked to save and leave, then deleted; checkpoints are in its run_dir"
 # Warnings after which nothing will get better by itself.
 FATAL_REASONS = {"ValidationError", "FailedCreate", "InvalidImageName", "ErrResourceExists"}
 # The operator's word for workers that it cannot create, whyever; this is what admission says.
@@ -24,6 +25,8 @@ _MAY_PASS = re.compile(
 def status_of(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
     """Return how an MPIJob stands."""
     name = mpi_job["metadata"]["name"]
+    if (going := _going(mpi_job["metadata"], cluster)) is not None:
+        return going
     conditions = {
         condition["type"]: str(condition.get("message", ""))
         for condition in mpi_job.get("status", {}).get("conditions", [])
@@ -41,12 +44,29 @@ def status_of(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
     return _before_running(mpi_job, cluster, is_taken_up="Created" in conditions)
 
 
+def living_pods(cluster: Cluster, name: str) -> list[Any]:
+    """Return the pods of a job that have not ended: those that have, may stay for ever."""
+    pods = cluster.pods(f"{JOB_NAME_LABEL}={name}")
+    return [pod for pod in pods if pod.status.phase not in ("Succeeded", "Failed")]
+
+
+def _going(metadata: Manifest, cluster: Cluster) -> JobStatus | None:
+    """Return how a job stands that was cancelled or deleted; None: it was not."""
+    if CANCELLED in metadata.get("annotations", {}):
+        if living_pods(cluster, metadata["name"]):
+            return JobStatus("leaving", message="cancelled: its ranks were asked to save and leave")
+        return JobStatus("cancelled", 143, CANCELLED_MESSAGE)
+    if "deletionTimestamp" in metadata:
+        return JobStatus("leaving", message="it was deleted; its pods are going")
+    return None
+
+
 def _suspended(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
     if DRAINED not in mpi_job["metadata"].get("annotations", {}):
         return JobStatus(
             "waiting", message="suspended: by its queue, or until spec.runPolicy.suspend is false"
         )
-    if cluster.pods(f"{JOB_NAME_LABEL}={mpi_job['metadata']['name']}"):
+    if living_pods(cluster, mpi_job["metadata"]["name"]):
         return JobStatus("leaving", message="suspended: its ranks were asked to save and leave")
     return JobStatus("preempted", 75, "suspended: its ranks were asked to save and leave, and have left")
 
