@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -25,6 +26,7 @@ from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
 
 STATE_FILE = "state.json"
 CANCELLED_FILE = "cancelled"
+_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 LOG_FILE = "run.log"
 # On a full disk a file can still be written over, if what is to stand in it has room there.
 STATE_BYTES = 4095
@@ -85,14 +87,16 @@ def known_jobs() -> Iterator[Submitted]:
 
 
 def find_job(job_id: str) -> Submitted:
-    """Return a submitted job by its id, or by the beginning of it if there is only one such.
+    """Return a submitted job by its id, its name (the newest), or the beginning of its id if only one fits.
 
     Raises:
         UserError: There is none, or more than one.
     """
     jobs = list(known_jobs())
     exact = [job for job in jobs if job.job_id == job_id]
-    found = exact or [job for job in jobs if job.job_id.startswith(job_id)]
+    # The name alone stands for the newest of its jobs.
+    of_name = [job for job in jobs if _RUN_ID.fullmatch(job.job_id.removeprefix(f"{job_id}-"))]
+    found = exact or of_name[:1] or [job for job in jobs if job.job_id.startswith(job_id)]
     if len(found) == 1:
         return found[0]
     names = [job.job_id for job in found or jobs]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Api:
         away: So many requests for a collection are answered by a server that is starting.
         breaks_after: Logs break off after so many bytes; None: they do not.
         logs: Text by pod.
+        silent_s: Time that passes before an answer.
         requests: Method and path with query of each request.
     """
 
@@ -53,6 +55,7 @@ class Api:
     unknown: set[str] = field(default_factory=set)
     breaks_after: int | None = None
     num_created: int = 0
+    silent_s: float = 0.0
     away: dict[str, int] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
@@ -114,6 +117,18 @@ class Api:
             },
         }
 
+    def add_worker(self, name: str, reason: str, message: str) -> None:
+        """Let there be a worker pod whose container does not start."""
+        status = {"name": "worker", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
+        state = {"waiting": {"reason": reason, "message": message}}
+        labels = {"training.kubeflow.org/job-name": "digits", "training.kubeflow.org/job-role": "worker"}
+        self.objects["pods", name] = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "creationTimestamp": "2026-11-22T00:00:00Z", "labels": labels},
+            "status": {"phase": "Pending", "containerStatuses": [{**status, "state": state}]},
+        }
+
 
 class _Handler(BaseHTTPRequestHandler):
     api: Api
@@ -123,6 +138,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         collection, name, query = self._target()
+        time.sleep(self.api.silent_s)
         if self.api.is_away(f"pods/{name}" if name.endswith("/log") else collection):
             self._refuse(503, "the server is currently unable to handle the request")
             return

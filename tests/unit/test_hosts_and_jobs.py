@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from threading import Event, Timer
 
 import psutil
@@ -560,6 +560,18 @@ class TestJobs:
             jobs.find_job("j-")
         with pytest.raises(UserError, match="no job 'k'"):
             jobs.find_job("k")
+
+    def test_the_name_alone_stands_for_the_newest(self, request_):
+        ids = ["20261122-100000-aaaa", "20261122-100001-bbbb"]
+        for number, run_id in enumerate(ids):
+            job = jobs.submitted_job(replace(request_, run_id=run_id), str(number))
+            file = jobs.jobs_dir() / f"{job.job_id}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            document = {**asdict(job), "log_dir": str(job.log_dir), "submitted_unix_s": float(number)}
+            file.write_text(json.dumps(document))
+
+        assert jobs.find_job(request_.job.name).native_id == "1"
+        assert jobs.find_job(f"{request_.job.name}-20261122-100000").native_id == "0"
 
     def test_a_run_whose_process_is_gone_has_failed(self, request_):
         program = (

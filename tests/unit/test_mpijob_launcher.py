@@ -279,6 +279,61 @@ def test_logs_are_those_of_the_launcher_and_of_its_retries(api):
     ]
 
 
+def test_an_image_that_cannot_be_pulled_is_named(api):
+    api.operator = accepts
+    job = submit(api)
+    api.add_worker("digits-worker-0", "ImagePullBackOff", 'Back-off pulling image "nowhere/train:1.0"')
+    api.warn("digits-worker-0", "Failed", "Error: ImagePullBackOff")
+
+    assert (
+        'ImagePullBackOff: Back-off pulling image "nowhere/train:1.0"' in MpiJobLauncher().status(job).message
+    )
+
+
+def test_a_probe_that_failed_at_the_start_is_no_reason(api):
+    api.operator = accepts
+    job = submit(api)
+    api.warn("digits-worker-0", "Unhealthy", "Readiness probe failed: dial tcp 10.0.0.7:2222")
+
+    assert "Readiness" not in MpiJobLauncher().status(job).message
+
+
+def test_a_pause_between_launchers_is_told(api):
+    def is_between(api, job):
+        api.add_condition(job, "Running")
+        api.add_launcher(job, "a host was lost", 1)
+
+    api.operator = is_between
+
+    status = MpiJobLauncher().status(submit(api))
+
+    assert status.state == "running"
+    assert "its launcher has failed 1 time(s); Kubernetes starts the next one after a pause" in status.message
+
+
+def test_a_server_that_does_not_answer_is_told_after_one_time_out(api, monkeypatch):
+    api.operator = trains
+    job = submit(api)
+    monkeypatch.setattr("horovod_train.launch.mpijob.launcher.API_TIMEOUT_S", 0.5)
+    api.silent_s = 8.0
+    started = time.monotonic()
+
+    with pytest.raises(LaunchError, match="the API server does not answer"):
+        MpiJobLauncher().status(job)
+
+    assert time.monotonic() - started < 8
+
+
+def test_a_job_that_ended_long_ago_is_not_asked_for(api):
+    api.operator = succeeds
+    job = submit(api)
+    MpiJobLauncher().status(job)
+    before = len(api.requests)
+
+    assert MpiJobLauncher().status(job).state == "succeeded"
+    assert len(api.requests) == before
+
+
 def test_a_drained_job_is_suspended_and_stays(api):
     api.operator = trains
     job = submit(api)

@@ -78,7 +78,9 @@ class Cluster:
         self.namespace = namespace
         self._timeout_s = timeout_s
         self._api_error = client.ApiException
-        self._api: Any = client.ApiClient()
+        settings = client.Configuration.get_default_copy()
+        settings.retries = False  # whoever waits, asks again; three times the timeout in silence is too long
+        self._api: Any = client.ApiClient(settings)
         self._core: Any = client.CoreV1Api(self._api)
         self._networking: Any = client.NetworkingV1Api(self._api)
         self._custom: Any = client.CustomObjectsApi(self._api)

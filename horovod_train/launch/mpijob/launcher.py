@@ -44,6 +44,8 @@ from horovod_train.launch.mpijob.validate import check
 POLL_S = 1.0
 ACCEPT_S = 5.0
 API_TIMEOUT_S = 30.0
+# What a job does not come back from; one that was drained may be submitted, or released, again.
+FINAL = {"succeeded", "failed", "cancelled"}
 
 
 class MpiJobLauncher(Waits):
@@ -112,6 +114,9 @@ class MpiJobLauncher(Waits):
         Raises:
             LaunchError: The API server does not answer.
         """
+        known = end_of(job.job_id)
+        if known is not None and known.state in FINAL:
+            return known  # whatever has become of the MPIJob since
         with closing(Cluster(_Place(job).namespace, API_TIMEOUT_S)) as cluster:
             return _status(job, cluster)
 

@@ -100,12 +100,36 @@ def _why_waiting(cluster: Cluster, name: str, warned: Sequence[Warned]) -> str:
     """Return which pods do not run, and what is said of them; empty: all run."""
     all_pods = cluster.pods(f"{JOB_NAME_LABEL}={name}")
     pods = [pod for pod in all_pods if pod.status.phase == "Pending"]
-    warnings = [f"{reason}: {message}" for reason, message in warned[-1:]]
+    # A probe that failed while a container started says nothing of what is waited for now.
+    lasting = [(reason, message) for reason, message in warned if reason != "Unhealthy"]
+    warnings = [f"{reason}: {message}" for reason, message in lasting[-1:]]
     if not pods:
         is_running = any(pod.status.phase == "Running" for pod in all_pods)
-        return warnings[0] if warnings and not is_running else ""
+        return _between_launchers(all_pods) or (warnings[0] if warnings and not is_running else "")
     names = ", ".join(sorted(pod.metadata.name for pod in pods)[:3]) + (" ..." if len(pods) > 3 else "")
-    return "; ".join([f"{names} pending", *warnings])
+    return "; ".join([f"{names} pending", *(_said_of_containers(pods) or warnings)])
+
+
+def _said_of_containers(pods: Sequence[Any]) -> list[str]:
+    """Return why a container does not start, as its kubelet says it, the name of the image in it."""
+    for pod in pods:
+        for container in pod.status.container_statuses or []:
+            waiting = container.state.waiting if container.state is not None else None
+            if waiting is not None and waiting.message:
+                return [f"{waiting.reason}: {waiting.message}"]
+    return []
+
+
+def _between_launchers(pods: Sequence[Any]) -> str:
+    """Return that a launcher has failed and the next one is not there yet; empty: that is not so."""
+    launchers = [pod for pod in pods if (pod.metadata.labels or {}).get(ROLE_LABEL) == "launcher"]
+    failed = [pod for pod in launchers if pod.status.phase == "Failed"]
+    if not failed or len(failed) < len(launchers):
+        return ""
+    return (
+        f"its launcher has failed {len(failed)} time(s); Kubernetes starts the next one after a pause that "
+        "doubles each time, up to 6 minutes"
+    )
 
 
 def launcher_pods(cluster: Cluster, name: str) -> list[Any]:
