@@ -14,7 +14,7 @@ import yaml
 from support.image import ROOT, builder
 from support.launching import PROGRAMS, TIMEOUT_S
 from support.mpijobs import described
-from support.pods import MpiJob, containers, make_key
+from support.pods import MpiJob, Volume, containers, make_key
 from support.running import is_alive, is_rank
 
 from horovod_train.checkpoint.store import list_checkpoints
@@ -212,7 +212,7 @@ class TestAsTheOperatorStartsIt:
 
     def test_a_worker_whose_name_is_not_known_is_named(self, pods):
         mpi_job = MpiJob(pods, rendered(job()), {"tracking/token": SECRET})
-        (mpi_job.mpi / "hostfile").write_text("digits-worker-7.digits.default.svc slots=2\n")
+        mpi_job.mpi.write({"hostfile": b"digits-worker-7.digits.default.svc slots=2\n"})
         launcher = mpi_job.start_launcher(DNS_TIMEOUT_S="1")
 
         assert launcher.end() == 1
@@ -250,7 +250,7 @@ def test_the_health_check_answers_for_a_worker_and_for_a_launcher(images, tmp_pa
         worker = made.start(
             "worker",
             ["horovod-train-entrypoint", "worker"],
-            mounts={"/home/mpiuser/.ssh:ro": make_key(tmp_path / "ssh")},
+            mounts={"/home/mpiuser/.ssh:ro": Volume(tmp_path / "ssh", make_key(tmp_path / "key")).path},
         )
         worker.wait_until_ready()
         other = made.start("worker", ["horovod-train-entrypoint", "health"])

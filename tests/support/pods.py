@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -178,16 +179,43 @@ def containers(builder: Builder, folder: Path, names: Sequence[str]) -> Iterator
             started.remove()
 
 
-def make_key(folder: Path) -> Path:
-    """Make the key pair of a job as the operator does, and return what is mounted as a Secret."""
+class Volume:
+    """A ConfigMap or Secret as a kubelet mounts it: each name is a link, over ``..data``, into a folder
+    whose own name is another one in each pod and after each change.
+
+    Args:
+        path: What is mounted.
+        files: Contents by name.
+    """
+
+    def __init__(self, path: Path, files: Mapping[str, bytes]) -> None:
+        self.path = path
+        path.mkdir()
+        path.chmod(0o1777)
+        self.write(files)
+
+    def write(self, files: Mapping[str, bytes], mode: int = 0o644) -> None:
+        """Replace all files at once."""
+        folder = Path(tempfile.mkdtemp(prefix="..2026_11_22_10_00_00.", dir=self.path))
+        folder.chmod(0o755)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+            (folder / name).chmod(mode)
+        (self.path / "..data_tmp").symlink_to(folder.name)
+        (self.path / "..data_tmp").replace(self.path / "..data")
+        for name in files:
+            if not (self.path / name).is_symlink():
+                (self.path / name).symlink_to(f"..data/{name}")
+
+
+def make_key(folder: Path) -> dict[str, bytes]:
+    """Make the key pair of a job as the operator does, and return what is in its Secret."""
     folder.mkdir()
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "521", "-N", "", "-f", str(folder / "id_rsa")], check=True
     )
-    (folder / "authorized_keys").write_bytes((folder / "id_rsa.pub").read_bytes())
-    for file in folder.iterdir():
-        file.chmod(0o644)  # as Secrets are mounted: root's, readable
-    return folder
+    files = {file.name: file.read_bytes() for file in folder.iterdir()}
+    return {**files, "authorized_keys": files["id_rsa.pub"]}
 
 
 class MpiJob:
@@ -211,30 +239,25 @@ class MpiJob:
         self.data = self.folder / "data"
         self.data.mkdir()
         os.chown(self.data, 1000, 1000)
-        self.config = self.folder / "job"
-        self.config.mkdir()
-        for name, text in config_map["data"].items():
-            (self.config / name).write_text(text)
-        self.mpi = self.folder / "mpi"
-        self.mpi.mkdir()
+        self.config = {name: text.encode() for name, text in config_map["data"].items()}
+        self.mpi = Volume(self.folder / "mpi", {})
         self.announce(range(self.mpi_job["spec"]["mpiReplicaSpecs"]["Worker"]["replicas"]))
 
     def announce(self, numbers: Sequence[int] | range) -> None:
         """Write the operator's files: all workers there should be, and those that run."""
         slots = self.mpi_job["spec"]["slotsPerWorker"]
         hosts = [f"{self.name}-worker-{number}.{self.name}.default.svc" for number in numbers]
-        (self.mpi / "hostfile").write_text("".join(f"{host} slots={slots}\n" for host in hosts))
-        (self.mpi / "discover_hosts.sh").write_text(
-            "\n".join(["#!/bin/sh", *(f"echo {host}" for host in hosts), ""])
-        )
-        (self.mpi / "discover_hosts.sh").chmod(0o555)
+        hostfile = "".join(f"{host} slots={slots}\n" for host in hosts)
+        script = "\n".join(["#!/bin/sh", *(f"echo {host}" for host in hosts), ""])
+        files = {"hostfile": hostfile.encode(), "discover_hosts.sh": script.encode()}
+        self.mpi.write(files, mode=0o555)
 
     def start_worker(self, number: int) -> Container:
         return self._start("Worker", f"{self.name}-worker-{number}", {"K_MPI_JOB_ROLE": "worker"}, {})
 
     def start_launcher(self, **env: str) -> Container:
         name = f"{self.name}-launcher"
-        return self._start("Launcher", name, {**OF_LAUNCHERS, **env}, {"/etc/mpi:ro": self.mpi})
+        return self._start("Launcher", name, {**OF_LAUNCHERS, **env}, {"/etc/mpi:ro": self.mpi.path})
 
     def _start(self, role: str, name: str, env: Mapping[str, str], more: Mapping[str, Path]) -> Container:
         template = self.mpi_job["spec"]["mpiReplicaSpecs"][role]["template"]["spec"]
@@ -246,9 +269,11 @@ class MpiJob:
             secret = f"{reference['name']}/{reference['key']}" if reference else ""
             own[variable["name"]] = variable["value"] if not secret else self.secrets[secret]
         paths = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        own_volumes = self.folder / f"volumes-of-{name}-{len(self.containers.started)}"
+        own_volumes.mkdir()
         mounts = {
-            f"{self.mpi_job['spec']['sshAuthMountPath']}:ro": self.key,
-            f"{paths['job']}:ro": self.config,
+            f"{self.mpi_job['spec']['sshAuthMountPath']}:ro": Volume(own_volumes / "ssh", self.key).path,
+            f"{paths['job']}:ro": Volume(own_volumes / "job", self.config).path,
             paths["volume-0"]: self.data,
         }
         service = f"{self.name}.default.svc"
