@@ -16,7 +16,8 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "programs")]
 
 
-from support.matrix import Matrix, update  # noqa: E402  (found by the path above)
+from support.matrix import COLUMNS, Matrix, update  # noqa: E402  (found by the path above)
+from support.pools import PROCESSES, Pools  # noqa: E402
 
 STAGES = Path("/tmp")  # noqa: S108  (where ranks' hosts have their files while a job runs)
 MATRIX = pytest.StashKey[Matrix]()
@@ -28,6 +29,22 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[MATRIX] = Matrix()
+
+
+def framework_of(item):
+    """The framework whose ranks a test uses; the last ones use none of a pool."""
+    values = item.callspec.params.values() if in_pool(item) else []
+    found = [value for value in values if isinstance(value, str) and value in COLUMNS]
+    return list(COLUMNS).index(found[0]) if found else -1
+
+
+def in_pool(item):
+    return "pools" in item.fixturenames and hasattr(item, "callspec")
+
+
+def pytest_collection_modifyitems(items):
+    """Let all tests of a pool follow each other, over all files: then it is started once."""
+    items.sort(key=framework_of)
 
 
 @pytest.fixture
@@ -75,6 +92,14 @@ def temporary_files_are_pytests(tmp_path_factory):
             os.environ[name] = value
 
 
+@pytest.fixture(scope="session")
+def pools(tmp_path_factory):
+    """Ranks that run one program after the other."""
+    made = Pools(tmp_path_factory.mktemp("pools"))
+    yield made
+    made.close()
+
+
 def stages_of(base: Path) -> set[Path]:
     """Folders of jobs on this host whose runs lie in the folder of this test session."""
     found = set()
@@ -93,7 +118,11 @@ def leaves_nothing_behind(tmp_path_factory):
     servers = set(psutil.Process().children())  # shared by several tests
     stages = stages_of(base)
     yield
-    new = [process for process in psutil.Process().children() if process not in servers]
+    new = [
+        process
+        for process in psutil.Process().children()
+        if process not in servers and process.pid not in PROCESSES
+    ]
     left = [*new, *(grandchild for process in new for grandchild in process.children(recursive=True))]
     for process in left:
         process.kill()

@@ -30,6 +30,7 @@ RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
 """In the environment of every process of a run: its stage, by which it is known."""
 
 CONNECT_TIMEOUT_S = 4.0
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 BUSY = 0.2
 """A process that computes for this part of the time is not frozen."""
 
@@ -70,6 +71,7 @@ class OnHost:
             "ways": {name: way for name in others if (way := source_towards(name))},
             "time_s": time.time(),
             "free_bytes": shutil.disk_usage(self.stage.parent).free,
+            "shared_memory_bytes": _free_bytes(SHARED_MEMORY),
         }
 
     def facts(self, task: str | None) -> dict[str, str]:
@@ -217,6 +219,13 @@ def _is_rank(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.cmdline()[1:5] == ["-P", "-m", "horovod_train", "worker"]
     return False
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Return the room in a folder; None: there is no such folder."""
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free
+    return None
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:

@@ -17,6 +17,8 @@ from horovod_train.launch.interfaces import Chosen, choose
 from horovod_train.launch.stage import pack_code, stage_files
 
 ANSWERS_APART_S = 5.0
+# Open MPI wants 4 MiB for each rank, and looks whether they are free.
+SHARED_BYTES_PER_RANK = 5 * 2**20
 # What a user exports for a job here, its ranks elsewhere are to see.
 FORWARDED = (
     *("CUDA_LAUNCH", "HF_", "HOROVOD_", "JAX_", "KERAS_", "KMP_", "MKL_", "NCCL_", "OMP_", "TF_", "TORCH"),
@@ -38,6 +40,7 @@ def prepare(
     """
     job = request.job
     descriptions = describe(fleet)
+    check_shared_memory(fleet, descriptions)
     chosen: dict[str, Chosen] = {}
     if request.is_remote:
         # Code that is shipped is the same everywhere.
@@ -82,6 +85,26 @@ def describe(fleet: Fleet) -> dict[str, Any]:
         return {"others": [name for name in names if name != member.host.name][:2]}
 
     return fleet.each("describe", others)
+
+
+def check_shared_memory(fleet: Fleet, descriptions: Mapping[str, Any]) -> None:
+    """Refuse a host whose shared memory is full: launchers would say that there is no MPI.
+
+    Raises:
+        LostError: There is one; it names it.
+    """
+    for member in fleet.members:
+        host = member.host
+        free_bytes = descriptions[host.name].get("shared_memory_bytes")
+        needed_bytes = host.num_ranks * SHARED_BYTES_PER_RANK
+        if host.num_ranks > 1 and free_bytes is not None and free_bytes < needed_bytes:
+            raise LostError(
+                f"{host.name}: /dev/shm has room for {free_bytes / 2**20:.1f} MiB, and {host.num_ranks} "
+                f"ranks need {needed_bytes / 2**20:.0f} MiB there to talk to each other",
+                hint="remove what was left there (`ls -l /dev/shm`); in a container give it more (docker "
+                "--shm-size, launch.kubernetes.shm_size)",
+                hosts=[host.name],
+            )
 
 
 def choose_interfaces(fleet: Fleet, job: Job, descriptions: Mapping[str, Any]) -> dict[str, Chosen]:
@@ -181,7 +204,7 @@ def rank_variables(
             "NCCL_SOCKET_IFNAME": interface.name,
             "OMPI_MCA_btl_tcp_if_include": interface.name,
         }
-    if not description["reads_memory"]:
+    if not description.get("reads_memory", True):
         # Else Open MPI tries again with each message, and says each time that it may not.
         variables["OMPI_MCA_btl_vader_single_copy_mechanism"] = "none"
     if not host.is_here:

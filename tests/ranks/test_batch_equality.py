@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from programs.cases import CASES, Task
-from support.launching import on_horovod, results
+from support.launching import results
 from support.reference import joint_batch_weights
 
 WORLDS = [
@@ -19,10 +19,10 @@ WORLDS = [
 
 
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world[0]} ranks {world[1]}")
-def trained(request, tmp_path_factory):
+def trained(request, pools, tmp_path_factory):
     num_ranks, controller = request.param
     folder = tmp_path_factory.mktemp("trained")
-    on_horovod(num_ranks, controller, "batch_equality.py", str(folder))
+    pools.get("torch", num_ranks, controller).run("batch_equality.py", str(folder), folder=folder)
     found = results(folder)
     assert len(found) == num_ranks
     return found

@@ -8,7 +8,7 @@ import pytest
 from frameworks.cases import NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of, refusal
 from frameworks.net import start_weights
 from support.joint import largest_difference, train_jointly
-from support.launching import bin_of, name_of, on_horovod, results, variables_of
+from support.launching import name_of, results
 from support.matrix import COLUMNS, WEIGHTS
 
 WORLDS = [(3, "mpi"), (2, "gloo"), (2, "mpi"), (3, "gloo")]
@@ -20,7 +20,7 @@ AT_HOME = {
     "keras on torch": (2, "mpi"),
     "keras on jax": (2, "gloo"),
     "jax": (2, "mpi"),
-    "lightning": (3, "gloo"),
+    "lightning": (2, "mpi"),
     "transformers": (2, "gloo"),
     "mxnet": (3, "mpi"),
 }
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def train(tmp_path_factory):
+def train(pools, tmp_path_factory):
     """What each rank has found, by rank: all cases of a framework are trained in one launch."""
 
     @functools.cache
@@ -50,15 +50,8 @@ def train(tmp_path_factory):
         num_ranks, controller = world
         name = name_of(framework)
         folder = tmp_path_factory.mktemp("trained")
-        on_horovod(
-            num_ranks,
-            controller,
-            "train_cases.py",
-            name,
-            str(folder),
-            env=variables_of(framework),
-            programs=bin_of(name),
-        )
+        pool = pools.get(framework, num_ranks, controller)
+        pool.run("train_cases.py", name, str(folder), folder=folder)
         found = results(folder)
         assert len(found) == num_ranks
         return found

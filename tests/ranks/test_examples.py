@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
-from support.launching import bin_of, environment, name_of, variables_of
+from support.launching import name_of
+from support.pools import CONTROLLERS
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 FRAMEWORK_OF = {
@@ -23,32 +23,21 @@ FRAMEWORK_OF = {
 pytestmark = pytest.mark.ranks
 
 
-def run(launcher, example, batch_size, folder, env):
-    framework = FRAMEWORK_OF[example]
+def run(pool, example, batch_size, folder, *, alone):
     script = EXAMPLES / f"{name_of(example)}.py"
-    command = [*launcher, "python", str(script), str(batch_size)]
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(programs=bin_of(framework), **variables_of(framework), **env),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    accuracies = [float(found) for found in re.findall(r"rank \d of \d: accuracy ([\d.]+)", done.stdout)]
-    weights = [float(found) for found in re.findall(r"weights ([\d.]+)", done.stdout)]
+    output = "".join(rank["output"] for rank in pool.run(script, str(batch_size), folder=folder, alone=alone))
+    accuracies = [float(found) for found in re.findall(r"rank \d of \d: accuracy ([\d.]+)", output)]
+    weights = [float(found) for found in re.findall(r"weights ([\d.]+)", output)]
     return accuracies, weights
 
 
-@pytest.mark.parametrize("example", FRAMEWORK_OF)
-def test_trains_the_same_alone_and_on_two_ranks(example, tmp_path, matrix):
-    matrix("in a script of your own, without a job", FRAMEWORK_OF[example])
-    controller = "--mpi" if len(example) % 2 else "--gloo"
-    [accuracy], [weights] = run([], example, 64, tmp_path, {})
+@pytest.mark.parametrize(("example", "framework"), FRAMEWORK_OF.items(), ids=FRAMEWORK_OF)
+def test_trains_the_same_alone_and_on_two_ranks(example, framework, tmp_path, pools, matrix):
+    matrix("in a script of your own, without a job", framework)
+    pool = pools.get(framework, 2, CONTROLLERS[framework])
+    [accuracy], [weights] = run(pool, example, 64, tmp_path, alone=True)
 
-    accuracies, of_ranks = run(["horovodrun", controller, "-np", "2"], example, 32, tmp_path, {})
+    accuracies, of_ranks = run(pool, example, 32, tmp_path, alone=False)
 
     assert min(accuracy, *accuracies) > 0.85
     assert len(set(of_ranks)) == 1

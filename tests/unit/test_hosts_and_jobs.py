@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from threading import Event, Timer
 
@@ -16,7 +17,7 @@ import pytest
 
 from horovod_train.config.schema import HostSettings, Job, Launch
 from horovod_train.engine.environment import from_slurm
-from horovod_train.errors import LaunchError, UserError
+from horovod_train.errors import LaunchError, LostError, UserError
 from horovod_train.health.heartbeat import BeatFile, beat_name
 from horovod_train.launch import jobs
 from horovod_train.launch.fleet import Fleet, Here, There, check_alike, gather
@@ -24,7 +25,7 @@ from horovod_train.launch.hosts import Host, hosts_of, read_hostfile
 from horovod_train.launch.interfaces import choose
 from horovod_train.launch.mpijob.render import inner_job
 from horovod_train.launch.on_host import RUN_VARIABLE, OnHost, can_read_memory, usable_cores
-from horovod_train.launch.prepare import rank_variables
+from horovod_train.launch.prepare import check_shared_memory, rank_variables
 from horovod_train.launch.process import guarded
 from horovod_train.launch.run import note_job, resolve
 from horovod_train.launch.secrets import read_secrets, without_secrets
@@ -272,6 +273,18 @@ class TestCores:
 
         assert self.variables(there)["HOROVOD_TRAIN_HOST"] == there.name
         assert "HOROVOD_TRAIN_HOST" not in self.variables(Host("localhost", 1, is_here=True))
+
+    @pytest.mark.parametrize(
+        ("num_ranks", "free_bytes", "is_refused"),
+        [(2, 10 * 2**20, False), (2, 10 * 2**20 - 1, True), (1, 0, False), (2, None, False)],
+    )
+    def test_share_memory_that_has_to_have_room(self, num_ranks, free_bytes, is_refused):
+        fleet = Fleet([Here(Host("a", num_ranks, is_here=True), "no-stage")])
+        with pytest.raises(LostError) if is_refused else nullcontext() as caught:
+            check_shared_memory(fleet, {"a": {"shared_memory_bytes": free_bytes}})
+
+        if is_refused:
+            assert "a: /dev/shm has room for 10.0 MiB, and 2 ranks need 10 MiB" in str(caught.value)
 
     def test_whether_memory_can_be_read_is_tried(self):
         assert isinstance(can_read_memory(), bool)
