@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "programs")]
+sys.path[:0] = [str(Path(__file__).parent / name) for name in (".", "programs", "plugin")]
 
 
 from support.matrix import COLUMNS, Matrix, update  # noqa: E402  (found by the path above)

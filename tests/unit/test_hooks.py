@@ -1,0 +1,393 @@
+"""What hooks do around the loop: metrics, checkpoints, checks, progress, leaving, going on."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from support.training import Framework, Told, made, manager_of
+from support.worlds import on_ranks
+
+from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
+from horovod_train.engine.base import SingleWorld
+from horovod_train.errors import DesyncError, NumericError, PreemptedError
+from horovod_train.health.leave import LeaveAgreement, LeaveRequest
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training import hooks as hooks_module
+from horovod_train.training.hooks import (
+    CheckInSync,
+    Hook,
+    LeaveWhenAsked,
+    RecordMetrics,
+    ReportProgress,
+    SaveCheckpoints,
+)
+from horovod_train.training.loop import train
+from horovod_train.worker import resume
+
+
+class At(Hook):
+    """Does something after a step."""
+
+    def __init__(self, step, do):
+        self.step, self.do = step, do
+
+    def on_step(self, run, report):
+        if run.progress.step == self.step:
+            self.do(run)
+
+
+def metrics_of(recorder):
+    text = generate_latest(recorder.registry).decode()
+    return {
+        sample.name.removeprefix("horovod_train_"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "phase" not in sample.labels and not sample.name.endswith("_bucket")
+    }
+
+
+class TestRecordMetrics:
+    def recorded(self, size, **job):
+        def rank(world):
+            recorder = Recorder("line", "run", world, size)
+            run = made(world, **job)
+            run.hooks.append(RecordMetrics(recorder))
+            train(run)
+            return metrics_of(recorder), run.hooks[0].reports
+
+        return on_ranks(size, rank)
+
+    def test_says_of_each_rank_what_it_did(self):
+        found = self.recorded(2, metrics={"grad_norm_every_steps": 1})
+
+        for rank, (metrics, reports) in enumerate(found):
+            last = reports[-1]
+            assert metrics["steps_total"] == 6
+            assert metrics["samples_total"] == [12, 8][rank]
+            assert metrics["epoch"] == 2.0
+            assert metrics["loss"] == last.outcome.loss
+            assert metrics["local_loss"] == last.outcome.local_loss
+            assert metrics["learning_rate"] == last.lr
+            assert metrics["gradient_norm"] == last.outcome.grad_norm
+            assert metrics["allreduce_bytes_total"] == sum(r.outcome.bytes_reduced for r in reports) > 0
+            assert metrics.get("non_finite_steps_total", 0) == 0
+            assert metrics["step_seconds_count"] == 6
+        (first, _), (second, _) = found
+        assert first["loss"] == second["loss"]
+        assert first["local_loss"] != second["local_loss"]
+
+    def test_says_what_the_last_evaluation_found(self):
+        ((metrics, _),) = self.recorded(1)
+
+        assert 0 < metrics["evaluation"] < 2
+
+
+class TestCheckInSync:
+    def drifting(self, step, **health):
+        def rank(world):
+            run = made(world, health=health)
+
+            def drift(run):
+                if run.world.rank == 1:
+                    run.replica.params["slope"] = run.replica.params["slope"] + 1e-9
+
+            run.hooks = [CheckInSync(), At(step, drift), *run.hooks]
+            try:
+                train(run)
+            except DesyncError as error:
+                return run.progress.step, str(error)
+            return None
+
+        return on_ranks(2, rank)
+
+    def test_notices_at_the_end_what_nobody_looked_for(self):
+        for step, text in self.drifting(2):
+            assert step == 6
+            assert "ranks differ at the end: rank 0 against rank 1, in 1 of 5 arrays" in text
+            assert "first model.slope" in text
+
+    def test_notices_at_the_next_look(self):
+        assert [step for step, _ in self.drifting(3, sync_check_every_steps=2)] == [4, 4]
+
+    def test_notices_before_the_first_step(self):
+        def rank(world):
+            run = made(world)
+            run.replica.params["offset"] = np.array(float(world.rank))
+            run.hooks.insert(0, CheckInSync())
+            train(run)
+
+        assert all("before the first step" in str(error) for error in on_ranks(2, rank))
+
+    def test_has_nothing_to_compare_in_a_world_of_one(self):
+        run = made(health={"sync_check_every_steps": 1})
+        run.hooks.append(CheckInSync())
+        run.replica.state = None  # would be called
+
+        train(run)
+
+
+class TestSaveCheckpoints:
+    def saved(self, folder, size=1, before=(), **job):
+        """Train on every rank with checkpoints; return the steps that were saved, and the runs."""
+        section = {"every_epochs": None, "keep_last": 100, **job.pop("checkpoint", {})}
+
+        def rank(world):
+            run = made(world, checkpoint=section, **job)
+            manager = manager_of(folder, run)
+            run.hooks = [*before, SaveCheckpoints(manager, Framework()), *run.hooks]
+            try:
+                train(run)
+            finally:
+                manager.close()
+            return run
+
+        runs = on_ranks(size, rank)
+        return sorted(found.step for found in list_checkpoints(folder)), runs
+
+    @pytest.mark.parametrize(
+        ("section", "steps"),
+        [
+            ({}, [15]),
+            ({"every_epochs": 1}, [5, 10, 15]),
+            ({"every_epochs": 2}, [10, 15]),
+            ({"every_steps": 4}, [4, 8, 12, 15]),
+            ({"every_steps": 5, "every_epochs": 1}, [5, 10, 15]),
+        ],
+    )
+    def test_saves_when_the_job_says_and_at_the_end(self, tmp_path, section, steps):
+        found, _ = self.saved(tmp_path, checkpoint=section, train={"epochs": 3})
+
+        assert found == steps
+
+    def test_saves_where_training_stands(self, tmp_path):
+        _, (run,) = self.saved(tmp_path, checkpoint={"every_steps": 3})
+
+        (third, *_) = sorted(list_checkpoints(tmp_path), key=lambda found: found.step)
+        content = read_checkpoint(third.path)
+        progress = content.documents["state"]["progress"]
+        assert (progress["step"], progress["epoch"], progress["cursor"]) == (3, 0, 6)
+        assert content.summary["epochs"] == pytest.approx(0.6)
+        assert content.arrays["model"].keys() == {"slope", "offset"}
+        assert run.progress.step == 10
+
+    def test_keeps_metrics_only_of_the_weights_that_are_saved(self, tmp_path):
+        self.saved(tmp_path, checkpoint={"every_steps": 3, "every_epochs": 1})
+
+        metrics = {c.step: read_manifest(c.path).summary["metrics"] for c in list_checkpoints(tmp_path)}
+        assert {step for step, found in metrics.items() if found} == {5, 10}
+
+    def test_keeps_the_generators_of_each_rank(self, tmp_path):
+        self.saved(tmp_path, size=3)
+
+        content = read_checkpoint(list_checkpoints(tmp_path)[0].path)
+        assert content.arrays["rng"].keys() == {"rank.0", "rank.1", "rank.2"}
+
+    def test_saves_nothing_that_is_not_finite(self, tmp_path):
+        def spoil(run):
+            run.replica.params["slope"] = np.array(np.inf)
+
+        steps, (error,) = self.saved(tmp_path, before=[At(3, spoil)], checkpoint={"every_steps": 3})
+
+        assert isinstance(error, NumericError)
+        assert "step 3: weights are not finite, and are not saved" in str(error)
+        assert steps == []
+
+    def test_saves_nothing_that_ranks_do_not_share(self, tmp_path):
+        def drift(run):
+            if run.world.rank == 2:
+                run.replica.params["slope"] = run.replica.params["slope"] + 1e-9
+
+        steps, errors = self.saved(
+            tmp_path, size=3, before=[At(2, drift)], checkpoint={"every_steps": 1}, train={"epochs": 3}
+        )
+
+        assert steps == [1]
+        for error in errors:
+            assert (
+                "ranks differ after step 2, which is therefore not saved: rank 2 against the others"
+                in str(error)
+            )
+
+
+class TestGoingOn:
+    def save(self, folder, size, steps):
+        def rank(world):
+            random.seed(world.rank)
+            run = made(world, train={"max_steps": steps})
+            manager = manager_of(folder, run)
+            run.hooks = [SaveCheckpoints(manager, Framework())]
+            train(run)
+            manager.close()
+            return run
+
+        return on_ranks(size, rank)
+
+    def go_on(self, folder, size, **job):
+        def rank(world):
+            told = Told(world.rank)
+            run = made(world, **job)
+            manager = manager_of(folder, run)
+            framework = Framework()
+            framework.seed = lambda *numbers: seeds.append(numbers)
+            resume(run, manager, framework, told.reporter)
+            manager.close()
+            return run, told
+
+        seeds = []
+        return on_ranks(size, rank), seeds
+
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_is_as_if_nothing_had_happened(self, tmp_path, size):
+        before = self.save(tmp_path, size, 3)
+
+        found, seeds = self.go_on(tmp_path, size)
+
+        for (run, _), old in zip(found, before, strict=True):
+            assert run.replica.params == old.replica.params
+            assert run.progress.to_json() == old.progress.to_json()
+        if size == 1:
+            whole, resumed = made(), found[0][0]
+            train(whole)
+            train(resumed)
+            assert resumed.replica.params == whole.replica.params
+        assert seeds == []
+        assert found[0][1].events("resumed")[0]["step"] == 3
+
+    @pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1), (3, 2)])
+    def test_in_another_world_starts_generators_anew(self, tmp_path, before, now):
+        self.save(tmp_path, before, 2)
+
+        found, seeds = self.go_on(tmp_path, now)
+
+        assert sorted(seeds) == [(0, rank + 1, 2) for rank in range(now)]
+        assert all(run.progress.step == 2 for run, _ in found)
+
+    def test_with_other_settings_says_so_once(self, tmp_path):
+        self.save(tmp_path, 2, 3)
+
+        found, _ = self.go_on(tmp_path, 2, lr={"base_lr": 0.2, "scaling": "none"}, train={"max_steps": 3})
+
+        texts = [notice["text"] for notice in found[0][1].events("notice")]
+        assert texts == ["changed since step-000000000003: lr.base_lr: 0.1 -> 0.2"]
+        assert found[1][1].events() == []
+
+    def test_without_a_checkpoint_does_nothing(self, tmp_path):
+        ((run, told),), seeds = self.go_on(tmp_path, 1)
+
+        assert (run.progress.step, told.events(), seeds) == (0, [], [])
+
+
+class TestLeaving:
+    def leaving(self, folder, size, asked_after, grace_s=30.0, **job):
+        def rank(world):
+            told, request = Told(world.rank), LeaveRequest()
+            run = made(world, launch={"grace_s": grace_s}, **job)
+            manager = manager_of(folder, run)
+            recorder = Recorder("line", "run", world, size)
+            checkpoints = SaveCheckpoints(manager, Framework())
+
+            def ask(run):
+                request.is_made = run.world.rank == size - 1
+
+            agreement = LeaveAgreement(world, request, clock=lambda: 1.0 * run.progress.step)
+            leave = LeaveWhenAsked(agreement, checkpoints, recorder, told.reporter)
+            run.hooks = [At(asked_after, ask), checkpoints, leave]
+            try:
+                train(run)
+            except PreemptedError:
+                return run, told, recorder
+            finally:
+                manager.close()
+            return None, told, recorder
+
+        return on_ranks(size, rank)
+
+    @pytest.mark.parametrize("size", [1, 3])
+    def test_saves_and_ends_all_ranks_after_the_same_step(self, tmp_path, size):
+        for run, told, _ in self.leaving(tmp_path, size, asked_after=2, train={"epochs": 9}):
+            assert run.progress.step == 2
+            (left,) = told.events("left")
+            assert left["step"] == 2
+        assert [found.step for found in list_checkpoints(tmp_path)] == [2]
+
+    def test_nobody_asked_stays(self, tmp_path):
+        for run, told, _ in self.leaving(tmp_path, 2, asked_after=-1):
+            assert run is None
+            assert told.events("left") == []
+
+    @pytest.mark.parametrize(("grace_s", "is_told"), [(1e-9, True), (30.0, False)])
+    def test_a_grace_that_is_too_short_is_told_once_by_rank_0(self, tmp_path, grace_s, is_told):
+        section = {"every_steps": 1, "every_epochs": None, "background": False}
+        found = self.leaving(tmp_path, 2, asked_after=-1, grace_s=grace_s, checkpoint=section)
+
+        texts = [[notice["text"] for notice in told.events("notice")] for _, told, _ in found]
+        assert len(texts[0]) == is_told
+        assert texts[1] == []
+        assert metrics_of(found[0][2])["grace_needed_seconds"] > 0
+        assert not is_told or "raise it, and the grace that Slurm or Kubernetes gives" in texts[0][0]
+
+
+class TestProgress:
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        now = [100.0]
+        monkeypatch.setattr(hooks_module, "monotonic", lambda: now[0])
+        return now
+
+    def reported(self, clock, step_s, interval_s, world=None, **job):
+        told = Told()
+        run = made(world or SingleWorld(), **job)
+
+        class Pass(Hook):
+            def on_step(self, run, report):
+                clock[0] += step_s
+
+        run.hooks = [Pass(), ReportProgress(told.reporter, interval_s)]
+        train(run)
+        return told
+
+    def test_is_told_at_intervals(self, clock):
+        told = self.reported(clock, step_s=1.0, interval_s=3.0)
+
+        assert [event["step"] for event in told.events("progress")] == [1, 4, 7, 10]
+
+    def test_says_how_far_and_how_long_it_will_take(self, clock):
+        told = self.reported(clock, step_s=0.5, interval_s=2.0)
+
+        *_, last = told.events("progress")
+        assert last["step"] == 9
+        assert (last["num_steps"], last["epoch"], last["num_epochs"]) == (10, 1, 2)
+        assert last["samples_per_s"] == pytest.approx(4.0)
+        assert last["eta_s"] == pytest.approx(0.5)
+        assert last["lr"] == 0.1
+        assert 0 < last["loss"] < 2
+
+    def test_follows_a_speed_that_changes(self, clock):
+        told = self.reported(clock, step_s=4.0, interval_s=1.0)
+
+        assert told.events("progress")[-1]["samples_per_s"] == pytest.approx(0.5)
+
+    def test_is_told_by_rank_0_alone(self, clock):
+        def rank(world):
+            told = Told(world.rank)
+            run = made(world)
+            run.hooks = [ReportProgress(told.reporter, 0.0)]
+            train(run)
+            return len(told.events())
+
+        first, second = on_ranks(2, rank)
+        assert first > 0
+        assert second == 0
+
+    def test_evaluations_and_early_stops_are_told(self, clock):
+        section = {"early_stopping": {"metric": "loss", "mode": "max", "patience": 1}}
+        told = self.reported(clock, step_s=1.0, interval_s=99.0, evaluation=section, train={"epochs": 9})
+
+        evaluations = told.events("evaluation")
+        assert [event["epoch"] for event in evaluations] == [1, 2]
+        assert evaluations[0]["metrics"].keys() == {"loss"}
+        assert told.events("notice")[-1]["text"] == "stopping early: loss did not improve in 1 evaluations"
