@@ -1,0 +1,220 @@
+"""The parts for a loop of one's own, in a world of one: steps, their place in the data, saving, going on."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import horovod_train
+from horovod_train.checkpoint.store import list_checkpoints
+from horovod_train.errors import UserError
+
+NUM_SAMPLES = 10
+DATA = TensorDataset(torch.arange(NUM_SAMPLES), torch.linspace(-1, 1, NUM_SAMPLES).view(-1, 1))
+
+
+@pytest.fixture
+def session():
+    with horovod_train.init("own", device="cpu") as made:
+        yield made
+
+
+def prepared(session, **options):
+    torch.manual_seed(3)
+    model = nn.Linear(1, 1)
+    return session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5), **options)
+
+
+def step_through(loader, replica, epochs, lr=0.1, upto=None):
+    """Train; return the samples of each step."""
+    seen = []
+    for epoch in range(epochs):
+        for step in loader.epoch(epoch, replica):
+            if upto is not None and len(seen) == upto:
+                return seen
+            numbers = []
+            for index, x in step:
+                numbers += index.tolist()
+                step.backward(functional.mse_loss(replica.model(x), 2 * x + 1))
+            step.finish(lr)
+            seen.append(numbers)
+    return seen
+
+
+def weights(replica):
+    return [p.detach().clone() for p in replica.model.parameters()]
+
+
+class TestSteps:
+    @pytest.mark.parametrize("accumulation", [1, 2])
+    def test_train_like_a_plain_loop(self, session, accumulation):
+        replica = prepared(session)
+        loader = session.loader(DATA, batch_size=2, accumulation_steps=accumulation, shuffle=False)
+
+        seen = step_through(loader, replica, 3)
+
+        torch.manual_seed(3)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+        for numbers in seen:
+            optimizer.zero_grad()
+            x = DATA.tensors[1][numbers]
+            functional.mse_loss(model(x), 2 * x + 1).backward()
+            optimizer.step()
+        assert [len(numbers) for numbers in seen] == {1: [2] * 15, 2: [4, 4, 2] * 3}[accumulation]
+        for mine, theirs in zip(weights(replica), model.parameters(), strict=True):
+            torch.testing.assert_close(mine, theirs.detach(), atol=1e-6, rtol=0)
+
+    def test_that_are_not_read_to_their_end_are_refused(self, session):
+        replica = prepared(session)
+        loader = session.loader(DATA, batch_size=2, accumulation_steps=2)
+        (step, *_) = loader.epoch(0, replica)
+        for _, x in step:
+            step.backward(replica.model(x).mean())
+            break
+
+        with pytest.raises(UserError, match="finished with 1 of its micro-batches unread"):
+            step.finish(0.1)
+
+    def test_say_where_their_time_went(self, session):
+        replica = prepared(session)
+        (step, *_) = session.loader(DATA, batch_size=2).epoch(0, replica)
+        for _, x in step:
+            step.backward(replica.model(x).mean())
+
+        outcome = step.finish(0.1, want_norm=True)
+
+        assert set(outcome.clock.seconds) == {"data", "forward", "backward", "allreduce_wait", "optimizer"}
+        assert outcome.grad_norm > 0
+        assert outcome.loss == outcome.local_loss
+
+
+class TestTheLoader:
+    def test_uses_each_sample_once_in_each_epoch_in_another_order(self, session):
+        loader = session.loader(DATA, batch_size=3)
+
+        seen = step_through(loader, prepared(session), 2)
+
+        flat = [number for numbers in seen for number in numbers]
+        assert sorted(flat) == sorted([*range(NUM_SAMPLES)] * 2)
+        assert flat[:NUM_SAMPLES] != flat[NUM_SAMPLES:]
+        assert loader.progress.epoch == 2
+
+    def test_knows_the_global_batch_and_how_far_it_is(self, session):
+        replica = prepared(session)
+        loader = session.loader(DATA, batch_size=2, accumulation_steps=2)
+
+        assert loader.global_batch_size == 4
+        step_through(loader, replica, 1, upto=1)
+        assert loader.epochs_passed == pytest.approx(0.4)
+
+    def test_yields_nothing_of_an_epoch_that_is_complete(self, session):
+        replica = prepared(session)
+        loader = session.loader(DATA, batch_size=2)
+        step_through(loader, replica, 1)
+
+        assert list(loader.epoch(0, replica)) == []
+
+    def test_may_skip_to_a_later_epoch(self, session):
+        replica = prepared(session)
+        loader = session.loader(DATA, batch_size=2)
+
+        assert len(list(loader.epoch(4, replica))) == 5
+        assert loader.progress.epoch == 4
+
+    def test_gives_the_rate_its_global_batch(self, session):
+        loader = session.loader(DATA, batch_size=4)
+
+        policy = session.learning_rate(loader, epochs=2, base_lr=0.1, reference_batch_size=2)
+
+        assert policy.at(1.0) == pytest.approx(0.2)
+
+
+class TestCheckpoints:
+    def test_go_on_in_mid_epoch_bit_for_bit(self, session, tmp_path):
+        replica, loader = prepared(session), session.loader(DATA, batch_size=2)
+        step_through(loader, replica, 3)
+        expected = weights(replica)
+        cut, place = prepared(session), session.loader(DATA, batch_size=2)
+        checkpoints = session.checkpoints(tmp_path, cut, place)
+        step_through(place, cut, 3, upto=7)
+        checkpoints.save({"quality": 0.5}, wait=True)
+        checkpoints._manager.close()
+
+        other, again = prepared(session), session.loader(DATA, batch_size=2)
+        resumed = session.checkpoints(tmp_path, other, again).resume()
+        seen = step_through(again, other, 3)
+
+        assert resumed
+        assert len(seen) == 15 - 7
+        assert all(torch.equal(a, b) for a, b in zip(weights(other), expected, strict=True))
+
+    def test_keep_the_last_ones(self, session, tmp_path):
+        replica, loader = prepared(session), session.loader(DATA, batch_size=2)
+        checkpoints = session.checkpoints(tmp_path, replica, loader, keep_last=2)
+        for number in range(1, 4):
+            loader.progress.step = number
+            checkpoints.save(wait=True)
+
+        assert [found.step for found in list_checkpoints(tmp_path)] == [3, 2]
+
+    def test_that_are_not_there_are_not_resumed(self, session, tmp_path):
+        checkpoints = session.checkpoints(tmp_path, prepared(session), session.loader(DATA, batch_size=2))
+
+        assert not checkpoints.resume()
+
+    def test_say_what_has_changed(self, session, tmp_path, caplog):
+        replica, loader = prepared(session), session.loader(DATA, batch_size=2)
+        first = session.checkpoints(tmp_path, replica, loader)
+        first.save(wait=True)
+        first._manager.close()
+        longer = TensorDataset(torch.arange(12), torch.ones(12, 1))
+
+        session.checkpoints(tmp_path, replica, session.loader(longer, batch_size=2)).resume()
+
+        assert "changed since step-000000000000: data.num_samples: 10 -> 12" in caplog.text
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    def test_are_written_when_the_process_is_asked_to_leave(self, session, tmp_path, number):
+        replica, loader = prepared(session), session.loader(DATA, batch_size=2)
+        handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)}
+        leaving = session.leaving(session.checkpoints(tmp_path, replica, loader))
+        leaving.after_step()
+        step_through(loader, replica, 1, upto=2)
+
+        signal.raise_signal(number)
+        with pytest.raises(SystemExit) as left:
+            leaving.after_step()
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+
+        assert left.value.code == 75
+        assert [found.step for found in list_checkpoints(tmp_path)] == [2]
+
+
+def test_evaluation_reads_each_sample_once_in_order(session):
+    batches = list(session.eval_batches(prepared(session), DATA, batch_size=4))
+
+    assert [index.tolist() for index, _ in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert session.mean({"x": (6.0, 4), "none": (0.0, 0)}) == {"x": 1.5}
+
+
+def test_metrics_are_recorded(session):
+    replica = prepared(session)
+    metrics = session.metrics(port=29400)
+    (step, *_) = session.loader(DATA, batch_size=2).epoch(0, replica)
+    for _, x in step:
+        step.backward(replica.model(x).mean())
+
+    metrics.record(step, step.finish(0.1), 0.1, 0.2)
+
+    found = metrics._recorder.registry.get_sample_value
+    labels = {"training_job": "own", "rank": "0", "local_rank": "0", "host": session.world.host}
+    labels["run"] = metrics._recorder._rank_labels[1]
+    assert found("horovod_train_samples_total", labels) == 2
+    assert found("horovod_train_epoch", labels) == 0.2
