@@ -11,6 +11,7 @@ import os
 import select
 import stat
 import sys
+from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -97,15 +98,14 @@ def _is_file(handle: int) -> bool:
 
 def drop_what_cannot_be_shown() -> None:
     """Let this process's standard output and error never raise, at its end neither."""
-    for name in ("stdout", "stderr"):
+    for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         try:
-            handle = stream.fileno()
+            handle = stream.fileno() if stream is not None else number
+        except (OSError, ValueError):
+            continue  # a test's, or a notebook's: it is no descriptor
+        with suppress(AttributeError, OSError):
             stream.flush()
-        except (AttributeError, OSError, ValueError):
-            if stream is not None and not isinstance(stream, io.TextIOWrapper):
-                continue  # a test's, or a notebook's: it is no descriptor
-            handle = {"stdout": 1, "stderr": 2}[name]
         setattr(
             sys,
             name,

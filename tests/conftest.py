@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).parent / name) for name in (".", "programs", 
 
 
 from support.matrix import COLUMNS, Matrix, update  # noqa: E402  (found by the path above)
-from support.pools import PROCESSES, Pools  # noqa: E402
+from support.pools import CONTROLLERS, PROCESSES, Pools  # noqa: E402
 
 STAGES = Path("/tmp")  # noqa: S108  (where ranks' hosts have their files while a job runs)
 MATRIX = pytest.StashKey[Matrix]()
@@ -31,20 +31,19 @@ def pytest_configure(config):
     config.stash[MATRIX] = Matrix()
 
 
-def framework_of(item):
-    """The framework whose ranks a test uses; the last ones use none of a pool."""
-    values = item.callspec.params.values() if in_pool(item) else []
-    found = [value for value in values if isinstance(value, str) and value in COLUMNS]
-    return list(COLUMNS).index(found[0]) if found else -1
-
-
-def in_pool(item):
-    return "pools" in item.fixturenames and hasattr(item, "callspec")
+def pool_of(item):
+    """The pool that a test uses, as what it is sorted by; those that use none come first."""
+    if "pools" not in item.fixturenames:
+        return ()
+    values = item.callspec.params.values()
+    framework = next((v for v in values if isinstance(v, str) and v in COLUMNS), "torch")
+    world = next((v for v in values if isinstance(v, tuple)), (2, CONTROLLERS[framework]))
+    return list(COLUMNS).index(framework), *world
 
 
 def pytest_collection_modifyitems(items):
-    """Let all tests of a pool follow each other, over all files: then it is started once."""
-    items.sort(key=framework_of)
+    """Let all tests of a pool follow each other, over all files: it is started once, and waits for nobody."""
+    items.sort(key=pool_of)
 
 
 @pytest.fixture

@@ -36,6 +36,9 @@ class Recorder:
         self._child = cache(self._labelled)
         self._child(catalog.WORLD_WANTED).set(world_size_wanted)
         self._child(catalog.WORLD_PRESENT).set(world.size)
+        for metric in CATALOG:
+            if metric.kind == "counter" and not metric.labels:
+                self._child(metric)  # zero from the start: a rate needs a value before the first event
 
     def record_step(
         self,

@@ -17,7 +17,7 @@ from support.launching import PROGRAMS, TIMEOUT_S, bin_of, environment, name_of,
 
 # Of two ranks; each framework has one, so that a pool serves several files.
 CONTROLLERS = {
-    "torch": "gloo",
+    "torch": "mpi",
     "tensorflow": "mpi",
     "keras on tensorflow": "gloo",
     "keras on torch": "mpi",
@@ -27,8 +27,8 @@ CONTROLLERS = {
     "transformers": "gloo",
     "mxnet": "mpi",
 }
-# More would take memory, and the processors that Horovod's threads poll with.
-MAX_POOLS = 2
+# Horovod's threads poll for work: ranks that wait take half a processor from the others.
+MAX_POOLS = 1
 PROCESSES: set[int] = set()
 """Process numbers of the launchers of pools, which are no leftovers of a test."""
 
