@@ -163,12 +163,12 @@ def test_the_second_ctrl_c_kills_at_once(tmp_path):
 
 
 def test_a_stop_before_training_has_begun_says_so(tmp_path):
-    path = job(tmp_path, "j", {"num_ranks": 2}, pause_s=0)
+    path = job(tmp_path, "j", {"num_ranks": 2}, 0.0, "torch")  # takes seconds to begin
     path.write_text(path.read_text().replace("grace_s: 10", "grace_s: 1"))
     with launched(tmp_path, path) as process:
-        while not list((tmp_path / "runs").rglob("run.log")):
+        while not list((tmp_path / "runs").rglob("state.json")):
             time.sleep(0.01)
-        time.sleep(0.3)
+        time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)
 

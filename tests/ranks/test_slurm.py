@@ -105,7 +105,8 @@ def test_a_submitted_job_is_listed_followed_cancelled_and_has_saved(tmp_path, as
     assert status["state"] == "running"
     assert "on 2 ranks" in log
     assert "everything is saved at step" in cancelled
-    assert waited.returncode == 75
+    assert waited.stdout.startswith(f"{job_id}: cancelled")
+    assert waited.returncode == 143
     assert list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")
 
 
@@ -117,7 +118,7 @@ def test_a_job_that_is_asked_to_leave_has_saved_each_time(tmp_path, ask, control
     wait_for_ranks(tmp_path)
     time.sleep(0.07 * time_of_asking)
 
-    ask("cancel", job_id)
+    ask("drain", job_id)
 
     assert ask("wait", job_id, check=False).returncode == 75
     assert list_checkpoints(tmp_path / "runs" / "test" / "checkpoints")
