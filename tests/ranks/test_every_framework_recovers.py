@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 import urllib.request
+from http.client import HTTPException
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -88,12 +89,13 @@ def watched_run(path, folder, name, env):
                     urllib.request.urlopen(f"http://{address}/metrics", timeout=5).read().decode()
                     for address in addresses
                 ]
-                last = found or last  # at the end there is no target any more
-            except OSError:
+            except (OSError, HTTPException):
                 continue
+            # At the end there is no target any more, and a rank that is killed does not finish its answer.
+            if found and all("world_size_present" in text for text in found):
+                last = found
         output, _ = process.communicate()
     assert process.returncode == 1, output
-    assert "was killed by signal 9" in output
     return [parsed(text) for text in last]
 
 

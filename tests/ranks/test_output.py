@@ -39,16 +39,15 @@ def endless(folder, **sections):
     return job(folder, train={"epochs": 5000, "batch_size_per_rank": 4}, **sections)
 
 
-def started(folder, path, output, **kwargs):
-    """`horovod-train run`, with a place to write to, training."""
+def started(folder, path, output, *through, stdin=subprocess.DEVNULL):
+    """`horovod-train run`, with a place to write to, training; what it was started through becomes it."""
     process = subprocess.Popen(
-        [str(BIN / "horovod-train"), "run", str(path)],
+        [*through, str(BIN / "horovod-train"), "run", str(path)],
         cwd=folder,
         env=environment(COLUMNS="100", TERM="xterm"),
-        stdin=subprocess.DEVNULL,
+        stdin=stdin,
         stdout=output,
         stderr=output,
-        **kwargs,
     )
     deadline = time.monotonic() + TIMEOUT_S
     while not list(folder.glob("rank-*.txt")):
@@ -102,9 +101,7 @@ def test_a_reader_that_does_not_read_does_neither(tmp_path):
 def test_a_terminal_that_is_closed_lets_the_job_save_and_leave(tmp_path):
     """The kernel sends SIGHUP to whatever runs in it, and every write fails."""
     terminal, inside = pty.openpty()
-    process = started(
-        tmp_path, endless(tmp_path), inside, start_new_session=True, preexec_fn=lambda: own_terminal(inside)
-    )
+    process = started(tmp_path, endless(tmp_path), inside, "setsid", "--ctty", stdin=inside)
     os.close(inside)
     os.read(terminal, 10)
 
@@ -113,13 +110,6 @@ def test_a_terminal_that_is_closed_lets_the_job_save_and_leave(tmp_path):
     assert process.wait(TIMEOUT_S) == 75
     assert state(tmp_path)["state"] == "preempted"
     assert last_step(tmp_path) > 0
-
-
-def own_terminal(handle):
-    import fcntl
-    import termios
-
-    fcntl.ioctl(handle, termios.TIOCSCTTY, 0)
 
 
 def test_ctrl_c_with_tee_behind_it_saves_and_ends_with_75(tmp_path):
