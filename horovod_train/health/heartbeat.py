@@ -90,7 +90,9 @@ class PeerWatch:
         tell: Callable[[str], None],
         end: Callable[[str], None],
     ) -> None:
-        self._health = health
+        # Beats come late now and then; nobody is missed for one or two of them.
+        self._warning_s = max(health.stall_warning_s, 4 * INTERVAL_S)
+        self._shutdown_s = max(health.stall_shutdown_s, 8 * INTERVAL_S)
         self._world = world
         self._tell = tell
         self._end = end
@@ -140,10 +142,10 @@ class PeerWatch:
         for rank, heard_s in self._heard_s.items():
             silent_s = now_s - max(heard_s, waiting_since_s)
             what = f"rank {rank} on {self._hosts[rank]} has shown no sign of life for {silent_s:.0f} s"
-            if silent_s > self._health.stall_warning_s and rank not in self._named:
+            if silent_s > self._warning_s and rank not in self._named:
                 self._named.add(rank)
                 self._tell(f"{what}, and this rank waits for it: was it stopped, does its host swap or hang?")
-            if silent_s > self._health.stall_shutdown_s:
+            if silent_s > self._shutdown_s:
                 self._end(what)
 
     def _send(self, word: str) -> None:

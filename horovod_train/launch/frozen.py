@@ -11,6 +11,8 @@ from horovod_train.config.schema import Health
 from horovod_train.launch.fleet import Fleet
 
 LOOK_INTERVAL_S = 1.0
+# Signs of life come twice a second, and late now and then.
+MIN_SILENCE_S = 2.0
 # What the system says of a process -> what a person does about it.
 HINTS = {
     "stopped": "somebody has stopped it (SIGSTOP): `kill -CONT {pid}` on {host} lets it go on",
@@ -74,7 +76,7 @@ def watching_ranks(
     def look() -> None:
         told = ""
         while not over.wait(LOOK_INTERVAL_S):
-            frozen = find_frozen(fleet, health.stall_warning_s)
+            frozen = find_frozen(fleet, max(health.stall_warning_s, MIN_SILENCE_S))
             text = "; ".join(map(str, frozen))
             if text != told:
                 tell(told := text)

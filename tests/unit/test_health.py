@@ -13,6 +13,7 @@ from support.worlds import on_ranks
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.config.schema import Health
 from horovod_train.errors import DesyncError, NumericError
+from horovod_train.health import heartbeat
 from horovod_train.health.guard import FiniteGuard
 from horovod_train.health.heartbeat import PeerWatch
 from horovod_train.health.sync import check_before_saving, check_in_sync, digest
@@ -152,6 +153,10 @@ class TestPeers:
     """Ranks that watch each other over UDP; each is a thread here, and dies by not sending any more."""
 
     QUICK = Health(stall_warning_s=0.6, stall_shutdown_s=1.5)
+
+    @pytest.fixture(autouse=True)
+    def beats_are_quick(self, monkeypatch):
+        monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.1)
 
     def watch(self, size, die, waits=lambda rank: True, seconds=4.0):
         """Return what each rank is told, and why it ends; ``die(rank, watch)`` may do something to it."""
