@@ -24,20 +24,25 @@ FRAMEWORK_OF = {
 pytestmark = pytest.mark.ranks
 
 
-def in_fresh_processes(script, batch_size, *, alone):
+def in_fresh_processes(script, batch_size, folder, *, alone):
     """For a library that remembers for the life of a process how many there are."""
+    arguments = [str(script), str(batch_size), str(folder / "checkpoints")]
     if not alone:
-        return on_horovod(2, "gloo", str(script), str(batch_size)).stdout
-    command = [str(BIN / "python"), str(script), str(batch_size)]
+        return on_horovod(2, "gloo", *arguments).stdout
     return subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=120, check=True
+        [str(BIN / "python"), *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     ).stdout
 
 
 def run(pools, framework, example, batch_size, folder, *, alone):
     script = EXAMPLES / f"{name_of(example)}.py"
     if framework == "transformers":
-        output = in_fresh_processes(script, batch_size, alone=alone)
+        output = in_fresh_processes(script, batch_size, folder, alone=alone)
     else:
         pool = pools.get(framework, 2, CONTROLLERS[framework])
         answers = pool.run(script, str(batch_size), folder=folder, alone=alone)
