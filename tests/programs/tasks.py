@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -74,40 +73,16 @@ class Noted:
 
 
 class Failing(Noted):
-    """Goes wrong in some way, on one rank or on all."""
+    """Stays away from its third step on one rank, while the others wait for it."""
 
     def __init__(self, notes: str, how: str, rank: int, **args: Any) -> None:
         super().__init__(notes, **args)
-        self.how = how if rank in (RANK, -1) else "not at all"
-        if self.how == "in the constructor":
-            raise ValueError("no such data set")
+        if how != "stay away":
+            raise ValueError(f"the torch task can only stay away, not {how}")
+        self.stays_away = rank == RANK
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         loss = super().loss(model, batch)
-        if self.calls == 3 and model.training:
-            if self.how == "raise":
-                raise ValueError("label 11 is out of range")
-            if self.how == "stay away":
-                time.sleep(600)
-            if self.how == "nan":
-                return loss * float("nan")
-            if self.how == "drift":
-                with torch.no_grad():
-                    next(model.parameters()).add_(1e-7)
+        if self.calls == 3 and model.training and self.stays_away:
+            time.sleep(600)
         return loss
-
-
-class Leaving(Noted):
-    """Starts a program that outlives it and holds its output open, as a tracking daemon would."""
-
-    def __init__(self, notes: str, **args: Any) -> None:
-        super().__init__(notes, **args)
-        # Not waited for, on purpose.
-        subprocess.Popen(["sleep", "600"], start_new_session=True)
-
-
-class Differing(Noted):
-    """Makes a model that depends on the rank."""
-
-    def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 3 + RANK))
