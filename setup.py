@@ -19,7 +19,7 @@ setup(
     packages=find_packages(include=["horovod_train", "horovod_train.*"]),
     package_data={
         "horovod_train": ["py.typed"],
-        "horovod_train.engine": ["patches/*.patch"],
+        "horovod_train.engine": ["patches/*.patch", "*.cc"],
         "horovod_train.launch.mpijob": ["*.json"],
         "horovod_train.tasks": ["*.yaml"],
     },

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO, get_args
 
 MARK = "@horovod-train "
-# Launchers put a tag before each piece of output: "[1,0]<stdout>:" (mpirun), "[0]<stdout>:" (Gloo).
-TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>: ?")
+# Launchers put a tag before each piece of output: "[1,0]<stdout>:" (mpirun), "[0]<stdout>:" (Gloo). What
+# follows is the piece, even if it begins with a space.
+TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>:")
 
 Kind = Literal[
     "started",

@@ -5,6 +5,7 @@ read the job -> join the world -> check it -> make the replica -> resume -> trai
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import socket
@@ -85,7 +86,9 @@ def main(options: WorkerOptions) -> int:
     request.listen()
     _log_to(reporter)
     folder = beat_folder(os.environ)
-    beat = BeatFile(folder, guess) if folder is not None else None
+    if folder is not None:
+        # To the very end: a rank can be frozen while it leaves, too.
+        atexit.register(BeatFile(folder, guess).close)
     try:
         # What `run` resolved is final; the environment has had its say.
         job = load_job(options.job_file, environ={} if options.as_events else None)
@@ -102,8 +105,6 @@ def main(options: WorkerOptions) -> int:
     except BaseException as error:  # noqa: BLE001  (whatever a task raises, it is told once and in one place)
         return _report_failure(error, reporter)
     finally:
-        if beat is not None:
-            beat.close()
         _end_children()
     return 0
 

@@ -37,6 +37,8 @@ RECIPE = 2
 PLAN_FILE = "horovod_train_plan.json"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCHES = Path(__file__).parent / "patches"
+LOOPBACK = Path(__file__).parent / "loopback.cc"
+LOOPBACK_LIBRARY = "loopback.so"
 
 # Framework -> (distributions that provide it, Horovod's name for it in its build switches).
 FRAMEWORKS = {
@@ -71,7 +73,7 @@ class BuildPlan:
     Attributes:
         recipe: Number of the way wheels are built here; a change of build.py that matters raises it.
         horovod: Version and checksum of the source.
-        patches: Checksum of each patch.
+        patches: Checksum of each patch, and of what is added to the wheel.
         frameworks: Version of each framework found.
         python: Interpreter tag and platform.
         mpi: Version of MPI; empty when it is built without.
@@ -120,7 +122,7 @@ def make_plan() -> BuildPlan:
     return BuildPlan(
         recipe=RECIPE,
         horovod=f"{HOROVOD_VERSION} {SDIST_SHA256}",
-        patches={path.name: _sha256(path) for path in patch_files()},
+        patches={path.name: _sha256(path) for path in (*patch_files(), LOOPBACK)},
         frameworks=frameworks,
         python=f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}",
         mpi=find_mpi(),
@@ -247,13 +249,17 @@ def find_compiler() -> str:
     Raises:
         EngineError: There is none.
     """
+    found = subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=True)
+    return found.stdout.splitlines()[0]
+
+
+def _compiler() -> str:
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if compiler is None:
         raise EngineError(
             "no C++ compiler", hint="install one: apt-get install g++ (Debian), dnf install gcc-c++ (Fedora)"
         )
-    found = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
-    return found.stdout.splitlines()[0]
+    return compiler
 
 
 def find_cpu_flags() -> str:
@@ -384,7 +390,7 @@ def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, say: Say) -> Pat
 
 
 def finish_wheel(wheel: Path, plan: BuildPlan, say: Say) -> None:
-    """Strip debug symbols, let libraries be found relative to the wheel, and put the plan into it."""
+    """Strip debug symbols, let libraries be found relative to the wheel, and add what is ours."""
     say("engine: stripping and relocating")
     patchelf = shutil.which("patchelf", path=_path()) or "patchelf"
     with _unzipped(wheel) as folder:
@@ -393,6 +399,12 @@ def finish_wheel(wheel: Path, plan: BuildPlan, say: Say) -> None:
         for library in folder.rglob("*.so"):
             _run(["strip", "-g", str(library)], "stripping", None)
             _run([patchelf, "--set-rpath", RUNPATH, str(library)], "relocating", None)
+        ours = str(folder / "horovod" / LOOPBACK_LIBRARY)
+        _run(
+            [_compiler(), "-O2", "-shared", "-fPIC", "-s", "-o", ours, str(LOOPBACK), "-ldl"],
+            f"compiling {LOOPBACK.name}",
+            None,
+        )
 
 
 @contextmanager
@@ -464,6 +476,13 @@ def _include_folder() -> str:
     import sysconfig
 
     return sysconfig.get_path("include")
+
+
+def loopback_library() -> Path | None:
+    """Return the library that lets mpirun listen on the loopback only; None: this engine has none."""
+    folder = _horovod_folder()
+    library = folder and folder / LOOPBACK_LIBRARY
+    return library if library and library.exists() else None
 
 
 def _horovod_folder() -> Path | None:

@@ -163,13 +163,10 @@ def _patches() -> list[Finding]:
         return []
     current = _current_plan()
     same = current is not None and current.patches == plan["patches"]
+    applied = [path for path in patch_files() if path.name in plan["patches"]]
     return [
-        Finding("patches", f"{len(plan['patches'])} applied", same, f"patches have changed since: {REBUILD}"),
-        *(
-            Finding("", f"{path.stem}: {patch_title(path)}")
-            for path in patch_files()
-            if path.name in plan["patches"]
-        ),
+        Finding("patches", f"{len(applied)} applied", same, f"patches have changed since: {REBUILD}"),
+        *(Finding("", f"{path.stem}: {patch_title(path)}") for path in applied),
     ]
 
 

@@ -27,6 +27,23 @@ def open_mpi_alone() -> dict[str, str]:
     return {} if which("ssh") or which("rsh") else {"OMPI_MCA_plm_rsh_agent": which("true") or "true"}
 
 
+def open_mpi_on_loopback(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what keeps mpirun from listening on other addresses, where all ranks are on this machine.
+
+    Open MPI has a setting for the interfaces that it calls through, and none for those that it listens on:
+    a library of the engine's changes its call of bind().
+    """
+    from horovod_train.engine.build import loopback_library  # ranks start quicker without
+
+    settings = {"OMPI_MCA_oob_tcp_if_include": "lo"}
+    library = loopback_library()
+    # The loader splits names at both.
+    if library is not None and not set(" :") & set(str(library)):
+        others = environ.get("LD_PRELOAD")
+        settings["LD_PRELOAD"] = f"{library}:{others}" if others else str(library)
+    return settings
+
+
 def from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what horovodrun would have told a rank that ``srun`` has started; empty: it did not.
 

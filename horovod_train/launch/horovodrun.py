@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from horovod_train.engine.environment import open_mpi_alone
+from horovod_train.engine.environment import open_mpi_alone, open_mpi_on_loopback
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts import as_argument
@@ -54,6 +54,8 @@ def open_mpi_settings(request: LaunchRequest) -> dict[str, str]:
     if request.is_remote:
         settings["OMPI_MCA_plm_rsh_agent"] = shlex.join(request.ssh)
         settings["OMPI_MCA_orte_launch_agent"] = f"{request.stage}/orted"
+    else:
+        settings |= open_mpi_on_loopback(os.environ)
     return settings
 
 

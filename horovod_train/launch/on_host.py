@@ -133,6 +133,8 @@ class OnHost:
             rank, pid = map(int, file.name.split("-")[1:])
             with suppress(OSError, ValueError, psutil.Error):
                 process = psutil.Process(pid)
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
                 silent_s = now_s - max(float(file.read_text()), self._busy_until_s(process, now_s))
                 if silent_s >= limit_s:
                     found.append({"rank": rank, "pid": pid, "silent_s": silent_s, "doing": process.status()})

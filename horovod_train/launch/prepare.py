@@ -204,6 +204,9 @@ def rank_variables(
             "NCCL_SOCKET_IFNAME": interface.name,
             "OMPI_MCA_btl_tcp_if_include": interface.name,
         }
+    else:
+        # Ranks of one machine talk through its memory; over TCP they would listen on all addresses.
+        variables["OMPI_MCA_btl"] = "^openib,tcp"
     if not description.get("reads_memory", True):
         # Else Open MPI tries again with each message, and says each time that it may not.
         variables["OMPI_MCA_btl_vader_single_copy_mechanism"] = "none"

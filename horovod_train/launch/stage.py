@@ -24,11 +24,16 @@ NOT_SHIPPED = {".git", ".venv", "venv", "__pycache__", "node_modules", "runs", "
 _RANK = """#!/bin/sh
 # One rank of {run_id} on this host.
 trap '' USR1  # until the rank itself listens
-cd {folder} 2>/dev/null || cd {stage} || exit 1
+{first_beat}cd {folder} 2>/dev/null || cd {stage} || exit 1
 set -a
 . {stage}/environment
 set +a
 exec {python} -P -m {program}
+"""
+
+# A rank can be stopped before its Python gives signs of life (health/heartbeat.py). $$ is its process, too.
+_FIRST_BEAT = """read -r now_s _ </proc/uptime
+echo "$now_s" >"{stage}/alive-${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-${{SLURM_PROCID:-0}}}}}}-$$"
 """
 
 _ORTED = """#!/bin/sh
@@ -71,7 +76,12 @@ def stage_files(
         "job.json": dump_job(job),
         "environment": "\n".join([*lines, ""]),
         "rank": _RANK.format(
-            run_id=run_id, folder=where, stage=stage, python=python, program=shlex.join(program or worker)
+            run_id=run_id,
+            folder=where,
+            stage=stage,
+            python=python,
+            program=shlex.join(program or worker),
+            first_beat="" if program else _FIRST_BEAT.format(stage=stage),
         ),
         "orted": _ORTED.format(stage=stage, prefix=shlex.quote(prefix)),
     }

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import venv
 import zipfile
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -187,6 +189,40 @@ def test_a_rank_that_stays_away_is_named_under_both_controllers(controller):
     assert "Missing ranks" in done.stdout + done.stderr
     # Behind a rank that has been away for long stands a "!".
     assert re.search(r"1!?: \[allreduce\.only_on_rank_0", done.stdout + done.stderr)
+
+
+@pytest.fixture
+def rendezvous():
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer()
+    port = server.start(address="127.0.0.1")
+    server.init(get_host_assignments(parse_hosts("localhost:2"), 2))
+
+    def ask(method, path):
+        connection = HTTPConnection("127.0.0.1", port, timeout=5)
+        with closing(connection):
+            connection.request(method, f"/{path}", body=b"x")
+            return connection.getresponse().status
+
+    yield ask
+    server._httpd.shutdown()
+    server._httpd.server_close()
+    server._listen_thread.join()
+
+
+def test_addresses_of_before_are_gone_when_all_ranks_have_used_them(rendezvous):
+    """Patch 0014: else ranks that initialize again over Gloo call an address of before, and abort."""
+    rendezvous("PUT", "local_localhost/rank_1")
+    rendezvous("DELETE", "local_localhost/0")
+    # Rank 0 goes on, and is done with what it shares with nobody, before rank 1 says a word.
+    rendezvous("PUT", "cross_0/rank_0")
+    rendezvous("DELETE", "cross_0/0")
+    assert rendezvous("GET", "local_localhost/rank_1") == 200
+    rendezvous("DELETE", "local_localhost/1")
+
+    assert rendezvous("GET", "local_localhost/rank_1") == 404
 
 
 def test_the_cache_follows_the_users_setting(monkeypatch, tmp_path):

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, mostly, write_job
-from support.running import Running, is_alive, is_rank
+from support.running import Running, is_alive, is_rank, launched
 
 pytestmark = pytest.mark.ranks
 WARNING_S, SHUTDOWN_S = 2.0, 6.0
@@ -78,6 +78,20 @@ def test_so_is_the_only_rank(tmp_path):
     running.ranks[0].suspend()
 
     check_named_then_ended(tmp_path, running, 0)
+
+
+def test_so_is_a_rank_whose_python_has_only_begun(tmp_path):
+    """It has not come to give a sign of life, and its peers wait for it."""
+    running = launched(tmp_path, job(tmp_path, "numpy", {"num_ranks": 2}))
+    launcher = psutil.Process(running.pid)
+    ranks, _ = wait_for(lambda: [each for each in launcher.children(recursive=True) if is_rank(each)], 30)
+
+    ranks[0].suspend()
+
+    wait_for(lambda: running.poll() is not None, 30)
+    output, _ = running.communicate()
+    assert running.returncode == 1, output
+    assert "stopped) shows no sign of life; the job was ended after health.stall_shutdown_s" in output
 
 
 def test_a_rank_that_goes_on_in_time_is_no_longer_named(tmp_path):

@@ -7,8 +7,10 @@ import pty
 import re
 import subprocess
 
+import psutil
 import pytest
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, write_job
+from support.running import Running
 
 pytestmark = pytest.mark.ranks
 TASK = f"{PROGRAMS / 'quick_tasks.py'}:Noted"
@@ -17,9 +19,14 @@ TASK = f"{PROGRAMS / 'quick_tasks.py'}:Noted"
 def job(folder, **sections):
     return write_job(
         folder / "job.yaml",
-        framework="numpy",
         run_dir=str(folder / "runs"),
-        **{"task": TASK, "task_args": {"notes": str(folder)}, "launch": {"num_ranks": 2}, **sections},
+        **{
+            "framework": "numpy",
+            "task": TASK,
+            "task_args": {"notes": str(folder)},
+            "launch": {"num_ranks": 2},
+            **sections,
+        },
     )
 
 
@@ -180,6 +187,33 @@ def test_ranks_that_make_different_models_are_told_before_they_wait_for_each_oth
 
     assert done.returncode == 2
     assert "have made different models" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("launcher", "controller"), [("horovodrun", "mpi"), ("horovodrun", "gloo"), ("mpirun", "mpi")]
+)
+def test_a_run_on_one_machine_listens_on_loopback_only(tmp_path, launcher, controller):
+    path = job(
+        tmp_path,
+        framework="torch",
+        task=f"{PROGRAMS / 'tasks.py'}:Noted",
+        task_args={"notes": str(tmp_path), "pause_s": 0.2},
+        launch={"num_ranks": 2, "launcher": launcher, "controller": controller},
+    )
+    run = Running(tmp_path, path, 2)
+    listening = {
+        (process.name(), socket.laddr.ip)
+        for process in (psutil.Process(run.process.pid), *run.all)
+        for socket in process.net_connections("inet")
+        if socket.status == psutil.CONN_LISTEN
+    }
+    libraries = [process.environ().get("LD_PRELOAD", "") for process in run.ranks]
+    run.process.terminate()
+    run.end(within_s=5)
+
+    assert {name for name, _ in listening} >= {"horovodrun" if controller == "gloo" else "orterun_wrapper"}
+    assert {address for _, address in listening} <= {"127.0.0.1", "::1"}
+    assert libraries == ["", ""]  # what a task listens on is its own affair
 
 
 def test_a_launcher_from_another_package_is_chosen_by_its_name(tmp_path):

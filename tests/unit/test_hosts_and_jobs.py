@@ -22,7 +22,7 @@ from horovod_train.health.heartbeat import BeatFile, beat_name
 from horovod_train.launch import jobs
 from horovod_train.launch.fleet import Fleet, Here, There, check_alike, gather
 from horovod_train.launch.hosts import Host, hosts_of, read_hostfile
-from horovod_train.launch.interfaces import choose
+from horovod_train.launch.interfaces import Chosen, choose
 from horovod_train.launch.mpijob.render import inner_job
 from horovod_train.launch.on_host import RUN_VARIABLE, OnHost, can_read_memory, usable_cores
 from horovod_train.launch.prepare import check_shared_memory, rank_variables
@@ -268,6 +268,21 @@ class TestCores:
         assert name not in self.variables(Host("a", 2, is_here=True))
         assert self.variables(Host("a", 2, is_here=True), reads_memory=False)[name] == "none"
 
+    def test_ranks_of_one_machine_do_not_listen_for_each_other(self):
+        here = self.variables(Host("a", 2, is_here=True))
+        chosen = Chosen("eth0", "10.0.0.1", "asked for")
+        there = rank_variables(
+            Job(name="j", task="digits"),
+            Here(Host("a", 2), "no-stage"),
+            {"cores": 8, "has_mpi": False, "prefix": "/p", "path": "/bin"},
+            chosen,
+            {},
+        )
+
+        assert here["OMPI_MCA_btl"] == "^openib,tcp"
+        assert "OMPI_MCA_btl" not in there
+        assert there["OMPI_MCA_btl_tcp_if_include"] == "eth0"
+
     def test_a_rank_elsewhere_knows_the_name_by_which_its_host_is_reached(self):
         there = Host("digits-worker-0.digits.default.svc", 1)
 
@@ -344,6 +359,16 @@ class TestSignsOfLife:
         self.beat(host, process, 100)
 
         assert host.silent_ranks(0.0) == []
+
+    def test_a_rank_that_has_ended_and_is_not_yet_reaped_is_not_either(self, host):
+        with self.sleeper() as process:
+            self.beat(host, process, 100)
+            process.kill()
+            wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+
+            assert host.silent_ranks(0.0) == []
+            time.sleep(0.05)
+            assert host.silent_ranks(0.0) == []
 
     def test_are_written_for_as_long_as_a_rank_lives(self, tmp_path):
         beat = BeatFile(tmp_path, 5)

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from horovod_train.config.schema import Job
-from horovod_train.engine import environment
+from horovod_train.engine import build, environment
 from horovod_train.errors import LaunchError, LostError, PreemptedError
 from horovod_train.events import Event, Reporter, as_text, parse_line
 from horovod_train.launch.console import JobConsole
@@ -38,12 +38,18 @@ def text_of(tmp_path, **sections):
 
 
 class TestPlan:
+    @pytest.fixture(autouse=True)
+    def engine(self, monkeypatch):
+        monkeypatch.setattr(build, "loopback_library", lambda: Path("/engine/loopback.so"))
+        monkeypatch.delenv("LD_PRELOAD", raising=False)
+
     def test_two_ranks_on_this_machine(self, tmp_path):
         first, rest = text_of(tmp_path, launch={"num_ranks": 2}).split("\n", 1)
 
         assert first.startswith("# writes <RUNS>/j/run-1/job.json (")
         assert rest == (
-            "OMPI_MCA_mpi_yield_when_idle=1 \\\n  PATH=<PATH> \\\n"
+            "LD_PRELOAD=/engine/loopback.so \\\n  OMPI_MCA_mpi_yield_when_idle=1 \\\n"
+            "  OMPI_MCA_oob_tcp_if_include=lo \\\n  PATH=<PATH> \\\n"
             "  <BIN>/horovodrun --mpi -np 2 -H localhost:2 /tmp/horovod_train-j-run-1/rank"
         )
 
@@ -52,6 +58,30 @@ class TestPlan:
 
         assert "<BIN>/mpirun" in text
         assert "--tag-output -np 2 -H localhost:2 --bind-to none" in text
+
+    @pytest.mark.parametrize("launcher", ["horovodrun", "mpirun"])
+    def test_mpirun_listens_elsewhere_only_for_ranks_elsewhere(self, tmp_path, launcher):
+        launch = {"launcher": launcher, "network_interface": "lo"}
+        here = make_plan(request_for(tmp_path, launch={**launch, "num_ranks": 2}))
+        there = make_plan(request_for(tmp_path, launch={**launch, "hosts": ["a:1", "b:1"]}))
+
+        assert here.env.keys() >= {"LD_PRELOAD", "OMPI_MCA_oob_tcp_if_include"}
+        assert not there.env.keys() & {"LD_PRELOAD", "OMPI_MCA_oob_tcp_if_include"}
+
+    @pytest.mark.parametrize(
+        ("library", "preloaded", "expected"),
+        [
+            ("/engine/l.so", None, "/engine/l.so"),
+            ("/engine/l.so", "a.so b.so", "/engine/l.so:a.so b.so"),
+            ("/my engine/l.so", "a.so", None),  # the loader would split it
+            (None, "a.so", None),
+        ],
+    )
+    def test_libraries_of_the_user_are_loaded_after_ours(self, monkeypatch, library, preloaded, expected):
+        monkeypatch.setattr(build, "loopback_library", lambda: library and Path(library))
+        environ = {} if preloaded is None else {"LD_PRELOAD": preloaded}
+
+        assert environment.open_mpi_on_loopback(environ).get("LD_PRELOAD") == expected
 
     def test_open_mpi_wants_an_ssh_though_it_calls_nobody(self, tmp_path, monkeypatch):
         monkeypatch.setattr(environment, "which", {"true": "/bin/true"}.get)
@@ -128,7 +158,7 @@ class TestPlan:
 
 
 class TestEvents:
-    @pytest.mark.parametrize("tag", ["", "[1,3]<stdout>:", "[3]<stdout>:", "[1,3]<stderr>: "])
+    @pytest.mark.parametrize("tag", ["", "[1,3]<stdout>:", "[3]<stdout>:", "[1,3]<stderr>:"])
     def test_are_found_behind_any_launchers_tag(self, tag):
         event = Event("notice", 3, {"text": "hello"})
 
@@ -136,11 +166,16 @@ class TestEvents:
 
         assert (rank, found) == (3, event)
 
-    def test_survive_a_tag_in_the_middle(self):
-        line = "[1,0]<stdout>:" + Event("notice", 0, {"text": "a long line"}).as_line()
-        torn = line[:40] + "[1,0]<stdout>:" + line[40:]
+    def test_survive_a_tag_in_the_middle_wherever_mpirun_cuts(self):
+        tag = "[1,0]<stdout>:"
+        line = Event("notice", 0, {"text": "a  long line"}).as_line()
+        for at in range(len(line)):
+            torn = f"{tag}{line[:at]}{tag}{line[at:]}"
 
-        assert parse_line(torn)[2].fields == {"text": "a long line"}
+            assert parse_line(torn)[2].fields == {"text": "a  long line"}
+
+    def test_what_a_task_prints_keeps_its_spaces(self):
+        assert parse_line("[1,0]<stdout>:  indented")[1] == "  indented"
 
     @pytest.mark.parametrize(
         "text",
