@@ -16,11 +16,13 @@ import pytest
 sys.path[:0] = [str(Path(__file__).parent / name) for name in (".", "programs", "plugin")]
 
 
+from support.budget import MAX_LAUNCHES, Launches  # noqa: E402
 from support.matrix import COLUMNS, Matrix, update  # noqa: E402  (found by the path above)
 from support.pools import CONTROLLERS, PROCESSES, Pools  # noqa: E402
 
 STAGES = Path("/tmp")  # noqa: S108  (where ranks' hosts have their files while a job runs)
 MATRIX = pytest.StashKey[Matrix]()
+LAUNCHES = pytest.StashKey[Launches]()
 
 
 def pytest_addoption(parser):
@@ -29,6 +31,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.stash[MATRIX] = Matrix()
+    config.stash[LAUNCHES] = Launches()
 
 
 def pool_of(item):
@@ -67,9 +70,13 @@ def pytest_sessionfinish(session):
     page = session.config.getoption("--matrix")
     if page and not update(session.config.stash[MATRIX], Path(page)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    is_suite = "not campaign" in session.config.option.markexpr
+    if is_suite and session.config.stash[LAUNCHES].counts.total() > MAX_LAUNCHES:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter, config):
+    terminalreporter.write_line(str(config.stash[LAUNCHES]))
     page = config.getoption("--matrix")
     if page:
         terminalreporter.write_line(f"{page} says what was seen; if it has changed, look at it and commit it")

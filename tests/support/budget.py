@@ -1,0 +1,44 @@
+"""How often a test session starts ranks. That is what takes its time, and so there is a budget for it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+# What `make test` starts, and a few more: who needs more of them should first look for a cheaper way
+# (CONTRIBUTING.md, "Tests"). `make campaign` and `make image` have no budget.
+MAX_LAUNCHES = 200
+
+
+class Launches:
+    """Counts the launches of this process, by the program that starts the ranks."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple) -> None:
+        if event == "subprocess.Popen" and (program := launcher_in(arguments[1])):
+            self.counts[program] += 1
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{count} by {program}" for program, count in self.counts.most_common())
+        return f"{self.counts.total()} launches ({each or 'none'}), at most {MAX_LAUNCHES} are allowed"
+
+
+def launcher_in(command: str | Sequence[object]) -> str | None:
+    """Return the program of a command that starts ranks; None: it starts none.
+
+    >>> launcher_in(["nice", "/venv/bin/horovod-train", "run", "job.yaml"])
+    'horovod-train'
+    >>> launcher_in(["horovod-train", "run", "job.yaml", "--dry-run"])
+    """
+    words = [Path(str(word)).name for word in ([command] if isinstance(command, str | Path) else command)]
+    if "--dry-run" in words or "--help" in words:
+        return None
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word in ("horovodrun", "mpirun", "srun") or (word == "horovod-train" and following == "run"):
+            return word
+    return None
