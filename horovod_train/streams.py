@@ -12,7 +12,6 @@ import select
 import stat
 import sys
 from contextlib import suppress
-from time import monotonic
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -81,10 +80,9 @@ class DroppingStream(io.RawIOBase):
         """Wait until the reader takes something; with patience the first time, without after that."""
         if _is_file(self._handle):
             return True
-        deadline_s = monotonic() + (0.0 if self._has_waited else self._patience_s)
         poller = select.poll()
         poller.register(self._handle, select.POLLOUT)
-        is_ready = bool(poller.poll(max(0.0, deadline_s - monotonic()) * 1000))
+        is_ready = bool(poller.poll(0.0 if self._has_waited else self._patience_s * 1000))
         self._has_waited = not is_ready
         return is_ready
 

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,12 +126,13 @@ def run_rank(
     world = framework.connect(job)
     stack.callback(world.close)
     reporter.rank = world.rank
-    check_world(job, world)
+    environment = environment_facts(job.task if ":" in job.task else None)
+    check_world(job, world, environment)
     if world.size > 1 and beat_folder(os.environ) is None:
         stack.callback(watch_peers(job, world, reporter).close)
     run_id = broadcast_json(world, options.run_id or strftime("%Y%m%d-%H%M%S"))
     recorder = Recorder(job.name, run_id, world, job.launch.num_ranks or world.size)
-    manager = open_checkpoints(job, world, recorder, reporter, stack)
+    manager = open_checkpoints(job, world, environment, recorder, reporter, stack)
     addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
 
     replica, train_reader, eval_reader = framework.prepare(job, world)
@@ -221,7 +223,12 @@ def serve_metrics(
 
 
 def open_checkpoints(
-    job: Job, world: World, recorder: Recorder, reporter: Reporter, stack: ExitStack
+    job: Job,
+    world: World,
+    environment: Mapping[str, str],
+    recorder: Recorder,
+    reporter: Reporter,
+    stack: ExitStack,
 ) -> CheckpointManager:
     """Return the manager of the run's checkpoints."""
 
@@ -233,7 +240,6 @@ def open_checkpoints(
     if world.rank == 0 and job.checkpoint.dir is None:
         with suppress(OSError):  # the manager says what is wrong with it, on all ranks
             make_folder(run_dir, job.run_dir_access)
-    task = job.task if ":" in job.task else None
     directory = Path(job.checkpoint.dir).expanduser() if job.checkpoint.dir else run_dir / "checkpoints"
     manager = CheckpointManager(
         directory.resolve(),
@@ -241,7 +247,7 @@ def open_checkpoints(
         world,
         job.model_dump(mode="json"),
         on_written,
-        environment_facts(task),
+        environment,
     )
     stack.callback(manager.close)
     return manager

@@ -11,14 +11,19 @@ from collections.abc import Mapping, Sequence
 
 from horovod_train.config.schema import Job
 from horovod_train.engine.base import World, gather_json
-from horovod_train.engine.facts import differing, environment_facts
+from horovod_train.engine.facts import differing
 from horovod_train.errors import WorldError, describe_ranks
 
 MAX_NAMED = 4
 
 
-def check_world(job: Job, world: World) -> None:
+def check_world(job: Job, world: World, environment: Mapping[str, str]) -> None:
     """Refuse a world that is not the one asked for, or whose ranks are not alike; all ranks call it.
+
+    Args:
+        job: What is asked for.
+        world: The ranks.
+        environment: What this rank trains with (``environment_facts``).
 
     Raises:
         WorldError: The number of ranks differs; or job, code, versions, engine or clocks do.
@@ -31,8 +36,7 @@ def check_world(job: Job, world: World) -> None:
         )
     if world.size == 1:
         return
-    task = job.task if ":" in job.task else None
-    facts = {"job": _digest(job.model_dump_json()), **environment_facts(task)}
+    facts = {"job": _digest(job.model_dump_json()), **environment}
     known = gather_json(world, [world.host, facts])
     hosts = [host for host, _ in known]
     check_alike(hosts, [facts for _, facts in known])

@@ -31,6 +31,7 @@ LOG_FILE = "run.log"
 # On a full disk a file can still be written over, if what is to stand in it has room there.
 STATE_BYTES = 4095
 FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+BLOCK_BYTES = 512  # of stat(2), whatever the file system's are
 
 
 def jobs_dir() -> Path:
@@ -216,11 +217,18 @@ class StateFile:
 
 
 def _write_over(path: Path, text: str) -> None:
-    """Replace what stands in a file, in its place and in one piece."""
+    """Replace what stands in a file, in its place and in one piece.
+
+    Raises:
+        OSError: It has no room for it; what stood there stands there still.
+    """
+    data = text.encode()
     handle = os.open(path, os.O_WRONLY)
     try:
-        os.pwrite(handle, text.encode(), 0)
-        os.ftruncate(handle, len(text.encode()))
+        if len(data) > os.fstat(handle).st_blocks * BLOCK_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.pwrite(handle, data, 0)
+        os.ftruncate(handle, len(data))
     finally:
         os.close(handle)
 
@@ -231,7 +239,7 @@ def _is_alive(document: Mapping[str, Any]) -> bool:
     if "boot_id" in document:
         is_same = document["boot_id"] == _boot_id() and document["pid_start_ticks"] == _start_ticks(pid)
         return is_same and _has_not_ended(pid)
-    # Written by version 0.1.0 of the format. Its time of day is wrong after the clock was set.
+    # As it was written before boots were noted. The time of day is wrong after the clock was set.
     started_s = document.get("pid_started_unix_s")
     try:
         is_near = isinstance(started_s, float) and abs(psutil.Process(pid).create_time() - started_s) < 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -622,6 +623,26 @@ class TestJobs:
 
         assert (status.state, status.exit_code) == ("failed", 137)
         assert jobs.StateFile(request_.log_dir).pid() is None
+
+    def test_how_one_stands_is_noted_on_a_full_disk_too(self, request_, monkeypatch):
+        told = []
+        state = jobs.StateFile(request_.log_dir, told.append)
+        state.write("starting")
+
+        def refuse(*_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(jobs, "write_whole", refuse)
+        state.write("running", message="2 ranks")
+        assert (state.read().state, state.read().message) == ("running", "2 ranks")
+
+        # What does not fit into the blocks that the file has is not begun either.
+        state.write("failed", 1, "x" * 100_000)
+        assert (state.read().state, state.read().message) == ("running", "2 ranks")
+        assert "could not be written: No space left on device" in told[0]
+
+        state.write("succeeded", 0)
+        assert state.read().state == "succeeded"
 
     def test_a_run_that_goes_on_says_so(self, request_):
         state = jobs.StateFile(request_.log_dir)

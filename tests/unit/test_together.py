@@ -16,6 +16,8 @@ from horovod_train.frameworks.devices import own_gpu
 from horovod_train.health.leave import MAX_STEPS_BETWEEN, LeaveAgreement, LeaveRequest
 from horovod_train.health.truth import check_alike, check_clocks, check_world
 
+FACTS = {"python": "3.11.7", "torch version": "2.13.0"}
+
 
 class TestLeaving:
     def leave(self, size, asked_rank, asked_at, step_s=1.0, num_steps=500):
@@ -76,22 +78,33 @@ class TestTruth:
     def test_ranks_that_are_alike_may_train(self):
         job = Job(name="j", task="digits")
 
-        assert on_ranks(3, lambda world: check_world(job, world)) == [None] * 3
+        assert on_ranks(3, lambda world: check_world(job, world, FACTS)) == [None] * 3
 
     def test_a_world_of_another_size_is_refused(self):
         job = Job(name="j", task="digits", launch=Launch(num_ranks=4))
 
-        for error in on_ranks(2, lambda world: check_world(job, world)):
+        for error in on_ranks(2, lambda world: check_world(job, world, FACTS)):
             assert "the job asks for 4 ranks, but this world has 2" in str(error)
 
     def test_another_job_on_one_rank_is_named_on_all(self):
         def check(world):
-            check_world(Job(name="j", task="digits", train=Train(seed=int(world.rank == 2))), world)
+            job = Job(name="j", task="digits", train=Train(seed=int(world.rank == 2)))
+            check_world(job, world, FACTS)
 
         for error in on_ranks(3, check):
             assert isinstance(error, WorldError)
             assert "job: " in str(error)
             assert "rank 2 (here)" in str(error)
+
+    def test_another_version_on_one_rank_is_named_on_all(self):
+        job = Job(name="j", task="digits")
+
+        def check(world):
+            check_world(job, world, {**FACTS, "torch version": f"2.{world.rank == 1:d}"})
+
+        for error in on_ranks(3, check):
+            assert isinstance(error, WorldError)
+            assert "torch version: 2.0 on ranks 0, 2 (here); 2.1 on rank 1 (here)" in str(error)
 
     def test_values_ranks_and_hosts_are_named(self):
         old, new = {"torch version": "2.12"}, {"torch version": "2.13"}
