@@ -7,6 +7,7 @@
 #   make mxnet    install MXNet and its engine into an environment of their own
 #   make image    build the container image and try it (root, buildah, debootstrap)
 #   make campaign run the tests that take long, too
+#   make mutants  change the core code in 320 places, and see unit tests fail
 #   make bench    measure against hand-written loops and DistributedDataParallel
 #   make accuracy train digits on 1, 2 and 4 ranks, five seeds each
 
@@ -23,10 +24,10 @@ PIP := -m pip install --disable-pip-version-check --no-input --progress-bar off
 PIP_INSTALL := $(BIN)/python $(PIP) -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
-.PHONY: help tools servers mxnet train test image campaign check lint format bench accuracy clean
+.PHONY: help tools servers mxnet train test image campaign mutants check lint format bench accuracy clean
 
 help:
-	@sed -n '3,13s/^# *//p' Makefile
+	@sed -n '3,14s/^# *//p' Makefile
 
 tools:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: install it (Debian: apt-get install python3)"; exit 2; }
@@ -98,6 +99,12 @@ image: tools $(VENV)/installed-dev
 
 campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest -m campaign
+
+MUTANTS_SEED ?= 1
+
+mutants: tools $(VENV)/installed-dev $(VENV)/engine-dev
+	@$(PIP_INSTALL) --no-build-isolation -e '.[mutants]' | $(SHORT)
+	@$(BIN)/python tests/mutants.py --seed $(MUTANTS_SEED)
 
 lint: tools $(VENV)/installed-dev
 	@$(BIN)/ruff check .

@@ -35,7 +35,7 @@ LAUNCHES = {
 # Real Horovod, real gradients and loader processes; what launchers and signals do is the same without.
 WITH_HOROVOD = ("horovodrun over mpi", "horovodrun over gloo")
 CASES = [*(("numpy", launch) for launch in LAUNCHES), *(("torch", launch) for launch in WITH_HOROVOD)]
-in_all_ways = pytest.mark.parametrize(("framework", "launch"), CASES, ids=" ".join)
+in_all_ways = pytest.mark.parametrize(("framework", "launch"), CASES)
 TASKS = {"numpy": "quick_tasks.py", "torch": "tasks.py"}
 EPOCHS = 30
 TIMES_OF_ASKING = [0, *(pytest.param(number, marks=pytest.mark.campaign) for number in range(1, 20))]
