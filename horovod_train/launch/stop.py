@@ -2,7 +2,7 @@
 
     SIGUSR1, SIGUSR2             ask, and wait as long as it takes
     SIGTERM, SIGINT, SIGHUP      ask, and kill when the grace is over
-    the second of them           kill at once
+    the second of them           kill at once (SIGHUP does not count: a terminal that is closed sends two)
 
 Launchers are not relied on for this: mpirun kills its ranks a second after SIGTERM, horovodrun five
 seconds after.
@@ -118,8 +118,10 @@ class Stopper:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if number in _IN_A_HURRY:
-            is_first = self._deadline_s == float("inf")
-            self._deadline_s = monotonic() + self._grace_s if is_first else 0.0
+            if self._deadline_s == float("inf"):
+                self._deadline_s = monotonic() + self._grace_s
+            elif number != signal.SIGHUP:
+                self._deadline_s = 0.0
         if self.received is None or self.received in _PATIENT:
             self.received = number
         self._wake.set()

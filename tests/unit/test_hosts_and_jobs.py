@@ -578,6 +578,13 @@ class TestStopper:
         assert asked
         assert killed[0] - asked[0] < 5
 
+    def test_a_terminal_that_hangs_up_twice_is_not_in_a_hurry(self):
+        stopper, asked, killed = self.stopping(30, signal.SIGHUP, signal.SIGHUP)
+
+        assert (stopper.received, killed) == (signal.SIGHUP, [])
+        assert asked
+        assert stopper._deadline_s > time.monotonic() + 10
+
     def test_draining_has_no_deadline(self):
         stopper, _, killed = self.stopping(0.0, signal.SIGUSR1)
 
