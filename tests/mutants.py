@@ -155,15 +155,28 @@ def draw(seed: int, count: int) -> list[Mutant]:
 # -- tests: who would notice
 
 
+# In programs that tests start, coverage starts by itself; the test is in their environment.
+COVERAGE = """
+[run]
+source_pkgs = horovod_train
+concurrency = thread
+parallel = true
+data_file = {folder}/coverage
+context = ${{REACHED_BY-}}
+patch = _exit
+"""
+
+
 class Reached:
     """A plugin of pytest: which test reaches which lines, and how long it takes."""
 
     def __init__(self, folder: Path) -> None:
         import coverage
 
-        self.coverage = coverage.Coverage(
-            data_file=None, source=["horovod_train"], concurrency="thread", config_file=False, messages=False
-        )
+        config = folder / "coverage.ini"
+        config.write_text(COVERAGE.format(folder=folder))
+        self.coverage = coverage.Coverage(config_file=str(config), messages=False)
+        os.environ["COVERAGE_PROCESS_START"] = str(config)
         self.folder = folder
         self.duration_s: dict[str, float] = {}
 
@@ -171,9 +184,11 @@ class Reached:
     def pytest_runtest_protocol(self, item):
         start = time.monotonic()
         self.coverage.switch_context(item.nodeid)
+        os.environ["REACHED_BY"] = item.nodeid
         try:
             return (yield)
         finally:
+            del os.environ["REACHED_BY"]
             self.coverage.switch_context("")
             self.duration_s[item.nodeid] = time.monotonic() - start
 
@@ -181,6 +196,8 @@ class Reached:
         self.coverage.start()
         code = pytest.main(arguments, plugins=[self])
         self.coverage.stop()
+        self.coverage.save()
+        self.coverage.combine()
         data = self.coverage.get_data()
         lines = {
             str(Path(name).relative_to(self.folder)): data.contexts_by_lineno(name)

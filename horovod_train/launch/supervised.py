@@ -110,11 +110,11 @@ class SupervisedLauncher(Waits):
 
     def cancel(self, job: Submitted, how: Literal["drain", "stop", "kill"]) -> None:
         """Ask the process that carries out the job to end it."""
+        status = self.status(job)
+        if status.has_ended:
+            return
         pid = StateFile(job.log_dir).pid()
         if pid is None:
-            status = self.status(job)
-            if status.has_ended:
-                return
             raise LaunchError(
                 f"{job.job_id} is not carried out by this host: {status}",
                 hint="ask there; if that host is gone, so are the ranks, soon after: run the job again",

@@ -1,0 +1,442 @@
+"""A whole run on this machine, whose ranks are scripts: from the plan to the verdict, without a framework."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from threading import Timer
+from typing import ClassVar
+
+import psutil
+import pytest
+from rich.console import Console
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import LaunchError, LostError, PreemptedError
+from horovod_train.events import Event
+from horovod_train.launch import jobs
+from horovod_train.launch.base import LaunchPlan
+from horovod_train.launch.console import JobConsole
+from horovod_train.launch.run import resolve
+from horovod_train.launch.supervised import SupervisedLauncher, read_log
+
+SUMMARY = {
+    "job": "j",
+    "epochs": 1,
+    "steps": 7,
+    "seconds": 1.0,
+    "metrics": {"loss": 0.5},
+    "samples_per_s": 9.0,
+    "world_size": 2,
+    "global_batch_size": 8,
+    "lr_scaling": "none",
+    "base_lr": 0.1,
+    "reference_batch_size": 32,
+    "peak_lr": 0.1,
+    "metrics_addresses": [],
+    "checkpoint": "",
+}
+STARTED = {
+    "job": "j",
+    "num_parameters": 3,
+    "world_size": 2,
+    "global_batch_size": 8,
+    "precision": "fp32",
+    "device": "cpu",
+}
+PROGRESS = {
+    "step": 1,
+    "num_steps": 7,
+    "epoch": 0,
+    "num_epochs": 1,
+    "loss": 0.7,
+    "lr": 0.1,
+    "samples_per_s": 9.0,
+    "eta_s": 1.0,
+}
+
+
+def said(kind, rank=0, **fields):
+    """What a rank says, as the lines of a script."""
+    line = f"[1,{rank}]<stdout>:{Event(kind, rank, fields).as_line()}\n"
+    return f"sys.stdout.write({line!r}); sys.stdout.flush()\n"
+
+
+START = said("started", **STARTED)
+END = said("summary", **SUMMARY)
+FAILURE = {"host": "here", "message": "ValueError: no", "traceback": "", "is_cause": True, "exit_code": 3}
+# As a worker does when it is asked to save and leave.
+LEAVES = (
+    "def leave(*_):\n    "
+    + said("left", step=4, epoch=0.5).replace("\n", "; ", 1)
+    + "os._exit(75)\nsignal.signal(signal.SIGUSR1, leave)\n"
+)
+WAITS = "open('waiting', 'w').close()\ntime.sleep(30)\n"
+
+
+class Scripted(SupervisedLauncher):
+    """Starts one process in the place of all ranks."""
+
+    def plan(self, request):
+        return LaunchPlan((request.rank_command,), {"FROM_THE_PLAN": "yes"})
+
+    def shell(self, request, host):
+        return ["/bin/sh", "-c"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a script as all ranks of a job; what was shown stands in ``run.shown``."""
+    # To the launch it is a worker, by its command line.
+    fake = tmp_path / "fake" / "horovod_train"
+    fake.mkdir(parents=True)
+    (fake / "__init__.py").write_text("")
+    (fake / "__main__.py").write_text(
+        "import json, os, signal, subprocess, sys, time\nexec(open(os.environ['SCRIPT']).read())\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def start(script, *, task="digits", is_left=False, **launch):
+        (tmp_path / "script.py").write_text(script)
+        env = {"PYTHONPATH": str(fake.parent), "SCRIPT": str(tmp_path / "script.py"), **launch.pop("env", {})}
+        job = Job.model_validate(
+            {
+                "name": f"unit-{os.getpid()}",
+                "task": task,
+                "run_dir": str(tmp_path / "runs"),
+                "launch": {"num_ranks": 2, "env": env, **launch},
+            }
+        )
+        start.request = request = resolve(job)
+        launcher = Scripted()
+        start.shown = shown = io.StringIO()
+        try:
+            return launcher.run(request, launcher.plan(request), JobConsole(Console(file=shown, width=200)))
+        finally:
+            start.text = shown.getvalue()
+            start.state = jobs.StateFile(request.log_dir).read()
+            assert Path(request.stage).exists() == is_left
+
+    return start
+
+
+def signals(tmp_path, *numbers, apart_s=0.3):
+    """Send signals to this process, the first when the script waits."""
+
+    def send():
+        while not (tmp_path / "waiting").exists():
+            time.sleep(0.02)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(apart_s)
+
+    timer = Timer(0.0, send)
+    timer.daemon = True
+    timer.start()
+
+
+class TestAGoodEnd:
+    def test_is_told_shown_and_logged(self, run, capfd):
+        script = START + said("progress", **PROGRESS) + "print('[1,1]<stdout>:  hello')\n" + END
+
+        assert run(script) == 0
+
+        assert (run.state.state, run.state.exit_code) == ("succeeded", 0)
+        assert "3 parameters on 2 ranks" in run.text
+        assert "step 1/7" in run.text
+        assert "[rank 1]   hello" in run.text
+        assert "trained j: 1 epochs, 7 steps" in run.text
+        log = (run.request.log_dir / "run.log").read_text()
+        assert log.count("@horovod-train") == 3
+        assert (run.request.log_dir / "rank-1.log").read_text() == "  hello\n"
+
+    def test_ranks_find_their_files_and_their_environment(self, run, tmp_path, monkeypatch):
+        monkeypatch.setenv("TOKEN", "hunter2hunter2")
+        script = (
+            "stage = os.environ['HOROVOD_TRAIN_RUN']\n"
+            "found = {'env': dict(os.environ), 'cwd': os.getcwd(), 'argv': sys.argv, 'files': {\n"
+            "  name: oct(os.stat(f'{stage}/{name}').st_mode)[-3:] for name in os.listdir(stage)},\n"
+            "  'stage': oct(os.stat(stage).st_mode)[-3:], 'job': json.load(open(f'{stage}/job.json'))}\n"
+            "json.dump(found, open('found.json', 'w'))\n"
+            "print('[1,0]<stdout>:my token is', os.environ['TOKEN'])\n" + START + END
+        )
+
+        run(script, env={"MINE": "a b"}, secrets={"TOKEN": "env:TOKEN"}, threads_per_rank=3)
+
+        found = json.loads((tmp_path / "found.json").read_text())
+        environ = found["env"]
+        assert environ["HOROVOD_TRAIN_RUN"] == run.request.stage
+        assert (environ["OMP_NUM_THREADS"], environ["PYTHONUNBUFFERED"]) == ("3", "1")
+        assert (environ["MINE"], environ["FROM_THE_PLAN"]) == ("a b", "yes")
+        assert environ["TOKEN"] == "hunter2hunter2"  # noqa: S105
+        assert found["cwd"] == str(tmp_path)
+        assert found["argv"][1:] == [
+            *("worker", "--events", "--run-id", run.request.run_id, f"{run.request.stage}/job.json")
+        ]
+        assert found["stage"] == "700"
+        assert found["files"].pop("rank") == "700"
+        assert found["files"].pop("orted") == "700"
+        assert found["files"]["environment"] == found["files"]["job.json"] == "600"
+        assert any(name.startswith("alive-0-") for name in found["files"])
+        assert found["job"]["launch"]["num_ranks"] == 2
+        assert "my token is ***" in run.text
+        assert "hunter2" not in (run.request.log_dir / "run.log").read_text()
+
+    def test_what_a_rank_leaves_behind_is_killed(self, run, tmp_path):
+        script = (
+            "left = subprocess.Popen(['sleep', '60'], start_new_session=True)\n"
+            "open('left', 'w').write(str(left.pid))\n" + START + END
+        )
+
+        run(script)
+
+        pid = int((tmp_path / "left").read_text())
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+    def test_secrets_that_cannot_be_hidden_are_named(self, run, monkeypatch):
+        monkeypatch.setenv("PIN", "1234")
+
+        run(START + END, secrets={"PIN": "env:PIN"})
+
+        assert "warning: launch.secrets.PIN is too short to be hidden in logs" in run.text
+
+
+class TestABadEnd:
+    def test_of_a_rank_is_the_runs(self, run):
+        with pytest.raises(LaunchError, match="rank 1 on here: ValueError: no") as caught:
+            run(START + said("failure", rank=1, **FAILURE) + "sys.exit(3)\n")
+
+        assert caught.value.exit_code == run.state.exit_code == 3
+        assert run.state.state == "failed"
+        assert "ValueError: no" in run.state.message
+
+    @pytest.mark.parametrize(
+        ("script", "expected"),
+        [
+            ("sys.exit(7)", "the launcher ended with code 7 and no rank said why"),
+            ("os.kill(os.getpid(), signal.SIGKILL)", "the launcher ended with code 137"),
+            ("pass", "the ranks ended with exit code 0 before training was done"),
+        ],
+    )
+    def test_without_a_word_is_told_by_its_code(self, run, script, expected):
+        with pytest.raises(LostError, match=expected):
+            run(START + script)
+
+        assert (run.state.state, run.state.exit_code) == ("failed", 1)
+
+    def test_of_a_command_that_is_not_there_is_told(self, run, monkeypatch):
+        monkeypatch.setattr(Scripted, "plan", lambda *_: LaunchPlan(("/nowhere/run",)))
+
+        with pytest.raises(LaunchError, match="cannot start /nowhere/run: No such file or directory"):
+            run("")
+
+        assert run.state.state == "failed"
+
+    def test_that_nobody_foresaw_is_noted_as_well(self, run, monkeypatch):
+        monkeypatch.setattr(Scripted, "plan", lambda *_: LaunchPlan((0,)))
+
+        with pytest.raises(TypeError):
+            run("")
+
+        assert run.state.state == "failed"
+        assert run.state.message.startswith("TypeError: ")
+
+
+class TestAsked:
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+    def test_ranks_save_and_leave(self, run, tmp_path, number):
+        signals(tmp_path, number)
+
+        with pytest.raises(PreemptedError, match="everything is saved at step 4") as caught:
+            run(LEAVES + START + WAITS)
+
+        assert caught.value.stopped_by == number
+        assert (run.state.state, run.state.exit_code) == ("preempted", 75)
+
+    def test_by_cancel_it_is_cancelled(self, run, tmp_path, monkeypatch):
+        monkeypatch.setattr("horovod_train.launch.supervised.is_cancelled", lambda _: True)
+        signals(tmp_path, signal.SIGTERM)
+
+        with pytest.raises(PreemptedError) as caught:
+            run(LEAVES + START + WAITS)
+
+        assert caught.value.exit_code == run.state.exit_code == 143
+        assert run.state.state == "cancelled"
+
+    def test_ranks_that_do_not_leave_are_killed_after_the_grace(self, run, tmp_path):
+        signals(tmp_path, signal.SIGTERM)
+        started = time.monotonic()
+
+        with pytest.raises(LaunchError, match="stopped by signal 15, before the ranks had saved") as caught:
+            run("signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n" + START + WAITS, grace_s=0.5)
+
+        assert caught.value.exit_code == run.state.exit_code == 143
+        assert run.state.state == "cancelled"
+        assert time.monotonic() - started < 20
+
+    def test_before_ranks_have_begun_it_says_so(self, run, tmp_path):
+        signals(tmp_path, signal.SIGINT)
+
+        with pytest.raises(LaunchError, match="before the ranks had begun to train") as caught:
+            run("signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n" + WAITS, grace_s=0.2)
+
+        assert caught.value.exit_code == 130
+
+    def test_while_it_waits_its_state_says_so(self, run, tmp_path):
+        signals(tmp_path, signal.SIGTERM)
+        seen = []
+        look = Timer(0.0, lambda: self.watch(tmp_path, seen))
+        look.start()
+
+        with pytest.raises(LaunchError):
+            run("signal.signal(signal.SIGUSR1, signal.SIG_IGN)\n" + START + WAITS, grace_s=1.0)
+        look.join()
+
+        assert ("running", "2 rank(s)") in seen
+        assert ("leaving", "its ranks were asked to save and leave after their step") in seen
+
+    @staticmethod
+    def watch(tmp_path, seen):
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and not any(state == "cancelled" for state, _ in seen):
+            for file in tmp_path.glob("runs/*/*/state.json"):
+                status = jobs.StateFile(file.parent).read()
+                if (found := (status.state, status.message)) not in seen:
+                    seen.append(found)
+            time.sleep(0.02)
+
+
+class TestAnotherHost:
+    """Its agent is real; a shell stands in for ssh."""
+
+    HOST: ClassVar = {"hosts": ["faraway:2"], "network_interface": "lo"}
+
+    def test_takes_part_like_this_one(self, run, tmp_path):
+        script = "json.dump(dict(os.environ), open('found.json', 'w'))\n" + START + END
+
+        assert run(script, **self.HOST, host_settings={"faraway": {"env": {"THERE": "yes"}}}) == 0
+
+        environ = json.loads((tmp_path / "found.json").read_text())
+        assert "faraway: network interface lo (127.0.0.1): asked for" in run.text
+        assert (environ["HOROVOD_GLOO_IFACE"], environ["HOROVOD_TRAIN_HOST"]) == ("lo", "faraway")
+        assert environ["THERE"] == "yes"
+
+    def test_gets_the_tasks_code_if_the_job_says_so(self, run, tmp_path):
+        folder = tmp_path / "mine"
+        folder.mkdir()
+        (folder / "task.py").write_text("class Task: pass\n")
+        script = (
+            "stage = os.environ['HOROVOD_TRAIN_RUN']\n"
+            "task = json.load(open(stage + '/job.json'))['task']\n"
+            f"file = open({str(tmp_path / 'found.json')!r}, 'w')\n"
+            "json.dump([task, os.listdir(stage + '/code'), os.getcwd()], file)\n" + START + END
+        )
+
+        run(script, task=f"{folder / 'task.py'}:Task", **self.HOST, ship_code=True)
+
+        task, code, cwd = json.loads((tmp_path / "found.json").read_text())
+        assert task == f"{run.request.stage}/code/task.py:Task"
+        assert code == ["task.py"]
+        assert cwd == f"{run.request.stage}/code"
+
+    def test_that_is_cut_off_ends_the_run_with_its_name(self, run, tmp_path):
+        script = (
+            START + "agents = [p for p in os.listdir('/proc') if p.isdigit()]\n"
+            "for pid in agents:\n"
+            "    try: line = open(f'/proc/{pid}/cmdline').read()\n"
+            "    except OSError: continue\n"
+            "    if 'horovod_train.launch.agent' in line and os.environ['HOROVOD_TRAIN_RUN'] in line:\n"
+            "        os.kill(int(pid), signal.SIGKILL)\n" + WAITS
+        )
+
+        with pytest.raises(LostError, match="faraway does not answer any more") as caught:
+            run(script, is_left=True, **self.HOST)
+        shutil.rmtree(run.request.stage)  # its agent would have removed it, had it not been killed
+
+        assert caught.value.hosts == ("faraway",)
+
+    def test_that_cannot_be_reached_is_an_error_before_anything_starts(self, run, monkeypatch):
+        monkeypatch.setattr(Scripted, "shell", lambda *_: ["/bin/false"])
+
+        with pytest.raises(LostError, match="faraway"):
+            run("open('started', 'w')", **self.HOST)
+
+        assert not Path("started").exists()
+
+
+class TestCancel:
+    @pytest.fixture
+    def job(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        request = resolve(Job(name="j", task="digits", run_dir=str(tmp_path)), "run-1")
+        request.log_dir.mkdir(parents=True)
+        return jobs.submitted_job(request, "1")
+
+    @pytest.mark.parametrize(
+        ("how", "expected"),
+        [
+            ("drain", [signal.SIGUSR1]),
+            ("stop", [signal.SIGTERM]),
+            ("kill", [signal.SIGTERM, signal.SIGTERM]),
+        ],
+    )
+    def test_sends_what_the_verb_means(self, job, monkeypatch, how, expected):
+        jobs.StateFile(job.log_dir).write("running")
+        sent = []
+        monkeypatch.setattr("horovod_train.launch.supervised.os.kill", lambda pid, n: sent.append((pid, n)))
+
+        Scripted().cancel(job, how)
+
+        assert sent == [(os.getpid(), number) for number in expected]
+        assert jobs.is_cancelled(job.log_dir) == (how != "drain")
+
+    def test_of_a_job_that_has_ended_does_nothing(self, job):
+        jobs.StateFile(job.log_dir).write("succeeded", 0)
+
+        Scripted().cancel(job, "stop")
+
+        assert not jobs.is_cancelled(job.log_dir)
+
+    def test_of_a_job_elsewhere_says_where_to_ask(self, job):
+        state = jobs.StateFile(job.log_dir)
+        state.write("running")
+        file = job.log_dir / "state.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "host": "faraway"}))
+
+        with pytest.raises(LaunchError, match="is not carried out by this host"):
+            Scripted().cancel(job, "stop")
+
+
+class TestReadingALog:
+    def test_waits_for_it_and_follows_it_to_the_end(self, tmp_path):
+        log = tmp_path / "run.log"
+        goes_on = iter([True, True, True, False])
+
+        def is_going_on():
+            answer = next(goes_on)
+            with log.open("a") as file:
+                file.write(f"{answer}\n")
+            return answer
+
+        assert list(read_log(log, is_going_on)) == ["True", "True", "True", "False"]
+
+    def test_of_a_job_that_never_wrote_one_is_empty(self, tmp_path):
+        assert list(read_log(tmp_path / "run.log", lambda: False)) == []
+
+
+def test_a_job_that_dies_while_it_is_submitted_is_told_with_its_last_words(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "python").write_text("#!/bin/sh\necho out of luck\nexit 3\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    request = resolve(Job(name="j", task="digits", run_dir=str(tmp_path / "runs")), "run-1")
+
+    with pytest.raises(LaunchError, match="the job could not be started: out of luck"):
+        Scripted().submit(request, LaunchPlan(("true",)))
