@@ -53,7 +53,7 @@ NOT_USED = {
     "ReplaceComparisonOperator_NotEq_IsNot",
     "ReplaceComparisonOperator_IsNot_NotEq",
 }
-REACHED = "reached.json"
+REACHED = "tests.json"
 PYTEST = ("-q", "--no-header", "--durations=0", "--durations-min=9")
 
 
@@ -158,10 +158,10 @@ def draw(seed: int, count: int) -> list[Mutant]:
 # In programs that tests start, coverage starts by itself; the test is in their environment.
 COVERAGE = """
 [run]
-source_pkgs = horovod_train
+source = {folder}/horovod_train
 concurrency = thread
 parallel = true
-data_file = {folder}/coverage
+data_file = {folder}/reached
 context = ${{REACHED_BY-}}
 patch = _exit
 """
