@@ -12,6 +12,7 @@ import ast
 import compileall
 import difflib
 import json
+import math
 import os
 import py_compile
 import random
@@ -28,6 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import cache_from_source
+from itertools import accumulate
 from pathlib import Path
 
 import parso
@@ -54,6 +56,7 @@ NOT_USED = {
     "ReplaceComparisonOperator_IsNot_NotEq",
 }
 REACHED = "tests.json"
+IMPORTED_LIMIT_S = 60.0
 PYTEST = ("-q", "--no-header", "--durations=0", "--durations-min=9")
 
 
@@ -228,12 +231,22 @@ class Tests:
     def reaching(self, mutant: Mutant) -> list[str]:
         """Return the tests that run a mutant's statement, the quickest first.
 
-        What runs at the import only (a constant, a field) is tried with all tests that reach the file.
+        What runs at the import only (a constant, a field) is tried with tests that reach the folder.
         """
         lines = self.lines.get(mutant.path, {})
-        found = {test for line in statement_lines(mutant) for test in lines.get(str(line), []) if test}
-        found = found or {test for tests in lines.values() for test in tests if test}
-        return sorted(found, key=lambda test: self.duration_s[test])
+        found = {test for line in statement_lines(mutant) for test in lines.get(str(line), [])} - {""}
+        if found:
+            return self._quickest(found, math.inf)
+        folder = str(Path(mutant.path).parent)
+        files = [lines for path, lines in self.lines.items() if str(Path(path).parent) == folder]
+        near = {test for lines in files for tests in lines.values() for test in tests} - {""}
+        return self._quickest(near, IMPORTED_LIMIT_S)
+
+    def _quickest(self, tests: set[str], limit_s: float) -> list[str]:
+        """Return tests, the quickest first, as many as take so long together."""
+        order = sorted(tests, key=lambda test: self.duration_s[test])
+        ends_s = accumulate(self.duration_s[test] for test in order)
+        return [test for test, end_s in zip(order, ends_s, strict=True) if end_s <= limit_s]
 
 
 def statement_lines(mutant: Mutant) -> range:

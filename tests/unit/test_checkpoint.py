@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from support.worlds import on_ranks
 
 from horovod_train.checkpoint import store
-from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState, dump_state, parse_state
+from horovod_train.checkpoint.arrays import (
+    ArrayBlob,
+    ReplicaState,
+    _header,
+    dump_state,
+    parse_arrays,
+    parse_state,
+)
 from horovod_train.checkpoint.inspect import (
     as_float64,
     describe,
@@ -643,3 +650,46 @@ def test_arrays_in_nested_state_get_names_of_their_own():
 def test_code_is_not_data():
     with pytest.raises(CheckpointError, match="neither data nor an array"):
         pack_tree({"hook": print}, lambda leaf: False)
+
+
+SUMMARY = {"epochs": 1.0, "metrics": {}, "unix_time_s": 1.0, "world_size": 1}
+
+
+class TestThingsOfLater:
+    """What is only seen when a folder has been used for long."""
+
+    def test_a_checkpoint_that_is_written_again_replaces_its_old_self(self, tmp_path):
+        for value in (1.0, 2.0):
+            weight = ArrayBlob("float32", (1,), np.float32([value]).tobytes())
+            arrays = {"model": {"w": weight}, "optimizer": {}, "rng": {}}
+            content = store.Content(arrays, {"state": {}, "config": {}}, SUMMARY)
+            store.write_checkpoint(tmp_path, 7, content)
+
+        (found,) = store.list_checkpoints(tmp_path)
+        assert store.read_checkpoint(found.path).arrays["model"]["w"].data == np.float32([2.0]).tobytes()
+        assert [path.name for path in tmp_path.iterdir()] == ["step-000000000007"]
+
+    def test_a_copy_of_another_step_in_its_place_is_kept_aside(self, tmp_path):
+        content = store.Content(
+            {"model": {}, "optimizer": {}, "rng": {}}, {"state": {}, "config": {}}, SUMMARY
+        )
+        first = store.write_checkpoint(tmp_path, 3, content)
+        assert first is not None
+        (tmp_path / "step-000000000003").rename(tmp_path / "step-000000000007")
+
+        store.write_checkpoint(tmp_path, 7, content)
+
+        assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"step", "renamed"}
+
+    @pytest.mark.parametrize("damage", [b"", b"{", b"[" * 100_000])
+    def test_generators_whose_tree_cannot_be_read_are_damaged(self, damage):
+        whole = ArrayBlob("uint8", (len(damage),), damage)
+        content = dump_state({}, {})
+        assert parse_state(content) == ({}, {})
+        name = next(iter(parse_arrays(content)))
+        broken = _header({name: whole}) + damage
+
+        with pytest.raises(CheckpointError, match="random generators are damaged"):
+            parse_state(broken)
+        with pytest.raises(CheckpointError, match="random generators are damaged"):
+            parse_state(_header({"other": whole}) + damage)

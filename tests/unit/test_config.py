@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from horovod_train.cli import main as cli_main
-from horovod_train.config.load import dump_job, load_job
+from horovod_train.config.load import _as_path, dump_job, load_job
+from horovod_train.config.problems import shorten
 from horovod_train.config.schema import Job
 from horovod_train.errors import ConfigError
 
@@ -216,6 +217,75 @@ class TestProblems:
     )
     def test_combinations_that_cannot_work_are_found(self, tmp_path, sections, path):
         assert path in problems(tmp_path, changed(**sections))
+
+    @pytest.mark.parametrize(
+        "sections",
+        [
+            {"metrics": {"port": 65534}, "launch": {"hosts": [], "num_ranks": 2}},
+            {"metrics": {"port": 65532}, "launch": {"hosts": ["a:4", "b:1"], "num_ranks": 5}},
+            {"lr": {"warmup_epochs": 3}},
+            {"launch": {"num_ranks": 2, "elastic": {"min_ranks": 2}}},
+            {"launch": {"hosts": [], "num_ranks": None, "elastic": {"min_ranks": 1, "max_ranks": 1}}},
+            {"launch": {"hosts": [], "num_ranks": 2, "elastic": {"min_ranks": 1}}},
+            {"launch": {"elastic": {"min_ranks": 1}}},
+            {"health": {"stall_warning_s": 5, "stall_shutdown_s": 5.5}},
+            {"launch": {"hosts": [], "num_ranks": 1, "launcher": "local"}},
+        ],
+    )
+    def test_what_just_fits_is_allowed(self, tmp_path, sections):
+        assert load_job(job_file(tmp_path, changed(**sections)), environ={})
+
+    def test_the_highest_port_that_fits_is_named(self, tmp_path):
+        sections = {"metrics": {"port": 65535}, "launch": {"hosts": [], "num_ranks": 3}}
+
+        assert "use at most 65533" in problems(tmp_path, changed(**sections))["metrics.port"]
+
+    @pytest.mark.parametrize(
+        ("discover", "is_command"), [("cat 'a b'", True), ("cat 'a", False), ("", False)]
+    )
+    def test_a_command_that_lists_hosts_can_be_split(self, tmp_path, discover, is_command):
+        elastic = {"min_ranks": 1, "max_ranks": 2, "discover": discover}
+        sections = {"launch": {"hosts": [], "num_ranks": None, "elastic": elastic}}
+
+        if is_command:
+            assert load_job(job_file(tmp_path, changed(**sections)), environ={})
+        else:
+            assert "launch.elastic.discover" in problems(tmp_path, changed(**sections))
+
+    def test_what_a_rule_says_of_fields_that_could_not_be_read_is_not_said(self, tmp_path):
+        """A missing task stands for another one there, and a wrong number of ranks for none."""
+        document = changed(launch={"num_ranks": "many"})
+        del document["task"]
+
+        assert problems(tmp_path, document).keys() == {"task", "launch.num_ranks"}
+
+    def test_variables_of_ranks_stand_at_the_end_of_a_name(self):
+        assert _as_path("LAUNCH__ENV") == "launch.env"
+        assert _as_path("LAUNCH__ENV__A__B") == "launch.env.A__B"
+        assert _as_path("LAUNCH__SECRETS__DB") == "launch.secrets.DB"
+
+    @pytest.mark.parametrize("length", [57, 58, 59, 200])
+    def test_long_values_are_cut_to_one_short_line(self, length):
+        text = shorten("x" * length)
+
+        assert text == ('"' + "x" * length + '"' if length <= 58 else '"' + "x" * 56 + "...")
+
+    def test_a_gang_scheduler_and_kueue_do_not_go_together(self, tmp_path):
+        def found(**kubernetes):
+            launch = {
+                "launcher": "mpijob",
+                "hosts": [],
+                "network_interface": None,
+                "kubernetes": {"image": "i:1", **kubernetes},
+            }
+            try:
+                load_job(job_file(tmp_path, changed(launch=launch)), environ={})
+            except ConfigError as error:
+                return {problem.path for problem in error.problems}
+            return set()
+
+        assert "launch.kubernetes.queue" not in found(queue="q") | found(gang="volcano")
+        assert "launch.kubernetes.queue" in found(queue="q", gang="volcano")
 
     @pytest.mark.parametrize(
         "text",

@@ -206,6 +206,30 @@ class TestPeers:
     def test_as_long_as_all_live_nothing_is_said(self):
         assert self.watch(4, lambda rank, watch: None, seconds=2.5) == [([], [])] * 4
 
+    def test_ranks_of_one_host_listen_on_loopback_only(self):
+        def rank(world, hosts):
+            world.host = hosts[world.rank]
+            watch = PeerWatch(world, self.QUICK, print, print)
+            address = watch._socket.getsockname()[0]
+            watch.close()
+            return address, watch._targets[0][0]
+
+        assert on_ranks(2, lambda world: rank(world, "aa")) == [("127.0.0.1", ["127.0.0.1"])] * 2
+        for address, others in on_ranks(2, lambda world: rank(world, "ab")):
+            assert address == "0.0.0.0"  # noqa: S104
+            assert not any(other.startswith("127.") for other in others)
+
+    def test_a_real_sign_of_life_behind_somebody_elses_is_heard(self):
+        """Whatever else comes to the port first."""
+
+        def shout(rank, watch):
+            if rank == 1:
+                place = watch._targets[0]
+                for _ in range(200):
+                    watch._socket.sendto(b"\xff not ours", (place[0][0], place[1]))
+
+        assert self.watch(2, shout, seconds=2.5) == [([], [])] * 2
+
     def test_somebody_elses_datagrams_are_ignored(self):
         def shout(rank, watch):
             self.silence(rank, watch)

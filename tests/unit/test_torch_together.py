@@ -1,0 +1,379 @@
+"""PyTorch on several ranks, which are threads: the framework, its world and its exchanges as they are."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+from programs.cases import CASES
+from support.reference import joint_batch_weights
+from support.torch_threads import Task, on_torch_ranks
+from torch import nn
+
+from horovod_train.config.schema import Data, Job
+from horovod_train.data.shard import MicroBatch
+from horovod_train.engine.base import SingleWorld
+from horovod_train.errors import PeerError, UserError, WorldError
+from horovod_train.frameworks.torch import sweep
+from horovod_train.frameworks.torch.exchange import Exchange
+from horovod_train.frameworks.torch.framework import TorchFramework, make_gradients, optimizer_of
+from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.reducer import GradientReducer
+from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.health.sync import fingerprints
+from horovod_train.training.loop import evaluate, train
+from horovod_train.worker import make_run
+
+TASK = "support.torch_threads:Task"
+HERE = [case for case in CASES if case.compile_backend is None]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As many threads as ranks are there already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def trained(case, size):
+    """Train on ranks; return what each has in the end."""
+    Task(**case.task_args).model()
+
+    def rank(world):
+        framework = TorchFramework()
+        job = Job.model_validate(case.job(TASK))
+        replica, train_reader, eval_reader = framework.prepare(job, world)
+        with torch.no_grad():
+            for parameter in replica.model.parameters():
+                parameter.add_(world.rank)  # a task that draws its weights on each rank
+        replica.broadcast()
+        run = make_run(job, world, replica, train_reader, eval_reader)
+        train(run)
+        return {
+            "weights": torch.cat([p.detach().double().flatten() for p in replica.model.parameters()]),
+            "fingerprints": fingerprints(replica.state(copy=False)),
+            "metrics": evaluate(run),
+        }
+
+    return on_torch_ranks(size, rank)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("case", HERE, ids=lambda case: case.name)
+def test_ranks_train_like_one_process_with_the_joint_batch(case, size):
+    weights, metrics = joint_batch_weights(case, size)
+
+    found = trained(case, size)
+
+    assert float((found[0]["weights"] - weights).abs().max()) <= case.tolerance
+    assert all(rank["fingerprints"] == found[0]["fingerprints"] for rank in found)
+    if case.tolerance <= 1e-6:
+        assert found[1]["metrics"]["accuracy"] == metrics["accuracy"]
+        assert found[1]["metrics"]["loss"] == pytest.approx(metrics["loss"], abs=2e-6)
+
+
+class TestTheWorld:
+    def test_adds_up_and_gathers(self):
+        def rank(world):
+            return world.sum([world.rank, 0.1]), world.gather(b"x" * world.rank)
+
+        for total, gathered in on_torch_ranks(3, rank):
+            assert total == [3.0, pytest.approx(0.3, abs=1e-15)]
+            assert gathered == [b"", b"x", b"xx"]
+
+    def test_adds_up_complex_numbers(self):
+        def rank(world):
+            tensor = torch.tensor([1 + 2j, world.rank * 1j])
+            world.finish(world.start_sum(tensor, "t"))
+            return tensor.tolist()
+
+        assert on_torch_ranks(2, rank) == [[2 + 4j, 1j]] * 2
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.int64, torch.complex64])
+    def test_broadcasts_any_type_also_where_it_lies_in_steps(self, dtype):
+        def rank(world):
+            tensor = torch.full((2, 3), world.rank + 1).to(dtype).t()
+            world.broadcast(tensor, "t")
+            return tensor.tolist()
+
+        (expected,) = on_torch_ranks(1, rank)
+        assert on_torch_ranks(3, rank) == [expected] * 3
+
+    def test_knows_since_when_it_waits(self):
+        def rank(world):
+            seen = []
+            world.call(lambda: seen.append(world.waiting_since_s))
+            return seen[0], world.waiting_since_s
+
+        ((during, after),) = on_torch_ranks(1, rank)
+        assert during > 0
+        assert after is None
+
+    @pytest.mark.parametrize(
+        ("said", "kind", "expected"),
+        [
+            ("Mismatched allreduce tensor shapes", WorldError, "models and code must be the same"),
+            ("Horovod has been shut down", PeerError, "a collective was ended because another rank left"),
+        ],
+    )
+    def test_explains_what_a_collective_raises(self, said, kind, expected):
+        def rank(world):
+            world.lost = (RuntimeError,)
+
+            def collective():
+                raise RuntimeError(said)
+
+            world.call(collective)
+
+        (error,) = on_torch_ranks(1, rank)
+        assert isinstance(error, kind)
+        assert expected in str(error)
+
+    def test_can_be_left_twice(self):
+        def rank(world):
+            world.close()
+            world.close()
+            return world.hvd.is_initialized()
+
+        assert on_torch_ranks(2, rank) == [False, False]
+
+
+class TestTheReplica:
+    def replica(self, world, model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        job = Job(name="j", task="digits")
+        return TorchReplica(
+            model=model,
+            optimizer=optimizer,
+            gradients=make_gradients(job.allreduce, model, optimizer, world),
+            world=world,
+            train=job.train,
+        )
+
+    def test_of_another_model_on_one_rank_is_refused_by_name(self):
+        def rank(world):
+            self.replica(world, nn.Linear(2, 2 + (world.rank == 1))).broadcast()
+
+        for error in on_torch_ranks(3, rank):
+            assert isinstance(error, UserError)
+            assert "have made different models: [" in str(error)
+            assert "'bias (2,) torch.float32', 'bias (3,) torch.float32'" in str(error)
+
+    def test_averages_running_statistics_and_takes_rank_0s_other_buffers(self):
+        def rank(world):
+            model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+            model.register_buffer("own", torch.tensor([world.rank + 5], dtype=torch.bfloat16))
+            model[1].running_mean.fill_(float(world.rank))
+            replica = self.replica(world, model)
+            replica.sync_buffers()
+            return model[1].running_mean.tolist(), model.own.tolist()
+
+        assert on_torch_ranks(3, rank) == [([1.0, 1.0], [5.0])] * 3
+
+    def test_sizes_of_buckets_are_the_jobs(self):
+        def rank(world):
+            replica = self.replica(world, nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))))
+            assert isinstance(replica.gradients, GradientReducer)
+            return len(replica.gradients.buckets)
+
+        assert on_torch_ranks(2, rank) == [2, 2]  # 16 MiB, and biases, in buckets of 8
+
+    def test_is_evaluated_without_dropout(self):
+        model = nn.Sequential(nn.Dropout(0.5))
+        model.register_parameter("weight", nn.Parameter(torch.zeros(1)))
+        replica = self.replica(SingleWorld(), model)
+
+        class Kept:
+            def metrics(self, model, batch):
+                return {"kept": model(batch)}
+
+        replica.task = Kept()
+
+        assert replica.evaluate([torch.ones(64)]) == {"kept": (64.0, 64)}
+
+
+class TestTheExchange:
+    def test_sums_each_type_in_few_pieces(self):
+        def rank(world):
+            exchange = Exchange(world, bucket_size_bytes=64)
+            tensors = [
+                torch.full((3,), 1.0 + world.rank),
+                torch.full((2, 2), 2.0, dtype=torch.float64),
+                torch.full((40,), 0.5),
+                torch.full((5,), 1.0, dtype=torch.bfloat16),
+                torch.sparse_coo_tensor([[1]], [3.0], (4,), check_invariants=False),
+            ]
+            return [t.tolist() for t in exchange.sum(tensors)], exchange.seconds >= 0
+
+        expected = [[3.0] * 3, [[4.0] * 2] * 2, [1.0] * 40, [2.0] * 5, [0.0, 6.0, 0.0, 0.0]]
+        assert on_torch_ranks(2, rank) == [(expected, True)] * 2
+
+    def test_means_are_sums_divided_by_the_ranks(self):
+        def rank(world):
+            return [t.tolist() for t in Exchange(world).mean([torch.tensor([3.0 * world.rank])])]
+
+        assert on_torch_ranks(3, rank) == [[[3.0]]] * 3
+
+    def test_counts_what_a_rank_gives_away(self):
+        tensors = [torch.zeros(4), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float64)]
+
+        def rank(world):
+            return [
+                Exchange(world).bytes_on_wire(tensors),
+                Exchange(world, wire_dtype=torch.float16).bytes_on_wire(tensors),
+            ]
+
+        assert on_torch_ranks(2, rank) == [[16 + 8 + 8, 8 + 8 + 8]] * 2
+        assert Exchange(SingleWorld()).bytes_on_wire(tensors) == 0
+
+    def test_alone_is_what_it_was(self):
+        tensors = [torch.ones(2)]
+
+        assert Exchange(SingleWorld()).sum(tensors)[0] is tensors[0]
+        assert Exchange(SingleWorld()).mean(tensors)[0].tolist() == [1.0, 1.0]
+
+
+class TestTheSweep:
+    @pytest.fixture(autouse=True)
+    def short(self, monkeypatch):
+        monkeypatch.setattr(sweep, "SIZES_BYTES", (1024, 4096))
+        monkeypatch.setattr(sweep, "SECONDS_PER_SIZE", 0.001)
+
+    def test_takes_the_median_of_the_slowest_ranks_times(self, monkeypatch):
+        clocks = {}
+
+        def rank(world):
+            calls = []
+
+            def add_up(size):
+                calls.append(size)
+                clocks[world.rank] = clocks.get(world.rank, 0.0) + (0.002 if world.rank else 0.001)
+
+            monkeypatch.setattr(sweep, "perf_counter", lambda: clocks.get(world.rank, 0.0))
+            return sweep.sweep(world, add_up), calls
+
+        ((rows, calls),) = on_torch_ranks(1, rank)
+
+        assert [row["size_bytes"] for row in rows] == [1024, 4096]
+        assert [row["seconds"] for row in rows] == [pytest.approx(0.001)] * 2
+        assert calls == [1024] * 5 + [4096] * 5  # one to connect, one to estimate, three rounds
+
+    def test_gives_bandwidth_as_a_ring_moves_it(self):
+        def rank(world):
+            return sweep.sweep(world, sweep.horovod_sum(world))
+
+        for rows in on_torch_ranks(4, rank):
+            for row in rows:
+                moved = row["seconds"] * row["bytes_per_s"]
+                assert moved == pytest.approx(row["size_bytes"] * 2 * 3 / 4)
+
+    def test_times_each_pair_of_hosts_once_while_the_others_wait(self):
+        exchanged = []
+
+        class Communicator:
+            def __init__(self, rank):
+                self.rank = rank
+
+            def Barrier(self):  # noqa: N802
+                exchanged.append((self.rank, "waits"))
+
+            def Sendrecv(self, _out, other, recvbuf, source):  # noqa: N802
+                assert other == source
+                assert recvbuf.nbytes == sweep.PAIR_BYTES
+                exchanged.append((self.rank, other))
+
+        def rank(world):
+            world.host = "abca"[world.rank]
+            return sweep.exchange_in_pairs(world, Communicator(world.rank))
+
+        for pairs in on_torch_ranks(4, rank):
+            assert [pair["hosts"] for pair in pairs] == [["a", "b"], ["a", "c"], ["b", "c"]]
+        for pair in ((0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)):
+            assert exchanged.count(pair) == sweep.PAIR_ROUNDS
+        assert exchanged.count((3, "waits")) == 3
+        assert not any(rank == 3 and other != "waits" for rank, other in exchanged)
+
+    def test_tells_what_it_has_measured_once(self, monkeypatch, capsys):
+        monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+
+        def rank(world):
+            return world
+
+        (world,) = on_torch_ranks(1, rank)
+        monkeypatch.setattr(sweep, "connect", lambda *_: world)
+        sweep.main()
+
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.count('"kind": "sweep"') for line in lines] == [1, 1, 0]
+        assert '"kind": "swept"' in lines[-1]
+        assert not world.hvd.is_initialized()
+
+
+class TestThePartsOfAJob:
+    def test_are_drawn_from_the_jobs_seed_alone(self):
+        def drawn():
+            job = Job.model_validate({"name": "j", "task": "digits", "train": {"seed": 3}})
+            replica, _, _ = TorchFramework().prepare(job, SingleWorld())
+            return torch.cat([p.detach().flatten() for p in replica.model.parameters()])
+
+        torch.manual_seed(1)
+        random.seed(1)
+        np.random.seed(1)
+        first = drawn()
+        torch.manual_seed(2)
+
+        assert torch.equal(drawn(), first)
+
+    def test_are_deterministic_if_the_job_says_so(self, monkeypatch):
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "x")
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+        job = Job.model_validate({"name": "j", "task": "digits", "train": {"deterministic": True}})
+        try:
+            TorchFramework().prepare(job, SingleWorld())
+
+            assert torch.are_deterministic_algorithms_enabled()
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        finally:
+            torch.use_deterministic_algorithms(False)
+            monkeypatch.undo()
+
+    def test_an_optimizer_that_is_none_is_refused(self, monkeypatch):
+        job = Job.model_validate({"name": "j", "task": "digits", "optimizer": {"name": "builtins:dict"}})
+        monkeypatch.setattr(
+            "horovod_train.frameworks.torch.framework.make_optimizer", lambda *_: {"not": "an optimizer"}
+        )
+
+        with pytest.raises(UserError, match="is a dict, not a torch optimizer"):
+            optimizer_of(job, object(), nn.Linear(1, 1))
+
+    def test_augmentation_depends_on_the_sample_and_not_on_who_reads_it(self):
+        class Noisy:
+            def __len__(self):
+                return 6
+
+            def __getitem__(self, index):
+                return float(torch.rand(())) + index
+
+        def read(batches):
+            reader = TorchReader(Noisy(), Data(), 4, torch.device("cpu"))
+            order = np.arange(6)
+            return torch.cat(list(reader.read(1, order, [MicroBatch(a, b, share=0.0) for a, b in batches])))
+
+        before = torch.get_rng_state()
+        first, again = read([(0, 3), (3, 6)]), read([(0, 3), (3, 6)])
+
+        assert torch.equal(first, again)
+        assert torch.equal(torch.get_rng_state(), before), "a task's own generator is left alone"
+        assert len(set((first % 1).tolist())) == 6
+        assert torch.equal(read([(3, 6)]), first[3:])
+
+    def test_the_first_sample_is_a_batch_of_its_own(self):
+        data = torch.utils.data.TensorDataset(torch.arange(4.0))
+        (first,) = TorchReader(data, Data(), 0, torch.device("cpu")).first()
+
+        assert first.tolist() == [0.0]
