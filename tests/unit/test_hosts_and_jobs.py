@@ -20,6 +20,7 @@ from horovod_train.config.schema import HostSettings, Job, Launch
 from horovod_train.engine.environment import from_slurm
 from horovod_train.errors import LaunchError, LostError, UserError
 from horovod_train.health.heartbeat import BeatFile, beat_name
+from horovod_train.launch import fleet as fleet_module
 from horovod_train.launch import jobs
 from horovod_train.launch.fleet import Fleet, Here, There, check_alike, gather
 from horovod_train.launch.hosts import Host, hosts_of, read_hostfile
@@ -232,6 +233,7 @@ class TestCores:
             ("cpu.max", "6400000 100000", min(64, ALL)),
             ("cpu.max", "nonsense", ALL),
             ("cpu/cpu.cfs_quota_us", "-1", ALL),
+            ("cpu/cpu.cfs_quota_us", "0", ALL),
             ("cpu/cpu.cfs_quota_us", "50000", 1),
         ],
     )
@@ -371,6 +373,20 @@ class TestSignsOfLife:
             time.sleep(0.05)
             assert host.silent_ranks(0.0) == []
 
+    def test_one_that_has_ended_does_not_hide_another(self, host):
+        with self.sleeper() as ended, self.sleeper() as stopped:
+            for process in (ended, stopped):
+                self.beat(host, process, 100)
+            ended.kill()
+            stopped.send_signal(signal.SIGSTOP)
+            wait_until(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE)
+            host.silent_ranks(0.0)
+            time.sleep(0.3)
+            found = host.silent_ranks(0.2)
+            stopped.kill()
+
+        assert [each["pid"] for each in found] == [stopped.pid]
+
     def test_are_written_for_as_long_as_a_rank_lives(self, tmp_path):
         beat = BeatFile(tmp_path, 5)
         file = tmp_path / beat_name(5, os.getpid())
@@ -426,6 +442,67 @@ class TestFleet:
         assert noticed.wait(10)
         fleet.close()
         assert lost == [("a", "its ssh connection ended")]
+
+    def test_a_host_that_is_silent_is_lost_too(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(fleet_module, "PING_INTERVAL_S", 0.1)
+        member = There(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
+        fleet, lost, noticed = Fleet([member]), [], Event()
+        fleet.watch(0.5, lambda host, why: (lost.append((host, why)), noticed.set()))
+        time.sleep(1.0)
+        assert not lost, "it answers"
+
+        os.kill(member.pid, signal.SIGSTOP)
+
+        assert noticed.wait(10)
+        fleet.close()
+        assert lost == [("a", lost[0][1])]
+        assert lost[0][1].startswith("silent for ")
+
+    def test_whether_all_answer_now_can_be_asked(self, tmp_path):
+        members = [There(Host(name, 1), A_SHELL, str(tmp_path / name), 20) for name in "ab"]
+        fleet = Fleet([Here(Host("localhost", 1, is_here=True), str(tmp_path / "here")), *members])
+        assert fleet.silent(5) == ""
+        assert fleet.pids == {member.pid for member in members}
+
+        os.kill(members[1].pid, signal.SIGSTOP)
+
+        assert fleet.silent(0.5) == "b"
+        assert members[1].is_cut or members[1]._process.wait(5)
+        fleet.close()
+
+    def test_ranks_of_all_hosts_are_counted_signalled_and_killed(self, tmp_path):
+        stages = [str(tmp_path / name) for name in "ab"]
+        members = [There(Host(name, 1), A_SHELL, stage, 20) for name, stage in zip("ab", stages, strict=True)]
+        fleet = Fleet(members)
+        # As a rank looks from outside.
+        program = "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: None); time.sleep(60)"
+        (tmp_path / "horovod_train").mkdir()
+        (tmp_path / "horovod_train" / "__main__.py").write_text(program)
+        command = [sys.executable, "-P", "-m", "horovod_train", "worker"]
+        ranks = [
+            subprocess.Popen(command, env={RUN_VARIABLE: stage, "PYTHONPATH": str(tmp_path)})
+            for stage in stages
+        ]
+        time.sleep(0.5)
+
+        assert fleet.signal_ranks(signal.SIGUSR1) == 2
+        assert [rank.poll() for rank in ranks] == [None, None]
+        fleet.kill()
+
+        assert [rank.wait(5) for rank in ranks] == [-signal.SIGKILL] * 2
+        fleet.close()
+
+    def test_a_host_that_does_not_answer_keeps_no_other_from_being_cleared(self, tmp_path):
+        members = [There(Host(name, 1), A_SHELL, str(tmp_path / name), 20) for name in "ab"]
+        members[0].abandon()
+        members[0]._process.wait()
+        rank = subprocess.Popen(["sleep", "60"], env={RUN_VARIABLE: str(tmp_path / "b")})
+        fleet = Fleet(members)
+
+        fleet.kill()
+
+        assert rank.wait(5) == -signal.SIGKILL
+        fleet.close()
 
     def test_a_python_that_is_not_there_is_named(self, tmp_path):
         settings = HostSettings(python="/nowhere/python")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
+import signal
 import sys
 import sysconfig
+from contextlib import nullcontext
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from rich.console import Console
@@ -15,10 +20,16 @@ from horovod_train.config.schema import Job
 from horovod_train.engine import build, environment
 from horovod_train.errors import LaunchError, LostError, PreemptedError
 from horovod_train.events import Event, Reporter, as_text, parse_line
+from horovod_train.launch.base import JobStatus
 from horovod_train.launch.console import JobConsole
+from horovod_train.launch.fleet import Fleet
 from horovod_train.launch.frozen import Frozen
+from horovod_train.launch.hosts import Host
+from horovod_train.launch.interfaces import Chosen
+from horovod_train.launch.jobs import find_job
 from horovod_train.launch.logs import LogFile
-from horovod_train.launch.run import make_plan, resolve
+from horovod_train.launch.prepare import check_clocks, check_reach, choose_interfaces
+from horovod_train.launch.run import make_plan, resolve, run_job
 from horovod_train.launch.secrets import Mask, too_short_to_hide
 from horovod_train.launch.verdict import Ended, Watcher
 
@@ -214,6 +225,184 @@ class TestEvents:
         Reporter(0, as_json=False, stream=stream).emit("resumed", checkpoint="step-1", epoch=2, step=3)
 
         assert stream.getvalue() == "resumed from step-1: epoch 2, step 3\n"
+
+
+class TestConsole:
+    PROGRESS: ClassVar = {
+        "step": 3,
+        "num_steps": 12,
+        "epoch": 0,
+        "num_epochs": 2,
+        "loss": 0.5,
+        "lr": 0.1,
+        "samples_per_s": 900.0,
+        "eta_s": 65.0,
+    }
+
+    def test_without_a_terminal_progress_is_a_line_now_and_then(self, monkeypatch):
+        now_s = [100.0]
+        monkeypatch.setattr("horovod_train.launch.console.monotonic", lambda: now_s[0])
+        output = io.StringIO()
+        console = JobConsole(Console(file=output, width=200))
+        for later_s in (0.0, 1.0, 3.9, 0.1, 4.9, 0.2):
+            now_s[0] += later_s
+            console.show(Event("progress", 0, self.PROGRESS))
+        console.close()
+
+        assert output.getvalue().count("step 3/12") == 3  # at 0, 5 and 10.1 s
+
+    def test_on_a_terminal_it_is_a_bar_that_goes_away(self):
+        output = io.StringIO()
+        console = JobConsole(Console(file=output, width=120, force_terminal=True))
+        console.show(Event("progress", 0, self.PROGRESS))
+        console.print("above [it]")
+        console.show(Event("progress", 0, {**self.PROGRESS, "step": 6}))
+        console.close()
+        console.close()
+
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
+        assert "epoch 1/2" in text
+        assert re.search(r"50 %  step 6/12 loss 0\.5000  900 samples/s ETA 1:05", text)
+        assert "above [it]" in text
+
+    def test_what_a_person_need_not_see_is_not_shown(self):
+        output = io.StringIO()
+        console = JobConsole(Console(file=output))
+
+        console.show(Event("targets", 0, {"targets": []}))
+
+        assert output.getvalue() == ""
+
+
+class TestFollowing:
+    """A job that somebody else carries out."""
+
+    class Launcher:
+        def __init__(self, lines, status):
+            self.lines, self.status, self.cancelled = lines, status, []
+
+        def submit(self, request, plan):
+            return "4711"
+
+        def logs(self, job, *, follow):
+            assert follow
+            for line in self.lines:
+                if callable(line):
+                    line()
+                else:
+                    yield line
+
+        def wait(self, job):
+            return self.status
+
+        def cancel(self, job, how):
+            self.cancelled.append(how)
+
+    def follow(self, tmp_path, monkeypatch, lines, status):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        launcher = self.Launcher(lines, status)
+        monkeypatch.setattr("horovod_train.launch.run.launcher_named", lambda _: launcher)
+        output = io.StringIO()
+        request = request_for(tmp_path, launch={"num_ranks": 2})
+        code = run_job(request, None, JobConsole(Console(file=output, width=200)), is_new=True)
+        return code, output.getvalue(), launcher.cancelled
+
+    def test_shows_what_its_ranks_say_and_returns_its_code(self, tmp_path, monkeypatch):
+        notice = Event("notice", 0, {"text": "a notice"}).as_line()
+        lines = ["plain", "[1,1]<stdout>:of a rank", f"[1,0]<stdout>:{notice}"]
+
+        found = self.follow(tmp_path, monkeypatch, lines, JobStatus("succeeded", 0))
+
+        code, text, cancelled = found
+        assert (code, cancelled) == (0, [])
+        assert text.splitlines() == [
+            "j-run-1: horovodrun has it as 4711",
+            *("plain", "[rank 1] of a rank", "rank 0: a notice"),
+            "j-run-1: succeeded",
+        ]
+        assert find_job("j-run-1").native_id == "4711"
+
+    @pytest.mark.parametrize(
+        ("number", "how"),
+        [
+            (signal.SIGTERM, "stop"),
+            (signal.SIGINT, "stop"),
+            (signal.SIGUSR1, "drain"),
+            (signal.SIGUSR2, "drain"),
+        ],
+    )
+    def test_hands_a_signal_on(self, tmp_path, monkeypatch, number, how):
+        status = JobStatus("preempted", 75, "saved")
+        lines = ["first", lambda: os.kill(os.getpid(), number), "never shown"]
+
+        code, text, cancelled = self.follow(tmp_path, monkeypatch, lines, status)
+
+        assert (code, cancelled) == (75, [how])
+        assert "j-run-1: asked to save and leave" in text
+        assert "never shown" not in text
+
+    def test_of_a_job_without_a_code_is_a_failure(self, tmp_path, monkeypatch):
+        assert self.follow(tmp_path, monkeypatch, [], JobStatus("unknown"))[0] == 1
+
+
+class TestHostsBeforeALaunch:
+    """What members of a fleet say is given; what follows from it is not."""
+
+    class Member:
+        def __init__(self, name, says):
+            self.host, self.says, self.asked = Host(name, 1), says, []
+
+        def call(self, name, /, **args):
+            self.asked.append((name, args))
+            return self.says.get(name)
+
+    def fleet(self, **says):
+        return Fleet([self.Member(name, each) for name, each in says.items()])
+
+    CHOSEN: ClassVar = {name: Chosen("eth0", f"10.0.0.{n}", "asked for") for n, name in enumerate("abc")}
+
+    def test_each_reaches_the_next_and_the_first(self):
+        fleet = self.fleet(**{name: {"listen": 7000 + n, "reach": {}} for n, name in enumerate("abc")})
+
+        check_reach(fleet, self.CHOSEN)
+
+        asked = {member.host.name: dict(member.asked)["reach"] for member in fleet.members}
+        assert asked["a"] == {"source": "10.0.0.0", "targets": [("b", "10.0.0.1", 7001)]}
+        assert asked["b"]["targets"] == [("c", "10.0.0.2", 7002), ("a", "10.0.0.0", 7000)]
+        assert asked["c"]["targets"] == [("a", "10.0.0.0", 7000)]
+        assert dict(fleet.members[0].asked)["listen"] == {"address": "10.0.0.0", "name": "a"}
+
+    def test_one_that_is_not_reached_is_named_with_both_ends(self):
+        fleet = self.fleet(
+            a={"listen": 1, "reach": {"b": "No route to host"}},
+            b={"listen": 1, "reach": {}},
+            c={"listen": 1, "reach": {"b": "Connection refused"}},
+        )
+
+        with pytest.raises(LostError) as caught:
+            check_reach(fleet, self.CHOSEN)
+
+        assert "a (eth0, 10.0.0.0) does not reach b (eth0, 10.0.0.1): No route to host" in str(caught.value)
+        assert "c (eth0, 10.0.0.2) does not reach b" in str(caught.value)
+        assert caught.value.hosts == ("b",)
+
+    @pytest.mark.parametrize(("times_s", "is_fine"), [((100, 100, 109.9), True), ((100, 100, 110.1), False)])
+    def test_clocks_may_be_as_far_apart_as_the_job_says_and_a_little(self, times_s, is_fine):
+        descriptions = {name: {"time_s": time_s} for name, time_s in zip("abc", times_s, strict=True)}
+
+        with nullcontext() if is_fine else pytest.raises(LostError, match=r"clock of c is \+10 s off"):
+            check_clocks(descriptions, 5)
+
+    def test_interfaces_are_chosen_by_what_hosts_say(self):
+        ways = {"addresses": {"eth0": ["10.0.0.7"], "lo": ["127.0.0.1"]}, "ways": {}}
+        descriptions = {
+            "a": {**ways, "reached_at": "10.0.0.7"},
+            "b": {**ways, "reached_at": "127.0.0.1"},
+        }
+
+        chosen = choose_interfaces(self.fleet(a={}, b={}), Job(name="j", task="digits"), descriptions)
+
+        assert {name: found.name for name, found in chosen.items()} == {"a": "eth0", "b": "lo"}
 
 
 class TestVerdict:

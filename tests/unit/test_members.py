@@ -30,7 +30,7 @@ def members(tmp_path, monkeypatch):
         elastic = Elastic(**{"min_ranks": 1, "poll_s": 0.05, "cooldown_s": 0.3, "wait_s": 1.0, **wishes})
         launch = {"hosts": hosts, "num_ranks": len(hosts) or 4, "elastic": elastic.model_dump()}
         job = Job.model_validate({"name": "j", "task": "digits", "launch": launch})
-        request = LaunchRequest(job, "run", tmp_path, tmp_path)
+        make.request = request = LaunchRequest(job, "run", tmp_path, tmp_path)
         request.log_dir.mkdir(exist_ok=True)
         monkeypatch.setattr(LaunchRequest, "ssh", SSH)
         return Members(request, elastic, print)
@@ -136,6 +136,68 @@ def test_losses_are_forgotten_when_ranks_have_got_on(members, monkeypatch):
     now[0] += 10
 
     assert rested(found) == ["up1:1", "up2:1"]
+
+
+class TestWhileRanksRun:
+    """The list is a file that changes; ranks are asked to leave when they should go on elsewhere."""
+
+    @pytest.fixture
+    def listed(self, tmp_path):
+        file = tmp_path / "hosts"
+        file.write_text("up1\nup2\n")
+        return file
+
+    def asked(self, members, listed, change, *, seconds=2.0, used=("up1:1", "up2:1"), **wishes):
+        """Return whether ranks were asked to leave after a change of the list, and what was said."""
+        said = []
+        wishes = {"discover": f"cat {listed}", "max_ranks": 3, "cooldown_s": 0.01, **wishes}
+        found = members([], **wishes)
+        found._say = said.append
+        attempt = on_hosts(members.request, list(used), 0)
+        leave = Event()
+        with found.watching(attempt, leave.set):
+            change()
+            was_asked = leave.wait(seconds)
+        return was_asked, said
+
+    def test_nothing_happens_as_long_as_nothing_changes(self, members, listed):
+        assert self.asked(members, listed, lambda: None, seconds=0.7) == (False, [])
+
+    def test_a_host_that_is_taken_from_the_list_is_left(self, members, listed):
+        asked, said = self.asked(members, listed, lambda: listed.write_text("up1\n"))
+
+        assert asked
+        assert said == ["elastic: up2 is to go; saving"]
+
+    def test_a_host_that_is_added_and_answers_is_used(self, members, listed):
+        asked, said = self.asked(members, listed, lambda: listed.write_text("up1\nup2\nup3\n"))
+
+        assert asked
+        assert said == ["elastic: up3 can take part; saving"]
+
+    def test_one_that_does_not_answer_is_not(self, members, listed):
+        change = lambda: listed.write_text("up1\nup2\ndown\n")  # noqa: E731
+
+        assert self.asked(members, listed, change, seconds=0.7) == (False, [])
+
+    def test_nobody_is_added_before_the_last_start_has_paid(self, members, listed):
+        change = lambda: listed.write_text("up1\nup2\nup3\n")  # noqa: E731
+
+        assert self.asked(members, listed, change, seconds=0.7, cooldown_s=60.0) == (False, [])
+
+    def test_nobody_is_added_to_as_many_as_the_job_wants(self, members, listed):
+        listed.write_text("up1\nup2\nup3\n")
+        change = lambda: listed.write_text("up1\nup2\nup3\nup4\n")  # noqa: E731
+
+        used = ("up1:1", "up2:1", "up3:1")
+        assert self.asked(members, listed, change, seconds=0.7, used=used) == (False, [])
+
+    def test_a_list_that_cannot_be_read_is_told_once_and_changes_nothing(self, members, listed):
+        asked, said = self.asked(members, listed, listed.unlink, seconds=0.7)
+
+        assert not asked
+        assert len(said) == 1
+        assert "No such file or directory" in said[0]
 
 
 def test_what_ranks_get_is_a_job_that_they_accept(tmp_path):

@@ -17,6 +17,7 @@ from horovod_train.config.schema import Data, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.engine.base import SingleWorld
 from horovod_train.errors import PeerError, UserError, WorldError
+from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.torch import sweep
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.framework import TorchFramework, make_gradients, optimizer_of
@@ -24,6 +25,7 @@ from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.reducer import GradientReducer
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.health.sync import fingerprints
+from horovod_train.tasks.digits import Digits
 from horovod_train.training.loop import evaluate, train
 from horovod_train.worker import make_run
 
@@ -325,9 +327,12 @@ class TestThePartsOfAJob:
         random.seed(1)
         np.random.seed(1)
         first = drawn()
-        torch.manual_seed(2)
+        # Rank 0's, before any step: what the job's first checkpoint could be made from again.
+        torch.manual_seed(mix(3, 0, 0))
+        expected = Digits().model()
 
         assert torch.equal(drawn(), first)
+        assert torch.equal(torch.cat([p.detach().flatten() for p in expected.parameters()]), first)
 
     def test_are_deterministic_if_the_job_says_so(self, monkeypatch):
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "x")
