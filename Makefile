@@ -7,6 +7,7 @@
 #   make mxnet    install MXNet and its engine into an environment of their own
 #   make image    build the container image and try it (root, buildah, debootstrap)
 #   make campaign run the tests that take long, too
+#   make kernels  numeric tests with other kernels of the CPU, on one thread and on two
 #   make mutants  change the core code in 320 places, and see unit tests fail
 #   make bench    measure against hand-written loops and DistributedDataParallel
 #   make accuracy train digits on 1, 2 and 4 ranks, five seeds each
@@ -24,10 +25,10 @@ PIP := -m pip install --disable-pip-version-check --no-input --progress-bar off
 PIP_INSTALL := $(BIN)/python $(PIP) -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
-.PHONY: help tools servers mxnet train test image campaign mutants check lint format bench accuracy clean
+.PHONY: help tools servers mxnet train test image campaign kernels mutants check lint format bench accuracy clean
 
 help:
-	@sed -n '3,14s/^# *//p' Makefile
+	@sed -n '3,15s/^# *//p' Makefile
 
 tools:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: install it (Debian: apt-get install python3)"; exit 2; }
@@ -99,6 +100,19 @@ image: tools $(VENV)/installed-dev
 
 campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest -m campaign
+
+# What is computed, in ranks and in threads. Each line of settings is a CPU that somebody has.
+NUMERIC := tests/unit/test_reducer.py tests/unit/test_replica.py tests/unit/test_torch_together.py \
+	tests/unit/test_session.py tests/unit/test_loop.py tests/unit/test_jax_in_place.py \
+	tests/ranks/test_batch_equality.py tests/ranks/test_every_framework.py tests/ranks/test_vit.py
+KERNELS := ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2 \
+	OMP_NUM_THREADS=2
+
+kernels: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
+	@for settings in $(KERNELS); do \
+	echo "== $$settings"; \
+	env $${settings//,/ } $(BIN)/python -m pytest -q --durations=0 --durations-min=60 $(NUMERIC); \
+	done
 
 MUTANTS_SEED ?= 1
 

@@ -63,7 +63,8 @@ def test_trains_the_same_alone_and_on_two_ranks(example, framework, tmp_path, po
     assert len(set(of_ranks)) == 1
     assert len(of_ranks) == len(accuracies) == 2
     assert of_ranks[0] == pytest.approx(weights, rel=1e-5)
-    assert accuracies[0] == pytest.approx(accuracy, abs=0.004)
+    # Weights that differ in the last bits put a sample or two of 360 on the other side.
+    assert accuracies[0] == pytest.approx(accuracy, abs=0.01)
 
 
 @pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)

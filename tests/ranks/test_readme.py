@@ -55,7 +55,8 @@ def test_the_first_command_trains_and_ends_with_a_summary(tmp_path):
 
     output = run("make train", ROOT, HOROVOD_TRAIN__RUN_DIR=str(tmp_path))
 
-    assert float(re.search(r"evaluation .*accuracy ([\d.]+)", output)[1]) >= 0.97
+    # Five seeds gave 0.982 on average, with a standard deviation of 0.007 (README, "make accuracy").
+    assert float(re.search(r"evaluation .*accuracy ([\d.]+)", output)[1]) >= 0.95
     for line in ("throughput", "global batch    64", "peak 0.03", "metrics", "checkpoint"):
         assert line in output
 

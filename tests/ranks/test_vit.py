@@ -47,7 +47,9 @@ def test_it_is_fine_tuned_from_the_folder(pretrained, tmp_path):
     done = cli("run", "vit-digits", *[f"--set={setting}" for setting in settings], cwd=tmp_path)
 
     assert "2 ranks" in done.stdout
-    assert float(re.search(r"evaluation .*accuracy ([\d.]+)", done.stdout)[1]) > 0.5
+    # Guessing gives 0.1. Seeds 1 to 6 gave 0.44 to 0.65 (standard deviation 0.08), each other kernel of the
+    # CPU another number among these.
+    assert float(re.search(r"evaluation .*accuracy ([\d.]+)", done.stdout)[1]) > 0.25
     last = list_checkpoints(tmp_path / "vit-digits" / "checkpoints")[0].path
     trained = read_checkpoint(last).arrays["model"]
     assert trained["classifier.weight"].shape == (10, 48)

@@ -57,7 +57,7 @@ def environment(*, programs: Path = BIN, **extra: str) -> dict[str, str]:
     return {
         **kept,
         "PATH": f"{programs}{os.pathsep}{kept['PATH']}",
-        "OMP_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "OMPI_MCA_mpi_yield_when_idle": "1",
         **extra,
         "PYTHONPATH": os.pathsep.join(filter(None, (extra.get("PYTHONPATH"), str(PLUGIN)))),
