@@ -56,7 +56,7 @@ NOT_USED = {
     "ReplaceComparisonOperator_IsNot_NotEq",
 }
 REACHED = "tests.json"
-IMPORTED_LIMIT_S = 60.0
+IMPORTED_LIMIT_S = 120.0
 PYTEST = ("-q", "--no-header", "--durations=0", "--durations-min=9")
 
 
@@ -113,13 +113,18 @@ class Mutant:
 # -- places: what can be changed
 
 
-def annotations(tree: ast.AST) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return begin and end of what is never computed: annotations."""
-    return [
-        ((part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset))
+def left_to_the_type_checker(tree: ast.AST) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return begin and end of annotations, and of decorators: a dataclass that is not frozen works as well."""
+    annotations = [
+        part
         for node in ast.walk(tree)
         for name in ("annotation", "returns")
         if (part := getattr(node, name, None)) is not None
+    ]
+    decorators = [part for node in ast.walk(tree) for part in getattr(node, "decorator_list", [])]
+    return [
+        ((part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset))
+        for part in (*annotations, *decorators)
     ]
 
 
@@ -127,7 +132,7 @@ def places(path: str) -> dict[tuple, list[Mutant]]:
     """Return the places of a file where something can be changed, each with its mutants."""
     source = (ROOT / path).read_text(encoding="utf-8")
     nodes = list(ast_nodes(parso.parse(source)))
-    skipped = annotations(ast.parse(source))
+    skipped = left_to_the_type_checker(ast.parse(source))
     found = defaultdict(list)
     for name, operator in operators().items():
         positions = [position for node in nodes for position in operator.mutation_positions(node)]
@@ -257,8 +262,6 @@ def statement_lines(mutant: Mutant) -> range:
         for node in ast.walk(tree)
         if isinstance(node, ast.stmt | ast.excepthandler) and node.lineno <= mutant.line <= node.end_lineno
     ]
-    if not around:  # a decorator's
-        return range(mutant.line, mutant.line + 1)
     inner = min(around, key=lambda node: (node.end_lineno - node.lineno, -node.lineno))
     body = getattr(inner, "body", None)
     last = body[0].lineno - 1 if body and body[0].lineno > inner.lineno else inner.end_lineno

@@ -267,7 +267,9 @@ class TestTheSweep:
 
     def test_gives_bandwidth_as_a_ring_moves_it(self):
         def rank(world):
-            return sweep.sweep(world, sweep.horovod_sum(world))
+            rows = sweep.sweep(world, sweep.horovod_sum(world))
+            assert all(world.hvd._counts[f"sweep.{size}"] >= 5 for size in sweep.SIZES_BYTES)
+            return rows
 
         for rows in on_torch_ranks(4, rank):
             for row in rows:
