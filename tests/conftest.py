@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import tempfile
 import threading
@@ -27,11 +28,26 @@ LAUNCHES = pytest.StashKey[Launches]()
 
 def pytest_addoption(parser):
     parser.addoption("--matrix", metavar="PAGE", help="write what each framework was seen to do")
+    parser.addoption("--shuffle", metavar="SEED", type=int, help="run the tests in a random order")
 
 
 def pytest_configure(config):
     config.stash[MATRIX] = Matrix()
     config.stash[LAUNCHES] = Launches()
+    if (seed := config.getoption("--shuffle")) is not None:
+        config.pluginmanager.register(Shuffled(seed))
+
+
+class Shuffled:
+    """Another order, for tests that lean on each other without knowing it."""
+
+    def __init__(self, seed):
+        self.chance = random.Random(seed)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items):
+        """Before pytest brings together what shares a fixture, and pools what shares ranks."""
+        self.chance.shuffle(items)
 
 
 def pool_of(item):

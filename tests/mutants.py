@@ -114,7 +114,7 @@ class Mutant:
 
 
 def left_to_the_type_checker(tree: ast.AST) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Return begin and end of annotations, and of decorators: a dataclass that is not frozen works as well."""
+    """Return begin and end of annotations, and of decorators: what is not frozen works as well."""
     annotations = [
         part
         for node in ast.walk(tree)
