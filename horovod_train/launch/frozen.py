@@ -72,15 +72,17 @@ def watching_ranks(
         give_up: Told once which ranks have been for too long.
     """
     over = Event()
+    warning_s = max(health.stall_warning_s, MIN_SILENCE_S)
+    shutdown_s = max(health.stall_shutdown_s, 2 * MIN_SILENCE_S)
 
     def look() -> None:
         told = ""
         while not over.wait(LOOK_INTERVAL_S):
-            frozen = find_frozen(fleet, max(health.stall_warning_s, MIN_SILENCE_S))
+            frozen = find_frozen(fleet, warning_s)
             text = "; ".join(map(str, frozen))
             if text != told:
                 tell(told := text)
-            if lost := [each for each in frozen if each.silent_s >= health.stall_shutdown_s]:
+            if lost := [each for each in frozen if each.silent_s >= shutdown_s]:
                 give_up(lost)
                 return
 

@@ -1,0 +1,79 @@
+"""When the launch speaks of a rank that is silent, and when it gives up."""
+
+from __future__ import annotations
+
+from threading import Event
+
+import pytest
+
+from horovod_train.config.schema import Health
+from horovod_train.launch import frozen as module
+from horovod_train.launch.frozen import Frozen, find_frozen, watching_ranks
+
+
+class Fleet:
+    """Says one after the other for how long rank 1 has been silent; at last for ever the last."""
+
+    def __init__(self, *silences_s):
+        self.silences_s = list(silences_s)
+        self.over = Event()
+
+    def silent_ranks(self, limit_s):
+        silent_s = self.silences_s.pop(0) if len(self.silences_s) > 1 else self.silences_s[0]
+        if len(self.silences_s) == 1:
+            self.over.set()
+        entry = {"rank": 1, "pid": 7, "silent_s": silent_s, "doing": "stopped"}
+        return {"a": [entry] if silent_s >= limit_s else [], "b": []}
+
+
+@pytest.fixture(autouse=True)
+def looks_are_quick(monkeypatch):
+    monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.01)
+
+
+def watch(fleet, **health):
+    told, lost = [], []
+    with watching_ranks(fleet, Health(**health), told.append, lost.extend):
+        fleet.over.wait(5)
+        Event().wait(0.1)
+    return told, lost
+
+
+def test_a_rank_is_named_once_and_again_when_it_goes_on():
+    told, lost = watch(Fleet(0, 3, 4, 5, 0, 0), stall_warning_s=3, stall_shutdown_s=60)
+
+    assert told == ["rank 1 on a (process 7, stopped) shows no sign of life", ""]
+    assert lost == []
+
+
+def test_it_is_given_up_once():
+    _, lost = watch(Fleet(3, 9, 10, 11), stall_warning_s=3, stall_shutdown_s=10)
+
+    assert [(each.rank, each.host, each.silent_s) for each in lost] == [(1, "a", 10)]
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "is_named", "is_lost"), [(1.9, False, False), (3.9, True, False), (4, True, True)]
+)
+def test_nobody_is_missed_for_signs_that_come_late(silent_s, is_named, is_lost):
+    told, lost = watch(Fleet(silent_s), stall_warning_s=0.1, stall_shutdown_s=0.2)
+
+    assert (bool(told), bool(lost)) == (is_named, is_lost)
+
+
+def test_ranks_are_named_in_order_with_what_to_do():
+    class Two:
+        def silent_ranks(self, limit_s):
+            entry = {"pid": 7, "silent_s": limit_s}
+            return {
+                "b": [{"rank": 2, "doing": "disk-sleep", **entry}, {"rank": 9, "doing": "sleeping", **entry}],
+                "a": [{"rank": 1, "doing": "stopped", **entry}],
+            }
+
+    found = find_frozen(Two(), 5.0)
+
+    assert [each.rank for each in found] == [1, 2, 9]
+    assert "`kill -CONT 7` on a" in found[0].hint
+    assert "network file system of b" in found[1].hint
+    assert "is b out of memory" in found[2].hint
+    assert Frozen(1, "a", 7, 5.0, "stopped") == found[0]
