@@ -10,6 +10,7 @@ seconds after.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,35 @@ def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterat
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+@contextmanager
+def heard_at_once(note: Callable[[int], None]) -> Iterator[None]:
+    """While the block runs, a thread of its own is told of every signal that ends a run; main thread only.
+
+    A handler in Python runs in the main thread, and not before that comes back from the call it is in. If a
+    signal arrives just before a call blocks, or at another thread, that may be never.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def hear() -> None:
+        while numbers := os.read(reading, 64):  # nothing: the other end is closed
+            for number in numbers:
+                if number in _SIGNALS:
+                    note(number)
+
+    thread = Thread(target=hear, daemon=True)
+    with handling_signals(lambda *_: None):
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(writing)
+            thread.join()
+            os.close(reading)
 
 
 @contextmanager
@@ -97,8 +127,8 @@ class Stopper:
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Act on signals while the block runs; main thread only."""
-        with handling_signals(self._note):
-            worker = Thread(target=self._work)
+        worker = Thread(target=self._work)
+        with heard_at_once(self._note):
             worker.start()
             try:
                 yield
@@ -116,7 +146,7 @@ class Stopper:
         self._deadline_s = 0.0
         self._wake.set()
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _note(self, number: int) -> None:
         if number in _IN_A_HURRY:
             if self._deadline_s == float("inf"):
                 self._deadline_s = monotonic() + self._grace_s

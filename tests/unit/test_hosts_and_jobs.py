@@ -662,6 +662,21 @@ class TestStopper:
         assert asked
         assert stopper._deadline_s > time.monotonic() + 10
 
+    def test_a_signal_is_heard_though_the_main_thread_cannot_be_interrupted(self):
+        done = Event()
+        stopper = Stopper(done.set, lambda: None, 30)
+        with stopper.listening():
+            # It reaches another thread then, and the main one waits on.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                is_heard = done.wait(5)
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+        assert is_heard
+        assert stopper.received == signal.SIGTERM
+
     def test_draining_has_no_deadline(self):
         stopper, _, killed = self.stopping(0.0, signal.SIGUSR1)
 
