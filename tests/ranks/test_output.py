@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, write_job
+from support.launching import PROGRAMS, TIMEOUT_S, cli, write_job
+from support.running import writing_to
 
 from horovod_train.checkpoint.store import list_checkpoints
 
@@ -41,14 +42,7 @@ def endless(folder, **sections):
 
 def started(folder, path, output, *through, stdin=subprocess.DEVNULL):
     """`horovod-train run`, with a place to write to, training; what it was started through becomes it."""
-    process = subprocess.Popen(
-        [*through, str(BIN / "horovod-train"), "run", str(path)],
-        cwd=folder,
-        env=environment(COLUMNS="100", TERM="xterm"),
-        stdin=stdin,
-        stdout=output,
-        stderr=output,
-    )
+    process = writing_to(output, folder, path, *through, stdin=stdin)
     deadline = time.monotonic() + TIMEOUT_S
     while not list(folder.glob("rank-*.txt")):
         assert process.poll() is None

@@ -16,8 +16,8 @@ from contextlib import suppress
 import psutil
 import pytest
 from safetensors.numpy import load_file
-from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, write_job
-from support.running import is_rank
+from support.launching import PROGRAMS, TIMEOUT_S, cli, write_job
+from support.running import is_rank, writing_to
 
 from horovod_train.checkpoint.store import list_checkpoints
 
@@ -51,17 +51,6 @@ def write(folder, framework, controller, **sections):
             "launch": {"num_ranks": RANKS, "controller": controller},
             **sections,
         },
-    )
-
-
-def started(folder, path, output, *through, stdin=subprocess.DEVNULL):
-    return subprocess.Popen(
-        [*through, str(BIN / "horovod-train"), "run", str(path)],
-        cwd=folder,
-        env=environment(COLUMNS="100", TERM="xterm"),
-        stdin=stdin,
-        stdout=output,
-        stderr=output,
     )
 
 
@@ -115,7 +104,7 @@ def test_the_terminal_is_closed(tmp_path, controller, share, undisturbed):
     expected = undisturbed("numpy")
     path = write(tmp_path, "numpy", controller)
     terminal, inside = pty.openpty()
-    process = started(tmp_path, path, inside, "setsid", "--ctty", stdin=inside)
+    process = writing_to(inside, tmp_path, path, "setsid", "--ctty", stdin=inside)
     os.close(inside)
     time.sleep(share * LONGEST_S["numpy"])
 
@@ -131,7 +120,7 @@ def test_the_terminal_is_closed(tmp_path, controller, share, undisturbed):
 def test_the_pipe_is_cut(tmp_path, controller, share, undisturbed):
     expected = undisturbed("numpy")
     reading, writing = os.pipe()
-    process = started(tmp_path, write(tmp_path, "numpy", controller), writing)
+    process = writing_to(writing, tmp_path, write(tmp_path, "numpy", controller))
     os.close(writing)
     time.sleep(share * LONGEST_S["numpy"])
 
@@ -147,7 +136,7 @@ def test_a_rank_is_frozen(tmp_path, controller, share, undisturbed):
     path = write(tmp_path, "torch", controller)
     log = tmp_path / "output.txt"
     with log.open("wb") as output:
-        process = started(tmp_path, path, output)
+        process = writing_to(output, tmp_path, path)
     chance = random.Random(share)
     time.sleep(share * LONGEST_S["torch"])
     is_frozen = False
@@ -180,7 +169,7 @@ def test_the_disk_is_full(tmp_path, controller, share, undisturbed):
     try:
         log = tmp_path / "output.txt"
         with log.open("wb") as output:
-            process = started(tmp_path, path, output)
+            process = writing_to(output, tmp_path, path)
         time.sleep(share * LONGEST_S["numpy"])
         with suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
             while filler.write(bytes(4096)):

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -31,6 +32,20 @@ def launched(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+    )
+
+
+def writing_to(
+    output: Any, folder: Path, path: Path, *through: str, stdin: Any = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """`horovod-train run` with a place to write to; what it is started through becomes it."""
+    return subprocess.Popen(
+        [*through, str(BIN / "horovod-train"), "run", str(path)],
+        cwd=folder,
+        env=environment(COLUMNS="100", TERM="xterm"),
+        stdin=stdin,
+        stdout=output,
+        stderr=output,
     )
 
 
