@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO, get_args
 
@@ -19,6 +19,7 @@ MARK = "@horovod-train "
 # Launchers put a tag before each piece of output: "[1,0]<stdout>:" (mpirun), "[0]<stdout>:" (Gloo). What
 # follows is the piece, even if it begins with a space.
 TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>:")
+_ANY_TAG = re.compile(r"(\[(?:\d+,)?\d+\]<std(?:out|err)>:)")
 
 Kind = Literal[
     "started",
@@ -137,7 +138,7 @@ def parse_line(line: str) -> tuple[int | None, str, Event | None]:
     """
     found = TAG.match(line)
     rank = int(found[1]) if found else None
-    text = TAG.sub("", line).rstrip("\r\n")
+    text = (line[found.end() :] if found else line).rstrip("\r\n")
     if not text.startswith(MARK):
         return rank, text, None
     try:
@@ -148,15 +149,33 @@ def parse_line(line: str) -> tuple[int | None, str, Event | None]:
     return (event.rank, text, event) if _is_whole(event) else (rank, text, None)
 
 
-def without_tags(line: str) -> str:
-    """Return a line with the tag at its beginning alone: mpirun repeats it wherever it cut the output.
+def untangled(lines: Iterable[str]) -> Iterator[str]:
+    r"""Yield the lines that ranks wrote, from those that their launcher put out.
 
-    >>> without_tags("[1,0]<stdout>:a secr[1,0]<stdout>:et")
-    '[1,0]<stdout>:a secret'
+    A launcher passes on what it has just read of a rank, be it half a line, and puts a tag before it. So one
+    line of its output may hold pieces of several ranks.
+
+    Args:
+        lines: Output of the launcher, each with its newline.
+
+    Yields:
+        Lines without newline, with one tag at most, at the beginning. Last come those that were not ended.
+
+    >>> list(untangled(["[1,0]<stdout>:a lo[1,1]<stdout>:hello\n", "[1,0]<stdout>:ng line\n"]))
+    ['[1,1]<stdout>:hello', '[1,0]<stdout>:a long line']
     """
-    first = TAG.match(line)
-    head = first[0] if first else ""
-    return head + TAG.sub("", line[len(head) :])
+    begun: dict[str, str] = {}
+    for line in lines:
+        text = line.rstrip("\n")
+        before, *pieces = _ANY_TAG.split(text)
+        if before or not pieces:
+            yield before
+        for tag, piece in zip(pieces[::2], pieces[1::2], strict=True):
+            begun[tag] = begun.get(tag, "") + piece
+        if pieces:
+            ended = pieces[-2]
+            yield ended + begun.pop(ended)
+    yield from (tag + text for tag, text in begun.items())
 
 
 def _is_whole(event: Event) -> bool:

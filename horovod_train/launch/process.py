@@ -13,6 +13,7 @@ from time import monotonic, sleep
 import psutil
 
 from horovod_train.errors import LaunchError
+from horovod_train.events import untangled
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.on_host import RUN_VARIABLE
 
@@ -64,7 +65,7 @@ def execute(
     Args:
         plan: What to run.
         environ: Environment to which the plan's variables are added.
-        on_line: Called with each line of output, standard error included.
+        on_line: Called with each line of a rank or of the command, standard error included.
         keep: Children of this process that are not the command's.
 
     Raises:
@@ -89,8 +90,8 @@ def execute(
     try:
         assert process.stdout is not None
         with process.stdout as output:
-            for line in output:
-                on_line(line.rstrip("\n"))
+            for line in untangled(output):
+                on_line(line)
     finally:
         kill_descendants(keep)
         reaper.join()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from horovod_train.errors import HorovodTrainError, LaunchError, LostError, PreemptedError, describe_ranks
-from horovod_train.events import Event, parse_line, tagged, without_tags
+from horovod_train.events import Event, parse_line, tagged
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.frozen import Frozen
@@ -63,8 +63,8 @@ class Watcher:
     _untagged: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LAST_LINES))
 
     def see(self, line: str) -> None:
-        """Take one line of output."""
-        line = self.mask.hide(without_tags(line))
+        """Take one line of output, of one rank or of the launcher."""
+        line = self.mask.hide(line)
         self.log.write(line)
         rank, text, event = parse_line(line)
         if event is None and rank is not None:

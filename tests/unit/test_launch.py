@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from contextlib import nullcontext
 from pathlib import Path
+from random import Random
 from typing import ClassVar
 
 import pytest
@@ -19,7 +20,7 @@ from rich.console import Console
 from horovod_train.config.schema import Job
 from horovod_train.engine import build, environment
 from horovod_train.errors import LaunchError, LostError, PreemptedError
-from horovod_train.events import Event, Reporter, as_text, parse_line
+from horovod_train.events import Event, Reporter, as_text, parse_line, untangled
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.fleet import Fleet
@@ -46,6 +47,20 @@ def text_of(tmp_path, **sections):
     text = make_plan(request_for(tmp_path, **sections)).as_text()
     path = text.partition("PATH=")[2].partition(" \\\n")[0]
     return text.replace(path, "<PATH>").replace(str(BIN), "<BIN>").replace(str(tmp_path), "<RUNS>")
+
+
+def put_out_by_mpirun(texts, choice):
+    """What Open MPI 4's mpirun -tag-output writes: each piece that it has read of a rank, and its tag
+    before the piece and after every newline inside it."""
+    left, output = dict(enumerate(texts)), ""
+    while left:
+        rank = choice.choice(list(left))
+        size = choice.randint(1, len(left[rank]))
+        piece, left[rank] = left[rank][:size], left[rank][size:]
+        tag = f"[1,{rank}]<stdout>:"
+        output += tag + piece[:-1].replace("\n", "\n" + tag) + piece[-1]
+        left = {rank: text for rank, text in left.items() if text}
+    return output
 
 
 class TestPlan:
@@ -177,13 +192,38 @@ class TestEvents:
 
         assert (rank, found) == (3, event)
 
-    def test_survive_a_tag_in_the_middle_wherever_mpirun_cuts(self):
-        tag = "[1,0]<stdout>:"
-        line = Event("notice", 0, {"text": "a  long line"}).as_line()
-        for at in range(len(line)):
-            torn = f"{tag}{line[:at]}{tag}{line[at:]}"
+    def test_of_ranks_that_write_at_once_are_whole_wherever_mpirun_cuts(self):
+        events = [Event("notice", rank, {"text": f"a  long line of {rank}"}) for rank in range(3)]
+        choice = Random(7)
+        for _ in range(200):
+            output = put_out_by_mpirun([event.as_line() + "\n" for event in events], choice)
 
-            assert parse_line(torn)[2].fields == {"text": "a  long line"}
+            found = [parse_line(line)[2] for line in untangled(io.StringIO(output))]
+
+            assert sorted(found, key=lambda event: event.rank) == events
+
+    def test_what_is_said_by_others_in_between_is_theirs(self):
+        output = (
+            "[1,0]<stdout>:half a [1,1]<stdout>:more [1,0]<stderr>:warning\n"
+            "mpirun: hm\n[1,0]<stdout>:line\n[1,1]<stdout>:\n[1,0]<stdout>:no end"
+        )
+
+        assert list(untangled(io.StringIO(output))) == [
+            "[1,0]<stderr>:warning",
+            "mpirun: hm",
+            "[1,0]<stdout>:half a line",
+            "[1,1]<stdout>:more ",
+            "[1,0]<stdout>:no end",
+        ]
+
+    def test_a_line_that_was_begun_and_not_ended_comes_last(self):
+        output = "[1,1]<stdout>:killed in mid[1,0]<stdout>:well\nmpirun: aborted\n"
+
+        assert list(untangled(io.StringIO(output))) == [
+            "[1,0]<stdout>:well",
+            "mpirun: aborted",
+            "[1,1]<stdout>:killed in mid",
+        ]
 
     def test_what_a_task_prints_keeps_its_spaces(self):
         assert parse_line("[1,0]<stdout>:  indented")[1] == "  indented"
@@ -503,9 +543,10 @@ class TestVerdict:
         watcher.mask = Mask(["hunter2hunter2"])
 
         watcher.see("[1,1]<stdout>:the token is hunter2hunter2")
-        watcher.see("[1,1]<stdout>:and torn hunter2[1,1]<stdout>:hunter2")
+        for line in untangled(["[1,1]<stdout>:and torn hunter2[1,0]<stdout>:x\n", "[1,1]<stdout>:hunter2\n"]):
+            watcher.see(line)
 
-        assert watcher.output.getvalue() == "[rank 1] the token is ***\n[rank 1] and torn ***\n"
+        assert watcher.output.getvalue() == "[rank 1] the token is ***\n[rank 0] x\n[rank 1] and torn ***\n"
         assert "hunter2" not in watcher.log.path.read_text()
 
     @pytest.mark.parametrize(
