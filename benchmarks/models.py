@@ -1,4 +1,4 @@
-"""Three models whose steps are limited by different things, as tasks that note when steps begin."""
+"""Models whose steps are limited by different things, as tasks that note when steps begin."""
 
 from __future__ import annotations
 
@@ -83,6 +83,21 @@ class Convolutions(Timed):
         return TensorDataset(images, torch.randint(10, (1024,), generator=make))
 
 
+class Normalized(Convolutions):
+    """The same with batch normalization and a small batch: many small parameters and kernels."""
+
+    batch_size = 16
+
+    def model(self) -> nn.Module:
+        """Map [batch, 3, 32, 32] to [batch, 10]."""
+        layers: list[nn.Module] = []
+        for layer in super().model():
+            layers.append(layer)
+            if isinstance(layer, nn.Conv2d):
+                layers.append(nn.BatchNorm2d(layer.out_channels))
+        return nn.Sequential(*layers)
+
+
 class Transformer(Timed):
     """4.9 million parameters in a small transformer: both decide."""
 
@@ -105,4 +120,9 @@ class Transformer(Timed):
         return TensorDataset(tokens[:, :-1], tokens[:, 1:])
 
 
-MODELS: dict[str, type[Timed]] = {"mlp": Mlp, "convolutions": Convolutions, "transformer": Transformer}
+MODELS: dict[str, type[Timed]] = {
+    "mlp": Mlp,
+    "convolutions": Convolutions,
+    "normalized": Normalized,
+    "transformer": Transformer,
+}

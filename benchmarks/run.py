@@ -4,21 +4,23 @@ Each comparison runs A B A B ... in fresh processes, or in turns within one, and
 each pair: the machine's speed drifts, ratios of neighbours do not. The time of a step is the time
 between two calls of the loss function on rank 0; the first steps are left out.
 
-usage: python -m benchmarks.run [--models mlp,...] [--pairs N] [--steps N] [--only NAME,...]
+usage: python -m benchmarks.run [--models mlp,...] [--pairs N] [--steps N] [--only NAME]
+       python -m benchmarks.run --against CHECKOUT    compare with another version's checkout instead
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -119,6 +121,12 @@ def ddp(bucket_mb: int) -> Variant:
     )  # fmt: skip
 
 
+def against(checkout: Path) -> Comparison:
+    """Compare with another version of this package, with the same engine."""
+    before = replace(OURS, name="before", env=(("PYTHONPATH", f"{checkout}:{HERE.parent}"),))
+    return Comparison(f"the version in {checkout.name}", OURS, before, 1.02)
+
+
 def comparisons() -> list[Comparison]:
     """Return everything that is compared."""
     return [
@@ -171,12 +179,17 @@ def step_times_s(variant: Variant, model: str, steps: int) -> list[float]:
     return [after - before for before, after in pairwise(starts)]
 
 
-def pair_of_times_s(comparison: Comparison, model: str, steps: int) -> tuple[float, float]:
+def pair_of_times_s(
+    comparison: Comparison, model: str, steps: int, *, other_first: bool
+) -> tuple[float, float]:
     """Return the typical time of a step with each of two variants, run one after the other or in turns."""
     typical = statistics.fmean if comparison.use_mean else statistics.median
-    ours = step_times_s(comparison.ours, model, steps)[WARMUP_STEPS:]
     if comparison.other is not None:
-        return typical(ours), typical(step_times_s(comparison.other, model, steps)[WARMUP_STEPS:])
+        both = [comparison.ours, comparison.other][:: -1 if other_first else 1]
+        times = [typical(step_times_s(variant, model, steps)[WARMUP_STEPS:]) for variant in both]
+        ours, other = times[:: -1 if other_first else 1]
+        return ours, other
+    ours = step_times_s(comparison.ours, model, steps)[WARMUP_STEPS:]
     kinds = [comparison.is_first(step) for step in range(WARMUP_STEPS, WARMUP_STEPS + len(ours))]
     first, second = (
         [t for t, kind in zip(ours, kinds, strict=True) if kind is wanted] for wanted in (True, False)
@@ -186,18 +199,36 @@ def pair_of_times_s(comparison: Comparison, model: str, steps: int) -> tuple[flo
 
 def compare(comparison: Comparison, model: str, pairs: int, steps: int) -> list[float]:
     """Print and return the ratio of each pair."""
-    times = [pair_of_times_s(comparison, model, comparison.steps or steps) for _ in range(pairs)]
+    times = [
+        pair_of_times_s(comparison, model, comparison.steps or steps, other_first=bool(pair % 2))
+        for pair in range(pairs)
+    ]
     ratios = [ours / other for ours, other in times]
     median = statistics.median(ratios)
+    low, high = interval_of_median(ratios)
     verdict = "met" if median <= comparison.target else "MISSED"
     print(
-        f"{model:<19} {comparison.name:<34} {median:6.3f}  [{min(ratios):.3f} .. {max(ratios):.3f}]  "
+        f"{model:<19} {comparison.name:<34} {median:6.3f}  [{low:.3f} .. {high:.3f}]  "
         f"{1e3 * statistics.median(ours for ours, _ in times):7.1f} ms / "
         f"{1e3 * statistics.median(other for _, other in times):7.1f} ms  "
         f"target {comparison.target:.2f} {verdict}",
         flush=True,
     )
     return ratios
+
+
+def interval_of_median(values: Sequence[float]) -> tuple[float, float]:
+    """Return an interval that holds the median with at least 95 % probability, whatever the distribution.
+
+    Its ends are the k-th smallest and the k-th largest of n values, k as large as it may be: the median is
+    outside with probability 2 P(B < k), B binomial with n trials of 1/2 (Conover, Practical Nonparametric
+    Statistics, section 3.2). Fewer than 6 values do not suffice; then it is the smallest and the largest.
+    """
+    ordered, n = sorted(values), len(values)
+    k = 1
+    while 2 * sum(math.comb(n, i) for i in range(k + 1)) <= 0.05 * 2**n:
+        k += 1
+    return ordered[k - 1], ordered[n - k]
 
 
 def main() -> None:
@@ -207,10 +238,14 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--only", default="", help="part of a comparison's name")
+    parser.add_argument("--against", type=Path, help="checkout of another version")
     args = parser.parse_args()
-    print(f"{NUM_RANKS} ranks, {args.pairs} pairs of {args.steps} steps; ratio of step times, ours / other")
+    print(
+        f"{NUM_RANKS} ranks, {args.pairs} pairs of {args.steps} steps; ratio of step times, ours / other: "
+        "median and its 95 % interval"
+    )
     for model in args.models.split(","):
-        for comparison in comparisons():
+        for comparison in [against(args.against.resolve())] if args.against else comparisons():
             if args.only in comparison.name:
                 compare(comparison, model, args.pairs, args.steps)
 

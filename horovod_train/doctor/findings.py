@@ -64,6 +64,9 @@ def _software(host: str, readings: Readings) -> Iterator[Finding]:
     if engine["horovod"] != engine["wanted"] or engine["build"] is None:
         found = f"Horovod {engine['horovod'] or 'missing'}, not built by horovod-train"
         yield Finding(host, "engine", found, "fail", "run `horovod-train engine build` there")
+    elif engine["patches_differ"]:
+        found = f"built by another version of horovod-train: {', '.join(engine['patches_differ'])} differ"
+        yield Finding(host, "engine", found, "warn", "run `horovod-train engine build` there")
     else:
         yield Finding(host, "engine", f"Horovod {engine['horovod']}, build {engine['build'][:12]}")
     mpi = readings["mpi"]

@@ -122,7 +122,7 @@ def make_plan() -> BuildPlan:
     return BuildPlan(
         recipe=RECIPE,
         horovod=f"{HOROVOD_VERSION} {SDIST_SHA256}",
-        patches={path.name: _sha256(path) for path in (*patch_files(), LOOPBACK)},
+        patches=own_patches(),
         frameworks=frameworks,
         python=f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}",
         mpi=find_mpi(),
@@ -338,6 +338,11 @@ def patch_files() -> list[Path]:
 def patch_title(path: Path) -> str:
     """Return the first line of a patch: what it does."""
     return path.read_text(encoding="utf-8").splitlines()[0]
+
+
+def own_patches() -> dict[str, str]:
+    """Return the checksums of our patches, and of what is added to the wheel, by name."""
+    return {path.name: _sha256(path) for path in (*patch_files(), LOOPBACK)}
 
 
 def apply_patches(source: Path, say: Say) -> None:

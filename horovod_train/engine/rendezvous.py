@@ -26,7 +26,7 @@ def main(placed: str, interface: str, command: list[str]) -> int:
     hosts = parse_hosts(placed)
     assignments = get_host_assignments(hosts, sum(host.slots for host in hosts))
     server = RendezvousServer(verbose=0)
-    port = server.start()
+    port = server.start(address=address_of(interface))
     server.init(assignments)
     environment = {
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address_of(interface),

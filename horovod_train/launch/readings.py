@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from horovod_train.engine.build import HOROVOD_VERSION, installed_key, installed_plan
+from horovod_train.engine.build import HOROVOD_VERSION, installed_key, installed_plan, own_patches
 from horovod_train.engine.facts import package_version
 
 COMMAND_TIMEOUT_S = 10.0
@@ -41,6 +41,7 @@ def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[
             "wanted": HOROVOD_VERSION,
             "build": installed_key(),
             "nccl": (plan or {}).get("nccl", ""),
+            "patches_differ": sorted(dict(own_patches().items() ^ (plan or {}).get("patches", {}).items())),
         },
         "mpi": _mpi_version(),
         "names": {name: _address(name) for name in names},

@@ -49,6 +49,23 @@ def test_check_lists_what_is_built_in(tmp_path):
         assert patch.stem in done.stdout
 
 
+def test_the_rendezvous_of_ranks_that_slurm_starts_listens_where_they_are_told(tmp_path):
+    code = (
+        "import os, psutil\n"
+        "server = psutil.Process(os.getppid())\n"
+        "print({c.laddr.ip for c in server.net_connections('tcp') if c.status == psutil.CONN_LISTEN})\n"
+        "print(os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR'])\n"
+    )
+    rendezvous = [sys.executable, "-m", "horovod_train.engine.rendezvous", "localhost:1", "lo"]
+    command = [*rendezvous, sys.executable, "-c", code]
+
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.split() == ["{'127.0.0.1'}", "127.0.0.1"]
+
+
 def test_check_fails_with_the_fix_where_the_engine_is_missing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.metadata as m, sys\n"

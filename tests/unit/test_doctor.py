@@ -14,7 +14,7 @@ from horovod_train.launch.readings import take_readings
 
 GOOD = {
     "python": {"version": "3.11.7", "path": "/v/bin/python"},
-    "engine": {"horovod": "0.28.1", "wanted": "0.28.1", "build": "abc", "nccl": ""},
+    "engine": {"horovod": "0.28.1", "wanted": "0.28.1", "build": "abc", "nccl": "", "patches_differ": []},
     "mpi": "4.1.8",
     "names": {"b": "10.0.0.2"},
     "disks": {"/runs": 100 << 30},
@@ -51,6 +51,7 @@ def test_a_good_host_is_fine():
     [
         (("engine", "horovod"), "", "engine", "fail", "engine build"),
         (("engine", "build"), None, "engine", "fail", "engine build"),
+        (("engine", "patches_differ"), ["0014-initialize-again.patch"], "engine", "warn", "engine build"),
         (("mpi",), "", "mpi", "warn", "gloo"),
         (("mpi",), "5.0.7", "mpi", "fail", "Open MPI 4.1"),
         (("names", "b"), "", "names", "fail", "/etc/hosts"),
