@@ -182,7 +182,8 @@ class Kubernetes(Section):
     """End the job after this time, in seconds."""
 
     keep_finished_s: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = 7 * 86400
-    """Remove the launcher, and its log, so long after the end, in seconds; null: never."""
+    """Remove the launcher and its log so long after the end, in seconds, the rest with the next `submit`;
+    null: never."""
 
     network_policy: bool = True
     """Let in only the pods of this job, and scrapes of its metrics."""

@@ -23,7 +23,7 @@ from horovod_train.launch.mpijob.launcher import MpiJobLauncher
 PODS_TIMEOUT_S = 900.0
 POLL_S = 2.0
 NEEDED = (
-    *((verb, GROUP, PLURAL) for verb in ("create", "get", "patch", "delete")),
+    *((verb, GROUP, PLURAL) for verb in ("create", "get", "list", "patch", "delete")),
     *((verb, "", "configmaps") for verb in ("create", "get")),
     ("list", "", "pods"),
     ("get", "", "pods/log"),

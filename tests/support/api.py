@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,9 @@ class Api:
     def add_condition(self, job: Object, kind: str, message: str = "") -> None:
         """Let the operator say something about a job."""
         conditions = job.setdefault("status", {}).setdefault("conditions", [])
-        conditions.append({"type": kind, "status": "True", "message": message})
+        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        condition = {"type": kind, "status": "True", "message": message, "lastTransitionTime": now}
+        conditions.append(condition)
 
     def add_launcher(self, job: Object, log: str, exit_code: int | None = None) -> None:
         """Let there be a launcher pod, running or ended."""
@@ -150,7 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts[0] == "apis" and len(parts) == 3:
             known = {"kind": "APIResourceList", "groupVersion": "/".join(parts[1:]), "resources": []}
             self._answer(None if parts[1] in self.api.unknown else known)
-        elif f"get {collection}" in self.api.forbidden:
+        elif f"{'get' if name else 'list'} {collection}" in self.api.forbidden:
             self._refuse(403, f"{collection} is forbidden")
         elif name.endswith("/log"):
             self._send(

@@ -84,7 +84,7 @@ def test_a_cluster_that_has_everything(api):
         (lambda api: api.objects.pop(("localqueues", "team-a")), "queue", "fail", "there is no team-a"),
         (lambda api: api.unknown.add("kueue.x-k8s.io"), "queue", "fail", "Kueue is not installed"),
         (lambda api: api.objects.pop(("nodes", "node-1")), "gpus", "warn", "room for 1 workers"),
-        (lambda api: api.forbidden.add("get nodes"), "gpus", "warn", "nodes is forbidden"),
+        (lambda api: api.forbidden.add("list nodes"), "gpus", "warn", "nodes is forbidden"),
     ],
 )
 def test_what_is_missing_is_named_with_what_to_do(api, change, what, level, says):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import yaml
@@ -102,6 +103,44 @@ def test_a_job_that_has_ended_makes_room_for_its_continuation(api, how):
     assert second.native_id != first.native_id
     assert api.names("MPIJob") == ["digits"]
     assert MpiJobLauncher().status(first) == before  # remembered
+
+
+@pytest.mark.parametrize(
+    ("ended_s_ago", "keep_s", "is_ours", "is_there"),
+    [
+        (7200, 3600, True, False),
+        (1800, 3600, True, True),
+        (7200, None, True, True),
+        (7200, 3600, False, True),
+        (None, 3600, True, True),
+    ],
+    ids=["its time is over", "its time is not over", "kept for ever", "of somebody else", "still running"],
+)
+def test_a_submit_removes_what_has_ended_and_is_not_to_be_kept(api, ended_s_ago, keep_s, is_ours, is_there):
+    api.operator = trains if ended_s_ago is None else succeeds
+    request = resolve(Job.model_validate({**described("cpu"), "name": "before"}), "run-1")
+    MpiJobLauncher().submit(request, make_plan(request))
+    before = api.objects["mpijobs", "before"]
+    before["spec"]["runPolicy"]["ttlSecondsAfterFinished"] = keep_s
+    if not is_ours:
+        before["metadata"]["labels"].clear()
+    for condition in before["status"]["conditions"]:
+        when = datetime.now(UTC) - timedelta(seconds=ended_s_ago or 7200)
+        condition["lastTransitionTime"] = when.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+    submit(api)
+
+    if not is_there:
+        wait_until(lambda: ("mpijobs", "before") not in api.objects)
+    all_it_has = {("mpijobs", "before"), ("configmaps", "before-job"), ("networkpolicies", "before")}
+    assert all_it_has & api.objects.keys() == (all_it_has if is_there else set())
+
+
+def test_who_may_not_list_mpijobs_can_submit_all_the_same(api):
+    api.operator = accepts
+    api.forbidden = {"list mpijobs"}
+
+    assert submit(api).native_id == "default/digits/uid-of-digits-1"
 
 
 def test_a_job_of_somebody_else_is_left_alone(api):

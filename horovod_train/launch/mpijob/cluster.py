@@ -164,6 +164,15 @@ class Cluster:
         }[kind]
         return self._found(name, partial(ask, name, self.namespace))
 
+    def mpi_jobs(self, selector: str) -> list[Manifest]:
+        """Return MPIJobs by a label selector.
+
+        Raises:
+            LaunchError: We may not look.
+        """
+        ask = partial(self._custom.list_namespaced_custom_object, GROUP, VERSION, self.namespace, PLURAL)
+        return list(self._call("MPIJobs", self._patiently(partial(ask, label_selector=selector)))["items"])
+
     def preferred_version(self, group: str) -> str | None:
         """Return the version of a group of resources that the server prefers; None: it has none.
 

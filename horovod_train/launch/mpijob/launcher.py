@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from horovod_train.launch.mpijob.render import (
 )
 from horovod_train.launch.mpijob.status import (
     CANCELLED_MESSAGE,
+    ended_at,
     fatal_warning,
     launcher_pods,
     living_pods,
@@ -93,6 +95,7 @@ class MpiJobLauncher(Waits):
         name = request.job.name
         with closing(Cluster(settings.namespace, settings.api_timeout_s)) as cluster:
             _make_room(cluster, name)
+            _remove_expired(cluster)
             for manifest in manifests:
                 cluster.create(manifest, dry_run=True)
             made = cluster.create(mpi_job)
@@ -264,6 +267,24 @@ def _make_room(cluster: Cluster, name: str) -> None:
         cluster.read("MPIJob", name) is not None or cluster.read("ConfigMap", f"{name}-job") is not None
     ):
         sleep(POLL_S / 4)
+
+
+def _remove_expired(cluster: Cluster) -> None:
+    """Remove MPIJobs of ours, with what they own, that have ended longer ago than they are to be kept.
+
+    The operator hands that time to the launcher's Job, and removes nothing else. Whoever may not list
+    MPIJobs leaves them there; the doctor says so.
+    """
+    with suppress(LaunchError):
+        for mpi_job in cluster.mpi_jobs(f"{MANAGED_BY}={MANAGER}"):
+            keep_s = mpi_job["spec"].get("runPolicy", {}).get("ttlSecondsAfterFinished")
+            ended = ended_at(mpi_job)
+            if (
+                keep_s is not None
+                and ended is not None
+                and datetime.now(UTC) - ended > timedelta(seconds=keep_s)
+            ):
+                cluster.delete_mpi_job(mpi_job["metadata"]["name"])
 
 
 def _wait_for_pods_to_go(cluster: Cluster, mpi_job: Manifest) -> None:

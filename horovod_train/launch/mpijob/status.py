@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Any
 
 from horovod_train.launch.base import JobStatus
@@ -42,6 +43,15 @@ def status_of(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
     if "Running" in conditions:
         return JobStatus("running", message=_why_waiting(cluster, name, cluster.warnings(mpi_job)))
     return _before_running(mpi_job, cluster, is_taken_up="Created" in conditions)
+
+
+def ended_at(mpi_job: Manifest) -> datetime | None:
+    """Return when an MPIJob ended, as the operator has it; None: it has not, or nobody says when."""
+    for condition in mpi_job.get("status", {}).get("conditions", []):
+        has_ended = condition["type"] in ("Succeeded", "Failed") and condition.get("status") == "True"
+        if has_ended and "lastTransitionTime" in condition:
+            return datetime.fromisoformat(condition["lastTransitionTime"])
+    return None
 
 
 def living_pods(cluster: Cluster, name: str) -> list[Any]:
