@@ -33,11 +33,11 @@ import torch
 
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.config.schema import Allreduce, Checkpoint, Data, Health, Job, LearningRate, Train
+from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, LearningRate, Train
 from horovod_train.data.shard import StepShare, eval_micro_batches
 from horovod_train.engine.base import World, broadcast_json, mean_over_ranks
 from horovod_train.engine.facts import environment_facts
-from horovod_train.errors import PreemptedError, UserError
+from horovod_train.errors import LostError, PreemptedError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
@@ -45,7 +45,7 @@ from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
 from horovod_train.frameworks.torch.world import TorchWorld
 from horovod_train.frameworks.world import connect
-from horovod_train.health.heartbeat import PeerWatch
+from horovod_train.health.heartbeat import JoinWatch, PeerWatch
 from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.health.sync import check_in_sync
 from horovod_train.lr.policy import LearningRatePolicy
@@ -70,7 +70,9 @@ def init(name: str = "job", *, device: Literal["auto", "cpu", "cuda"] = "auto", 
         EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
     """
     job = Job(name=name, task="own:Loop", train=Train(device=device, seed=seed))
-    return Session(job, connect(TorchWorld, job))
+    with JoinWatch(job.health, log.warning, _end):
+        world = connect(TorchWorld, job)
+    return Session(job, world)
 
 
 class Session:
@@ -82,7 +84,7 @@ class Session:
         self.world = world
         self._stack.callback(world.close)
         if world.size > 1:
-            self._stack.callback(_watch_peers(world, job.health).close)
+            self._stack.callback(PeerWatch(world, job.health, log.warning, _end).close)
         self.device = choose_device(job, world)
         seed_generators(job.train.seed, 0, 0)
 
@@ -233,14 +235,10 @@ class Session:
         return SessionLeaving(checkpoints, LeaveAgreement(self.world, request))
 
 
-def _watch_peers(world: World, health: Health) -> PeerWatch:
-    """Watch the other ranks: one that is frozen ends this one, which would wait for it for ever."""
-
-    def end(why: str) -> None:
-        log.error("%s; rank %d ends", why, world.rank)
-        os._exit(1)  # the main thread waits in a collective, and cannot be reached there
-
-    return PeerWatch(world, health, log.warning, end)
+def _end(why: str) -> None:
+    """End this rank, which would wait for the others for ever."""
+    log.error("%s; this rank ends", why)
+    os._exit(LostError.exit_code)  # the main thread waits in a collective, and cannot be reached there
 
 
 class Step:

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from horovod_train.events import Reporter
 from horovod_train.files import make_folder
 from horovod_train.frameworks.base import Framework, Reader, Replica
 from horovod_train.health.guard import FiniteGuard
-from horovod_train.health.heartbeat import BeatFile, PeerWatch, beat_folder
+from horovod_train.health.heartbeat import BeatFile, JoinWatch, PeerWatch, beat_folder
 from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.health.truth import check_world
 from horovod_train.lr.policy import LearningRatePolicy
@@ -123,13 +123,15 @@ def run_rank(
     # TensorFlow tells every process about its compiler flags.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     framework: Framework = FRAMEWORKS.load(job.framework)()
-    world = framework.connect(job)
+    tell, end = watchers(reporter)
+    with JoinWatch(job.health, tell, end):
+        world = framework.connect(job)
     stack.callback(world.close)
     reporter.rank = world.rank
     environment = environment_facts(job.task if ":" in job.task else None)
     check_world(job, world, environment)
     if world.size > 1 and beat_folder(os.environ) is None:
-        stack.callback(watch_peers(job, world, reporter).close)
+        stack.callback(PeerWatch(world, job.health, tell, end).close)
     run_id = broadcast_json(world, options.run_id or strftime("%Y%m%d-%H%M%S"))
     recorder = Recorder(job.name, run_id, world, job.launch.num_ranks or world.size)
     manager = open_checkpoints(job, world, environment, recorder, reporter, stack)
@@ -160,8 +162,8 @@ def run_rank(
         tell_summary(run, reporter, addresses, manager, seconds, num_samples / seconds)
 
 
-def watch_peers(job: Job, world: World, reporter: Reporter) -> PeerWatch:
-    """Watch the other ranks of a launch that was typed by hand; one that is frozen ends this rank."""
+def watchers(reporter: Reporter) -> tuple[Callable[[str], None], Callable[[str], None]]:
+    """Return what tells of other ranks that are silent, and what ends this one, which waits for them."""
 
     def end(why: str) -> None:
         # The main thread waits in a collective, and cannot be reached there.
@@ -171,7 +173,7 @@ def watch_peers(job: Job, world: World, reporter: Reporter) -> PeerWatch:
     def tell(text: str) -> None:
         reporter.emit("notice", text=text)
 
-    return PeerWatch(world, job.health, tell, end)
+    return tell, end
 
 
 def make_run(

@@ -12,6 +12,7 @@ inspector along, which hears of nothing any more. So each rank has a thread that
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -29,6 +30,8 @@ from horovod_train.engine.base import World, broadcast_json, gather_json
 INTERVAL_S = 0.5
 NUM_WATCHED = 2
 MAX_BYTES = 64
+# Whoever has not joined yet may read a large package from a slow disk.
+MIN_JOIN_SHUTDOWN_S = 600.0
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"  # noqa: S104  (hosts see each other by addresses that only they know)
 
@@ -172,6 +175,43 @@ class PeerWatch:
             else:
                 self._heard_s[int(rank)] = monotonic()
                 self._named.discard(int(rank))
+
+
+class JoinWatch:
+    """While the block runs, this rank joins the others; MPI waits for them for ever.
+
+    Args:
+        health: When to speak, and when to end.
+        tell: Told when it takes long.
+        end: Ends this process; told why.
+    """
+
+    def __init__(self, health: Health, tell: Callable[[str], None], end: Callable[[str], None]) -> None:
+        self._warning_s = health.stall_warning_s
+        self._shutdown_s = max(health.stall_shutdown_s, MIN_JOIN_SHUTDOWN_S)
+        self._tell = tell
+        self._end = end
+        self._over = Event()
+        self._thread = Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        what = "this rank has waited for {:.0f} s for the others to join"
+        warning_s = min(self._warning_s, self._shutdown_s)
+        if self._has_waited(warning_s):
+            self._tell(f"{what.format(warning_s)}: was each of them started, is one stopped, are hosts slow?")
+            if self._has_waited(self._shutdown_s - warning_s):
+                self._end(what.format(self._shutdown_s))
+
+    def _has_waited(self, seconds: float) -> bool:
+        """Whether so much time has passed while this process ran, and was not stopped itself."""
+        return not any(self._over.wait(INTERVAL_S) for _ in range(math.ceil(seconds / INTERVAL_S)))
 
 
 def _addresses(hosts: list[str]) -> list[str]:

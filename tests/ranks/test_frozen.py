@@ -170,6 +170,30 @@ class TestAMachineWithoutOurLauncher:
         assert "ended after health.stall_shutdown_s" in output
         return took_s
 
+    def test_ranks_say_that_they_wait_for_one_that_was_stopped_before_it_joined(self, tmp_path):
+        path = job(tmp_path, "numpy", {})
+        script = tmp_path / "rank.sh"
+        script.write_text(
+            f"[ $OMPI_COMM_WORLD_RANK = 0 ] || kill -STOP $$\nexec {BIN}/horovod-train worker {path}\n"
+        )
+        process = subprocess.Popen(
+            [str(BIN / "horovodrun"), "--mpi", "-np", "2", "sh", str(script)],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+        told = next((line for line in process.stdout if "for the others to join" in line), "nothing")
+        family = psutil.Process(process.pid).children(recursive=True)
+        for each in family:
+            each.kill()
+        process.communicate(timeout=30)
+
+        assert f"rank 0: this rank has waited for {WARNING_S:.0f} s for the others to join" in told
+        wait_for(lambda: not any(map(is_alive, family)), 10)
+
     @pytest.mark.parametrize("num_ranks", [2, 4])
     def test_a_stopped_rank_is_named_and_ends_all(self, tmp_path, num_ranks):
         assert self.stop_one(tmp_path, "numpy", "mpi", num_ranks) > SHUTDOWN_S - 1

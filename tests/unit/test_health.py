@@ -15,7 +15,7 @@ from horovod_train.config.schema import Health
 from horovod_train.errors import DesyncError, NumericError
 from horovod_train.health import heartbeat
 from horovod_train.health.guard import FiniteGuard
-from horovod_train.health.heartbeat import PeerWatch
+from horovod_train.health.heartbeat import JoinWatch, PeerWatch
 from horovod_train.health.sync import check_before_saving, check_in_sync, digest
 
 
@@ -147,6 +147,41 @@ class TestGuard:
 
     def test_a_loss_scaler_is_no_excuse_for_a_loss_that_is_not_a_number(self):
         assert all(isinstance(e, NumericError) for e in self.run(Health(), [math.nan], scaler=True))
+
+
+class TestJoining:
+    QUICK = Health(stall_warning_s=0.3, stall_shutdown_s=0.6)
+
+    @pytest.fixture(autouse=True)
+    def looks_are_quick(self, monkeypatch):
+        monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
+        monkeypatch.setattr(heartbeat, "MIN_JOIN_SHUTDOWN_S", 0.1)
+
+    def join(self, takes_s, health=QUICK):
+        told, ended = [], []
+        with JoinWatch(health, told.append, ended.append):
+            time.sleep(takes_s)
+        return told, ended
+
+    def test_ranks_that_meet_soon_are_told_nothing(self):
+        assert self.join(0.05) == ([], [])
+
+    def test_a_rank_that_waits_says_so(self):
+        told, ended = self.join(0.6, Health(stall_warning_s=0.3, stall_shutdown_s=60))
+
+        assert told[0].startswith("this rank has waited for 0 s for the others to join: was each of them")
+        assert ended == []
+
+    def test_a_rank_that_waits_for_too_long_ends(self):
+        told, ended = self.join(1.2)
+
+        assert len(told) == 1
+        assert ended == ["this rank has waited for 1 s for the others to join"]
+
+    def test_who_reads_packages_from_a_slow_disk_is_waited_for(self, monkeypatch):
+        monkeypatch.setattr(heartbeat, "MIN_JOIN_SHUTDOWN_S", 60)
+
+        assert self.join(1.2)[1] == []
 
 
 class TestPeers:

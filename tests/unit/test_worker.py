@@ -55,7 +55,7 @@ def ranks(tmp_path, monkeypatch):
     """Run a job on ranks; return what each was told to tell, and its error if there was one."""
     monkeypatch.delenv("HOROVOD_TRAIN_RUN", raising=False)
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
-    monkeypatch.setattr(worker, "watch_peers", lambda *_: ExitStack())  # test_health.py has it
+    monkeypatch.setattr(worker, "PeerWatch", lambda *_: ExitStack())  # test_health.py has it
 
     def run(size, **sections):
         job = job_for(tmp_path, **{"launch": {"num_ranks": size}, **sections})
