@@ -51,8 +51,9 @@ def examine_cluster(job: Job | None, settings: Kubernetes) -> Iterator[Finding]:
 
 def _operator(cluster: Cluster) -> Finding:
     if cluster.serves(GROUP, VERSION):
-        # Whether its controller runs shows when a job is submitted; looking at it needs other rights.
-        return Finding("", "mpi operator", f"{PLURAL}.{GROUP}/{VERSION} is installed")
+        # Looking at its controller needs other rights.
+        found = f"{PLURAL}.{GROUP}/{VERSION} is known; whether its controller runs, a job will show"
+        return Finding("", "mpi operator", found)
     fix = "install the MPI operator 0.8 or newer (github.com/kubeflow/mpi-operator)"
     return Finding("", "mpi operator", f"{PLURAL}.{GROUP}/{VERSION} is not known", "fail", fix)
 
@@ -73,6 +74,9 @@ def _permissions(cluster: Cluster, settings: Kubernetes) -> Finding:
 
 def _what_a_job_needs(cluster: Cluster, job: Job) -> Iterator[Finding]:
     kubernetes = job.launch.kubernetes
+    if kubernetes.cpus_per_rank is None and kubernetes.memory_per_rank is None:
+        fix = "set launch.kubernetes.cpus_per_rank and memory_per_rank"
+        yield Finding("", "requests", "none: nodes that run short evict the workers first", "warn", fix)
     for volume in kubernetes.volumes:
         if volume.claim is not None:
             yield _looked_at("claim", volume.claim, partial(_claim, cluster, volume.claim))

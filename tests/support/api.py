@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -97,11 +97,15 @@ class Api:
         condition = {"type": kind, "status": "True", "message": message, "lastTransitionTime": now}
         conditions.append(condition)
 
-    def add_launcher(self, job: Object, log: str, exit_code: int | None = None) -> None:
+    def add_launcher(
+        self, job: Object, log: str, exit_code: int | None = None, ended_s_ago: float = 0.0
+    ) -> None:
         """Let there be a launcher pod, running or ended."""
         name = f"{job['metadata']['name']}-launcher-x{len(self.logs)}"
         self.logs[name] = log
-        state: Object = {"running": {}} if exit_code is None else {"terminated": {"exitCode": exit_code}}
+        end = (datetime.now(UTC) - timedelta(seconds=ended_s_ago)).strftime("%Y-%m-%dT%H:%M:%SZ")
+        ended = {"terminated": {"exitCode": exit_code, "finishedAt": end}}
+        state: Object = {"running": {}} if exit_code is None else ended
         status = {"name": "launcher", "image": "i", "imageID": "", "ready": False, "restartCount": 0}
         self.objects["pods", name] = {
             "apiVersion": "v1",
@@ -115,7 +119,7 @@ class Api:
                 },
             },
             "status": {
-                "phase": "Running" if exit_code is None else "Failed",
+                "phase": "Running" if exit_code is None else "Failed" if exit_code else "Succeeded",
                 "containerStatuses": [{**status, "state": state}],
             },
         }

@@ -60,6 +60,18 @@ def examined(**changes):
     return {finding.what: finding for finding in examine_cluster(job, job.launch.kubernetes)}
 
 
+def test_workers_that_ask_for_nothing_are_told_to(api):
+    del api  # what the cluster has does not matter
+    job = described("cpu")
+    del job["launch"]["kubernetes"]["cpus_per_rank"], job["launch"]["kubernetes"]["memory_per_rank"]
+    job = resolve(Job.model_validate(job)).job
+
+    found = {finding.what: finding for finding in examine_cluster(job, job.launch.kubernetes)}
+
+    assert found["requests"].level == "warn"
+    assert "cpus_per_rank" in found["requests"].fix
+
+
 def test_a_cluster_that_has_everything(api):
     found = examined()
 

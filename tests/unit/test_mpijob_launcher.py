@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -103,6 +104,22 @@ def test_a_job_that_has_ended_makes_room_for_its_continuation(api, how):
     assert second.native_id != first.native_id
     assert api.names("MPIJob") == ["digits"]
     assert MpiJobLauncher().status(first) == before  # remembered
+
+
+@pytest.mark.parametrize(("ended_s_ago", "is_told"), [(300, True), (5, False)])
+def test_an_operator_that_stops_in_the_middle_of_a_job_is_noticed_at_its_end(api, ended_s_ago, is_told):
+    def operator(api, job):
+        api.add_condition(job, "Created")
+        api.add_condition(job, "Running")
+        api.add_launcher(job, "trained digits\n", exit_code=0, ended_s_ago=ended_s_ago)
+
+    api.operator = operator
+
+    status = MpiJobLauncher().status(submit(api))
+
+    assert status.state == "running"
+    told = re.search(r"ended well 5:\d\d ago, and the MPI operator has not taken note", status.message)
+    assert bool(told) == is_told
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
+from horovod_train.events import duration
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.mpijob.cluster import Cluster
 from horovod_train.launch.mpijob.render import CANCELLED, DRAINED, JOB_NAME_LABEL, ROLE_LABEL, Manifest
 
 Warned = tuple[str, str]
 CANCELLED_MESSAGE = "asked to save and leave, then deleted; checkpoints are in its run_dir"
+# So long the operator may take to note an end, in seconds.
+UNNOTICED_S = 60.0
 # Warnings after which nothing will get better by itself.
 FATAL_REASONS = {"ValidationError", "FailedCreate", "InvalidImageName", "ErrResourceExists"}
 # The operator's word for workers that it cannot create, whyever; this is what admission says.
@@ -115,7 +118,11 @@ def _why_waiting(cluster: Cluster, name: str, warned: Sequence[Warned]) -> str:
     warnings = [f"{reason}: {message}" for reason, message in lasting[-1:]]
     if not pods:
         is_running = any(pod.status.phase == "Running" for pod in all_pods)
-        return _between_launchers(all_pods) or (warnings[0] if warnings and not is_running else "")
+        return (
+            _unnoticed_end(all_pods)
+            or _between_launchers(all_pods)
+            or (warnings[0] if warnings and not is_running else "")
+        )
     names = ", ".join(sorted(pod.metadata.name for pod in pods)[:3]) + (" ..." if len(pods) > 3 else "")
     return "; ".join([f"{names} pending", *(_said_of_containers(pods) or warnings)])
 
@@ -130,9 +137,32 @@ def _said_of_containers(pods: Sequence[Any]) -> list[str]:
     return []
 
 
+def _unnoticed_end(pods: Sequence[Any]) -> str:
+    """Return that a launcher has ended well and the operator takes no note; empty: that is not so."""
+    for pod in _launchers_of(pods):
+        ends = [
+            container.state.terminated.finished_at
+            for container in pod.status.container_statuses or []
+            if container.state is not None and container.state.terminated is not None
+        ]
+        if pod.status.phase != "Succeeded" or not all(ends) or not ends:
+            continue
+        since_s = (datetime.now(UTC) - max(ends)).total_seconds()
+        if since_s > UNNOTICED_S:
+            return (
+                f"its launcher has ended well {duration(since_s)} ago, and the MPI operator has not taken "
+                "note; is it running? `kubectl get pods --all-namespaces | grep mpi-operator`"
+            )
+    return ""
+
+
+def _launchers_of(pods: Sequence[Any]) -> list[Any]:
+    return [pod for pod in pods if (pod.metadata.labels or {}).get(ROLE_LABEL) == "launcher"]
+
+
 def _between_launchers(pods: Sequence[Any]) -> str:
     """Return that a launcher has failed and the next one is not there yet; empty: that is not so."""
-    launchers = [pod for pod in pods if (pod.metadata.labels or {}).get(ROLE_LABEL) == "launcher"]
+    launchers = _launchers_of(pods)
     failed = [pod for pod in launchers if pod.status.phase == "Failed"]
     if not failed or len(failed) < len(launchers):
         return ""
