@@ -93,7 +93,7 @@ servers:
 	[ -z "$${missing:-}" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends iproute2 openssh-server openssh-client slurm-wlm munge buildah debootstrap >/dev/null; }
 
 test: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
-	@$(BIN)/python -m pytest --matrix=docs/frameworks.md
+	@$(BIN)/python -m pytest -n 2 --matrix=docs/frameworks.md
 
 image: tools $(VENV)/installed-dev
 	@$(BIN)/python -m pytest -s -m image

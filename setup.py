@@ -69,6 +69,7 @@ setup(
             "pre-commit",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "types-jsonschema",
             "types-psutil",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -18,12 +20,12 @@ sys.path[:0] = [str(Path(__file__).parent / name) for name in (".", "programs", 
 
 
 from support.budget import MAX_LAUNCHES, Launches  # noqa: E402
-from support.matrix import COLUMNS, Matrix, update  # noqa: E402  (found by the path above)
-from support.pools import CONTROLLERS, PROCESSES, Pools  # noqa: E402
+from support.lanes import Lanes, pool_of  # noqa: E402
+from support.matrix import Matrix, update  # noqa: E402  (found by the path above)
+from support.pools import PROCESSES, Pools  # noqa: E402
 
 STAGES = Path("/tmp")  # noqa: S108  (where ranks' hosts have their files while a job runs)
-MATRIX = pytest.StashKey[Matrix]()
-LAUNCHES = pytest.StashKey[Launches]()
+SEEN = pytest.StashKey["Seen"]()
 
 
 def pytest_addoption(parser):
@@ -32,8 +34,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.stash[MATRIX] = Matrix()
-    config.stash[LAUNCHES] = Launches()
+    config.stash[SEEN] = Seen()
+    config.pluginmanager.register(config.stash[SEEN])
     if (seed := config.getoption("--shuffle")) is not None:
         config.pluginmanager.register(Shuffled(seed))
 
@@ -50,19 +52,13 @@ class Shuffled:
         self.chance.shuffle(items)
 
 
-def pool_of(item):
-    """The pool that a test uses, as what it is sorted by; those that use none come first."""
-    if "pools" not in item.fixturenames:
-        return ()
-    values = item.callspec.params.values()
-    framework = next((v for v in values if isinstance(v, str) and v in COLUMNS), "torch")
-    world = next((v for v in values if isinstance(v, tuple)), (2, CONTROLLERS[framework]))
-    return list(COLUMNS).index(framework), *world
-
-
 def pytest_collection_modifyitems(items):
     """Let all tests of a pool follow each other, over all files: it is started once, and waits for nobody."""
     items.sort(key=pool_of)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return Lanes(config, log)
 
 
 @pytest.fixture
@@ -71,28 +67,42 @@ def matrix(record_property):
     return lambda row, column, text="yes": record_property("matrix", (row, column, text))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    report = yield
-    if report.when == "call":
+class Seen:
+    """What tests have seen and started; with several workers the reports bring it together."""
+
+    def __init__(self):
+        self.matrix = Matrix()
+        self.launches = Launches()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self):
+        report = yield
+        report.user_properties = [*report.user_properties, ("launches", self.launches.heard())]
+        return report
+
+    def pytest_runtest_logreport(self, report):
         for name, value in report.user_properties:
-            if name == "matrix":
+            if name == "launches":
+                self.launches.counts.update(value)
+            elif name == "matrix" and report.when == "call":
                 row, column, text = value
-                item.config.stash[MATRIX].add(row, column, text, passed=report.passed)
-    return report
+                self.matrix.add(row, column, text, passed=report.passed)
 
 
 def pytest_sessionfinish(session):
+    if hasattr(session.config, "workerinput"):
+        return  # whoever has started the workers knows everything
+    seen = session.config.stash[SEEN]
     page = session.config.getoption("--matrix")
-    if page and not update(session.config.stash[MATRIX], Path(page)):
+    if page and not update(seen.matrix, Path(page)):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     is_suite = "not campaign" in session.config.option.markexpr
-    if is_suite and session.config.stash[LAUNCHES].counts.total() > MAX_LAUNCHES:
+    if is_suite and seen.launches.counts.total() > MAX_LAUNCHES:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    terminalreporter.write_line(str(config.stash[LAUNCHES]))
+    terminalreporter.write_line(str(config.stash[SEEN].launches))
     page = config.getoption("--matrix")
     if page:
         terminalreporter.write_line(f"{page} says what was seen; if it has changed, look at it and commit it")
@@ -132,6 +142,13 @@ def stages_of(base: Path) -> set[Path]:
     return found
 
 
+def of_this_process():
+    """What a test may change for itself only."""
+    logger = logging.getLogger("horovod_train")
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    return list(logger.handlers), logger.propagate, [*map(signal.getsignal, numbers)], Path.cwd()
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
@@ -139,6 +156,7 @@ def leaves_nothing_behind(tmp_path_factory):
     threads = set(threading.enumerate())
     servers = set(psutil.Process().children())  # shared by several tests
     stages = stages_of(base)
+    settings = of_this_process()
     yield
     new = [
         process
@@ -166,6 +184,7 @@ def leaves_nothing_behind(tmp_path_factory):
     assert not folders, f"folders left behind: {folders}"
     assert not changed, f"environment changed: {sorted(changed)}"
     assert not extra, f"threads left behind: {extra}"
+    assert settings == of_this_process(), "left behind: a signal's handler, or where a logger writes"
 
 
 @pytest.fixture(params=["mpi", "gloo"])

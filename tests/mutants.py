@@ -56,6 +56,7 @@ NOT_USED = {
     "ReplaceComparisonOperator_IsNot_NotEq",
 }
 REACHED = "tests.json"
+FORK_FAILED = 70
 IMPORTED_LIMIT_S = 120.0
 PYTEST = ("-q", "--no-header", "--durations=0", "--durations-min=9")
 
@@ -298,7 +299,7 @@ def fork(folder: Path, log: Path, work) -> int:
     sys.stdout.flush()
     if pid := os.fork():
         return pid
-    code = 70
+    code = FORK_FAILED
     try:
         os.setsid()
         nowhere, output = (
@@ -350,7 +351,10 @@ class Trial:
         if pid == 0:
             os.waitpid(self.pid, 0)
         shutil.copy2(ROOT / self.mutant.path, self.folder / self.mutant.path)
-        return pid == 0 or status != 0
+        code = os.waitstatus_to_exitcode(status)
+        if code == FORK_FAILED:
+            sys.exit(f"{self.log.read_text()}\nerror: the unit tests cannot be started")
+        return pid == 0 or code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 def trials(

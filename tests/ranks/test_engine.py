@@ -14,7 +14,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-from support.launching import BIN, PROGRAMS, cli, environment
+from support.launching import BIN, PROGRAMS, cli, environment, on_horovod, results
 
 from horovod_train.engine import build
 from horovod_train.errors import EngineError
@@ -227,6 +227,14 @@ def rendezvous():
     server._httpd.shutdown()
     server._httpd.server_close()
     server._listen_thread.join()
+
+
+def test_a_rank_that_waits_for_another_over_mpi_leaves_the_processor_to_others(tmp_path):
+    on_horovod(2, "mpi", "waits.py", str(tmp_path))
+
+    (share,) = results(tmp_path)
+
+    assert share < 0.4  # it was 1: Open MPI asks, and asks, and asks
 
 
 def test_addresses_of_before_are_gone_when_all_ranks_have_used_them(rendezvous):

@@ -42,7 +42,7 @@ NO_NORM = "Keras shows no gradient: the metric is absent, not zero"
 pytestmark = pytest.mark.ranks
 
 
-def job(folder, name, framework, controller, kill_after=0):
+def job(folder, name, framework, controller, kill_after=0, **train):
     return write_job(
         folder / f"{name}.yaml",
         name=name,
@@ -50,7 +50,7 @@ def job(folder, name, framework, controller, kill_after=0):
         task=f"frameworks.{framework}_task:Task",
         task_args={"dropout": 0.25, "pause_s": 0.015, "kill_after": kill_after},
         run_dir=str(folder / "runs"),
-        train={"epochs": EPOCHS, "batch_size_per_rank": BATCH_SIZE},
+        train={"epochs": EPOCHS, "batch_size_per_rank": BATCH_SIZE, **train},
         optimizer={"name": "adam"},
         lr={"base_lr": LR, "scaling": "none"},
         metrics={"port": free_port(), "grad_norm_every_steps": 1},
@@ -134,6 +134,19 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(run, tmp_path, po
     assert f"resumed from step-{at_kill:012d}" in done[0]["output"]
     assert arrays(newest(tmp_path, "killed")) == arrays(newest(tmp_path, "whole"))
     check_metrics(run, scraped)
+
+
+@pytest.mark.parametrize("run", ["torch"])
+def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(run, tmp_path, pools):
+    framework, controller = name_of(run), CONTROLLERS[run]
+    pool, found = pools.get(run, RANKS, controller), []
+    for number, seed in enumerate((1, 1, 2)):
+        path = job(tmp_path, f"seed-{number}", framework, controller, seed=seed)
+        pool.run("run_job.py", str(path), folder=tmp_path)
+        found.append(arrays(newest(tmp_path, f"seed-{number}")))
+
+    assert found[0] == found[1]
+    assert found[0] != found[2]
 
 
 def check_metrics(run, scraped):

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.launching import BIN, environment, name_of, on_horovod
+from support.launching import BIN, environment, name_of
 from support.pools import CONTROLLERS
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -24,13 +24,10 @@ FRAMEWORK_OF = {
 pytestmark = pytest.mark.ranks
 
 
-def in_fresh_processes(script, batch_size, folder, *, alone):
+def in_a_fresh_process(script, batch_size, folder):
     """For a library that remembers for the life of a process how many there are."""
-    arguments = [str(script), str(batch_size), str(folder / "checkpoints")]
-    if not alone:
-        return on_horovod(2, "gloo", *arguments).stdout
     return subprocess.run(
-        [str(BIN / "python"), *arguments],
+        [str(BIN / "python"), str(script), str(batch_size), str(folder / "checkpoints")],
         env=environment(),
         capture_output=True,
         text=True,
@@ -41,18 +38,21 @@ def in_fresh_processes(script, batch_size, folder, *, alone):
 
 def run(pools, framework, example, batch_size, folder, *, alone):
     script = EXAMPLES / f"{name_of(example)}.py"
-    if framework == "transformers":
-        output = in_fresh_processes(script, batch_size, folder, alone=alone)
+    if framework == "transformers" and alone:
+        output = in_a_fresh_process(script, batch_size, folder)
     else:
         pool = pools.get(framework, 2, CONTROLLERS[framework])
-        answers = pool.run(script, str(batch_size), folder=folder, alone=alone)
+        arguments = [str(folder / "checkpoints")] if framework == "transformers" else []
+        answers = pool.run(script, str(batch_size), *arguments, folder=folder, alone=alone)
         output = "".join(rank["output"] for rank in answers)
     accuracies = [float(found) for found in re.findall(r"rank \d of \d: accuracy ([\d.]+)", output)]
     weights = [float(found) for found in re.findall(r"weights ([\d.]+)", output)]
     return accuracies, weights
 
 
-@pytest.mark.parametrize(("example", "framework"), FRAMEWORK_OF.items(), ids=FRAMEWORK_OF)
+@pytest.mark.parametrize(
+    ("framework", "example"), [(framework, example) for example, framework in FRAMEWORK_OF.items()]
+)
 def test_trains_the_same_alone_and_on_two_ranks(example, framework, tmp_path, pools, matrix):
     matrix("in a script of your own, without a job", framework)
     [accuracy], [weights] = run(pools, framework, example, 64, tmp_path, alone=True)

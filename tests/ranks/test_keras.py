@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 from frameworks.cases import CASES, EPOCHS
 from support.joint import train_jointly
-from support.launching import BIN, PROGRAMS, cli, environment, on_horovod, write_job
+from support.launching import BIN, PROGRAMS, environment, write_job
+from support.pools import CONTROLLERS
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
 from horovod_train.frameworks.arrays import from_blob
 
 ADAM = CASES[1]
+BACK_ENDS = ("keras on tensorflow", "keras on torch", "keras on jax")
+assert len(BACK_ENDS) == EPOCHS
 # In an environment without this product, and on another back end than it was trained on.
 LOAD = """
 import sys
@@ -31,33 +34,55 @@ model.fit(samples.x, samples.y, verbose=0)  # alone
 pytestmark = pytest.mark.ranks
 
 
-def train(folder, *, epochs, back_end, controller):
-    fields = ADAM.job("keras")
-    job = write_job(
-        folder / "job.yaml",
-        **{**fields, "train": {**fields["train"], "epochs": epochs}},
-        run_dir=str(folder / "runs"),
-        launch={"num_ranks": 2, "controller": controller},
-    )
-    return cli("run", str(job), cwd=folder, PYTHONPATH=str(PROGRAMS), KERAS_BACKEND=back_end)
+class Relay:
+    """One training, each epoch on the ranks of another back end.
+
+    Args:
+        folder: Where it is.
+        pools: Ranks of all back ends.
+    """
+
+    def __init__(self, folder, pools):
+        self.folder, self.pools, self.said = folder, pools, []
+
+    def train(self, epochs):
+        """Train up to so many epochs; those that were trained already are not trained again."""
+        while len(self.said) < epochs:
+            framework, fields = BACK_ENDS[len(self.said)], ADAM.job("keras")
+            job = write_job(
+                self.folder / "job.yaml",
+                **{**fields, "train": {**fields["train"], "epochs": len(self.said) + 1}},
+                run_dir=str(self.folder / "runs"),
+                launch={"num_ranks": 2, "controller": CONTROLLERS[framework]},
+            )
+            pool = self.pools.get(framework, 2, CONTROLLERS[framework])
+            self.said.append(pool.run("run_job.py", str(job), folder=self.folder)[0]["output"])
 
 
-def test_trained_on_tensorflow_then_on_torch_then_on_jax_is_the_same_training(tmp_path):
-    train(tmp_path, epochs=1, back_end="tensorflow", controller="mpi")
-    second = train(tmp_path, epochs=2, back_end="torch", controller="gloo")
-    third = train(tmp_path, epochs=EPOCHS, back_end="jax", controller="mpi")
-
-    assert "resumed from" in second.stdout
-    assert "resumed from" in third.stdout
-    expected, _ = train_jointly(ADAM, 2, framework="keras")
-    last = read_checkpoint(list_checkpoints(tmp_path / "runs" / "case" / "checkpoints")[0].path)
-    found = {blob.shape: from_blob(blob) for blob in last.arrays["model"].values()}
-    for array in expected.values():
-        assert np.abs(found[array.shape] - array).max() <= ADAM.tolerance
+@pytest.fixture(scope="session")
+def relay(tmp_path_factory, pools):
+    return Relay(tmp_path_factory.mktemp("relay"), pools)
 
 
-def test_a_saved_model_loads_where_this_product_is_not_installed(tmp_path):
-    on_horovod(2, "gloo", "keras_saved.py", str(tmp_path), env={"KERAS_BACKEND": "tensorflow"})
+@pytest.mark.parametrize("framework", BACK_ENDS)
+def test_trained_on_tensorflow_then_on_torch_then_on_jax_is_the_same_training(framework, relay, pools):
+    del pools  # named so that this test comes among those of the back end's pool
+    epochs = BACK_ENDS.index(framework) + 1
+    relay.train(epochs)
+
+    assert ["resumed from" in said for said in relay.said] == [number > 0 for number in range(epochs)]
+    if epochs == EPOCHS:
+        expected, _ = train_jointly(ADAM, 2, framework="keras")
+        last = read_checkpoint(list_checkpoints(relay.folder / "runs" / "case" / "checkpoints")[0].path)
+        found = {blob.shape: from_blob(blob) for blob in last.arrays["model"].values()}
+        for array in expected.values():
+            assert np.abs(found[array.shape] - array).max() <= ADAM.tolerance
+
+
+@pytest.mark.parametrize("framework", ["keras on tensorflow"])
+def test_a_saved_model_loads_where_this_product_is_not_installed(framework, pools, tmp_path):
+    pool = pools.get(framework, 2, CONTROLLERS[framework])
+    pool.run("keras_saved.py", str(tmp_path), folder=tmp_path)
 
     loaded = subprocess.run(
         [str(BIN / "python"), "-c", LOAD],

@@ -29,22 +29,23 @@ def check(found, size):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("size", "controller"), [(2, "mpi"), (3, "gloo")])
-def test_an_own_loop_on_ranks_trains_like_one_process(tmp_path, controller, size, matrix):
+@pytest.mark.parametrize("world", [(2, "mpi"), (3, "mpi"), (4, "gloo")], ids="{0[0]}-{0[1]}".format)
+def test_an_own_loop_on_ranks_trains_like_one_process(tmp_path, world, pools, matrix):
     matrix("in a script of your own, without a job", "torch")
     arguments = [str(tmp_path), str(tmp_path / "checkpoints"), str(EPOCHS), str(free_port())]
 
-    on_horovod(size, controller, "own_loop.py", *arguments)
+    pools.get("torch", *world).run("own_loop.py", *arguments, folder=tmp_path)
 
-    check(results(tmp_path), size)
+    check(results(tmp_path), world[0])
 
 
 @pytest.mark.ranks
-def test_an_own_loop_goes_on_in_mid_epoch(tmp_path):
+def test_an_own_loop_goes_on_in_mid_epoch(tmp_path, pools):
     arguments = [str(tmp_path), str(tmp_path / "checkpoints"), str(EPOCHS), str(free_port())]
+    pool = pools.get("torch", 2, "mpi")
 
-    on_horovod(2, "mpi", "own_loop.py", *arguments, "stop")
-    on_horovod(2, "mpi", "own_loop.py", *arguments)
+    pool.run("own_loop.py", *arguments, "stop", folder=tmp_path)
+    pool.run("own_loop.py", *arguments, folder=tmp_path)
 
     found = results(tmp_path)
     assert all(rank["resumed"] for rank in found)

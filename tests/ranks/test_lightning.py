@@ -10,7 +10,7 @@ import pytest
 from frameworks.cases import Case
 from frameworks.net import BATCH_SIZE
 from support.joint import largest_difference, train_jointly
-from support.launching import BIN, PROGRAMS, environment, on_horovod, results
+from support.launching import BIN, PROGRAMS, environment, results
 
 RANKS, NUM_SAMPLES, EPOCHS = 2, 48, 3
 PLAIN = Case("plain", num_samples=NUM_SAMPLES)
@@ -24,9 +24,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("lightning")
 
 
-@pytest.fixture(scope="module")
-def ranks(folder):
-    on_horovod(RANKS, "mpi", "lightning_ways.py", str(folder))
+@pytest.fixture(scope="module", params=["lightning"])
+def ranks(request, folder, pools):
+    pools.get(request.param, RANKS, "mpi").run("lightning_ways.py", str(folder), folder=folder)
     return results(folder)
 
 

@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from support.launching import cli, free_port
+from support.launching import cli, free_port, write_job
+from support.pools import CONTROLLERS
 from transformers import ViTConfig, ViTForImageClassification
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
@@ -58,10 +59,19 @@ def test_it_is_fine_tuned_from_the_folder(pretrained, tmp_path):
     }
 
 
-def test_a_folder_without_a_model_is_named(tmp_path):
-    done = cli(
-        "run", "vit-digits", "-n", "1", "--set", f"task_args.pretrained={tmp_path}", cwd=tmp_path, check=False
+@pytest.mark.parametrize("framework", ["transformers"])
+def test_a_folder_without_a_model_is_named(framework, pools, tmp_path):
+    job = write_job(
+        tmp_path / "job.yaml",
+        framework=framework,
+        task="vit-digits",
+        task_args={"pretrained": str(tmp_path)},
+        run_dir=str(tmp_path),
     )
 
-    assert done.returncode == 1
-    assert f"{tmp_path} holds no model" in done.stderr
+    pool = pools.get(framework, 2, CONTROLLERS[framework])
+    done = pool.run("run_job.py", str(job), folder=tmp_path, check=False)
+
+    for rank in done:
+        assert rank["code"] == 1
+        assert f"{tmp_path} holds no model" in rank["output"]

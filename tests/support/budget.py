@@ -9,19 +9,29 @@ from pathlib import Path
 
 # What `make test` starts, and a few more: who needs more of them should first look for a cheaper way
 # (CONTRIBUTING.md, "Tests"). `make campaign` and `make image` have no budget.
-MAX_LAUNCHES = 220
+MAX_LAUNCHES = 200
 
 
 class Launches:
-    """Counts the launches of this process, by the program that starts the ranks."""
+    """Counts launches, by the program that starts the ranks.
+
+    Attributes:
+        counts: Those that reports of tests have told of.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self._heard: Counter[str] = Counter()
         sys.addaudithook(self._hear)
+
+    def heard(self) -> dict[str, int]:
+        """Return what this process has launched since it was last asked."""
+        heard, self._heard = self._heard, Counter()
+        return dict(heard)
 
     def _hear(self, event: str, arguments: tuple) -> None:
         if event == "subprocess.Popen" and (program := launcher_in(arguments[1])):
-            self.counts[program] += 1
+            self._heard[program] += 1
 
     def __str__(self) -> str:
         each = ", ".join(f"{count} by {program}" for program, count in self.counts.most_common())

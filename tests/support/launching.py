@@ -118,7 +118,9 @@ def write_job(path: Path, **fields: Any) -> Path:
 
 def free_port() -> int:
     """Return a port below the ephemeral range with a few free ones behind it."""
-    for port in range(21000 + os.getpid() % 997 * 8, 32000, 8):
+    first = os.getpid() * 331 % 1375  # processes that run at the same time begin far from each other
+    for number in range(1375):
+        port = 21000 + (first + number) % 1375 * 8
         try:
             for offset in range(4):
                 with socket.socket() as probe:

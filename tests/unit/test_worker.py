@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import threading
 import urllib.request
@@ -187,11 +188,14 @@ class TestTheEnd:
             monkeypatch.setattr(worker, "drop_what_cannot_be_shown", lambda: None)
             monkeypatch.setattr(worker, "load_job", lambda *_, **__: Job(name="line", task="digits"))
             handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+            logger = logging.getLogger("horovod_train")
+            logged_to = list(logger.handlers)
             try:
                 return worker.main(WorkerOptions(file)), capsys.readouterr().out
             finally:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
+                logger.handlers[:], logger.propagate = logged_to, True
 
         return run
 
