@@ -25,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.alternating import is_recorded
+from benchmarks.in_turns import is_ours
 from benchmarks.models import MODELS
 
 HERE = Path(__file__).parent
@@ -105,6 +106,15 @@ ALTERNATING = Variant(
         str(folder / "job.json"),
     ],
 )
+IN_TURNS = Variant(
+    "by hand in turns",
+    lambda model, steps, folder: [
+        *OURS.command(model, steps, folder)[:5],
+        str(HERE / "in_turns.py"),
+        str(folder / "job.json"),
+    ],
+    (("HOROVOD_FUSION_THRESHOLD", str(128 * 2**20)),),
+)
 PLAIN = Variant(
     "hand-written", lambda model, steps, _: horovodrun(str(HERE / "plain_horovod.py"), model, str(steps))
 )
@@ -133,6 +143,7 @@ def comparisons() -> list[Comparison]:
         Comparison("hand-written Horovod", OURS, PLAIN, 1.02),
         Comparison("DDP over Gloo", OURS, ddp(25), 1.00),
         Comparison("DDP, small buckets", OURS, ddp(4), 1.00),
+        Comparison("hand-written, in turns", IN_TURNS, None, 1.01, is_first=is_ours, steps=90),
         Comparison("metrics on / off, in turns", ALTERNATING, None, 1.01, is_first=is_recorded, steps=125),
         Comparison(
             "50 steps with a checkpoint / without",
