@@ -98,23 +98,20 @@ OURS_GLOO = Variant(
         "--gloo" if part == "--mpi" else part for part in OURS.command(model, steps, folder)
     ],
 )
-ALTERNATING = Variant(
-    "metrics in blocks",
-    lambda model, steps, folder: [
-        *OURS.command(model, steps, folder)[:5],
-        str(HERE / "alternating.py"),
-        str(folder / "job.json"),
-    ],
-)
-IN_TURNS = Variant(
-    "by hand in turns",
-    lambda model, steps, folder: [
-        *OURS.command(model, steps, folder)[:5],
-        str(HERE / "in_turns.py"),
-        str(folder / "job.json"),
-    ],
-    (("HOROVOD_FUSION_THRESHOLD", str(128 * 2**20)),),
-)
+
+
+def both_in(script: str, *env: tuple[str, str]) -> Variant:
+    """Return a script that trains in both ways, in turns, in the place of our worker."""
+
+    def command(model: str, steps: int, folder: Path) -> list[str]:
+        launch = OURS.command(model, steps, folder)[:5]
+        return [*launch, str(HERE / script), str(folder / "job.json")]
+
+    return Variant(script, command, env)
+
+
+ALTERNATING = both_in("alternating.py")
+IN_TURNS = both_in("in_turns.py", ("HOROVOD_FUSION_THRESHOLD", str(128 * 2**20)))
 PLAIN = Variant(
     "hand-written", lambda model, steps, _: horovodrun(str(HERE / "plain_horovod.py"), model, str(steps))
 )

@@ -41,7 +41,9 @@ def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[
             "wanted": HOROVOD_VERSION,
             "build": installed_key(),
             "nccl": (plan or {}).get("nccl", ""),
-            "patches_differ": sorted(dict(own_patches().items() ^ (plan or {}).get("patches", {}).items())),
+            "patches_differ": sorted(
+                {name for name, _ in own_patches().items() ^ (plan or {}).get("patches", {}).items()}
+            ),
         },
         "mpi": _mpi_version(),
         "names": {name: _address(name) for name in names},

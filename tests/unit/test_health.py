@@ -157,23 +157,26 @@ class TestJoining:
         monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
         monkeypatch.setattr(heartbeat, "MIN_JOIN_SHUTDOWN_S", 0.1)
 
-    def join(self, takes_s, health=QUICK):
+    def join(self, takes_s, health=QUICK, until=lambda told, ended: False):
+        """Return what is told, and why the rank ends, while it joins for so long, or until that is enough."""
         told, ended = [], []
+        deadline = time.monotonic() + takes_s
         with JoinWatch(health, told.append, ended.append):
-            time.sleep(takes_s)
+            while time.monotonic() < deadline and not until(told, ended):
+                time.sleep(0.02)
         return told, ended
 
     def test_ranks_that_meet_soon_are_told_nothing(self):
         assert self.join(0.05) == ([], [])
 
     def test_a_rank_that_waits_says_so(self):
-        told, ended = self.join(0.6, Health(stall_warning_s=0.3, stall_shutdown_s=60))
+        told, ended = self.join(10, Health(stall_warning_s=0.3, stall_shutdown_s=60), lambda told, _: told)
 
         assert told[0].startswith("this rank has waited for 0 s for the others to join: was each of them")
         assert ended == []
 
     def test_a_rank_that_waits_for_too_long_ends(self):
-        told, ended = self.join(1.2)
+        told, ended = self.join(10, until=lambda _, ended: ended)
 
         assert len(told) == 1
         assert ended == ["this rank has waited for 1 s for the others to join"]
