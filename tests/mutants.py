@@ -316,6 +316,7 @@ def fork(folder: Path, log: Path, work) -> int:
         import horovod_train
 
         assert Path(horovod_train.__file__).is_relative_to(folder)
+        code = pytest.ExitCode.INTERNAL_ERROR  # what pytest itself stumbles over
         code = int(work())
     finally:
         sys.stdout.flush()
@@ -385,15 +386,21 @@ def trials(
         time.sleep(0.02)
 
 
-def measure(folder: Path) -> Tests:
+def known(kept: Path | None) -> Tests | None:
+    """Return what a run before has measured. Tests written since are tried with no mutant."""
+    return Tests(**json.loads(kept.read_text())) if kept and kept.exists() else None
+
+
+def measure(folder: Path, kept: Path | None) -> Tests:
     """Run all unit tests once, as they are."""
     log = folder.with_suffix(".log")
     pid = fork(folder, log, lambda: Reached(folder).run([*PYTEST, "tests/unit"]))
     _, status = os.waitpid(pid, 0)
     if status:
         sys.exit(f"{log.read_text()}\nerror: the unit tests have to pass before anything is changed")
-    known = json.loads((folder / REACHED).read_text())
-    return Tests(known["lines"], known["duration_s"])
+    if kept:
+        shutil.copy(folder / REACHED, kept)
+    return Tests(**json.loads((folder / REACHED).read_text()))
 
 
 def warm() -> None:
@@ -419,12 +426,15 @@ def main() -> None:
     parser.add_argument("--least", type=float, default=0.85, help="fail if less are killed (default: 0.85)")
     parser.add_argument("--limit-s", type=float, default=2700)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--reached", type=Path, help="file that keeps which test reaches what, for the next run"
+    )
     options = parser.parse_args()
     start = time.monotonic()
     warm()
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folders = [copy_of_the_tree(Path(name) / str(place)) for place in range(options.jobs)]
-        tests = measure(folders[0])
+        tests = known(options.reached) or measure(folders[0], options.reached)
         print(f"{len(tests.duration_s)} unit tests pass, {time.monotonic() - start:.0f} s", flush=True)
         mutants = draw(options.seed, options.count)
         killed, all_of = Counter(), Counter()
@@ -434,7 +444,10 @@ def main() -> None:
             killed[room] += is_killed
             if not is_killed:
                 where = f"{mutant.path}:{mutant.line} ({mutant.operator})"
-                print(f"\nsurvived: {where}\n{mutant.difference()}", flush=True)
+                print(
+                    f"\nsurvived, {all_of.total() - killed.total()} of {all_of.total()}: {where}", flush=True
+                )
+                print(mutant.difference(), flush=True)
     print()
     for room in CORE:
         print(f"{room:20} {killed[room]:4} of {all_of[room]:4} killed")

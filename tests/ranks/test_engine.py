@@ -237,6 +237,16 @@ def test_a_rank_that_waits_for_another_over_mpi_leaves_the_processor_to_others(t
     assert share < 0.2  # it was 1: Open MPI asks, and asks, and asks
 
 
+@pytest.mark.parametrize("controller", ["mpi", "gloo"])
+def test_ranks_without_work_seldom_ask_for_some(tmp_path, controller):
+    variables = {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_TIMELINE": "DYNAMIC"}
+    on_horovod(2, controller, "idles.py", str(tmp_path), env=variables)
+
+    (cycles_per_s,) = results(tmp_path)
+
+    assert 10 < cycles_per_s < 400  # in each cycle of a millisecond it was nearly 1000
+
+
 def test_addresses_of_before_are_gone_when_all_ranks_have_used_them(rendezvous):
     """Patch 0014: else ranks that initialize again over Gloo call an address of before, and abort."""
     rendezvous("PUT", "local_localhost/rank_1")

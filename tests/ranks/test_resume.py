@@ -18,7 +18,16 @@ EPOCHS = 3
 pytestmark = pytest.mark.ranks
 
 
-def job(folder: Path, name: str, controller: str, ranks: int, kill: str = "", framework="numpy", **train):
+def job(
+    folder: Path,
+    name: str,
+    controller: str,
+    ranks: int,
+    kill: str = "",
+    framework="numpy",
+    loaders=1,
+    **train,
+):
     notes = folder / f"notes-{name}-{ranks}-{bool(kill)}"
     notes.mkdir(exist_ok=True)
     path = write_job(
@@ -31,7 +40,7 @@ def job(folder: Path, name: str, controller: str, ranks: int, kill: str = "", fr
         train={"epochs": EPOCHS, "batch_size_per_rank": 4, **train},
         optimizer={"torch": ADAMW, "numpy": {"args": {"momentum": 0.9}}}[framework],
         lr={"base_lr": 0.01, "reference_batch_size": 4, "warmup_epochs": 1, "decay": "cosine"},
-        data={"num_workers": 1 if framework == "torch" else 0},
+        data={"num_workers": loaders if framework == "torch" else 0},
         checkpoint={"every_steps": 3, "every_epochs": None, "keep_last": 100},
         launch={"num_ranks": ranks, "controller": controller},
     )
@@ -67,7 +76,7 @@ def notes_by_call(notes: Path) -> list[list[list[int]]]:
     ],
 )
 def test_killed_in_mid_epoch_and_resumed_is_bit_for_bit_the_undisturbed_run(tmp_path, controller, framework):
-    whole, _ = job(tmp_path, "whole", controller, ranks=2, framework=framework)
+    whole, _ = job(tmp_path, "whole", controller, ranks=2, framework=framework, loaders=0)
     cli("run", str(whole), cwd=tmp_path)
     killed, _ = job(tmp_path, "killed", controller, ranks=2, kill="1:12", framework=framework)
     stopped = cli("run", str(killed), cwd=tmp_path, check=False)

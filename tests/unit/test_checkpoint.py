@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -693,3 +694,172 @@ class TestThingsOfLater:
             parse_state(broken)
         with pytest.raises(CheckpointError, match="random generators are damaged"):
             parse_state(_header({"other": whole}) + damage)
+
+
+class TestAFolder:
+    """What stands in a folder of checkpoints, and what becomes of it."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        checkpoints = manager(tmp_path, keep_last=100)
+        for step in (1, 2, 3):
+            save(checkpoints, step, metrics={"loss": 1 / step})
+        checkpoints.close()
+        return tmp_path
+
+    def test_that_is_not_there_has_none(self, tmp_path):
+        assert store.list_checkpoints(tmp_path / "nowhere") == []
+
+    def test_an_element_type_that_no_file_has_is_refused(self):
+        with pytest.raises(CheckpointError, match=r"cannot save weight: element type float80 is not"):
+            dump_state({}, {"weight": ArrayBlob("float80", (1,), b"0" * 10)})
+
+    def test_what_is_set_aside_twice_has_two_names(self, folder):
+        newest = store.list_checkpoints(folder)[0]
+        first = store.set_aside(newest, "earlier")
+        shutil.copytree(first, newest.path)
+
+        second = store.set_aside(newest, "earlier")
+
+        assert [first.name, second.name] == [f"earlier-{number}-step-000000000003" for number in (1, 2)]
+
+    def test_that_was_set_aside_as_damaged_is_kept_when_a_run_starts_anew(self, folder):
+        (folder / "step-000000000003" / "model.safetensors").write_bytes(b"")
+        store.set_aside(store.list_checkpoints(folder)[0], store.DAMAGED)
+
+        checkpoints = manager(folder, resume="never")
+        assert checkpoints.latest() is None
+        checkpoints.close()
+
+        assert names(folder) == []
+        assert store.list_damaged(folder) == []
+        assert len(list(folder.glob("earlier-*-step-*"))) == 3
+
+    def test_a_writer_that_was_killed_after_its_renames_leaves_nothing(self, folder):
+        replaced = folder / (store._REPLACED + "step-000000000003")
+        shutil.copytree(folder / "step-000000000003", replaced)
+
+        store.sweep(folder)
+
+        assert not replaced.exists()
+        assert names(folder) == [3, 2, 1]
+
+    def test_the_best_is_chosen_among_those_that_can_be_read(self, folder):
+        (folder / "step-000000000002" / "manifest.json").write_text("{}")
+
+        checkpoints = manager(folder, best={"metric": "loss", "mode": "max"}, keep_last=1)
+        save(checkpoints, 4, metrics={"loss": 0.01})
+        checkpoints.close()
+
+        assert names(folder) == [4, 1]
+
+    def test_old_ones_that_cannot_be_removed_keep_no_new_one_from_being_written(
+        self, folder, monkeypatch, caplog
+    ):
+        def refuse(checkpoint):
+            raise PermissionError("no")
+
+        monkeypatch.setattr(store, "remove", refuse)
+
+        checkpoints = manager(folder, keep_last=1)
+        save(checkpoints, 4)
+        checkpoints.close()
+
+        assert names(folder) == [4, 3, 2, 1]
+        assert "old checkpoints were not removed: no" in caplog.text
+
+    def test_one_that_was_refused_half_written_leaves_nothing(self, folder):
+        content = store.read_checkpoint(folder / "step-000000000003")
+        content.arrays["model"] = {"weight": ArrayBlob("float80", (1,), b"0" * 10)}
+
+        with pytest.raises(CheckpointError, match="float80"):
+            store.write_checkpoint(folder, 4, content)
+
+        assert names(folder) == [3, 2, 1]
+        assert not list(folder.glob(f"{store._TEMPORARY}*"))
+
+    def test_that_does_not_exist_yet_is_made_for_the_first_one(self, folder, tmp_path):
+        content = store.read_checkpoint(folder / "step-000000000003")
+
+        store.write_checkpoint(tmp_path / "new" / "deep", 4, content)
+
+        assert names(tmp_path / "new" / "deep") == [4]
+
+    def test_what_the_manifest_does_not_name_is_not_read(self, folder):
+        path = folder / "step-000000000003"
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["sha256"], manifest["files"]["model.safetensors"]
+        manifest["sha256"] = store._checksum(manifest)
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: is not in the manifest"):
+            store.read_checkpoint(path)
+
+    def test_a_document_that_is_no_json_is_damaged(self, tmp_path):
+        with pytest.raises(CheckpointError, match="state.json: is not JSON"):
+            store._parse_json(tmp_path / "state.json", b"{")
+
+    def test_that_is_a_file_is_told(self, tmp_path):
+        (tmp_path / "checkpoints").write_text("")
+
+        with pytest.raises(OperationalError, match="cannot use .*checkpoints for checkpoints: File exists"):
+            manager(tmp_path / "checkpoints")
+
+    def test_on_a_disk_without_locks_is_used_with_a_warning(self, tmp_path, monkeypatch, caplog):
+        def refuse(handle, operation):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr("fcntl.flock", refuse)
+
+        manager(tmp_path).close()
+
+        assert f"{tmp_path} has no locks: start one run of this name at a time" in caplog.text
+
+    def test_on_a_disk_that_fails_is_not(self, tmp_path, monkeypatch):
+        def refuse(handle, operation):
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr("fcntl.flock", refuse)
+
+        with pytest.raises(OperationalError, match="Input/output error"):
+            manager(tmp_path)
+
+    def test_generators_of_a_rank_that_are_missing_are_damage(self, tmp_path):
+        content = store.Content({"rng": {}}, {}, {"world_size": 1})
+        checkpoints = manager(tmp_path)
+
+        with pytest.raises(CheckpointError, match=r"the random generators of rank\.0 are missing"):
+            checkpoints._own_generators(content)
+        checkpoints.close()
+
+    def test_a_row_says_what_a_person_chooses_by(self, folder):
+        rows = [describe_row(checkpoint) for checkpoint in store.list_checkpoints(folder)]
+
+        assert rows[0].startswith("step-000000000003  epoch 0.300 ")
+        assert " MB  1 rank(s)  19" in rows[0]
+        assert rows[0].endswith("  loss 0.3333")
+
+    def test_what_only_one_of_two_has_is_named(self, tmp_path):
+        paths = []
+        for step, arrays in enumerate(
+            (
+                {"a": blob(1.0), "b": blob(1.0), "c": blob(1.0)},
+                {"b": blob(1.0, 2.0), "c": blob(1, dtype="int32"), "d": blob(1.0)},
+            )
+        ):
+            documents = {"state": {}, "config": {}}
+            summary = {"epochs": 1.0, "metrics": {}, "unix_time_s": 0.0, "world_size": 1}
+            content = store.Content({"model": arrays, "optimizer": {}, "rng": {}}, documents, summary)
+            store.write_checkpoint(tmp_path, step, content)
+            paths.append(tmp_path / f"step-{step:012d}")
+
+        assert differences(*paths) == [
+            "model.a: only in the first",
+            "model.b: float32 [1] -> float32 [2]",
+            "model.c: float32 [1] -> int32 [1]",
+            "model.d: only in the second",
+        ]
+
+    def test_numbers_that_numpy_does_not_know_are_compared_as_bytes(self):
+        assert as_float64(ArrayBlob("float8_e5m2", (2,), b"\x01\x02")).tolist() == [1.0, 2.0]
+        assert as_float64(ArrayBlob("complex32", (1,), b"\x01\x02\x03\x04")).tolist() == [1, 2, 3, 4]
