@@ -96,6 +96,7 @@ class SupervisedLauncher(Waits):
             if process.poll() is not None or monotonic() > deadline_s:
                 said = (request.log_dir / "launcher.log").read_text(encoding="utf-8").strip()
                 process.kill()  # it would train, and nobody could ask for it
+                process.wait()
                 raise LaunchError(f"the job could not be started: {said or 'no word for 30 s'}")
             sleep(POLL_S / 4)
         return str(process.pid)

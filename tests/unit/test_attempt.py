@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
 from typing import ClassVar
@@ -20,9 +21,10 @@ from rich.console import Console
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, PreemptedError
 from horovod_train.events import Event
-from horovod_train.launch import jobs
+from horovod_train.launch import attempt, jobs
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.console import JobConsole
+from horovod_train.launch.frozen import Frozen
 from horovod_train.launch.run import resolve
 from horovod_train.launch.supervised import SupervisedLauncher, read_log
 
@@ -440,3 +442,88 @@ def test_a_job_that_dies_while_it_is_submitted_is_told_with_its_last_words(tmp_p
 
     with pytest.raises(LaunchError, match="the job could not be started: out of luck"):
         Scripted().submit(request, LaunchPlan(("true",)))
+
+
+class TestSubmitting:
+    """A process of its own carries the job out; here a script does."""
+
+    @pytest.fixture
+    def submit(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        request = resolve(Job(name="j", task="digits", run_dir=str(tmp_path / "runs")), "run-1")
+
+        def start(script):
+            python = tmp_path / "python"
+            python.write_text(f"#!/bin/sh\nLOG_DIR={request.log_dir}\n{script}\n")
+            python.chmod(0o755)
+            monkeypatch.setattr(sys, "executable", str(python))
+            return int(Scripted().submit(request, LaunchPlan(("true",))))
+
+        start.request = request
+        return start
+
+    def state(self, name):
+        """What a shell writes when the job stands like this."""
+        document = {"state": name, "exit_code": None, "message": "", "pid": 1, "host": "elsewhere"}
+        return f"echo '{json.dumps(document)}' > $LOG_DIR/state.json"
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it stays, by intent
+    def test_returns_the_process_as_soon_as_the_job_has_a_state(self, submit):
+        pid = submit(f"echo $0 $* > $LOG_DIR/called; {self.state('starting')}; exec sleep 60")
+
+        process = psutil.Process(pid)
+        assert process.cmdline() == ["sleep", "60"]
+        assert os.getsid(pid) == pid, "Ctrl-C is not for it"
+        process.kill()
+        process.wait()
+        called = (submit.request.log_dir / "called").read_text().split()[1:]
+        assert called[:4] == ["-P", "-m", "horovod_train", "run"]
+        assert called[-3:] == ["--resolved", "--run-id", "run-1"]
+        assert json.loads(Path(called[4]).read_text())["name"] == "j"
+
+    def test_that_takes_too_long_is_given_up_and_nothing_trains_on(self, submit, monkeypatch):
+        now_s = iter(range(0, 1000, 10))
+        monkeypatch.setattr("horovod_train.launch.supervised.monotonic", lambda: float(next(now_s)))
+
+        with pytest.raises(LaunchError, match="could not be started: no word for 30 s"):
+            submit("echo $$ > $LOG_DIR/pid; exec sleep 60")
+
+        pid = submit.request.log_dir / "pid"
+        assert not pid.exists() or not psutil.pid_exists(int(pid.read_text()))
+
+    def test_its_log_is_that_of_the_run(self, submit):
+        submit.request.log_dir.mkdir(parents=True)
+        (submit.request.log_dir / "run.log").write_text("one\ntwo\n")
+        jobs.StateFile(submit.request.log_dir).write("succeeded", 0)
+        job = jobs.submitted_job(submit.request, "1")
+
+        assert list(Scripted().logs(job, follow=True)) == list(Scripted().logs(job, follow=False))
+        assert list(Scripted().logs(job, follow=True)) == ["one", "two"]
+
+
+class TestWhileRanksRun:
+    def test_a_log_that_cannot_be_written_is_told_in_the_state(self, run, tmp_path):
+        in_the_way = f"import glob\nos.mkdir(glob.glob('{tmp_path}/runs/*/*/')[0] + 'rank-0.log')\n"
+
+        run(START + in_the_way + "print('[1,0]<stdout>:loading', flush=True)\n" + END)
+
+        assert "rank-0.log is incomplete: Is a directory" in run.state.message
+
+    def test_ranks_that_are_frozen_for_too_long_end_the_job(self, run, monkeypatch):
+        @contextmanager
+        def watching(fleet, health, see, give_up):
+            give_up([Frozen(1, "here", 4711, 12.3, "stopped")])
+            yield
+
+        monkeypatch.setattr(attempt, "watching_ranks", watching)
+
+        with pytest.raises(LostError, match=r"rank 1 on here \(process 4711, stopped\)"):
+            run(START + "time.sleep(30)")
+
+    def test_a_host_that_is_silent_when_ranks_have_ended_is_to_blame(self, run, monkeypatch):
+        monkeypatch.setattr("horovod_train.launch.fleet.Fleet.silent", lambda self, timeout_s: "n7")
+
+        with pytest.raises(LostError, match=r"n7 does not answer any more \(it is silent\)") as caught:
+            run(START + "sys.exit(3)")
+
+        assert caught.value.hosts == ("n7",)

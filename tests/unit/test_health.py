@@ -268,6 +268,21 @@ class TestPeers:
 
         assert self.watch(2, shout, seconds=2.5) == [([], [])] * 2
 
+    def test_whoever_was_stopped_itself_hears_first_what_came_meanwhile(self, monkeypatch):
+        """The others have sent, but this rank could not look."""
+
+        def stop(rank, watch):
+            if rank == 0:
+                judge = watch._judge
+
+                def late(now_s):
+                    time.sleep(2.5)  # longer than anybody may be silent
+                    watch._judge = judge
+
+                watch._judge = late
+
+        assert self.watch(2, stop, seconds=4.5)[0] == ([], [])
+
     def test_somebody_elses_datagrams_are_ignored(self):
         def shout(rank, watch):
             self.silence(rank, watch)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+import zipfile
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from threading import Event, Timer
@@ -21,15 +25,17 @@ from horovod_train.engine.environment import from_slurm
 from horovod_train.errors import LaunchError, LostError, UserError
 from horovod_train.health.heartbeat import BeatFile, beat_name
 from horovod_train.launch import fleet as fleet_module
-from horovod_train.launch import jobs
+from horovod_train.launch import jobs, on_host, prepare, readings
+from horovod_train.launch.base import JobStatus
 from horovod_train.launch.fleet import Fleet, Here, There, check_alike, gather
 from horovod_train.launch.hosts import Host, hosts_of, read_hostfile
 from horovod_train.launch.interfaces import Chosen, choose
+from horovod_train.launch.logs import LogFile
 from horovod_train.launch.mpijob.render import inner_job
 from horovod_train.launch.on_host import RUN_VARIABLE, OnHost, can_read_memory, usable_cores
 from horovod_train.launch.prepare import check_shared_memory, rank_variables
 from horovod_train.launch.process import guarded
-from horovod_train.launch.run import note_job, resolve
+from horovod_train.launch.run import make_plan, note_job, resolve
 from horovod_train.launch.secrets import read_secrets, without_secrets
 from horovod_train.launch.slurm_allocation import tasks_per_node
 from horovod_train.launch.ssh import explain
@@ -869,3 +875,200 @@ class TestSlurm:
 
     def test_other_processes_are_left_alone(self):
         assert from_slurm({"SLURM_PROCID": "0"}) == from_slurm({}) == {}
+
+
+class TestWhatAHostSaysOfItself:
+    def test_processes_that_have_ended_are_no_ranks(self):
+        process = subprocess.Popen(["true"])
+        known = psutil.Process(process.pid)
+        process.wait()
+
+        assert not on_host._is_rank(known)
+
+    def test_folders_that_are_not_there_have_no_room(self, tmp_path):
+        assert on_host._free_bytes(tmp_path / "nowhere") is None
+        assert on_host._free_bytes(tmp_path) > 0
+
+    def test_packets_to_this_machine_leave_from_it(self):
+        assert on_host.source_towards("127.0.0.1") == "127.0.0.1"
+        assert on_host.source_towards("host.invalid") == ""
+
+    def test_an_address_is_reached_if_whoever_answers_is_meant(self, tmp_path):
+        host = OnHost(str(tmp_path / "stage"))
+        port = host.listen("127.0.0.1", "a")
+
+        assert host.reach("127.0.0.1", [("a", "127.0.0.1", port)]) == {}
+        assert host.reach("127.0.0.1", [("b", "127.0.0.1", port)]) == {"b": "127.0.0.1 is a from here"}
+        host.remove()
+        failed = host.reach("127.0.0.1", [("a", "127.0.0.1", 9)])
+        assert failed == {"a": "Connection refused"}
+
+    def test_readings_are_taken_there(self, tmp_path):
+        found = OnHost(str(tmp_path / "stage")).examine([str(tmp_path)], ["localhost"], [9])
+
+        assert isinstance(found, dict)
+        assert found
+
+    def test_a_failure_of_this_machine_is_a_lost_host(self, tmp_path):
+        (tmp_path / "stage").mkdir()
+        here = Here(Host("localhost", 1, is_here=True), str(tmp_path / "stage"))
+
+        with pytest.raises(LostError, match="localhost: put: .*File exists") as caught:
+            here.call("put", files={})
+        assert caught.value.hosts == ("localhost",)
+        with pytest.raises(LostError, match="localhost: put"):
+            here.ask("put", files={}).result()
+
+    def test_an_agent_that_does_not_answer_in_time_is_a_lost_host(self, tmp_path, monkeypatch):
+        member = There(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
+        monkeypatch.setattr(fleet_module, "CALL_TIMEOUT_S", 0.3)
+        os.kill(member.pid, signal.SIGSTOP)
+
+        with pytest.raises(LostError, match=r"a: no answer for 0\.3 s") as caught:
+            member.call("describe", others=[])
+
+        assert caught.value.hosts == ("a",)
+        os.kill(member.pid, signal.SIGCONT)
+        member.close()
+
+    def test_an_agent_that_does_not_end_is_killed(self, tmp_path, monkeypatch):
+        member = There(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
+        os.kill(member.pid, signal.SIGSTOP)
+        wait = member._process.wait
+        monkeypatch.setattr(member._process, "wait", lambda timeout=None: wait(timeout and 0.3))
+
+        member.close()
+
+        assert member._process.returncode == -signal.SIGKILL
+
+    def test_an_agent_that_is_gone_is_a_lost_host_with_its_last_words(self, tmp_path):
+        member = There(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
+        member.abandon()
+        member._process.wait()
+
+        with pytest.raises(LostError, match="a: the connection ended: ssh ended with code -9"):
+            member.call("describe", others=[])
+        member.close()
+
+
+class TestWhatIsRemembered:
+    @pytest.fixture(autouse=True)
+    def state_home(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"log_dir": 3}', '{"log_dir": "x", "new": 1}'])
+    def test_by_another_version_is_left_out(self, tmp_path, content):
+        request = resolve(Job(name="j", task="digits", run_dir=str(tmp_path)), "run-1")
+        jobs.remember(request, "7")
+        (jobs.jobs_dir() / "other.json").write_text(content)
+
+        assert [job.native_id for job in jobs.known_jobs()] == ["7"]
+
+    def test_of_a_run_whose_folder_is_gone_says_so(self, tmp_path):
+        status = jobs.StateFile(tmp_path / "gone").read_elsewhere()
+
+        assert (status.state, status.exit_code) == ("unknown", 1)
+        assert "is not there: removed, or not mounted here" in status.message
+
+    def test_of_a_run_that_has_not_begun_is_that_it_waits(self, tmp_path):
+        status = jobs.StateFile(tmp_path).read_elsewhere()
+
+        assert (status.state, status.exit_code, status.message) == ("waiting", None, "not started yet")
+
+    def test_of_a_process_that_was_never_there_is_that_it_is_gone(self, tmp_path):
+        document = {"pid": 2**22 + 1, "pid_started_unix_s": 1.0}
+
+        assert not jobs._is_alive(document)
+
+    def test_an_end_is_found_again_and_garbage_is_none(self, tmp_path):
+        jobs.note_end("j-1", JobStatus("failed", 3, "why"))
+
+        assert jobs.end_of("j-1") == JobStatus("failed", 3, "why")
+        (jobs.jobs_dir() / "ended" / "j-1.json").write_text("[]")
+        assert jobs.end_of("j-1") is None
+        assert jobs.end_of("j-2") is None
+
+
+class TestALogFile:
+    def test_that_fails_when_it_is_closed_is_told(self, tmp_path, monkeypatch):
+        problems = []
+        log = LogFile(tmp_path / "run.log", problems.append)
+        log.write("one")
+        close = os.close
+
+        def refuse(handle):
+            close(handle)
+            raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr("horovod_train.launch.logs.os.close", refuse)
+        log.close()
+        monkeypatch.undo()
+        log.close()
+
+        assert problems == ["run.log may be incomplete: Input/output error"]
+
+    def test_counts_the_lines_that_it_has_lost(self, tmp_path):
+        problems = []
+        log = LogFile(tmp_path / "folder" / "run.log", problems.append)
+        log.write("lost")
+        log.write("lost, too")
+        (tmp_path / "folder").mkdir()
+        log.write("three")
+        log.write("four")
+        log.close()
+
+        assert problems == ["run.log is incomplete: No such file or directory"] * 2
+        lines = (tmp_path / "folder" / "run.log").read_text().splitlines()
+        assert lines == ["... 2 lines could not be written ...", "three", "four"]
+
+    def test_is_for_this_user_alone(self, tmp_path):
+        log = LogFile(tmp_path / "run.log")
+        log.write("one")
+        log.close()
+
+        assert (tmp_path / "run.log").stat().st_mode & 0o777 == 0o600
+
+
+class TestReadings:
+    def test_a_name_that_nobody_knows_has_no_address(self):
+        assert readings._address("host.invalid") == ""
+        assert readings._address("127.0.0.1") == "127.0.0.1"
+
+    def test_a_port_that_is_taken_is_not_free(self):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            assert not readings._is_free(port)
+        assert readings._is_free(port)
+
+    def test_room_is_that_of_the_nearest_folder_there_is(self, tmp_path):
+        assert readings._free_bytes(str(tmp_path / "not" / "yet")) == pytest.approx(
+            readings._free_bytes(str(tmp_path)), rel=0.1
+        )
+
+    def test_a_command_that_is_not_there_says_nothing(self):
+        assert readings._output("no-such-program-7") == ""
+        assert readings._output("echo", "word") == "word\n"
+
+
+class TestOneRankAlone:
+    def test_more_are_refused_with_who_starts_them(self, tmp_path):
+        launch = {"num_ranks": 2, "launcher": "local"}
+        job = Job.model_validate({"name": "j", "task": "digits", "run_dir": str(tmp_path), "launch": launch})
+
+        with pytest.raises(LaunchError, match="the launcher 'local' starts one rank, not 2"):
+            make_plan(resolve(job, "run-1"))
+
+    def test_only_a_task_in_a_file_can_be_shipped(self):
+        job = Job.model_validate({"name": "j", "task": "package.module:Task"})
+
+        with pytest.raises(LaunchError, match=r"the task package\.module:Task is not a file"):
+            prepare._with_shipped_code(job, "stage")
+
+    def test_what_is_no_file_is_not_shipped(self, tmp_path):
+        (tmp_path / "task.py").write_text("x")
+        os.mkfifo(tmp_path / "pipe")
+
+        packed = base64.b64decode(pack_code(tmp_path))
+
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+            assert archive.namelist() == ["task.py"]

@@ -27,10 +27,10 @@ from horovod_train.launch.fleet import Fleet
 from horovod_train.launch.frozen import Frozen
 from horovod_train.launch.hosts import Host
 from horovod_train.launch.interfaces import Chosen
-from horovod_train.launch.jobs import find_job
+from horovod_train.launch.jobs import find_job, known_jobs
 from horovod_train.launch.logs import LogFile
 from horovod_train.launch.prepare import check_clocks, check_reach, choose_interfaces
-from horovod_train.launch.run import make_plan, resolve, run_job
+from horovod_train.launch.run import make_plan, resolve, run_job, submit_job, submitted
 from horovod_train.launch.secrets import Mask, too_short_to_hide
 from horovod_train.launch.verdict import Ended, Watcher
 
@@ -383,6 +383,39 @@ class TestFollowing:
 
     def test_of_a_job_without_a_code_is_a_failure(self, tmp_path, monkeypatch):
         assert self.follow(tmp_path, monkeypatch, [], JobStatus("unknown"))[0] == 1
+
+    def test_can_be_left_to_others(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        launcher = self.Launcher([], JobStatus("succeeded", 0))
+        monkeypatch.setattr("horovod_train.launch.run.launcher_named", lambda _: launcher)
+
+        assert submit_job(request_for(tmp_path), None, print) == "j-run-1"
+        assert submitted("j-run-1") == (launcher, find_job("j-run-1"))
+
+
+class TestStayingWithAJob:
+    class Launcher:
+        def run(self, request, plan, console):
+            return 7
+
+    @pytest.mark.parametrize("is_new", [True, False])
+    def test_remembers_it_unless_it_was_submitted(self, tmp_path, monkeypatch, is_new):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        monkeypatch.setattr("horovod_train.launch.run.launcher_named", lambda _: self.Launcher())
+        console = JobConsole(Console(file=io.StringIO()))
+
+        assert run_job(request_for(tmp_path), None, console, is_new=is_new) == 7
+
+        assert [job.native_id for job in known_jobs()] == [str(os.getpid())] * is_new
+
+
+def test_the_plan_of_an_elastic_job_says_that_hosts_are_found_later(tmp_path):
+    launch = {"elastic": {"min_ranks": 1, "max_ranks": 2, "discover": "cat hosts"}}
+
+    plan = make_plan(request_for(tmp_path, launch=launch))
+
+    assert plan.note == "on the hosts that `cat hosts` prints then, as they come and go"
+    assert make_plan(request_for(tmp_path)).note == ""
 
 
 class TestHostsBeforeALaunch:

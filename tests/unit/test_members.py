@@ -126,6 +126,24 @@ def test_a_host_that_fails_again_is_left_alone_twice_as_long(members, monkeypatc
     assert rested(found) == ["up1:1", "up2:1"]
 
 
+def test_this_machine_alone_is_never_left_alone(members):
+    found, said = members([]), []
+    found._say = said.append
+
+    found.lose(["localhost"])
+
+    assert (said, found._not_before_s) == ([], {})
+
+
+def test_a_host_that_always_fails_is_left_alone_for_a_bounded_time(members, monkeypatch):
+    monkeypatch.setattr(module, "monotonic", lambda: 0.0)
+    found = members(["up1:1"], cooldown_s=1.0)
+    for _ in range(module.MAX_DOUBLINGS + 5):
+        found.lose(["up1"])
+
+    assert found._not_before_s == {"up1": 2.0 ** (module.MAX_DOUBLINGS - 1)}
+
+
 def test_losses_are_forgotten_when_ranks_have_got_on(members, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module, "monotonic", lambda: now[0])

@@ -140,3 +140,29 @@ class TestExporter:
 
         assert exporter.address is None
         assert "not served" in caplog.text
+
+    def test_when_all_ports_are_taken_it_says_so_and_has_no_address(self, recorder, caplog, monkeypatch):
+        monkeypatch.setattr("horovod_train.telemetry.exporter.MAX_TRIES", 1)
+        server, port = self.taken()
+        with server, caplog.at_level(logging.WARNING, "horovod_train"):
+            exporter = Exporter(recorder.registry, "127.0.0.1", port)
+
+        assert f"metrics are not served: port {port} and 0 others are in use" in caplog.text
+        assert exporter.address is None
+        assert exporter.address_from("n7") is None
+        exporter.close()
+
+    @pytest.mark.parametrize(
+        ("address", "expected"),
+        [
+            ("0.0.0.0:9400", "n7:9400"),
+            ("127.0.0.1:9400", "127.0.0.1:9400"),
+            ("[::]:9400", "n7:9400"),
+            ("[::1]:9400", "[::1]:9400"),
+        ],
+    )
+    def test_others_are_given_this_hosts_name_for_all_of_its_addresses(self, recorder, address, expected):
+        exporter = object.__new__(Exporter)
+        exporter.address = address
+
+        assert exporter.address_from("n7") == expected
