@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import importlib.util
 import re
 import tomllib
@@ -74,3 +76,18 @@ def test_lint_exceptions_have_their_reasons():
     assert codes
     assert all("# " in line for line in codes)
     assert tomllib.loads("\n".join(lines))["tool"]["mypy"]["strict"]
+
+
+MODULES = sorted(
+    str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
+    for path in (ROOT / "horovod_train").rglob("*.py")
+    if ">>> " in path.read_text()
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_in_docstrings_are_true(module):
+    found = doctest.testmod(importlib.import_module(module))
+
+    assert found.attempted > 0
+    assert found.failed == 0

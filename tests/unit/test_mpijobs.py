@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 
 import kubernetes_validate
@@ -403,6 +404,94 @@ def test_a_patch_that_breaks_the_mpijob_is_refused_with_the_path_of_the_field(ca
         check(manifest)
 
     assert path in [problem.path for problem in caught.value.problems]
+
+
+# What is just allowed.
+FITTING_MANIFESTS = {
+    "the largest number that 32 bits hold": (SPEC, "slotsPerWorker", 2**31 - 1),
+    "one worker": ((*ROLES, "Worker"), "replicas", 1),
+    "one slot": (SPEC, "slotsPerWorker", 1),
+    "a time to live of nothing": ((*SPEC, "runPolicy"), "ttlSecondsAfterFinished", 0),
+    "the smallest port": (CONTAINER, "ports", [{"containerPort": 1}]),
+    "the largest port": (CONTAINER, "ports", [{"containerPort": 65535}]),
+    "a port with the longest name": (CONTAINER, "ports", [{"containerPort": 1, "name": "a" * 15}]),
+    "as much asked for as allowed": (
+        CONTAINER,
+        "resources",
+        {"requests": {"memory": "2048Mi"}, "limits": {"memory": "2Gi"}},
+    ),
+    "a gang of the workers": ((*SPEC, "runPolicy"), "schedulingPolicy", {"minAvailable": 2}),
+    "a restart on failure": ((*ROLES, "Worker"), "restartPolicy", "OnFailure"),
+}
+
+
+def changed_manifest(place, field, value):
+    manifest = kind(manifests("cpu"), "MPIJob")
+    node = manifest
+    for part in place:
+        node = node[part]
+    node[field] = value
+    return manifest
+
+
+@pytest.mark.parametrize("case", FITTING_MANIFESTS)
+def test_a_patch_that_just_fits_is_taken(case):
+    manifest = changed_manifest(*FITTING_MANIFESTS[case])
+    # Replicas are asked for by a default.
+    manifest["spec"]["mpiReplicaSpecs"]["Worker"].setdefault("replicas", 2)
+
+    check(manifest)
+
+
+@pytest.mark.parametrize(
+    ("place", "field", "value", "said"),
+    [
+        (CONTAINER, "ports", [{"containerPort": 1, "name": "a" * 16}], "at most 15 characters"),
+        (CONTAINER, "ports", [{"containerPort": n, "name": "same"} for n in (1, 2)], "must be unique"),
+        (CONTAINER, "ports", [{"containerPort": 0}], "must be 1 to 65535"),
+        (CONTAINER, "ports", [{"containerPort": 65536}], "must be 1 to 65535"),
+        (SPEC, "slotsPerWorker", 0, "must be at least 1"),
+        (SPEC, "slotsPerWorker", -(2**31) - 1, "less than the minimum of -2147483648"),
+    ],
+)
+def test_a_patch_that_just_does_not_fit_is_refused(place, field, value, said):
+    with pytest.raises(ConfigError) as caught:
+        check(changed_manifest(place, field, value))
+
+    assert any(said in problem.message for problem in caught.value.problems)
+
+
+def test_a_path_that_is_mounted_twice_is_refused():
+    manifest = kind(manifests("cpu"), "MPIJob")
+    pod = manifest["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]
+    pod["volumes"] = [{"name": name, "emptyDir": {}} for name in ("a", "b")]
+    mounts = [{"name": name, "mountPath": path} for name, path in (("a", "/x"), ("a", "/y"), ("b", "/x"))]
+    pod["containers"][0]["volumeMounts"] = mounts
+
+    with pytest.raises(ConfigError) as caught:
+        check(manifest)
+
+    places = [problem.path.rpartition("volumeMounts.")[2] for problem in caught.value.problems]
+    assert places == ["0.mountPath", "2.mountPath"]
+
+
+@pytest.mark.parametrize(
+    ("quantity", "expected"),
+    [
+        ("3", 3.0),
+        ("1.5", 1.5),
+        ("1500m", 1.5),
+        ("2k", 2e3),
+        ("2Ki", 2048.0),
+        ("1G", 1e9),
+        ("1Ei", 2.0**60),
+        ("1E", 1e18),
+        ("2e3", 2e3),
+    ],
+)
+def test_amounts_are_numbers(quantity, expected):
+    assert amount(quantity) == expected
+    assert math.isnan(amount(f"x{quantity}"))
 
 
 def test_there_is_a_broken_job_for_every_mistake_that_was_seen():

@@ -165,16 +165,17 @@ def _resource_problems(path: str, resources: Mapping[str, Any]) -> Iterator[Prob
 def amount(quantity: str) -> float:
     """Return an amount of Kubernetes as a number.
 
-    >>> amount("1500m"), amount("2Ki"), amount("3")
-    (1.5, 2048.0, 3.0)
+    >>> amount("1500m"), amount("2Ki"), amount("3"), amount("1e3")
+    (1.5, 2048.0, 3.0, 1000.0)
     """
-    found = re.fullmatch(r"([\d.]+)(m|[kMGTPE]?)(i?)", quantity)
+    found = re.fullmatch(r"(\d+\.?\d*(?:[eE][+-]?\d+)?)(m|[kMGTPE]|[KMGTPE]i)?", quantity)
     if found is None:
         return float("nan")
-    if found[2] == "m":
-        return float(found[1]) / 1000
-    power = " kMGTPE".index(found[2]) if found[2] else 0
-    return float(found[1]) * float((1024 if found[3] else 1000) ** power)
+    number, unit = float(found[1]), found[2] or ""
+    if unit == "m":
+        return number / 1000
+    power = " KMGTPE".index(unit[0].upper()) if unit else 0
+    return number * float((1024 if unit.endswith("i") else 1000) ** power)
 
 
 def silent_problems(manifest: Mapping[str, Any]) -> Iterator[Problem]:
