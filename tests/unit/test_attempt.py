@@ -469,7 +469,7 @@ class TestSubmitting:
 
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it stays, by intent
     def test_returns_the_process_as_soon_as_the_job_has_a_state(self, submit):
-        pid = submit(f"echo $0 $* > $LOG_DIR/called; {self.state('starting')}; exec sleep 60")
+        pid = submit(f"echo $0 $* > $LOG_DIR/called; {self.state('starting')}; exec sleep 600")
 
         process = psutil.Process(pid)
         assert process.cmdline() == ["sleep", "60"]
@@ -486,7 +486,7 @@ class TestSubmitting:
         monkeypatch.setattr("horovod_train.launch.supervised.monotonic", lambda: float(next(now_s)))
 
         with pytest.raises(LaunchError, match="could not be started: no word for 30 s"):
-            submit("echo $$ > $LOG_DIR/pid; exec sleep 60")
+            submit("echo $$ > $LOG_DIR/pid; exec sleep 600")
 
         pid = submit.request.log_dir / "pid"
         assert not pid.exists() or not psutil.pid_exists(int(pid.read_text()))

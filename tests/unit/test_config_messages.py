@@ -1,0 +1,349 @@
+"""What is said of a wrong field: whole texts, since a person has nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from unit.test_config import VALID, changed, job_file, problems
+
+from horovod_train.config import load as module
+from horovod_train.config.load import load_job
+from horovod_train.config.problems import _fields_at, _is_quoted_number, shorten
+from horovod_train.config.schema import Job
+from horovod_train.errors import ConfigError
+
+ON_KUBERNETES = {"launcher": "mpijob", "hosts": [], "network_interface": None}
+
+
+def on_kubernetes(num_ranks=2, **settings):
+    return {"launch": {**ON_KUBERNETES, "num_ranks": num_ranks, "kubernetes": {"image": "i:1", **settings}}}
+
+
+SAID = [
+    # Rules between fields.
+    (
+        {"lr": {"gamma": 0.5}},
+        "lr.gamma = 0.5",
+        "has no effect with decay: cosine",
+        "it belongs to decay: step",
+    ),
+    (
+        {"lr": {"decay": "constant", "end_factor": 0.5}},
+        "lr.end_factor = 0.5",
+        "has no effect with decay: constant",
+        "it belongs to decay: cosine or polynomial",
+    ),
+    (
+        {"lr": {"decay": "step", "milestones_epochs": []}},
+        "lr.milestones_epochs = []",
+        "decay: step needs at least one milestone",
+        "such as [30, 60]",
+    ),
+    (
+        {"lr": {"decay": "step", "milestones_epochs": [2, 2]}},
+        "lr.milestones_epochs = [2.0, 2.0]",
+        "must be strictly increasing",
+        "",
+    ),
+    ({"lr": {"warmup_epochs": 3.5}}, "lr.warmup_epochs = 3.5", "must be at most train.epochs = 3", ""),
+    (
+        {"lr": {"warmup_epochs": 0, "warmup_start_lr": 0.25}},
+        "lr.warmup_start_lr = 0.25",
+        "has no effect without lr.warmup_epochs",
+        "",
+    ),
+    (
+        {"optimizer": {"args": {"lr": 0.5}}},
+        "optimizer.args.lr = 0.5",
+        "the learning rate is set in each step and would overwrite this",
+        "move it to lr.base_lr",
+    ),
+    (
+        {"task": "digitz"},
+        "task = 'digitz'",
+        "is not a known task; known: digits, vit-digits",
+        "did you mean 'digits'?",
+    ),
+    (
+        {"launch": {"launcher": "slurmm"}},
+        "launch.launcher = 'slurmm'",
+        "is not a known launcher; known: horovodrun, local, mpijob, mpirun, slurm, slurm-allocation",
+        "did you mean 'slurm'?",
+    ),
+    (
+        {"launch": {"hosts": ["a:1", "b:1", "a:2"], "num_ranks": 2}},
+        "launch.hosts = ['a:1', 'b:1', 'a:2']",
+        "names a more than once",
+        "",
+    ),
+    (
+        {"launch": {"num_ranks": 3}},
+        "launch.num_ranks = 3",
+        "must be at most the 2 slots of launch.hosts",
+        "add hosts or slots",
+    ),
+    (
+        {"launch": {"hosts": [], "num_ranks": 2, "launcher": "local"}},
+        "launch.launcher = 'local'",
+        "starts one rank only",
+        "use launcher: horovodrun",
+    ),
+    (
+        {"launch": {"hosts": ["a:2"], "num_ranks": None, "launcher": "local"}},
+        "launch.launcher = 'local'",
+        "starts one rank only",
+        "use launcher: horovodrun",
+    ),
+    (
+        {"launch": {"elastic": {"min_ranks": 3}}},
+        "launch.elastic = 3 to 2 ranks",
+        "does not fit launch.num_ranks = 2",
+        "min_ranks <= num_ranks <= max_ranks",
+    ),
+    (
+        {"launch": {"elastic": {"min_ranks": 1, "discover": "cat hosts"}}},
+        "launch.elastic.discover = 'cat hosts'",
+        "and launch.hosts both name hosts",
+        "use one",
+    ),
+    (
+        {"launch": {"hosts": [], "num_ranks": None, "elastic": {"min_ranks": 1}}},
+        "launch.elastic.max_ranks = null",
+        "is needed where neither num_ranks nor hosts say how many",
+        "",
+    ),
+    (
+        {"launch": {"elastic": {"min_ranks": 1}, "launcher": "slurm-allocation"}},
+        "launch.elastic",
+        "is not for Slurm, whose jobs keep their nodes",
+        "leave it out: launch.slurm.requeue puts the job back into the queue",
+    ),
+    (
+        {"launch": {"elastic": {"min_ranks": 1}}, "checkpoint": {"resume": "never"}},
+        "checkpoint.resume = 'never'",
+        "would begin anew whenever hosts change",
+        "use auto with elastic",
+    ),
+    (
+        {"launch": {"host_settings": {"bb": {"python": "/opt/python"}}}},
+        "launch.host_settings.bb",
+        "is not one of launch.hosts",
+        "did you mean 'b'?",
+    ),
+    (
+        {"launch": {"env": {"A": "1"}, "secrets": {"A": "env:A"}}},
+        "launch.env.A",
+        "is one of launch.secrets as well",
+        "keep the secret",
+    ),
+    (
+        {"metrics": {"port": 65535}, "launch": {"hosts": ["a:3", "b:1"]}},
+        "metrics.port = 65535",
+        "port + local rank exceeds 65535 for 3 ranks on a host",
+        "use at most 65533",
+    ),
+    (
+        {"health": {"stall_warning_s": 5, "stall_shutdown_s": 5}},
+        "health.stall_shutdown_s = 5",
+        "must be greater than health.stall_warning_s = 5",
+        "",
+    ),
+    (
+        {"train": {"deterministic": True, "compile_backend": "inductor"}},
+        "train.compile_backend = 'inductor'",
+        "cannot be combined with train.deterministic",
+        "use aot_eager, or set deterministic: false",
+    ),
+    (
+        on_kubernetes(3, ranks_per_worker=2),
+        "launch.num_ranks = 3",
+        "must be a multiple of launch.kubernetes.ranks_per_worker = 2",
+        "",
+    ),
+    (
+        on_kubernetes(host_network=True),
+        "launch.kubernetes.ssh_port = 2222",
+        "with host_network, two jobs on a node would want the same port",
+        "choose one that no other job uses",
+    ),
+    (
+        on_kubernetes(ssh_port=9400),
+        "metrics.port = 9400",
+        "sshd listens on 9400, one of these ports",
+        "",
+    ),
+    # Single fields.
+    ({"train": {"epochs": "3"}}, 'train.epochs = "3"', "must be a whole number", "write it without quotes"),
+    ({"train": {"epochs": "three"}}, 'train.epochs = "three"', "must be a whole number", ""),
+    ({"train": {"epochs": 2.5}}, "train.epochs = 2.5", "must be a whole number", ""),
+    ({"train": {"epochs": 0}}, "train.epochs = 0", "must be at least 1", ""),
+    (
+        {"train": {"deterministic": "true"}},
+        'train.deterministic = "true"',
+        "must be true or false",
+        "write it without quotes",
+    ),
+    (
+        {"train": {"precision": "fp8"}},
+        'train.precision = "fp8"',
+        "must be one of 'fp32', 'bf16' or 'fp16'",
+        "",
+    ),
+    ({"lr": {"base_lr": float("inf")}}, "lr.base_lr = Infinity", "must be a finite number", ""),
+    ({"train": 7}, "train = 7", "must be a section: a mapping of field names to values", ""),
+    ({"launch": {"hosts": "a:1"}}, 'launch.hosts = "a:1"', "must be a list", ""),
+    (
+        {"launch": {"hosts": ["a:x"]}},
+        'launch.hosts.0 = "a:x"',
+        "is not allowed here",
+        "allowed: host:slots, as in 'node01:4'",
+    ),
+    ({"launch": {"env": [1]}}, "launch.env = [1]", "must be a mapping of names to values", ""),
+    (
+        {"launch": {"ssh": {"prot": 22}}},
+        "launch.ssh.prot = 22",
+        "is not a known field",
+        "did you mean 'port'?",
+    ),
+    (
+        {"launch": {"ssh": {"x": 22}}},
+        "launch.ssh.x = 22",
+        "is not a known field",
+        "known here: identity_file, options, port, user",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sections", "field", "message", "hint"), SAID)
+def test_names_the_field_what_was_found_what_is_allowed_and_what_to_do(
+    tmp_path, sections, field, message, hint
+):
+    found = problems(tmp_path, changed(**sections))
+
+    whole = f"  {field}\n      {message}" + (f"\n      hint: {hint}" if hint else "")
+    assert found[field.partition(" = ")[0]] == whole
+
+
+class TestLimitsOfAFile:
+    def refused(self, tmp_path, text, name="job.yaml"):
+        with pytest.raises(ConfigError) as caught:
+            load_job(job_file(tmp_path, text, name), environ={})
+        (problem,) = caught.value.problems
+        assert problem.path == "(the file)"
+        return problem
+
+    def test_one_that_is_too_large_is_no_job(self, tmp_path, monkeypatch):
+        text = json.dumps(VALID)
+        monkeypatch.setattr(module, "MAX_FILE_BYTES", len(text))
+        assert load_job(job_file(tmp_path, text, "job.json"), environ={})
+
+        monkeypatch.setattr(module, "MAX_FILE_BYTES", len(text) - 1)
+        problem = self.refused(tmp_path, text)
+
+        assert problem.message == f"is larger than {len(text) - 1} bytes: this is no job description"
+
+    def test_an_ending_that_nobody_knows_is_refused_with_those_that_are(self, tmp_path):
+        problem = self.refused(tmp_path, "", "job.ini")
+
+        assert problem.message == "has an unknown ending '.ini'"
+        assert problem.hint == "use one of .yaml, .yml, .toml, .json"
+
+    def test_a_list_is_no_job(self, tmp_path):
+        problem = self.refused(tmp_path, "[1]")
+
+        assert problem.message == "must be a mapping of field names to values"
+        assert problem.hint == "start with 'name: my-job'"
+
+    def test_a_mistake_of_yaml_has_its_line(self, tmp_path):
+        message = self.refused(tmp_path, "name: job\ntask: a: b\n").message
+
+        assert message == "is not valid YAML: mapping values are not allowed here (line 2)"
+
+    @pytest.mark.parametrize(("depth", "is_refused"), [(32, False), (33, True)])
+    def test_nesting_has_an_end(self, tmp_path, depth, is_refused):
+        # The tree and task_args are two levels.
+        nested = 1
+        for _ in range(depth - 2):
+            nested = [nested]
+        document = json.dumps({**VALID, "task_args": {"x": nested}})
+        if is_refused:
+            assert self.refused(tmp_path, document, "job.json").message == (
+                "is nested too deeply, or unfolds to too much"
+            )
+        else:
+            load_job(job_file(tmp_path, document, "job.json"), environ={})
+
+    def test_what_unfolds_to_too_much_is_counted_with_all_that_is_shared(self, tmp_path, monkeypatch):
+        # The tree, task_args, three lists of three numbers each, and the values of a valid job.
+        text = "name: job\ntask: digits\ntask_args:\n  a: &x [1, 2, 3]\n  b: *x\n  c: *x\n"
+        monkeypatch.setattr(module, "MAX_VALUES", 1 + 2 + 1 + 3 * 4)
+        assert load_job(job_file(tmp_path, text), environ={})
+
+        monkeypatch.setattr(module, "MAX_VALUES", 1 + 2 + 1 + 3 * 4 - 1)
+        self.refused(tmp_path, text)
+
+
+class TestOverrides:
+    def test_of_something_that_is_no_section_is_refused(self, tmp_path):
+        found = problems(tmp_path, VALID, ["name.first=a"])
+
+        assert found["name.first"] == "  name.first = \"a\"\n      --set: 'name' is not a section"
+
+    def test_that_is_nested_too_deeply_is_refused(self, tmp_path):
+        found = problems(tmp_path, VALID, [f"task_args.x={'[' * 40}{']' * 40}"])
+
+        assert found["task_args.x"].endswith("--set: is nested too deeply")
+
+    def test_that_is_no_yaml_is_refused(self, tmp_path):
+        found = problems(tmp_path, VALID, ["task_args.x={"])
+
+        assert "--set: is not a YAML value: expected the node content" in found["task_args.x"]
+
+    @pytest.mark.parametrize("override", ["train.epochs", "=3", "train..epochs=3", ".epochs=3"])
+    def test_of_another_form_are_refused(self, tmp_path, override):
+        found = problems(tmp_path, VALID, [override])
+
+        assert found["--set"].endswith(
+            "is not of the form field=value\n      hint: write --set train.epochs=3"
+        )
+
+    def test_one_wrong_one_hides_no_other(self, tmp_path):
+        assert problems(tmp_path, VALID, ["broken", "train.epochs=0"]).keys() == {"--set", "train.epochs"}
+
+    def test_make_the_sections_that_are_not_there(self, tmp_path):
+        job = load_job(job_file(tmp_path, VALID), ["checkpoint.best={metric: loss, mode: min}"], environ={})
+
+        assert job.checkpoint.best.metric == "loss"
+
+
+class TestValues:
+    def test_that_have_no_json_are_named_by_their_kind(self):
+        endless = []
+        endless.append(endless)
+
+        assert shorten(endless) == "<list>"
+        assert shorten({1: object}) == '{"1": "<class \'object\'>"}'
+
+    @pytest.mark.parametrize(
+        ("kind", "value", "expected"),
+        [
+            ("int_type", "3", True),
+            ("float_type", "3e-4", True),
+            ("bool_type", "True", True),
+            ("bool_type", "false", True),
+            ("bool_type", "yes", False),
+            ("int_type", "three", False),
+            ("int_type", 3, False),
+            ("string_type", "3", False),
+        ],
+    )
+    def test_that_would_do_without_quotes_are_known(self, kind, value, expected):
+        assert _is_quoted_number(kind, value) == expected
+
+    def test_of_a_section_are_its_fields(self):
+        assert set(_fields_at(Job, ())) == set(Job.model_fields)
+        assert "port" in _fields_at(Job, ("launch", "ssh"))
+        assert "metric" in _fields_at(Job, ("checkpoint", "best"))
+        assert _fields_at(Job, ("nonsense",)) == []
+        assert _fields_at(Job, ("name", "first")) == []
