@@ -122,6 +122,24 @@ class TestCheckInSync:
 
         assert all("before the first step" in str(error) for error in on_ranks(2, rank))
 
+    def test_reads_the_state_where_it_is(self):
+        """A copy of a large model for each look would be felt."""
+
+        def rank(world):
+            run = made(world, health={"sync_check_every_steps": 1})
+            copies, state = [], run.replica.state
+
+            def watched(*, copy):
+                copies.append(copy)
+                return state(copy=copy)
+
+            run.replica.state = watched
+            run.hooks = [CheckInSync(), *run.hooks]
+            train(run)
+            return copies
+
+        assert on_ranks(2, rank) == [[False] * 8] * 2
+
     def test_has_nothing_to_compare_in_a_world_of_one(self):
         run = made(health={"sync_check_every_steps": 1})
         run.hooks.append(CheckInSync())

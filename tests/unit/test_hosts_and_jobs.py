@@ -900,6 +900,7 @@ class TestWhatAHostSaysOfItself:
         assert host.reach("127.0.0.1", [("a", "127.0.0.1", port)]) == {}
         assert host.reach("127.0.0.1", [("b", "127.0.0.1", port)]) == {"b": "127.0.0.1 is a from here"}
         host.remove()
+        assert host._listeners[0].fileno() == -1, "nobody listens any more"
         failed = host.reach("127.0.0.1", [("a", "127.0.0.1", 9)])
         assert failed == {"a": "Connection refused"}
 

@@ -553,8 +553,12 @@ class TestVerdict:
         watcher.has_started = True
         watcher.see(self.failure(1, "ranks differ after step 6"))
 
-        with pytest.raises(LaunchError, match="signal 15, and not saved: rank 1 on h: ranks differ"):
-            watcher.verdict(Ended(143, stopped_by=15))
+        with pytest.raises(
+            LaunchError, match="signal 15, and not saved: rank 1 on h: ranks differ"
+        ) as caught:
+            watcher.verdict(Ended(1, stopped_by=15))
+
+        assert caught.value.exit_code == 143
 
     def test_frozen_ranks_are_the_cause_of_what_others_noticed(self, watcher):
         watcher.see(self.failure(0, "another rank left", is_cause=False))
@@ -601,6 +605,14 @@ class TestVerdict:
 
         assert "***" in hidden
         assert not any(word in hidden for word in ("first", "second", "quotes"))
+
+    def test_nothing_else_is_hidden(self):
+        mask = Mask(["one\ntwo-lines", 'with "quotes"', "short", "longer than short"])
+
+        assert mask.hide("one, two-lines, short") == "one, ***, short"
+        assert mask.hide(json.dumps({"a": 'with "quotes"'})) == '{"a": "***"}'
+        assert mask.hide(repr("with \"quotes\" and 'more'")) == "'*** and \\'more\\''"
+        assert mask.hide('longer than short, with "quotes') == '***, with "quotes'
 
     def test_secrets_that_are_too_short_to_be_hidden_are_named(self):
         secrets = {"A": "long enough", "B": "short", "C": "a\nb\nlong enough", "D": "a\nb\nc\nd", "E": ""}

@@ -16,7 +16,7 @@ from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.errors import ConfigError
 from horovod_train.launch.mpijob.render import inner_job, merge, times
-from horovod_train.launch.mpijob.validate import amount, check
+from horovod_train.launch.mpijob.validate import amount, check, silent_problems
 
 KUBERNETES = "1.32"
 
@@ -459,6 +459,19 @@ def test_a_patch_that_just_does_not_fit_is_refused(place, field, value, said):
         check(changed_manifest(place, field, value))
 
     assert any(said in problem.message for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(("min_available", "is_refused"), [(1, False), (2, True), (None, True)])
+def test_a_gang_of_the_one_worker_that_is_meant_without_a_number(min_available, is_refused):
+    manifest = kind(manifests("cpu"), "MPIJob")
+    manifest["spec"]["mpiReplicaSpecs"]["Worker"].pop("replicas", None)
+    manifest["spec"]["launcherCreationPolicy"] = "WaitForWorkersReady"
+    gang = {"queue": "q"} if min_available is None else {"minAvailable": min_available}
+    manifest["spec"]["runPolicy"]["schedulingPolicy"] = gang
+
+    found = list(silent_problems(manifest))
+
+    assert [problem.found for problem in found] == [str(min_available or "unset")] * is_refused
 
 
 def test_a_path_that_is_mounted_twice_is_refused():

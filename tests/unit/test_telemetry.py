@@ -66,6 +66,17 @@ def test_a_step_moves_every_metric_it_speaks_of(recorder):
     assert found[prefix + "world_size_present",] == 1
 
 
+def test_before_the_first_step_only_what_is_known_is_shown(recorder):
+    """Counters are zero, since a rate needs a value before the first event; the rest is absent."""
+    counters = {metric.name for metric in CATALOG if metric.kind == "counter" and not metric.labels}
+    known = {name.removesuffix("_total") for (name, *_) in samples(recorder) if not name.endswith("_created")}
+
+    sizes = {"horovod_train_world_size_wanted", "horovod_train_world_size_present"}
+    assert known == {name.removesuffix("_total") for name in counters} | sizes
+    record(recorder)
+    assert ("horovod_train_gradient_norm",) not in samples(recorder), "nobody has taken it"
+
+
 def test_every_metric_carries_the_labels_of_its_rank(recorder):
     record(recorder, grad_norm=1.0)
     text = generate_latest(recorder.registry).decode()
