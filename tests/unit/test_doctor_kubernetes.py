@@ -15,6 +15,7 @@ from support.mpijobs import described
 
 from horovod_train.config.schema import Job
 from horovod_train.doctor.kubernetes import NEEDED, examine_cluster, examine_pods
+from horovod_train.launch.mpijob.cluster import namespace_of_context
 from horovod_train.launch.run import resolve
 
 WISHES = {
@@ -80,6 +81,28 @@ def test_a_cluster_that_has_everything(api):
     assert found["gpus"].found == "nodes have 16 nvidia.com/gpu, room for 2 workers with 8"
     assert any("/apis/kueue.x-k8s.io/v1beta2/" in request for request in api.requests)
     assert found.keys() >= {"mpi operator", "permissions", "claim", "secret", "queue", "pod monitor"}
+
+
+def test_without_a_job_it_looks_where_kubectl_would(tmp_path, api, monkeypatch):
+    def looked_in(**kubernetes):
+        launch = {"kubernetes": kubernetes}
+        settings = Job.model_validate({"name": "j", "task": "digits", "launch": launch}).launch.kubernetes
+        found = {finding.what: finding.found for finding in examine_cluster(None, settings)}
+        return found["permissions"].rpartition(" in ")[2]
+
+    config = tmp_path / "config"
+    assert looked_in() == "default"
+    document = yaml.safe_load(config.read_text())
+    document["contexts"][0]["context"]["namespace"] = "team"
+    config.write_text(yaml.safe_dump(document))
+    assert looked_in() == "team"
+    assert looked_in(namespace="mine") == "mine"
+
+    monkeypatch.setattr("horovod_train.launch.mpijob.cluster.OF_THIS_POD", tmp_path / "namespace")
+    config.write_text("")
+    assert namespace_of_context() == "default"
+    (tmp_path / "namespace").write_text("of-the-pod\n")
+    assert namespace_of_context() == "of-the-pod"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from horovod_train.errors import LaunchError, UserError
@@ -32,6 +33,8 @@ KUEUE = "kueue.x-k8s.io"
 BEGINNING = "1970-01-01T00:00:00Z"
 # Too many requests; a server that starts, a kubelet that cannot be reached, an etcd that is slow.
 PASSING = {429, 500, 502, 503, 504}
+# Where a pod finds the namespace it is in.
+OF_THIS_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def _time_of(event: Any) -> datetime:
@@ -46,6 +49,21 @@ class BrokenOffError(LaunchError):
 
 class UnreachableError(LaunchError):
     """The API server, or the kubelet behind it, does not answer now; asking later may help."""
+
+
+def namespace_of_context() -> str:
+    """Return the namespace of kubectl's current context; of none: this pod's, or ``default``."""
+    try:
+        from kubernetes import config as configuration
+    except ImportError:
+        return "default"  # Cluster says what to install
+
+    config: Any = configuration
+    try:
+        _, active = config.list_kube_config_contexts()
+    except config.ConfigException:
+        return OF_THIS_POD.read_text(encoding="utf-8").strip() if OF_THIS_POD.exists() else "default"
+    return str(active["context"].get("namespace") or "default")
 
 
 class Cluster:
