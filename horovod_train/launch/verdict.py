@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from horovod_train.errors import HorovodTrainError, LaunchError, LostError, PreemptedError, describe_ranks
-from horovod_train.events import Event, parse_line, tagged
+from horovod_train.events import TAG, Event, parse_line, tagged
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.frozen import Frozen
@@ -60,6 +60,7 @@ class Watcher:
     measured: list[Event] = field(default_factory=list)
     _targets: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     _logs: dict[int, LogFile] = field(default_factory=dict)
+    _are_ranks_tagged: bool = False
     _untagged: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LAST_LINES))
 
     def see(self, line: str) -> None:
@@ -67,6 +68,7 @@ class Watcher:
         line = self.mask.hide(line)
         self.log.write(line)
         rank, text, event = parse_line(line)
+        self._are_ranks_tagged |= TAG.match(line) is not None
         if event is None and rank is not None:
             self._keep_of_rank(rank, text)
             self._see_stall(rank, text)
@@ -76,8 +78,8 @@ class Watcher:
             return  # the log has it
         elif rank is not None:
             self.console.print(tagged(rank, text))
-        elif self.request.num_ranks == 1:
-            self.console.print(text)
+        elif self.request.num_ranks == 1 and not self._are_ranks_tagged:
+            self.console.print(text)  # nobody stands between the rank and us
         elif text.strip():
             # Launchers speak at length of what ranks have already said; kept for when they have not.
             self._untagged.append(text)

@@ -195,6 +195,17 @@ class TestWhatIsShown:
 
         assert watcher.shown.getvalue() == "loading data\n"
 
+    def test_is_not_what_mpirun_says_of_the_only_rank(self, watch):
+        """As of an elastic job on a host that has one rank."""
+        watcher = watch(1)
+
+        say(watcher, 0, "loading data")
+        watcher.see("mpirun has exited due to process rank 0 with PID 0 on node n4 exiting improperly")
+
+        assert watcher.shown.getvalue() == "[rank 0] loading data\n"
+        with pytest.raises(LaunchError, match="its last words:\n    mpirun has exited"):
+            watcher.verdict(Ended(1))
+
     def test_is_not_what_every_tensorflow_says(self, watch):
         watcher = watch()
 
