@@ -149,7 +149,7 @@ def parse_line(line: str) -> tuple[int | None, str, Event | None]:
     return (event.rank, text, event) if _is_whole(event) else (rank, text, None)
 
 
-def untangled(lines: Iterable[str]) -> Iterator[str]:
+def lines_of_ranks(lines: Iterable[str]) -> Iterator[str]:
     r"""Yield the lines that ranks wrote, from those that their launcher put out.
 
     A launcher passes on what it has just read of a rank, be it half a line, and puts a tag before it. So one
@@ -161,7 +161,7 @@ def untangled(lines: Iterable[str]) -> Iterator[str]:
     Yields:
         Lines without newline, with one tag at most, at the beginning. Last come those that were not ended.
 
-    >>> list(untangled(["[1,0]<stdout>:a lo[1,1]<stdout>:hello\n", "[1,0]<stdout>:ng line\n"]))
+    >>> list(lines_of_ranks(["[1,0]<stdout>:a lo[1,1]<stdout>:hello\n", "[1,0]<stdout>:ng line\n"]))
     ['[1,1]<stdout>:hello', '[1,0]<stdout>:a long line']
     """
     begun: dict[str, str] = {}

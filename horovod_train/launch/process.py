@@ -13,7 +13,7 @@ from time import monotonic, sleep
 import psutil
 
 from horovod_train.errors import LaunchError
-from horovod_train.events import untangled
+from horovod_train.events import lines_of_ranks
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.on_host import RUN_VARIABLE
 
@@ -90,7 +90,7 @@ def execute(
     try:
         assert process.stdout is not None
         with process.stdout as output:
-            for line in untangled(output):
+            for line in lines_of_ranks(output):
                 on_line(line)
     finally:
         kill_descendants(keep)

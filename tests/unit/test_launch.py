@@ -20,7 +20,7 @@ from rich.console import Console
 from horovod_train.config.schema import Job
 from horovod_train.engine import build, environment
 from horovod_train.errors import LaunchError, LostError, PreemptedError
-from horovod_train.events import Event, Reporter, as_text, parse_line, untangled
+from horovod_train.events import Event, Reporter, as_text, lines_of_ranks, parse_line
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.fleet import Fleet
@@ -198,7 +198,7 @@ class TestEvents:
         for _ in range(200):
             output = put_out_by_mpirun([event.as_line() + "\n" for event in events], choice)
 
-            found = [parse_line(line)[2] for line in untangled(io.StringIO(output))]
+            found = [parse_line(line)[2] for line in lines_of_ranks(io.StringIO(output))]
 
             assert sorted(found, key=lambda event: event.rank) == events
 
@@ -208,7 +208,7 @@ class TestEvents:
             "mpirun: hm\n[1,0]<stdout>:line\n[1,1]<stdout>:\n[1,0]<stdout>:no end"
         )
 
-        assert list(untangled(io.StringIO(output))) == [
+        assert list(lines_of_ranks(io.StringIO(output))) == [
             "[1,0]<stderr>:warning",
             "mpirun: hm",
             "[1,0]<stdout>:half a line",
@@ -219,7 +219,7 @@ class TestEvents:
     def test_a_line_that_was_begun_and_not_ended_comes_last(self):
         output = "[1,1]<stdout>:killed in mid[1,0]<stdout>:well\nmpirun: aborted\n"
 
-        assert list(untangled(io.StringIO(output))) == [
+        assert list(lines_of_ranks(io.StringIO(output))) == [
             "[1,0]<stdout>:well",
             "mpirun: aborted",
             "[1,1]<stdout>:killed in mid",
@@ -580,7 +580,9 @@ class TestVerdict:
         watcher.mask = Mask(["hunter2hunter2"])
 
         watcher.see("[1,1]<stdout>:the token is hunter2hunter2")
-        for line in untangled(["[1,1]<stdout>:and torn hunter2[1,0]<stdout>:x\n", "[1,1]<stdout>:hunter2\n"]):
+        for line in lines_of_ranks(
+            ["[1,1]<stdout>:and torn hunter2[1,0]<stdout>:x\n", "[1,1]<stdout>:hunter2\n"]
+        ):
             watcher.see(line)
 
         assert watcher.output.getvalue() == "[rank 1] the token is ***\n[rank 0] x\n[rank 1] and torn ***\n"
