@@ -109,10 +109,11 @@ KERNELS := ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABIL
 	OMP_NUM_THREADS=2
 
 kernels: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
-	@for settings in $(KERNELS); do \
+	@failed=""; for settings in $(KERNELS); do \
 	echo "== $$settings"; \
-	env $${settings//,/ } $(BIN)/python -m pytest -q --durations=0 --durations-min=60 $(NUMERIC); \
-	done
+	env $${settings//,/ } $(BIN)/python -m pytest -q --durations=0 --durations-min=60 $(NUMERIC) || failed+=" $$settings"; \
+	done; \
+	[ -z "$$failed" ] || { echo "error: tests fail with$$failed"; exit 1; }
 
 MUTANTS_SEED ?= 1
 

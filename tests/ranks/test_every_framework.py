@@ -12,9 +12,9 @@ from support.launching import name_of, results
 from support.matrix import COLUMNS, WEIGHTS
 
 WORLDS = [(3, "mpi"), (2, "gloo"), (2, "mpi"), (3, "gloo")]
-# A third rank of those that take long to import is for campaigns.
+# A third rank of those that take long to import is for campaigns; so are pools that no other test uses.
 AT_HOME = {
-    "torch": (3, "mpi"),
+    "torch": (3, "gloo"),
     "tensorflow": (2, "mpi"),
     "keras on tensorflow": (2, "gloo"),
     "keras on torch": (2, "mpi"),
@@ -22,7 +22,7 @@ AT_HOME = {
     "jax": (2, "mpi"),
     "lightning": (2, "mpi"),
     "transformers": (2, "gloo"),
-    "mxnet": (3, "mpi"),
+    "mxnet": (2, "mpi"),
 }
 
 

@@ -12,7 +12,12 @@ from torch.nn.utils import get_total_norm
 
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.framework import OptimizedParameters
-from horovod_train.frameworks.torch.reducer import GradientReducer, LocalGradients, make_buckets
+from horovod_train.frameworks.torch.reducer import (
+    GradientReducer,
+    LocalGradients,
+    check_same_trained,
+    make_buckets,
+)
 
 
 class ThreadWire:
@@ -396,3 +401,24 @@ def test_sparse_gradients_of_one_process_are_dense_as_on_several_ranks():
     assert gradients.gradients()[0].tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
     assert float(get_total_norm(gradients.gradients())) == pytest.approx(8**0.5)
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("everyone", "said"),
+    [
+        ([("", [["a", [2], "f"]]), ("", [["a", [3], "f"]])], "of different shapes, types or order"),
+        ([("", [["a", [2], "f"], ["b", [1], "f"]]), ("", [["b", [1], "f"], ["a", [2], "f"]])], "or order"),
+        (
+            [("", [["a", [2], "f"]]), ("", []), ("", [["a", [2], "f"]])],
+            "ranks 0, 2 train 'a' and rank 1 does not",
+        ),
+        ([("", []), ("not in the model", []), ("neither", [])], "rank 1: not in the model"),
+    ],
+)
+def test_ranks_that_train_different_things_are_told_apart(everyone, said):
+    with pytest.raises(UserError, match=said):
+        check_same_trained(everyone)
+
+
+def test_ranks_that_train_the_same_are_not_told_anything():
+    check_same_trained([("", [["a", [2], "f"]])] * 3)

@@ -367,8 +367,9 @@ def check_same_trained(everyone: Sequence[tuple[str, list[list[Any]]]]) -> None:
         having = [rank for rank, names in enumerate(trained) if name in names]
         if len(having) < len(everyone):
             lacking = [rank for rank in range(len(everyone)) if rank not in having]
+            verbs = ["train" if len(having) > 1 else "trains", "do" if len(lacking) > 1 else "does"]
             raise UserError(
-                f"{describe_ranks(having)} trains {name!r} and {describe_ranks(lacking)} does not",
+                f"{describe_ranks(having)} {verbs[0]} {name!r} and {describe_ranks(lacking)} {verbs[1]} not",
                 hint="freeze and unfreeze parameters on all ranks in the same step",
             )
     raise UserError("ranks train parameters of different shapes, types or order")
