@@ -310,7 +310,7 @@ class TestWhatIsTrainedMayChange:
 
         for error in on_ranks(3, lambda world: train(world, on_one_rank)):
             assert isinstance(error, UserError)
-            assert "rank 1 trains 'body' and ranks 0, 2 does not" in str(error)
+            assert "rank 1 trains 'body' and ranks 0, 2 do not" in str(error)
 
     def test_and_an_optimizer_that_leaves_the_model_is_told_by_all(self):
         def leave(step, model, optimizer, rank):
