@@ -94,6 +94,9 @@ class Mutant:
     occurrence: int
     line: int
 
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line} ({self.operator})"
+
     def text(self) -> str | None:
         """Return the changed file; None: it would be no Python."""
         source = (ROOT / self.path).read_text(encoding="utf-8")
@@ -426,9 +429,8 @@ def main() -> None:
     parser.add_argument("--least", type=float, default=0.85, help="fail if less are killed (default: 0.85)")
     parser.add_argument("--limit-s", type=float, default=2700)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument(
-        "--reached", type=Path, help="file that keeps which test reaches what, for the next run"
-    )
+    parser.add_argument("--reached", type=Path, help="file for which test reaches what: kept for next time")
+    parser.add_argument("--again", type=Path, help="output of a run before: try what has survived there")
     options = parser.parse_args()
     start = time.monotonic()
     warm()
@@ -437,17 +439,17 @@ def main() -> None:
         tests = known(options.reached) or measure(folders[0], options.reached)
         print(f"{len(tests.duration_s)} unit tests pass, {time.monotonic() - start:.0f} s", flush=True)
         mutants = draw(options.seed, options.count)
+        if options.again:
+            survived = options.again.read_text()
+            mutants = [mutant for mutant in mutants if f": {mutant}\n" in survived]
         killed, all_of = Counter(), Counter()
         for mutant, is_killed in trials(mutants, tests, folders, options.limit_s):
             room = next(room for room in CORE if mutant.path.startswith(f"horovod_train/{room}/"))
             all_of[room] += 1
             killed[room] += is_killed
             if not is_killed:
-                where = f"{mutant.path}:{mutant.line} ({mutant.operator})"
-                print(
-                    f"\nsurvived, {all_of.total() - killed.total()} of {all_of.total()}: {where}", flush=True
-                )
-                print(mutant.difference(), flush=True)
+                number = all_of.total() - killed.total()
+                print(f"\nsurvivor {number} of {all_of.total()}: {mutant}\n{mutant.difference()}", flush=True)
     print()
     for room in CORE:
         print(f"{room:20} {killed[room]:4} of {all_of[room]:4} killed")
