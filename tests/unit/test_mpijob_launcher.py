@@ -13,6 +13,7 @@ from support.api import served
 from support.launching import write_job
 from support.mpijobs import described
 
+from horovod_train.config.kubernetes_rules import MAX_CONFIG_BYTES
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.launch import jobs
@@ -493,3 +494,80 @@ def test_a_task_of_the_users_own_travels_in_the_config_map(tmp_path):
 
     assert config_map["data"]["mine.py"] == "class Mine: ...\n"
     assert json.loads(config_map["data"]["job.json"])["task"] == "/etc/horovod_train/mine.py:Mine"
+
+
+def test_a_task_too_large_for_a_config_map_is_refused(tmp_path):
+    task = tmp_path / "task.py"
+    task.write_text(f"class Task:\n    '''{'x' * MAX_CONFIG_BYTES}'''\n")
+    request = resolve(Job.model_validate({**described("cpu"), "task": f"{task}:Task"}), "run-1")
+
+    with pytest.raises(UserError, match=r"task\.py is too large for a ConfigMap") as caught:
+        MpiJobLauncher().plan(request)
+
+    assert "put it into the image" in caught.value.hint
+
+
+def test_whoever_follows_a_job_is_told_what_it_waits_for_each_thing_once(api):
+    api.operator = accepts
+    job = submit(api)
+    api.add_worker("digits-worker-0", "ImagePullBackOff", "no image")
+    lines = MpiJobLauncher().logs(job, follow=True)
+
+    assert next(lines) == "starting. digits-worker-0 pending; ImagePullBackOff: no image"
+    del api.objects["pods", "digits-worker-0"]
+    api.add_worker("digits-worker-1", "ImagePullBackOff", "no image")
+    assert next(lines) == "starting. digits-worker-1 pending; ImagePullBackOff: no image"
+    del api.objects["pods", "digits-worker-1"]
+    succeeds(api, api.objects["mpijobs", "digits"])
+    assert list(lines) == ["on 2 ranks", "trained digits"]
+
+
+def test_whoever_only_looks_is_not_told_what_it_waits_for(api):
+    api.operator = trains
+    job = submit(api)
+    api.add_worker("digits-worker-0", "ImagePullBackOff", "no image")
+
+    assert list(MpiJobLauncher().logs(job, follow=False)) == ["on 2 ranks", "trained digits"]
+
+
+def test_an_api_server_that_stays_away_is_not_waited_for_for_ever(api, monkeypatch):
+    api.operator = trains
+    job = submit(api)
+    now_s = [0.0]
+
+    def sleep(seconds):
+        now_s[0] += 100
+
+    monkeypatch.setattr("horovod_train.launch.mpijob.launcher.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("horovod_train.launch.mpijob.launcher.sleep", sleep)
+    api.away = {"mpijobs": 1000}
+
+    with pytest.raises(LaunchError, match="currently unable"):
+        list(MpiJobLauncher().logs(job, follow=True))
+    assert now_s[0] == 700.0, "ten minutes are not yet too long"
+
+    now_s[0] = 0.0
+    with pytest.raises(LaunchError, match="currently unable"):
+        list(MpiJobLauncher().logs(job, follow=False))
+    assert now_s[0] == 0.0
+
+
+@pytest.mark.parametrize("how", ["drain", "stop", "kill"])
+def test_a_job_that_is_gone_needs_no_cancelling(api, how):
+    api.operator = trains
+    job = submit(api)
+    del api.objects["mpijobs", "digits"]
+    before = len(api.requests)
+
+    MpiJobLauncher().cancel(job, how)
+
+    assert all(line.startswith("GET") for line in api.requests[before:])
+
+
+def test_a_job_is_removed_with_all_it_has(api):
+    api.operator = trains
+    job = submit(api)
+
+    MpiJobLauncher().remove(job)
+
+    wait_until(lambda: not api.names("MPIJob") + api.names("ConfigMap") + api.names("NetworkPolicy"))
