@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -149,9 +150,21 @@ def of_this_process():
     return list(logger.handlers), logger.propagate, [*map(signal.getsignal, numbers)], Path.cwd()
 
 
+def open_files(base: Path) -> set[str]:
+    """Sockets, pipes and files of the test session that this process has open."""
+    found = set()
+    for handle in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            target = str(handle.readlink())
+            if target.startswith(("socket:", "pipe:", str(base))):
+                found.add(f"{handle.name}: {target}")
+    return found
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(tmp_path_factory):
     base = tmp_path_factory.getbasetemp()
+    files = open_files(base)
     environment = dict(os.environ)
     threads = set(threading.enumerate())
     servers = set(psutil.Process().children())  # shared by several tests
@@ -180,6 +193,10 @@ def leaves_nothing_behind(tmp_path_factory):
     os.environ.clear()
     os.environ.update(environment)
     extra = [t for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon]
+    if opened := open_files(base) - files:
+        gc.collect()
+        opened = open_files(base) - files
+    assert not opened, f"files left open: {sorted(opened)}"
     assert not left, f"processes left behind: {left}"
     assert not folders, f"folders left behind: {folders}"
     assert not changed, f"environment changed: {sorted(changed)}"

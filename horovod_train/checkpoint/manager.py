@@ -198,9 +198,7 @@ class CheckpointManager:
         if self._pending is not None:
             self._collect()
         self._writer.shutdown()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._let_go()
 
     # -- writing
 
@@ -377,7 +375,13 @@ class CheckpointManager:
                 problem = f"cannot use {self.directory} for checkpoints: {error.strerror}"
         problem = broadcast_json(self._world, problem)
         if problem:
+            self._let_go()
             raise OperationalError(problem, hint="wait for it, or give this job another name")
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _lock_file(self, handle: int) -> None:
         try:

@@ -279,6 +279,7 @@ def api_server(api: Api, kubeconfig: Path) -> Iterator[None]:
     """Serve, and write what kubectl and the client read to find the server."""
     handler = type("Handler", (_Handler,), {"api": api})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = False  # closing it waits for the last answer
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     kubeconfig.write_text(

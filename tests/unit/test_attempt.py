@@ -472,7 +472,7 @@ class TestSubmitting:
         pid = submit(f"echo $0 $* > $LOG_DIR/called; {self.state('starting')}; exec sleep 600")
 
         process = psutil.Process(pid)
-        assert process.cmdline() == ["sleep", "60"]
+        assert process.cmdline() == ["sleep", "600"]
         assert os.getsid(pid) == pid, "Ctrl-C is not for it"
         process.kill()
         process.wait()

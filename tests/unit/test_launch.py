@@ -488,6 +488,7 @@ class TestVerdict:
         watcher = Watcher(request, console, LogFile(request.log_dir / "run.log"))
         watcher.output = output
         yield watcher
+        watcher.close()
         watcher.log.close()
 
     def failure(self, rank, message, *, is_cause=True, exit_code=1, traceback=""):
@@ -647,6 +648,7 @@ class TestVerdict:
         assert json.loads((shared / "j.json").read_text())[0]["targets"] == ["127.0.0.1:9400"]
         assert (shared / "j.json").stat().st_mode & 0o777 == 0o644
         watcher.close()
+        watcher.log.close()
         assert json.loads((shared / "j.json").read_text()) == []
 
     def test_each_rank_has_a_log_of_its_own(self, watcher):

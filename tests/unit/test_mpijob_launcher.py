@@ -372,7 +372,7 @@ def test_a_server_that_does_not_answer_is_told_after_one_time_out(api, monkeypat
     api.operator = trains
     job = submit(api)
     monkeypatch.setattr("horovod_train.launch.mpijob.launcher.API_TIMEOUT_S", 0.5)
-    api.silent_s = 8.0
+    api.silent_s = 2.0
     before = len(api.requests)
 
     with pytest.raises(LaunchError, match="the API server does not answer"):
