@@ -23,13 +23,24 @@ def run(*arguments: str) -> str:
 
 @pytest.mark.campaign
 @pytest.mark.ranks
-@pytest.mark.parametrize("only", ["hand-written", "DDP over", "metrics"])
+@pytest.mark.parametrize("only", ["hand-written H", "hand-written, in", "DDP over", "metrics"])
 def test_each_comparison_prints_a_ratio(only):
     output = run("benchmarks.run", "--models", "transformer", "--pairs", "1", "--steps", "9", "--only", only)
 
     (row,) = output.splitlines()[1:]
     assert row.startswith("transformer")
     assert row.endswith(("met", "MISSED"))
+
+
+@pytest.mark.campaign
+@pytest.mark.ranks
+def test_another_version_can_be_compared_with():
+    output = run(
+        *("benchmarks.run", "--against", str(ROOT), "--models", "transformer", "--pairs", "1", "--steps", "9")
+    )
+
+    (row,) = output.splitlines()[1:]
+    assert row.startswith("transformer")
 
 
 @pytest.mark.campaign
