@@ -8,6 +8,7 @@ import pickle
 import random
 import types
 from collections import namedtuple
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -99,9 +100,8 @@ class TestDevices:
         chosen = []
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-        assert choose_device(
-            job(), types.SimpleNamespace(rank=1, local_rank=1, size=2, host="here")
-        ) == torch.device("cuda", 1)
+
+        assert choose_device(job(), replace(SingleWorld(), local_rank=1)) == torch.device("cuda", 1)
         assert chosen == [torch.device("cuda", 1)]
 
 
