@@ -167,14 +167,15 @@ def leaves_nothing_behind(request, tmp_path_factory):
     files = open_files(base)
     environment = dict(os.environ)
     threads = set(threading.enumerate())
-    servers = set(psutil.Process().children())  # shared by several tests
+    # Shared by several tests; or of one before, and adopted by a run of this one.
+    known = set(psutil.Process().children(recursive=True))
     stages = stages_of(base)
     settings = of_this_process()
     yield
     new = [
         process
         for process in psutil.Process().children()
-        if process not in servers and process.pid not in PROCESSES
+        if process not in known and process.pid not in PROCESSES
     ]
     left = [*new, *(grandchild for process in new for grandchild in process.children(recursive=True))]
     for process in left:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from threading import Thread
 from typing import Any
 
@@ -96,6 +96,8 @@ def start_loader_server(preload: str) -> None:
         preload: Module that loader processes need.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([preload])
+    # Kubernetes and Slurm send SIGTERM to all processes; a rank needs its loaders to the end of its step.
+    resource_tracker.ensure_running()  # first: when it starts, it unblocks SIGTERM in this thread
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
     try:
         forkserver.ensure_running()

@@ -137,6 +137,13 @@ class Api:
         }
 
 
+def _later(do: Callable[..., None], *arguments: Any) -> None:
+    """As a server does what it was asked for: a little later, and not at all when it has ended."""
+    timer = threading.Timer(0.3, do, arguments)
+    timer.daemon = True
+    timer.start()
+
+
 class _Handler(BaseHTTPRequestHandler):
     api: Api
 
@@ -209,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
         found["spec"].setdefault("runPolicy", {}).update(patch["spec"]["runPolicy"])
         if patch["spec"]["runPolicy"].get("suspend"):
             # As the operator does: pods go, and get the time they need.
-            threading.Timer(0.3, self._remove_pods, [name]).start()
+            _later(self._remove_pods, name)
         self._answer(found)
 
     def do_DELETE(self) -> None:
@@ -222,7 +229,7 @@ class _Handler(BaseHTTPRequestHandler):
         if "deletionTimestamp" not in metadata:
             # In the foreground: what it owns goes first, and it stays in sight until then.
             metadata["deletionTimestamp"] = "2026-11-22T00:00:00Z"
-            threading.Timer(0.3, self._remove, [(collection, name), metadata["uid"]]).start()
+            _later(self._remove, (collection, name), metadata["uid"])
         self._answer({"kind": "Status", "status": "Success"})
 
     def _remove(self, key: tuple[str, str], uid: str) -> None:

@@ -21,18 +21,16 @@ from horovod_train.launch.mpijob.status import (
     status_of,
 )
 
-NOW = datetime.now(UTC)
-
 
 def pod(name, phase, role="worker", *, code=None, ended_s=5.0, waiting=None, age_s=60.0):
     """A pod with one container, as the client returns it."""
-    ended = None
+    now, ended = datetime.now(UTC), None
     if code is not None:
-        ended = SimpleNamespace(exit_code=code, finished_at=NOW - timedelta(seconds=ended_s))
+        ended = SimpleNamespace(exit_code=code, finished_at=now - timedelta(seconds=ended_s))
     state = SimpleNamespace(terminated=ended, waiting=waiting)
     return SimpleNamespace(
         metadata=SimpleNamespace(
-            name=name, labels={ROLE_LABEL: role}, creation_timestamp=NOW - timedelta(seconds=age_s)
+            name=name, labels={ROLE_LABEL: role}, creation_timestamp=now - timedelta(seconds=age_s)
         ),
         status=SimpleNamespace(phase=phase, container_statuses=[SimpleNamespace(state=state)]),
     )

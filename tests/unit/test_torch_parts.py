@@ -6,6 +6,9 @@ import itertools
 import os
 import pickle
 import random
+import signal
+import subprocess
+import sys
 import types
 from collections import namedtuple
 from dataclasses import replace
@@ -65,6 +68,29 @@ class TestConnecting:
 
         assert [name for name, _ in calls] == ["server", "connect"]
         assert calls[0][1] == reader_module.__name__
+
+
+class TestTheServerOfLoaders:
+    PROGRAM = """
+import multiprocessing.forkserver as server
+from horovod_train.frameworks.reader import start_loader_server
+start_loader_server("json")
+print(open(f"/proc/{server._forkserver._forkserver_pid}/status").read())
+"""
+
+    def test_and_so_loaders_stay_when_all_processes_are_asked_to_leave(self):
+        """As Kubernetes and Slurm ask; a rank needs them to the end of its step."""
+        done = subprocess.run(
+            [sys.executable, "-c", self.PROGRAM], stdout=subprocess.PIPE, check=True, text=True
+        )
+
+        (blocked,) = [
+            int(line.split()[1], 16) for line in done.stdout.splitlines() if line.startswith("SigBlk")
+        ]
+        assert {number for number in signal.valid_signals() if blocked >> (number - 1) & 1} == {
+            signal.SIGTERM,
+            signal.SIGUSR1,
+        }
 
 
 class TestCores:
