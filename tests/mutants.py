@@ -16,6 +16,7 @@ import math
 import os
 import py_compile
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -240,10 +241,13 @@ class Tests:
     def reaching(self, mutant: Mutant) -> list[str]:
         """Return the tests that run a mutant's statement, the quickest first.
 
-        What runs at the import only (a constant, a field) is tried with tests that reach the folder.
+        What runs at the import only (a constant, a field) is tried with tests that reach lines which name
+        it, too; if there are none, with those that reach the folder.
         """
         lines = self.lines.get(mutant.path, {})
         found = {test for line in statement_lines(mutant) for test in lines.get(str(line), [])} - {""}
+        if naming := {test for name in names_made_by(mutant) for test in self._naming(name)} - {""}:
+            return self._quickest(found | naming, IMPORTED_LIMIT_S)
         if found:
             return self._quickest(found, math.inf)
         folder = str(Path(mutant.path).parent)
@@ -251,11 +255,33 @@ class Tests:
         near = {test for lines in files for tests in lines.values() for test in tests} - {""}
         return self._quickest(near, IMPORTED_LIMIT_S)
 
+    def _naming(self, name: str) -> Iterator[str]:
+        """Yield the tests that reach a line with a name in it."""
+        for path, lines in self.lines.items():
+            for number, text in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(), 1):
+                if re.search(rf"\b{name}\b", text):
+                    yield from lines.get(str(number), [])
+
     def _quickest(self, tests: set[str], limit_s: float) -> list[str]:
         """Return tests, the quickest first, as many as take so long together."""
         order = sorted(tests, key=lambda test: self.duration_s[test])
         ends_s = accumulate(self.duration_s[test] for test in order)
         return [test for test, end_s in zip(order, ends_s, strict=True) if end_s <= limit_s]
+
+
+def names_made_by(mutant: Mutant) -> list[str]:
+    """Return the names to which a statement outside of functions gives a value."""
+    tree = ast.parse((ROOT / mutant.path).read_text(encoding="utf-8"))
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Lambda)]
+    if any(node.lineno <= mutant.line <= node.end_lineno for node in functions):
+        return []
+    targets = [
+        target
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.lineno <= mutant.line <= node.end_lineno
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    ]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def statement_lines(mutant: Mutant) -> range:

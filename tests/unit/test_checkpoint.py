@@ -768,6 +768,19 @@ class TestAFolder:
         assert names(folder) == [4, 3, 2, 1]
         assert "old checkpoints were not removed: no" in caplog.text
 
+    def test_one_that_cannot_be_written_is_told_in_the_log(self, folder, monkeypatch, caplog):
+        def refuse(*_):
+            raise CheckpointError("the disk is full")
+
+        monkeypatch.setattr(store, "write_checkpoint", refuse)
+
+        checkpoints = manager(folder)
+        with pytest.raises(CheckpointError, match="the last checkpoint was not written: the disk is full"):
+            save(checkpoints, 4)
+        checkpoints.close()
+
+        assert "checkpoint of step 4 was not written: the disk is full" in caplog.text
+
     def test_one_that_was_refused_half_written_leaves_nothing(self, folder):
         content = store.read_checkpoint(folder / "step-000000000003")
         content.arrays["model"] = {"weight": ArrayBlob("float80", (1,), b"0" * 10)}

@@ -15,7 +15,13 @@ from horovod_train.errors import LaunchError
 from horovod_train.launch.agent import READY, answer
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.on_host import RUN_VARIABLE, OnHost
-from horovod_train.launch.process import adopting_orphans, execute, guarded, kill_descendants
+from horovod_train.launch.process import (
+    _is_alive,
+    adopting_orphans,
+    execute,
+    guarded,
+    kill_descendants,
+)
 from horovod_train.launch.stop import AskedTo
 
 
@@ -102,7 +108,7 @@ class TestACommand:
 
     def test_that_is_not_there_is_told(self):
         with pytest.raises(LaunchError, match="cannot start /no/such/program: No such file"):
-            execute(LaunchPlan(("/no/such/program",)), {}, print, set())
+            execute(LaunchPlan(("/no/such/program", "argument")), {}, print, set())
 
     def test_leaves_nobody_behind_that_holds_its_output(self):
         with adopting_orphans():
@@ -135,6 +141,13 @@ class TestOrphans:
 
         assert orphan.ppid() != os.getpid()
         orphan.kill()
+
+    def test_that_are_gone_are_not_waited_for(self):
+        process = subprocess.Popen(["true"])
+        gone = psutil.Process(process.pid)
+        process.wait()
+
+        assert not _is_alive(gone)
 
     def test_that_are_to_be_kept_are_kept_with_their_children(self):
         kept = subprocess.Popen(["/bin/sh", "-c", "sleep 60 & wait"])
