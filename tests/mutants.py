@@ -242,18 +242,20 @@ class Tests:
         """Return the tests that run a mutant's statement, the quickest first.
 
         What runs at the import only (a constant, a field) is tried with tests that reach lines which name
-        it, too; if there are none, with those that reach the folder.
+        it, too, and then with those that reach the folder.
         """
         lines = self.lines.get(mutant.path, {})
         found = {test for line in statement_lines(mutant) for test in lines.get(str(line), [])} - {""}
-        if naming := {test for name in names_made_by(mutant) for test in self._naming(name)} - {""}:
-            return self._quickest(found | naming, IMPORTED_LIMIT_S)
-        if found:
+        names = names_made_by(mutant)
+        if found and not names:
             return self._quickest(found, math.inf)
+        naming = {test for name in names for test in self._naming(name)} - {""}
+        first = self._quickest(found | naming, IMPORTED_LIMIT_S)
         folder = str(Path(mutant.path).parent)
         files = [lines for path, lines in self.lines.items() if str(Path(path).parent) == folder]
-        near = {test for lines in files for tests in lines.values() for test in tests} - {""}
-        return self._quickest(near, IMPORTED_LIMIT_S)
+        near = {test for lines in files for tests in lines.values() for test in tests} - {"", *first}
+        left_s = IMPORTED_LIMIT_S - sum(self.duration_s[test] for test in first)
+        return [*first, *self._quickest(near, left_s)]
 
     def _naming(self, name: str) -> Iterator[str]:
         """Yield the tests that reach a line with a name in it."""
