@@ -470,6 +470,8 @@ def main() -> None:
         if options.again:
             survived = options.again.read_text()
             mutants = [mutant for mutant in mutants if f": {mutant}\n" in survived]
+            if not mutants:
+                sys.exit(f"error: {options.again} names no survivor of this seed")
         killed, all_of = Counter(), Counter()
         for mutant, is_killed in trials(mutants, tests, folders, options.limit_s):
             room = next(room for room in CORE if mutant.path.startswith(f"horovod_train/{room}/"))

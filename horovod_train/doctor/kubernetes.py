@@ -17,15 +17,7 @@ from horovod_train.doctor.findings import Finding
 from horovod_train.doctor.network import History, Sweep, compare
 from horovod_train.errors import HorovodTrainError, LaunchError
 from horovod_train.launch.base import LaunchRequest, Submitted
-from horovod_train.launch.mpijob.cluster import (
-    CUSTOM,
-    GROUP,
-    KUEUE,
-    PLURAL,
-    VERSION,
-    Cluster,
-    namespace_of_context,
-)
+from horovod_train.launch.mpijob.cluster import CUSTOM, GROUP, KUEUE, PLURAL, VERSION, Cluster
 from horovod_train.launch.mpijob.launcher import MpiJobLauncher
 
 PODS_TIMEOUT_S = 900.0
@@ -48,7 +40,7 @@ def examine_cluster(job: Job | None, settings: Kubernetes) -> Iterator[Finding]:
     """
     try:
         is_chosen = job is not None or "namespace" in settings.model_fields_set
-        namespace = settings.namespace if is_chosen else namespace_of_context()
+        namespace = settings.namespace if is_chosen else None
         with closing(Cluster(namespace, settings.api_timeout_s)) as cluster:
             yield Finding("", "api server", cluster.version())
             yield _operator(cluster)

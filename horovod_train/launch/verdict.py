@@ -78,13 +78,18 @@ class Watcher:
             return  # the log has it
         elif rank is not None:
             self.console.print(tagged(rank, text))
-        elif self.request.num_ranks == 1 and not self._are_ranks_tagged:
-            self.console.print(text)  # nobody stands between the rank and us
+        elif self._is_of_the_only_rank():
+            self.console.print(text)
         elif text.strip():
             # Launchers speak at length of what ranks have already said; kept for when they have not.
             self._untagged.append(text)
             if killed := _killed_rank("\n".join(self._untagged)):
                 self.killed.append(killed)
+
+    def _is_of_the_only_rank(self) -> bool:
+        """Whether a line without a tag is a rank's, and not its launcher's."""
+        launch = self.request.job.launch
+        return launch.launcher == "local" or (self.request.num_ranks == 1 and not self._are_ranks_tagged)
 
     def _see_stall(self, rank: int, text: str) -> None:
         """Note which ranks stay away from a collective: the engine lists them after a headline."""

@@ -15,7 +15,7 @@ from support.mpijobs import described
 
 from horovod_train.config.schema import Job
 from horovod_train.doctor.kubernetes import NEEDED, examine_cluster, examine_pods
-from horovod_train.launch.mpijob.cluster import namespace_of_context
+from horovod_train.launch.mpijob.cluster import _namespace_of_context
 from horovod_train.launch.run import resolve
 
 WISHES = {
@@ -98,11 +98,13 @@ def test_without_a_job_it_looks_where_kubectl_would(tmp_path, api, monkeypatch):
     assert looked_in() == "team"
     assert looked_in(namespace="mine") == "mine"
 
+    from kubernetes import config as configuration  # reads KUBECONFIG when it is imported
+
     monkeypatch.setattr("horovod_train.launch.mpijob.cluster.OF_THIS_POD", tmp_path / "namespace")
     config.write_text("")
-    assert namespace_of_context() == "default"
+    assert _namespace_of_context(configuration) == "default"
     (tmp_path / "namespace").write_text("of-the-pod\n")
-    assert namespace_of_context() == "of-the-pod"
+    assert _namespace_of_context(configuration) == "of-the-pod"
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def train(tmp_path, monkeypatch):
             assert plan.argv == (attempt.rank_command,)
             with beside(lambda: None):  # as while ranks run
                 starts.append(attempt)
-            if ends and (end := ends.pop(0)) is not None:
-                raise end
+            if ends:
+                raise ends.pop(0)
 
         monkeypatch.setattr(module, "carry_out", carry_out)
         wishes = {"min_ranks": 1, "max_ranks": 2, "poll_s": 0.05, "wait_s": 0.3, "cooldown_s": 0.01, **wishes}

@@ -617,6 +617,21 @@ class TestShippedCode:
         with pytest.raises(UserError, match="more than 64 MiB"):
             pack_code(tmp_path)
 
+    def test_only_a_task_in_a_file_can_be_shipped(self):
+        job = Job.model_validate({"name": "j", "task": "package.module:Task"})
+
+        with pytest.raises(LaunchError, match=r"the task package\.module:Task is not a file"):
+            prepare._with_shipped_code(job, "stage")
+
+    def test_what_is_no_file_is_not_shipped(self, tmp_path):
+        (tmp_path / "task.py").write_text("x")
+        os.mkfifo(tmp_path / "pipe")
+
+        packed = base64.b64decode(pack_code(tmp_path))
+
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+            assert archive.namelist() == ["task.py"]
+
 
 class TestStopper:
     def stopping(self, grace_s, *signals, until="ask", apart_s=0.2):
@@ -1058,18 +1073,3 @@ class TestOneRankAlone:
 
         with pytest.raises(LaunchError, match="the launcher 'local' starts one rank, not 2"):
             make_plan(resolve(job, "run-1"))
-
-    def test_only_a_task_in_a_file_can_be_shipped(self):
-        job = Job.model_validate({"name": "j", "task": "package.module:Task"})
-
-        with pytest.raises(LaunchError, match=r"the task package\.module:Task is not a file"):
-            prepare._with_shipped_code(job, "stage")
-
-    def test_what_is_no_file_is_not_shipped(self, tmp_path):
-        (tmp_path / "task.py").write_text("x")
-        os.mkfifo(tmp_path / "pipe")
-
-        packed = base64.b64decode(pack_code(tmp_path))
-
-        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
-            assert archive.namelist() == ["task.py"]

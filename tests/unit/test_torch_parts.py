@@ -70,7 +70,7 @@ class TestConnecting:
         assert calls[0][1] == reader_module.__name__
 
 
-class TestTheServerOfLoaders:
+class TestTheLoaderServer:
     PROGRAM = """
 import multiprocessing.forkserver as server
 from horovod_train.frameworks.reader import start_loader_server
@@ -78,8 +78,8 @@ start_loader_server("json")
 print(open(f"/proc/{server._forkserver._forkserver_pid}/status").read())
 """
 
-    def test_and_so_loaders_stay_when_all_processes_are_asked_to_leave(self):
-        """As Kubernetes and Slurm ask; a rank needs them to the end of its step."""
+    def test_and_its_loaders_block_the_signals_that_ask_ranks_to_leave(self):
+        """Kubernetes and Slurm send them to all processes."""
         done = subprocess.run(
             [sys.executable, "-c", self.PROGRAM], stdout=subprocess.PIPE, check=True, text=True
         )

@@ -7,6 +7,7 @@ import json
 
 import pytest
 from rich.console import Console
+from unit.test_attempt import PROGRESS
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, PreemptedError
@@ -16,26 +17,15 @@ from horovod_train.launch.logs import LogFile
 from horovod_train.launch.run import resolve
 from horovod_train.launch.verdict import Ended, Watcher, stopped_early
 
-PROGRESS = {
-    "step": 1,
-    "num_steps": 7,
-    "epoch": 0,
-    "num_epochs": 1,
-    "loss": 0.7,
-    "lr": 0.1,
-    "samples_per_s": 9.0,
-    "eta_s": 1.0,
-}
-
 
 @pytest.fixture
 def watch(tmp_path):
     """Return a watcher of a job of so many ranks; what it shows stands in ``shown``, what it notes in
     ``noted``."""
 
-    def make(num_ranks=3, **sections):
-        sections = {"name": "j", "task": "digits", "run_dir": str(tmp_path), **sections}
-        job = Job.model_validate({**sections, "launch": {"num_ranks": num_ranks}})
+    def make(num_ranks=3, launcher="auto"):
+        launch = {"num_ranks": num_ranks, "launcher": launcher}
+        job = Job.model_validate({"name": "j", "task": "digits", "run_dir": str(tmp_path), "launch": launch})
         request = resolve(job, "run-1")
         request.log_dir.mkdir(parents=True, exist_ok=True)
         shown, noted = io.StringIO(), []
@@ -195,9 +185,17 @@ class TestWhatIsShown:
 
         assert watcher.shown.getvalue() == "loading data\n"
 
+    def test_is_what_the_only_rank_passes_on_of_a_launcher_of_its_own(self, watch):
+        watcher = watch(1)
+
+        for line in ("[1,1]<stdout>:of another program", "and more"):
+            watcher.see(line)
+
+        assert watcher.shown.getvalue() == "[rank 1] of another program\nand more\n"
+
     def test_is_not_what_mpirun_says_of_the_only_rank(self, watch):
         """As of an elastic job on a host that has one rank."""
-        watcher = watch(1)
+        watcher = watch(1, "mpirun")
 
         say(watcher, 0, "loading data")
         watcher.see("mpirun has exited due to process rank 0 with PID 0 on node n4 exiting improperly")

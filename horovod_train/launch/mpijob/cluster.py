@@ -51,14 +51,8 @@ class UnreachableError(LaunchError):
     """The API server, or the kubelet behind it, does not answer now; asking later may help."""
 
 
-def namespace_of_context() -> str:
-    """Return the namespace of kubectl's current context; of none: this pod's, or ``default``."""
-    try:
-        from kubernetes import config as configuration
-    except ImportError:
-        return "default"  # Cluster says what to install
-
-    config: Any = configuration
+def _namespace_of_context(config: Any) -> str:
+    """Return the namespace of kubectl's current context; without one this pod's, or ``default``."""
     try:
         _, active = config.list_kube_config_contexts()
     except config.ConfigException:
@@ -70,14 +64,14 @@ class Cluster:
     """A namespace of a cluster.
 
     Args:
-        namespace: Which one.
+        namespace: Which one; None: that of kubectl's current context.
         timeout_s: How long an answer may take, in seconds.
 
     Raises:
         UserError: The client is not installed, or not configured.
     """
 
-    def __init__(self, namespace: str, timeout_s: float) -> None:
+    def __init__(self, namespace: str | None, timeout_s: float) -> None:
         try:
             from kubernetes import client
             from kubernetes import config as configuration
@@ -93,7 +87,7 @@ class Cluster:
             raise UserError(
                 f"no Kubernetes cluster is configured: {error}", hint="set KUBECONFIG; `kubectl cluster-info`"
             ) from error
-        self.namespace = namespace
+        self.namespace = namespace or _namespace_of_context(config)
         self._timeout_s = timeout_s
         self._api_error = client.ApiException
         settings = client.Configuration.get_default_copy()
