@@ -117,10 +117,9 @@ def _type(field: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in field["enum"])
     kind = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false",
             "null": "null", "array": "list", "object": "mapping"}[field["type"]]  # fmt: skip
-    low = field.get("minimum", field.get("exclusiveMinimum"))
-    if low is None:
-        return kind
-    return f"{kind} {'>' if 'exclusiveMinimum' in field else '≥'} {low:g}"
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
+    limits = [f"{sign} {field[name]:.16g}" for name, sign in signs.items() if name in field]
+    return f"{kind} {', '.join(limits)}".strip()
 
 
 def readme_with_metrics() -> str:

@@ -429,6 +429,20 @@ class TestReadingALog:
 
         assert list(read_log(log, is_going_on)) == ["True", "True", "True", "False"]
 
+    def test_pauses_between_two_looks(self, tmp_path, monkeypatch):
+        pauses_s = []
+        monkeypatch.setattr("horovod_train.launch.supervised.sleep", pauses_s.append)
+        log = tmp_path / "run.log"
+
+        def is_going_on():
+            if len(pauses_s) == 2:
+                log.touch()
+            return len(pauses_s) < 5
+
+        assert list(read_log(log, is_going_on)) == []
+        assert len(pauses_s) == 5
+        assert min(pauses_s) >= 0.1
+
     def test_of_a_job_that_never_wrote_one_is_empty(self, tmp_path):
         assert list(read_log(tmp_path / "run.log", lambda: False)) == []
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.waiting import wait_until
 from support.worlds import on_ranks
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
@@ -44,6 +45,7 @@ class TestSync:
             ([1, 1, 2, 2], "ranks 0-1 against ranks 2-3"),
             ([1, 2, 3], "rank 0 against rank 1 against rank 2"),
             ([2, 1, 1], "rank 0 against the others"),
+            ([1, 2, 3, 4], "rank 0 against rank 1 against rank 2 against rank 3"),
             ([1, 2, 3, 4, 5], "rank 0 against rank 1 against rank 2 against rank 3 against others"),
         ],
     )
@@ -140,6 +142,7 @@ class TestGuard:
 
         assert self.run(health, [math.nan, math.inf, 1.0, math.nan, math.nan]) == [None, None]
         assert all(isinstance(e, NumericError) for e in self.run(health, [math.nan] * 3))
+        assert all(isinstance(e, NumericError) for e in self.run(health, [math.nan, 1.0, *[math.nan] * 3]))
 
     def test_a_loss_scaler_may_look_for_its_scale(self):
         assert self.run(Health(), [-1.0, -1.0, 1.0], scaler=True) == [None, None]
@@ -230,6 +233,25 @@ class TestPeers:
                 assert "rank 1 on here has shown no sign of life" in ended[0]
             else:
                 assert not told
+
+    def test_one_that_comes_back_and_is_silent_again_is_named_again(self):
+        told = []
+
+        def rank(world):
+            world.waiting_since_s = time.monotonic()
+            tell = told.append if world.rank == 0 else print
+            watch = PeerWatch(world, Health(stall_warning_s=0.6, stall_shutdown_s=60), tell, pytest.fail)
+            send = watch._send
+            for number in (1, 2):
+                if world.rank == 1:
+                    watch._send = lambda word: None
+                wait_until(lambda: len(told) == number)  # noqa: B023  (called before the next)
+                watch._send = send
+                time.sleep(0.3)  # some beats
+            watch.close()
+
+        assert on_ranks(2, rank) == [None, None]
+        assert len(told) == 2
 
     def test_nobody_is_missed_by_those_that_do_not_wait(self):
         assert self.watch(2, self.silence, waits=lambda rank: False, seconds=2.0)[0] == ([], [])

@@ -19,6 +19,7 @@ from threading import Event, Timer
 
 import psutil
 import pytest
+from support.waiting import wait_until
 
 from horovod_train.config.schema import HostSettings, Job, Launch
 from horovod_train.engine.environment import from_slurm
@@ -43,13 +44,6 @@ from horovod_train.launch.stage import pack_code, stage_files
 from horovod_train.launch.stop import Stopper
 
 A_SHELL = ["/bin/sh", "-c"]  # in place of "ssh host": runs its last argument
-
-
-def wait_until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class TestHosts:
@@ -791,6 +785,14 @@ class TestJobs:
 
         assert state.read().state == "failed"
         assert state.pid() is None
+
+    def test_a_process_is_known_by_when_it_was_started(self, request_):
+        jobs.StateFile(request_.log_dir).write("running")
+
+        noted = json.loads((request_.log_dir / "state.json").read_text())
+
+        started_s = psutil.Process().create_time() - psutil.boot_time()
+        assert noted["pid_start_ticks"] / os.sysconf("SC_CLK_TCK") == pytest.approx(started_s, abs=2)
 
     @pytest.mark.parametrize(("off_s", "expected"), [(0.0, "running"), (30.0, "failed")])
     def test_a_state_of_the_version_before_is_understood(self, request_, off_s, expected):

@@ -130,6 +130,7 @@ class TestPlan:
         assert plan.env["HOROVOD_SSH"] == f"ssh -F {request.log_dir}/ssh_config"
         config = plan.files[request.log_dir / "ssh_config"]
         assert "\nPort 2222\nIdentityFile /keys/id\nIdentitiesOnly yes\nProxyJump gate\nInclude" in config
+        assert config.startswith("Host *\nBatchMode yes\nConnectTimeout 10\nServerAliveInterval 5\n")
 
     def test_options_of_ssh_may_be_written_as_yaml_reads_them(self, tmp_path):
         ssh = {"options": {"StrictHostKeyChecking": True, "ConnectionAttempts": 3}}

@@ -12,6 +12,7 @@ import yaml
 from support.api import served
 from support.launching import write_job
 from support.mpijobs import described
+from support.waiting import wait_until
 
 from horovod_train.config.kubernetes_rules import MAX_CONFIG_BYTES
 from horovod_train.config.schema import Job
@@ -43,13 +44,6 @@ def succeeds(api, job):
 def api(tmp_path, monkeypatch):
     with served(tmp_path, monkeypatch) as api:
         yield api
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def request_for(**changes):

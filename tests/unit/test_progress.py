@@ -25,6 +25,20 @@ def test_steps_and_epochs_are_counted():
     assert progress.epochs_passed == 1.0
 
 
+def test_a_beginning_is_noted_as_one():
+    assert Progress(ORDER).to_json() == {
+        "order": {"num_samples": 10, "seed": 3, "shuffle": True},
+        "step": 0,
+        "epoch": 0,
+        "cursor": 0,
+        "metrics": {},
+        "metrics_step": -1,
+        "best_metric": None,
+        "num_without_improvement": 0,
+        "stopped_early": False,
+    }
+
+
 def test_what_an_evaluation_found_is_of_the_weights_of_that_step():
     progress = Progress(ORDER, metrics={"loss": 0.5}, metrics_step=0)
     assert progress.current_metrics == {"loss": 0.5}

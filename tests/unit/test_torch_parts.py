@@ -158,6 +158,15 @@ class TestGenerators:
         second = random.random(), float(np.random.rand()), float(torch.rand(()))
         assert all(a != b for a, b in zip(first, second, strict=True))
 
+    def test_all_ranks_differ(self):
+        def drawn(rank):
+            TorchFramework().seed(3, rank, 2)
+            return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+        generators = zip(*(drawn(rank) for rank in range(50)), strict=True)
+
+        assert [len(set(numbers)) for numbers in generators] == [50, 50, 50]
+
 
 class TestRecomputedActivations:
     def test_of_modules_that_are_not_there_are_refused_with_those_there_are(self):

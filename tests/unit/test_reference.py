@@ -1,0 +1,117 @@
+"""docs/job.md is what a job description does: its defaults, and the limits of its numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from horovod_train.config.load import load_job
+from horovod_train.errors import ConfigError
+
+PAGE = Path(__file__).parents[2] / "docs" / "job.md"
+# A section that may be left out, with what it cannot do without.
+SECTIONS = {
+    "evaluation.early_stopping": {"metric": "loss", "mode": "min"},
+    "checkpoint.best": {"metric": "loss", "mode": "min"},
+    "launch.elastic": {"min_ranks": 2},
+    "launch.host_settings.HOST": {},
+    "launch.kubernetes.volumes.0": {"mount_path": "/data", "claim": "data"},
+    "launch.kubernetes.tolerations.0": {"key": "spot"},
+}
+
+
+def rows():
+    """Return path, type and default of every field on the page."""
+    section, found = "", []
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            title = line.removeprefix("## ")
+            section = "" if title == "Top level" else title
+        elif row := re.match(r"\| `(\w+)` \| (.*?) \| (.*?) \| ", line):
+            at = next((name for name in SECTIONS if name.removesuffix(".0") == section), section)
+            found.append((f"{at}.{row[1]}".lstrip("."), row[2], row[3].strip("`")))
+    return found
+
+
+ROWS = rows()
+NUMBER = re.compile(r"(integer|number) (≥|>) (\S+?)(?:, ≤ (\S+))?(?: or null)?$")
+
+
+def job_with(path, *value):
+    """Return a job that says no more than it has to, and this."""
+    section, _, name = path.rpartition(".")
+    job = {"name": "j", "task": "digits"}
+    if section in SECTIONS:  # some are about hosts
+        job["launch"] = {"hosts": ["HOST:2"]}
+    at = job
+    for part in filter(None, section.split(".")):
+        if part == "0":
+            continue
+        inner = at.setdefault(part, [{}] if f"{section}".endswith(f"{part}.0") else {})
+        at = inner[0] if isinstance(inner, list) else inner
+    at.update(SECTIONS.get(section, {}))
+    for each in value:
+        at[name] = each
+    return job
+
+
+def read(tmp_path, document):
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(document))
+    return load_job(file, environ={})
+
+
+def complaints(tmp_path, document):
+    """Return what is said of each field."""
+    try:
+        read(tmp_path, document)
+    except ConfigError as error:
+        return {problem.path: problem.message for problem in error.problems}
+    return {}
+
+
+def value_at(job, path):
+    for part in path.split("."):
+        job = job[int(part)] if part == "0" else job[part] if isinstance(job, dict) else getattr(job, part)
+    return job
+
+
+def test_every_section_is_on_the_page():
+    assert len(ROWS) > 140
+    assert {section for section in SECTIONS if any(path.startswith(section) for path, *_ in ROWS)} == set(
+        SECTIONS
+    )
+
+
+@pytest.mark.parametrize(("path", "default"), [(p, d) for p, _, d in ROWS if d not in ("required", "null")])
+def test_a_field_that_is_left_out_has_the_default_of_the_page(tmp_path, path, default):
+    value = value_at(read(tmp_path, job_with(path)), path)
+
+    assert (value if isinstance(value, str) else json.dumps(value)) == default
+
+
+def limits():
+    """Yield each number on the page with values at its limits, and with those just beyond."""
+    for path, kind, _ in ROWS:
+        if found := NUMBER.match(kind):
+            what, sign, *bounds = found.groups()
+            as_written = int if what == "integer" else float
+            low, high = (None if bound is None else as_written(bound) for bound in bounds)
+            inside, outside = ([low], [low - 1]) if sign == "≥" else ([math.ulp(0.0)], [low])
+            if high is not None:
+                inside.append(high)
+                outside.append(high + 1)
+            yield path, inside, outside
+
+
+@pytest.mark.parametrize(("path", "inside", "outside"), list(limits()))
+def test_a_number_may_be_what_the_page_says_and_no_more(tmp_path, path, inside, outside):
+    for value in inside:
+        assert "a number" not in complaints(tmp_path, job_with(path, value)).get(path, ""), value
+    for value in outside:
+        assert path in complaints(tmp_path, job_with(path, value)), value
