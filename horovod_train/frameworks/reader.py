@@ -106,11 +106,17 @@ def start_loader_server(preload: str) -> None:
 
 
 def leave_with(rank_pid: int) -> None:
-    """In a loader process: end when the rank does, also when it is killed.
+    """In a loader process: end when the rank does, also when it is killed, or when it says so.
 
     Its parent is the server, which lives as long as its children do: they would keep each other, and
-    the output of the rank, for ever.
+    the output of the rank, for ever. SIGTERM is blocked here, see ``start_loader_server``; a rank that
+    ends sends it to the loaders it still has, and waits for them.
     """
+
+    def listen() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank_pid:
+            pass
+        os._exit(1)
 
     def wait() -> None:
         try:
@@ -122,7 +128,8 @@ def leave_with(rank_pid: int) -> None:
         poller.poll()
         os._exit(1)
 
-    Thread(target=wait, daemon=True).start()
+    for look in (listen, wait):
+        Thread(target=look, daemon=True).start()
 
 
 class NumpyReader:

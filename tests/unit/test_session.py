@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,6 +19,29 @@ from horovod_train.errors import UserError
 
 NUM_SAMPLES = 10
 DATA = TensorDataset(torch.arange(NUM_SAMPLES), torch.linspace(-1, 1, NUM_SAMPLES).view(-1, 1))
+
+WITH_LOADERS = """
+import json, psutil, subprocess, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import horovod_train
+
+with horovod_train.init("own", device="cpu") as session:
+    model = nn.Linear(1, 1)
+    replica = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    loader = session.loader(TensorDataset(torch.arange(40)), batch_size=2, num_workers=1)
+    num_signalled, numbers = 0, []
+    for step in loader.epoch(0, replica):
+        for (index,) in step:
+            if not numbers:
+                children = psutil.Process().children(recursive=True)
+                subprocess.run(["kill", *(str(child.pid) for child in children)], check=True)
+                num_signalled = len(children)
+            numbers += index.tolist()
+            step.backward(model(index.view(-1, 1).float()).mean())
+        step.finish(0.1)
+print(json.dumps([num_signalled, numbers]))
+"""
 
 
 @pytest.fixture
@@ -126,6 +152,16 @@ class TestTheLoader:
 
         assert len(list(loader.epoch(4, replica))) == 5
         assert loader.progress.epoch == 4
+
+    def test_has_processes_that_outlive_sigterm_to_all(self):
+        """Kubernetes and Slurm send it so; the rank still needs what its step has to read."""
+        done = subprocess.run(
+            [sys.executable, "-c", WITH_LOADERS], stdout=subprocess.PIPE, check=True, text=True
+        )
+
+        num_signalled, numbers = json.loads(done.stdout)
+        assert num_signalled >= 2
+        assert sorted(numbers) == list(range(40))
 
     def test_gives_the_rate_its_global_batch(self, session):
         loader = session.loader(DATA, batch_size=4)
