@@ -539,6 +539,18 @@ class TestWhileRanksRun:
         with pytest.raises(LostError, match=r"rank 1 on here \(process 4711, stopped\)"):
             run(START + "time.sleep(30)")
 
+    def test_the_first_host_that_is_lost_is_to_blame(self, run, monkeypatch):
+        def watch(self, timeout_s, on_lost):
+            on_lost("n7", "no answer")
+            on_lost("n8", "no answer")
+
+        monkeypatch.setattr("horovod_train.launch.fleet.Fleet.watch", watch)
+
+        with pytest.raises(LostError, match=r"n7 does not answer any more \(no answer\)") as caught:
+            run(START + "time.sleep(30)")
+
+        assert caught.value.hosts == ("n7",)
+
     def test_a_host_that_is_silent_when_ranks_have_ended_is_to_blame(self, run, monkeypatch):
         monkeypatch.setattr("horovod_train.launch.fleet.Fleet.silent", lambda self, timeout_s: "n7")
 

@@ -33,6 +33,12 @@ from horovod_train.checkpoint.inspect import (
     discard_damaged,
 )
 from horovod_train.checkpoint.manager import CheckpointManager
+from horovod_train.checkpoint.schema import (
+    DigestDocument,
+    ProgressDocument,
+    SummaryDocument,
+    checked,
+)
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 from horovod_train.config.schema import Checkpoint, Job
 from horovod_train.engine.base import SingleWorld
@@ -462,6 +468,40 @@ class TestForgery:
             again.latest()
         again.close()
 
+    @pytest.mark.parametrize(
+        ("model", "name", "low", "high"),
+        [
+            (ProgressDocument, "step", 0, 999_999_999_999),  # twelve digits: names of folders sort by them
+            (ProgressDocument, "epoch", 0, 999_999_999_999),
+            (ProgressDocument, "cursor", 0, None),
+            (ProgressDocument, "metrics_step", -1, None),
+            (ProgressDocument, "num_without_improvement", 0, None),
+            (ProgressDocument, "order.num_samples", 1, None),
+            (ProgressDocument, "order.seed", 0, None),
+            (DigestDocument, "size_bytes", 0, 2**60),
+            (SummaryDocument, "epochs", 0, None),
+            (SummaryDocument, "world_size", 1, 10**7),
+        ],
+    )
+    def test_a_number_is_within_its_limits(self, model, name, low, high):
+        whole = {
+            ProgressDocument: Progress(DataOrder(9, 0, shuffle=True)).to_json(),
+            DigestDocument: {"sha256": "0" * 64, "size_bytes": 1},
+            SummaryDocument: SUMMARY,
+        }[model]
+
+        def document(value):
+            section, _, field = name.rpartition(".")
+            return (
+                {**whole, section: {**whole[section], field: value}} if section else {**whole, field: value}
+            )
+
+        for value in (low, low if high is None else high):
+            checked(model, document(value), "it")
+        for value in (low - 1, low - 1 if high is None else high + 1):
+            with pytest.raises(CheckpointError, match=f"it: is not what a checkpoint holds: {name}: "):
+                checked(model, document(value), "it")
+
     @pytest.mark.parametrize("name", FILES)
     @pytest.mark.parametrize("kind", ["link", "pipe", "folder", "endless"])
     def test_only_regular_files_are_opened(self, folder, name, kind):
@@ -669,6 +709,25 @@ class TestThingsOfLater:
         (found,) = store.list_checkpoints(tmp_path)
         assert store.read_checkpoint(found.path).arrays["model"]["w"].data == np.float32([2.0]).tobytes()
         assert [path.name for path in tmp_path.iterdir()] == ["step-000000000007"]
+
+    @pytest.mark.parametrize(
+        ("error", "said"),
+        [
+            (OSError(errno.ENOSPC, "No space left"), "No space left"),
+            (OSError("of a library"), "of a library"),
+        ],
+    )
+    def test_one_that_cannot_be_written_says_why_and_leaves_nothing(self, tmp_path, monkeypatch, error, said):
+        def refuse(*_):
+            raise error
+
+        monkeypatch.setattr(store, "_write_files", refuse)
+        content = store.Content({"model": {}}, {"state": {}, "config": {}}, SUMMARY)
+
+        with pytest.raises(CheckpointError, match=f"cannot write {tmp_path}/step-000000000007: {said}"):
+            store.write_checkpoint(tmp_path, 7, content)
+
+        assert list(tmp_path.iterdir()) == []
 
     def test_a_copy_of_another_step_in_its_place_is_kept_aside(self, tmp_path):
         content = store.Content(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from threading import Event
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.training import Framework, Told, made, manager_of
 from support.worlds import on_ranks
 
+from horovod_train.checkpoint import store
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
 from horovod_train.engine.base import SingleWorld
 from horovod_train.errors import DesyncError, NumericError, PreemptedError
@@ -147,6 +149,17 @@ class TestCheckInSync:
 
         train(run)
 
+    def test_nor_before_it_is_saved(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("horovod_train.training.parts.check_before_saving", None)  # would be called
+        run = made()
+        manager = manager_of(tmp_path, run)
+        run.hooks.append(SaveCheckpoints(manager, Framework()))
+
+        train(run)
+        manager.close()
+
+        assert len(list_checkpoints(tmp_path)) > 0
+
 
 class TestSaveCheckpoints:
     def saved(self, folder, size=1, before=(), **job):
@@ -197,6 +210,21 @@ class TestSaveCheckpoints:
 
         metrics = {c.step: read_manifest(c.path).summary["metrics"] for c in list_checkpoints(tmp_path)}
         assert {step for step, found in metrics.items() if found} == {5, 10}
+
+    def test_writes_while_training_goes_on(self, tmp_path, monkeypatch):
+        is_at_the_end, write = Event(), store.write_checkpoint
+
+        def write_slowly(*what):
+            assert is_at_the_end.wait(20)
+            return write(*what)
+
+        monkeypatch.setattr(store, "write_checkpoint", write_slowly)
+
+        steps, _ = self.saved(
+            tmp_path, before=[At(10, lambda run: is_at_the_end.set())], checkpoint={"every_steps": 9}
+        )
+
+        assert steps == [9, 10]
 
     def test_keeps_the_generators_of_each_rank(self, tmp_path):
         self.saved(tmp_path, size=3)

@@ -820,7 +820,7 @@ class TestJobs:
 
         status = state.read()
 
-        assert status.state == "unknown"
+        assert (status.state, status.exit_code) == ("unknown", 1)
         assert status.has_ended
         assert "state.json is damaged; run.log beside it has the output" in status.message
         assert state.pid() is None

@@ -136,6 +136,11 @@ class TestWhatIsWaitedFor:
 
         assert status.message == "a pending; FailedMount: no secret"
 
+    def test_the_latest_warning_is_told(self):
+        warnings = [("FailedScheduling", "0/3 nodes"), ("FailedMount", "no secret")]
+
+        assert status_of(job("Created"), Pods(warnings=warnings)).message == "FailedMount: no secret"
+
     def test_a_warning_of_before_is_no_news_when_pods_run(self):
         warnings = [("FailedScheduling", "0/3 nodes")]
 

@@ -339,6 +339,23 @@ class TestWhatIsTrainedMayChange:
         expected = float(get_total_norm([p.grad for p in model.parameters()]))
         assert on_ranks(2, rank) == pytest.approx([expected] * 2, rel=1e-6)
 
+    def test_and_what_is_new_but_unused_has_no_gradient(self):
+        """With a gradient of zeros, momentum and weight decay would move it."""
+
+        def rank(world):
+            used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2), requires_grad=False)
+            head = nn.Parameter(torch.ones(3))
+            used.requires_grad_(requires_grad=False)
+            reducer = GradientReducer(Given([head, used, unused]), ThreadWire(world), bucket_size_bytes=1)
+            for parameter in (used, unused):
+                parameter.requires_grad_()
+            reducer.expect_last()
+            (head * used).sum().backward()
+            reducer.finish(torch.zeros(()))
+            return used.grad.tolist(), unused.grad
+
+        assert on_ranks(2, rank) == [([2, 2, 2], None)] * 2
+
     def test_but_not_to_nothing(self):
         def rank(world):
             parameter = nn.Parameter(torch.ones(2))

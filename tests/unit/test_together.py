@@ -39,6 +39,9 @@ class TestLeaving:
     def test_one_rank_that_is_asked_takes_all_along_after_the_same_step(self):
         assert self.leave(3, asked_rank=1, asked_at=4) == [4, 4, 4]
 
+    def test_a_wish_before_the_first_step_counts(self):
+        assert self.leave(2, asked_rank=0, asked_at=0) == [0, 0]
+
     def test_nobody_leaves_unasked(self):
         assert self.leave(2, asked_rank=-1, asked_at=0, num_steps=20) == [None, None]
 
