@@ -185,7 +185,7 @@ class ReportProgress(Hook):
             loss=report.outcome.loss,
             lr=report.lr,
             samples_per_s=samples_per_s,
-            eta_s=samples_left / max(1e-9, samples_per_s),
+            eta_s=samples_left / samples_per_s,
         )
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+from threading import Event
 
 import numpy as np
 import pytest
@@ -365,6 +366,44 @@ class TestManager:
             manager(tmp_path)
         first.close()
         manager(tmp_path).close()
+
+    @pytest.mark.parametrize(
+        ("background", "wait", "is_background"),
+        [(True, False, True), (True, True, False), (False, False, False), (False, True, False)],
+    )
+    def test_only_what_is_written_in_the_background_is_copied(
+        self, tmp_path, monkeypatch, background, wait, is_background
+    ):
+        may_write, write, copies = Event(), store.write_checkpoint, []
+
+        def write_when_told(*what):
+            assert may_write.wait(20)
+            return write(*what)
+
+        monkeypatch.setattr(store, "write_checkpoint", write_when_told)
+        if not is_background:
+            may_write.set()
+        checkpoints = CheckpointManager(tmp_path, Checkpoint(background=background), SingleWorld(), {})
+
+        def take_state(copy):
+            copies.append(copy)
+            return state()
+
+        summary = {"epochs": 1.0, "metrics": {}, "unix_time_s": 0.0}
+        checkpoints.save(
+            1,
+            take_state=take_state,
+            rng=b"",
+            progress={**PROGRESS, "step": 1},
+            summary=summary,
+            wait=wait,
+        )
+
+        assert copies == [is_background]
+        assert bool(names(tmp_path)) != is_background
+        may_write.set()
+        checkpoints.close()
+        assert names(tmp_path) == [1]
 
     def test_a_full_disk_is_reported_and_training_goes_on_but_not_at_the_end(self, tmp_path, monkeypatch):
         reports = []

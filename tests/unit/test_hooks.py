@@ -15,7 +15,7 @@ from support.worlds import on_ranks
 from horovod_train.checkpoint import store
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
 from horovod_train.engine.base import SingleWorld
-from horovod_train.errors import DesyncError, NumericError, PreemptedError
+from horovod_train.errors import CheckpointError, DesyncError, NumericError, PreemptedError
 from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training import hooks as hooks_module
@@ -376,6 +376,17 @@ class TestLeaving:
         assert metrics_of(found[0][2])["grace_needed_seconds"] > 0
         assert not is_told or "raise it, and the grace that Slurm or Kubernetes gives" in texts[0][0]
 
+    def test_is_not_done_before_all_is_saved(self, tmp_path, monkeypatch):
+        def refuse(*_):
+            raise CheckpointError("the disk is full")
+
+        monkeypatch.setattr(store, "write_checkpoint", refuse)
+
+        (error,) = self.leaving(tmp_path, 1, asked_after=2)
+
+        assert isinstance(error, CheckpointError)
+        assert "the last checkpoint was not written: the disk is full" in str(error)
+
 
 class TestProgress:
     @pytest.fixture
@@ -390,7 +401,7 @@ class TestProgress:
 
         class Pass(Hook):
             def on_step(self, run, report):
-                clock[0] += step_s
+                clock[0] += step_s(run.progress.step) if callable(step_s) else step_s
 
         run.hooks = [Pass(), ReportProgress(told.reporter, interval_s)]
         train(run)
@@ -413,9 +424,15 @@ class TestProgress:
         assert 0 < last["loss"] < 2
 
     def test_follows_a_speed_that_changes(self, clock):
-        told = self.reported(clock, step_s=4.0, interval_s=1.0)
+        def step_s(step):
+            return 0.25 if step <= 50 else 4.0
 
-        assert told.events("progress")[-1]["samples_per_s"] == pytest.approx(0.5)
+        told = self.reported(clock, step_s, interval_s=1.0, train={"epochs": 12})
+
+        rates = {event["step"]: event["samples_per_s"] for event in told.events("progress")}
+        assert max(rates) == 60
+        assert [rates[step] for step in sorted(rates) if 4 < step <= 50] == pytest.approx([8.0] * 12)
+        assert [rates[step] for step in range(54, 61)] == pytest.approx([0.5] * 7)
 
     def test_is_told_by_rank_0_alone(self, clock):
         def rank(world):

@@ -53,6 +53,8 @@ class TestHosts:
         assert [(host.name, host.num_ranks) for host in hosts] == [("a", 4), ("b", 2)]
 
     def test_none_named_is_this_machine(self):
+        (host,) = hosts_of(Launch())
+        assert (host.name, host.num_ranks) == ("localhost", 1)
         (host,) = hosts_of(Launch(num_ranks=3))
 
         assert (host.name, host.num_ranks, host.is_here) == ("localhost", 3, True)

@@ -331,6 +331,17 @@ class TestThePlan:
 
         assert run.planned_steps() == expected
 
+    @pytest.mark.parametrize("batch", range(1, 12))
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_is_what_comes(self, batch, size):
+        def planned_and_made(world):
+            run = made(world, train={"batch_size_per_rank": batch, "epochs": 3})
+            planned = run.planned_steps()
+            train(run)
+            return planned == run.progress.step
+
+        assert on_ranks(size, planned_and_made) == [True] * size
+
     def test_tells_hooks_how_many_samples_were_this_ranks(self):
         runs = trained(2)
 
