@@ -311,16 +311,14 @@ class CheckpointManager:
 
     def _quarantine(self, damaged: list[tuple[store.StoredCheckpoint, list[str]]]) -> None:
         for checkpoint, problems in damaged:
-            aside = store.set_aside(checkpoint, store.DAMAGED)
+            aside = store.set_aside(checkpoint.path, store.DAMAGED)
             log.warning("skipping %s (kept as %s): %s", checkpoint.name, aside.name, "; ".join(problems))
 
     def _set_aside_all(self) -> None:
         """Make room for a run that starts anew where another one has been."""
         found = store.list_checkpoints(self.directory)
-        for checkpoint in found:
-            store.set_aside(checkpoint, "earlier")
-        for path in store.list_damaged(self.directory):
-            store.set_aside(store.StoredCheckpoint(path, 0), "earlier")
+        for path in [*(checkpoint.path for checkpoint in found), *store.list_damaged(self.directory)]:
+            store.set_aside(path, "earlier")
         if found:
             log.warning("starting anew: %d earlier checkpoint(s) are kept as earlier-*", len(found))
 

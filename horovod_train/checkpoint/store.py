@@ -160,12 +160,12 @@ def remove(checkpoint: StoredCheckpoint) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def set_aside(checkpoint: StoredCheckpoint, reason: str) -> Path:
-    """Rename a checkpoint so that it is no longer listed, and return its new place."""
+def set_aside(path: Path, reason: str) -> Path:
+    """Rename the folder of a checkpoint so that it is no longer listed, and return its new place."""
     number = 1
-    while (aside := checkpoint.path.with_name(f"{reason}-{number}-{checkpoint.name}")).exists():
+    while (aside := path.with_name(f"{reason}-{number}-{path.name}")).exists():
         number += 1
-    checkpoint.path.rename(aside)
+    path.rename(aside)
     return aside
 
 
@@ -259,7 +259,7 @@ def _rename_over(temporary: Path, final: Path, step: int) -> None:
     """Rename a folder; an old one of that name (a damaged one, usually) makes way first."""
     replaced = final.with_name(_REPLACED + final.name)
     if final.exists() and _step_of(final, step) != step:
-        set_aside(StoredCheckpoint(final, step), "renamed")  # somebody's copy of another step
+        set_aside(final, "renamed")  # somebody's copy of another step
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)

@@ -812,18 +812,27 @@ class TestAFolder:
         with pytest.raises(CheckpointError, match=r"cannot save weight: element type float80 is not"):
             dump_state({}, {"weight": ArrayBlob("float80", (1,), b"0" * 10)})
 
+    @pytest.mark.parametrize("name", [".writing-step-000000000005-1", ".replaced-step-000000000003"])
+    def test_with_a_file_where_a_writer_leaves_folders_is_used_all_the_same(self, folder, name):
+        (folder / name).write_text("what is this?")
+
+        checkpoints = manager(folder)
+
+        assert checkpoints.latest().progress["step"] == 3
+        checkpoints.close()
+
     def test_what_is_set_aside_twice_has_two_names(self, folder):
         newest = store.list_checkpoints(folder)[0]
-        first = store.set_aside(newest, "earlier")
+        first = store.set_aside(newest.path, "earlier")
         shutil.copytree(first, newest.path)
 
-        second = store.set_aside(newest, "earlier")
+        second = store.set_aside(newest.path, "earlier")
 
         assert [first.name, second.name] == [f"earlier-{number}-step-000000000003" for number in (1, 2)]
 
     def test_that_was_set_aside_as_damaged_is_kept_when_a_run_starts_anew(self, folder):
         (folder / "step-000000000003" / "model.safetensors").write_bytes(b"")
-        store.set_aside(store.list_checkpoints(folder)[0], store.DAMAGED)
+        store.set_aside(store.list_checkpoints(folder)[0].path, store.DAMAGED)
 
         checkpoints = manager(folder, resume="never")
         assert checkpoints.latest() is None

@@ -279,6 +279,15 @@ class TestPeers:
             assert address == "0.0.0.0"  # noqa: S104
             assert not any(other.startswith("127.") for other in others)
 
+    @pytest.mark.parametrize(("size", "watched"), [(2, [{1}, {0}]), (4, [{2, 3}, {3, 0}, {0, 1}, {1, 2}])])
+    def test_two_before_it_are_watched_and_never_itself(self, size, watched):
+        def rank(world):
+            watch = PeerWatch(world, self.QUICK, print, print)
+            watch.close()
+            return set(watch._hosts), len(watch._targets)
+
+        assert on_ranks(size, rank) == [(ranks, len(ranks)) for ranks in watched]
+
     def test_a_real_sign_of_life_behind_somebody_elses_is_heard(self):
         """Whatever else comes to the port first."""
 

@@ -416,6 +416,24 @@ class TestFleet:
         assert found["a"]["python"] == found["b"]["python"] == sys.executable
         assert found["a"]["cores"] == len(os.sched_getaffinity(0))
 
+    def test_hosts_that_cannot_be_used_are_all_named_and_one_as_it_is(self, tmp_path):
+        def shell(host):
+            return (
+                A_SHELL if host.name == "good" else ["/bin/sh", "-c", f"echo {host.name} is ill >&2; exit 7"]
+            )
+
+        def error_of(*names):
+            with pytest.raises(LostError) as caught:
+                gather([Host(name, 1) for name in names], shell, str(tmp_path / "stage"), 20)
+            return caught.value
+
+        one, two = error_of("bad", "good"), error_of("bad", "good", "worse")
+
+        assert str(one).startswith("bad: ")
+        assert one.hosts == ("bad",)
+        assert str(two).startswith("2 hosts cannot be used:\n  bad: ")
+        assert two.hosts == ("bad", "worse")
+
     def test_an_error_on_a_host_names_it(self, tmp_path):
         (tmp_path / "stage").mkdir()
         fleet = gather([Host("a", 1)], lambda _: A_SHELL, str(tmp_path / "stage"), 20)

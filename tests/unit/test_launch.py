@@ -292,6 +292,12 @@ class TestConsole:
 
         assert output.getvalue().count("step 3/12") == 3  # at 0, 5 and 10.1 s
 
+    def test_what_is_longer_than_the_terminal_is_one_line(self):
+        output = io.StringIO()
+        JobConsole(Console(file=output, width=20)).print("a long line, to be found with grep")
+
+        assert output.getvalue() == "a long line, to be found with grep\n"
+
     def test_on_a_terminal_it_is_a_bar_that_goes_away(self):
         output = io.StringIO()
         console = JobConsole(Console(file=output, width=120, force_terminal=True))

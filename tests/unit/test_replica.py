@@ -170,6 +170,15 @@ class TestState:
         steps(other, 2)
         assert all(torch.equal(a, b) for a, b in zip(weights(made), weights(other), strict=True))
 
+    def test_goes_on_with_the_scale_that_its_losses_had(self):
+        made, other = replica(precision="fp16"), replica(precision="fp16")
+        made.scaler.load_state_dict({**made.scaler.state_dict(), "scale": 128.0, "_growth_tracker": 7})
+
+        other.load_state(made.state(copy=True))
+
+        assert other.scaler.state_dict() == made.scaler.state_dict()
+        assert other.scaler.get_scale() == 128.0
+
     def test_of_another_optimizer_is_refused(self):
         made, other = replica(optimizer=torch.optim.SGD), replica(optimizer=torch.optim.AdamW)
         steps(made, 1)
