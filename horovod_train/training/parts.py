@@ -41,8 +41,8 @@ def save_checkpoint(
     progress: Progress,
     rng: bytes,
     *,
+    wait: bool,
     metrics: Mapping[str, float] | None = None,
-    wait: bool = False,
 ) -> None:
     """Save a replica and where it stands; every rank calls it, between two steps.
 

@@ -144,6 +144,16 @@ class TestGuard:
         assert all(isinstance(e, NumericError) for e in self.run(health, [math.nan] * 3))
         assert all(isinstance(e, NumericError) for e in self.run(health, [math.nan, 1.0, *[math.nan] * 3]))
 
+    def test_says_for_how_many_steps_in_a_row(self):
+        health = Health(non_finite="skip", max_skipped_steps=1)
+
+        for error in self.run(health, [1.0, math.nan, math.nan]):
+            assert error.hint.startswith("2 steps in a row could not be used: lower lr.base_lr")
+        for error in self.run(Health(), [1.0, math.nan]):
+            assert (
+                error.hint == "lower lr.base_lr, set train.clip_grad_norm, or allow health.non_finite: skip"
+            )
+
     def test_a_loss_scaler_may_look_for_its_scale(self):
         assert self.run(Health(), [-1.0, -1.0, 1.0], scaler=True) == [None, None]
         assert all(isinstance(e, NumericError) for e in self.run(Health(), [-1.0], scaler=False))

@@ -116,6 +116,14 @@ class TestPlan:
 
         assert plan.env["OMPI_MCA_plm_rsh_agent"] == "/bin/true"
 
+    @pytest.mark.parametrize(("user_id", "is_told"), [(0, True), (1, False), (1000, False)])
+    def test_mpirun_is_told_that_root_may(self, tmp_path, monkeypatch, user_id, is_told):
+        monkeypatch.setattr(os, "geteuid", lambda: user_id)
+
+        plan = make_plan(request_for(tmp_path, launch={"num_ranks": 2, "launcher": "mpirun"}))
+
+        assert ("--allow-run-as-root" in plan.argv) == is_told
+
     def test_mpirun_starts_no_ranks_for_gloo(self, tmp_path):
         with pytest.raises(LaunchError, match="MPI controller only"):
             text_of(tmp_path, launch={"num_ranks": 2, "launcher": "mpirun", "controller": "gloo"})

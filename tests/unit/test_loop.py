@@ -306,6 +306,13 @@ class TestTheBridge:
         assert [evaluates for _, _, evaluates in seen[::2]] == [False, True, False, True, True]
         assert [bool(metrics) for metrics in seen[1::2]] == [False, True, False, True, True]
 
+    @pytest.mark.parametrize(("limit", "left"), [(None, None), (5, 3), (2, 0), (1, 0)])
+    def test_knows_how_many_steps_are_left(self, limit, left):
+        run = made(train={"max_steps": limit})
+        run.progress.step = 2  # it may have been resumed behind a limit that was lowered
+
+        assert LoopBridge(run).num_steps_left == left
+
     def test_without_evaluation_data_expects_none(self):
         run = made(has_eval=False)
 

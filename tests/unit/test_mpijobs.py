@@ -168,6 +168,11 @@ BROKEN = {
     "checkpoints that go with the pod": ({"volumes": []}, "run_dir"),
     "checkpoints on scratch space": ({"volumes": [{"mount_path": "/data", "empty_dir": True}]}, "run_dir"),
     "checkpoints that cannot be written": ({"volumes": [{**VOLUME, "read_only": True}]}, "run_dir"),
+    "a volume of nothing": ({"volumes": [{"mount_path": "/data"}]}, f"{K}.volumes.0"),
+    "a volume of two other kinds": (
+        {"volumes": [VOLUME, {"mount_path": "/b", "claim": "b", "empty_dir": True}]},
+        f"{K}.volumes.1",
+    ),
     "a claim that is none": ({"volumes": [{**VOLUME, "claim": "My Claim"}]}, f"{K}.volumes.0.claim"),
     "a label that is none": ({"labels": {"team": "vision & speech"}}, f"{K}.labels.team"),
     "a label of the operator": (
