@@ -156,7 +156,11 @@ class TestTheLoader:
     def test_has_processes_that_outlive_sigterm_to_all(self):
         """Kubernetes and Slurm send it so; the rank still needs what its step has to read."""
         done = subprocess.run(
-            [sys.executable, "-c", WITH_LOADERS], stdout=subprocess.PIPE, check=True, text=True
+            [sys.executable, "-c", WITH_LOADERS],
+            stdout=subprocess.PIPE,
+            check=True,
+            text=True,
+            timeout=120,  # at its end, the process waits for the loaders that it still has
         )
 
         num_signalled, numbers = json.loads(done.stdout)
