@@ -19,7 +19,6 @@ The same script trains alone (``python train.py``) and on many ranks
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, Learni
 from horovod_train.data.shard import StepShare, eval_micro_batches
 from horovod_train.engine.base import World, broadcast_json, mean_over_ranks
 from horovod_train.engine.facts import environment_facts
-from horovod_train.errors import LostError, PreemptedError, UserError
+from horovod_train.errors import PreemptedError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.torch import reader as reader_module
@@ -46,8 +45,7 @@ from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import connect
-from horovod_train.health.heartbeat import JoinWatch, PeerWatch
+from horovod_train.frameworks.world import join
 from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.health.sync import check_in_sync
 from horovod_train.lr.policy import LearningRatePolicy
@@ -72,9 +70,7 @@ def init(name: str = "job", *, device: Literal["auto", "cpu", "cuda"] = "auto", 
         EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
     """
     job = Job(name=name, task="own:Loop", train=Train(device=device, seed=seed))
-    with JoinWatch(job.health, log.warning, _end):
-        world = connect(TorchWorld, job)
-    return Session(job, world)
+    return Session(job, join(TorchWorld, job))
 
 
 class Session:
@@ -85,8 +81,6 @@ class Session:
         self._stack = ExitStack()
         self.world = world
         self._stack.callback(world.close)
-        if world.size > 1:
-            self._stack.callback(PeerWatch(world, job.health, log.warning, _end).close)
         self.device = choose_device(job, world)
         seed_generators(job.train.seed, 0, 0)
 
@@ -237,12 +231,6 @@ class Session:
         request = LeaveRequest()
         request.listen()
         return SessionLeaving(checkpoints, LeaveAgreement(self.world, request))
-
-
-def _end(why: str) -> None:
-    """End this rank, which would wait for the others for ever."""
-    log.error("%s; this rank ends", why)
-    os._exit(LostError.exit_code)  # the main thread waits in a collective, and cannot be reached there
 
 
 class Step:

@@ -111,17 +111,22 @@ def kill_descendants(keep: Collection[int] = ()) -> None:
     Args:
         keep: Children to be spared, and what they have started.
     """
-    left = []
+    deadline_s = monotonic() + KILL_TIMEOUT_S
+    # Again and again: one that dies a moment later may have started another one.
+    while (left := _living_descendants(keep)) and monotonic() < deadline_s:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        sleep(0.01)
+
+
+def _living_descendants(keep: Collection[int]) -> list[psutil.Process]:
+    found = []
     for child in psutil.Process().children():
         if child.pid not in keep:
             with suppress(psutil.NoSuchProcess):
-                left += [*child.children(recursive=True), child]
-    for process in left:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    deadline_s = monotonic() + KILL_TIMEOUT_S
-    while any(_is_alive(process) for process in left) and monotonic() < deadline_s:
-        sleep(0.01)
+                found += [*child.children(recursive=True), child]
+    return [process for process in found if _is_alive(process)]
 
 
 def _is_alive(process: psutil.Process) -> bool:

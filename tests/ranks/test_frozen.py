@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
@@ -137,15 +138,11 @@ def test_it_needs_no_word_from_horovod(tmp_path, controller):
 
 
 class TestAMachineWithoutOurLauncher:
-    """`horovodrun horovod-train worker`, typed by hand: ranks watch each other."""
+    """A command typed by hand, `horovodrun horovod-train worker` or a script: ranks watch each other."""
 
-    def started(self, folder, framework, controller, num_ranks):
-        path = job(folder, framework, {})
+    def started(self, folder, rank, controller, num_ranks):
         process = subprocess.Popen(
-            [
-                *(str(BIN / "horovodrun"), f"--{controller}", "-np", str(num_ranks)),
-                *(str(BIN / "horovod-train"), "worker", str(path)),
-            ],
+            [str(BIN / "horovodrun"), f"--{controller}", "-np", str(num_ranks), *map(str, rank)],
             cwd=folder,
             env=environment(),
             stdout=subprocess.PIPE,
@@ -156,8 +153,8 @@ class TestAMachineWithoutOurLauncher:
         family = psutil.Process(process.pid).children(recursive=True)
         return process, [each for each in family if is_rank(each)], family
 
-    def stop_one(self, folder, framework, controller, num_ranks):
-        process, ranks, family = self.started(folder, framework, controller, num_ranks)
+    def stop_one(self, folder, rank, controller, num_ranks):
+        process, ranks, family = self.started(folder, rank, controller, num_ranks)
         number = ranks[-1].environ().get("HOROVOD_RANK") or ranks[-1].environ()["OMPI_COMM_WORLD_RANK"]
         ranks[-1].suspend()
         started = time.monotonic()
@@ -167,8 +164,10 @@ class TestAMachineWithoutOurLauncher:
         assert process.returncode != 0
         assert f"rank {number} on" in output
         assert "has shown no sign of life" in output
-        assert "ended after health.stall_shutdown_s" in output
-        return took_s
+        return took_s, output
+
+    def worker(self, folder, framework):
+        return BIN / "horovod-train", "worker", job(folder, framework, {})
 
     def test_ranks_say_that_they_wait_for_one_that_was_stopped_before_it_joined(self, tmp_path):
         path = job(tmp_path, "numpy", {})
@@ -196,8 +195,23 @@ class TestAMachineWithoutOurLauncher:
 
     @pytest.mark.parametrize("num_ranks", [2, 4])
     def test_a_stopped_rank_is_named_and_ends_all(self, tmp_path, num_ranks):
-        assert self.stop_one(tmp_path, "numpy", "mpi", num_ranks) > SHUTDOWN_S - 1
+        took_s, output = self.stop_one(tmp_path, self.worker(tmp_path, "numpy"), "mpi", num_ranks)
+
+        assert took_s > SHUTDOWN_S - 1
+        assert "ended after health.stall_shutdown_s" in output
 
     @mostly("gloo")
     def test_over_horovod_too(self, tmp_path, controller):
-        self.stop_one(tmp_path, "torch", controller, 2)
+        _, output = self.stop_one(tmp_path, self.worker(tmp_path, "torch"), controller, 2)
+
+        assert "ended after health.stall_shutdown_s" in output
+
+    @mostly("mpi")
+    def test_so_is_one_of_a_script_with_an_adapter(self, tmp_path, controller):
+        script = sys.executable, PROGRAMS / "joined.py", tmp_path, WARNING_S, SHUTDOWN_S
+
+        took_s, output = self.stop_one(tmp_path, script, controller, 2)
+
+        assert SHUTDOWN_S - 1 < took_s < SHUTDOWN_S + LATE_S
+        assert "this rank waits for it: was it stopped, does its host swap or hang?" in output
+        assert "this rank ends" in output

@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from support.launching import BIN, TIMEOUT_S, environment
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment
 
 
 def as_it_is(*command: str) -> list[str]:
@@ -100,8 +100,9 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Started by our launcher, or by hand."""
+    """Started by our launcher, or by hand: a worker, or a program of the tests."""
     with suppress(psutil.NoSuchProcess):  # a zombie counts as one
-        command = process.cmdline()
-        return "worker" in command[2:5] and "python" in command[0]
+        program, *arguments = process.cmdline() or [""]
+        is_worker = "worker" in arguments[1:4] or arguments[:1] == [str(PROGRAMS / "joined.py")]
+        return is_worker and "python" in program
     return False

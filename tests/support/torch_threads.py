@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
@@ -100,6 +101,7 @@ class TorchThreads(TorchWorld):
         self.size = board.size
         self.host = host
         self.waiting_since_s = None
+        self.at_close = ExitStack()
 
 
 def on_torch_ranks(size: int, function: Callable[[TorchThreads], Any]) -> list[Any]:

@@ -34,6 +34,7 @@ ROOMS = {
         "engine.base",
         "engine.environment",
         "data",
+        "health.heartbeat",
         "checkpoint.arrays",
         "checkpoint.tree",
     },
@@ -185,3 +186,15 @@ def test_a_step_of_training_can_be_read_on_one_screen():
         functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name in names]
         assert len(functions) == len(names)
         assert sum(n.end_lineno - n.lineno + 1 for n in functions) <= 100
+
+
+def test_scripts_of_users_join_and_jobs_connect():
+    """The worker looks after the ranks of a job; ranks that join look after each other."""
+    callers = {
+        path.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "connect"
+    }
+
+    assert callers == {"framework.py", "sweep.py", "world.py"}

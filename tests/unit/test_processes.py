@@ -150,7 +150,7 @@ class TestOrphans:
         assert not _is_alive(gone)
 
     def test_that_are_to_be_kept_are_kept_with_their_children(self):
-        kept = subprocess.Popen(["/bin/sh", "-c", "sleep 60 & wait"])
+        kept = subprocess.Popen(["/bin/sh", "-c", "sleep 60 & wait; sleep 60"])
         other = subprocess.Popen(["sleep", "60"])
         while not psutil.Process(kept.pid).children():
             pass
@@ -162,6 +162,21 @@ class TestOrphans:
         assert psutil.Process(kept.pid).children()
         kill_descendants()
         assert kept.wait(5) == -signal.SIGKILL
+
+    def test_that_are_started_while_others_are_killed_are_killed_too(self, monkeypatch):
+        first = subprocess.Popen(["sleep", "60"])
+        started, kill = [], psutil.Process.kill
+
+        def kill_too_late(process):
+            if not started:
+                started.append(subprocess.Popen(["sleep", "60"]))
+            kill(process)
+
+        monkeypatch.setattr(psutil.Process, "kill", kill_too_late)
+
+        kill_descendants()
+
+        assert [process.wait(5) for process in (first, *started)] == [-signal.SIGKILL] * 2
 
 
 class TestTheGuard:

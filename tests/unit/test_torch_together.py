@@ -10,13 +10,14 @@ import pytest
 import torch
 from programs.cases import CASES
 from support.reference import joint_batch_weights
-from support.torch_threads import Task, on_torch_ranks
+from support.torch_threads import Board, Task, TorchThreads, on_torch_ranks
 from torch import nn
 
-from horovod_train.config.schema import Data, Job
+from horovod_train.config.schema import Data, Health, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.engine.base import SingleWorld
-from horovod_train.errors import PeerError, UserError, WorldError
+from horovod_train.errors import LostError, PeerError, UserError, WorldError
+from horovod_train.frameworks import world as world_module
 from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.torch import sweep
 from horovod_train.frameworks.torch.exchange import Exchange
@@ -24,6 +25,8 @@ from horovod_train.frameworks.torch.framework import TorchFramework, make_gradie
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.reducer import GradientReducer
 from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.world import join
 from horovod_train.health.sync import fingerprints
 from horovod_train.tasks.digits import Digits
 from horovod_train.training.loop import evaluate, train
@@ -143,6 +146,80 @@ class TestTheWorld:
             return world.hvd.is_initialized()
 
         assert on_torch_ranks(2, rank) == [False, False]
+
+
+STARTED = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
+
+
+class TestJoining:
+    """From a script of the user's own: there may be nobody else who looks after the ranks."""
+
+    @pytest.fixture
+    def watches(self, monkeypatch):
+        """Those that were made; and what there is to join is a world of threads."""
+        watches = []
+
+        class Watch:
+            def __init__(self, world, health, tell, end):
+                self.world, self.health, self.is_closed = world, health, False
+                watches.append(self)
+
+            def close(self):
+                self.is_closed = True
+
+        monkeypatch.setattr(world_module, "PeerWatch", Watch)
+        monkeypatch.setattr(world_module, "connect", lambda *_: TorchThreads(0, Board(2)))
+        monkeypatch.setattr(world_module, "_joined", {})
+        return watches
+
+    def test_ranks_look_after_each_other_until_they_leave(self, watches):
+        health = Health(stall_warning_s=7)
+
+        world = join(TorchWorld, Job(name="j", task="own:Loop", health=health), STARTED)
+
+        (watch,) = watches
+        assert (watch.world, watch.health, watch.is_closed) == (world, health, False)
+        world.close()
+        assert watch.is_closed
+
+    def test_a_second_time_it_is_the_same_world_until_that_is_left(self, watches):
+        world = join(TorchWorld, None, STARTED)
+
+        assert join(TorchWorld, None, STARTED) is world
+        assert len(watches) == 1
+        world.close()
+        again = join(TorchWorld, None, STARTED)
+        assert again is not world
+        assert len(watches) == 2
+        again.close()
+
+    def test_where_a_launch_looks_after_them_they_need_not(self, watches):
+        join(TorchWorld, None, {**STARTED, "HOROVOD_TRAIN_RUN": "/somewhere"}).close()
+
+        assert watches == []
+
+    def test_alone_there_is_nobody_to_join(self, watches):
+        assert isinstance(join(TorchWorld, None, {}), SingleWorld)
+        assert watches == []
+
+    def test_a_script_that_ends_is_not_missed(self, watches, monkeypatch):
+        at_exit = []
+        monkeypatch.setattr(world_module.atexit, "register", at_exit.append)
+        join(TorchWorld, None, STARTED)
+
+        (end,) = at_exit
+        end()
+
+        assert watches[0].is_closed
+
+    def test_one_that_waits_for_too_long_ends_with_the_code_of_lost_ranks(self, monkeypatch, caplog):
+        codes = []
+        monkeypatch.setattr(world_module.os, "_exit", codes.append)
+
+        world_module._end("rank 1 on here has shown no sign of life for 600 s")
+
+        assert codes == [LostError.exit_code]
+        assert "rank 1 on here has shown no sign of life for 600 s; this rank ends" in caplog.text
 
 
 class TestTheReplica:

@@ -21,7 +21,7 @@ from horovod_train.engine.base import World
 from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
 from horovod_train.frameworks.jax.reducer import Exchange
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import connect
+from horovod_train.frameworks.world import join
 
 
 def init() -> World:
@@ -30,7 +30,7 @@ def init() -> World:
     Raises:
         EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
     """
-    return connect(TorchWorld)
+    return join(TorchWorld)
 
 
 def average_over_ranks(

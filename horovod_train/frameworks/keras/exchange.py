@@ -10,7 +10,7 @@ import keras
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.engine.base import World
 from horovod_train.errors import UserError
-from horovod_train.frameworks.world import HorovodWorld, connect
+from horovod_train.frameworks.world import HorovodWorld, join
 
 
 class Exchange(Protocol):
@@ -41,10 +41,11 @@ def init(job: Job | None = None) -> World:
     Raises:
         EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
     """
-    return connect(_world_class(), job)
+    return join(world_class(), job)
 
 
-def _world_class() -> type[HorovodWorld]:
+def world_class() -> type[HorovodWorld]:
+    """Return the world of the back end that Keras uses."""
     if keras.backend.backend() == "tensorflow":
         from horovod_train.frameworks.tensorflow.world import TensorflowWorld
 

@@ -19,7 +19,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
 from horovod_train.frameworks.keras.callbacks import set_learning_rate
-from horovod_train.frameworks.keras.exchange import Exchange, init
+from horovod_train.frameworks.keras.exchange import Exchange, world_class
 from horovod_train.frameworks.keras.feed import as_keras_reads, feed
 from horovod_train.frameworks.keras.optimizer import distribute, exchange_of
 from horovod_train.frameworks.keras.replica import KerasReplica, take_back_state
@@ -28,6 +28,7 @@ from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.world import connect
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
@@ -46,7 +47,7 @@ class KerasFramework:
             be_deterministic()
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.reader")
-        return init(job)
+        return connect(world_class(), job)
 
     def prepare(self, job: Job, world: World) -> tuple[KerasReplica, NumpyReader, NumpyReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""

@@ -24,7 +24,7 @@ from horovod_train.frameworks.torch.framework import make_gradients
 from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.state import pack_tensors, unpack_tensors
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import connect
+from horovod_train.frameworks.world import join
 
 OPERATIONS = {"mean": "Average", "avg": "Average", "sum": "Sum", "min": "Min", "max": "Max"}
 NATIVE_DTYPES = {torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
@@ -122,7 +122,7 @@ class HorovodStrategy(ParallelStrategy):
         wire_dtype: Literal["fp32", "fp16"] = "fp32",
         world: World | None = None,
     ) -> None:
-        self.world = connect(TorchWorld) if world is None else world
+        self.world = join(TorchWorld) if world is None else world
         super().__init__(
             accelerator, parallel_devices, HorovodEnvironment(self.world), checkpoint_io, precision_plugin
         )

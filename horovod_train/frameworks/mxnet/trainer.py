@@ -9,7 +9,7 @@ import mxnet as mx
 from horovod_train.engine.base import World
 from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
 from horovod_train.frameworks.mxnet.world import Exchange, MxnetWorld
-from horovod_train.frameworks.world import connect
+from horovod_train.frameworks.world import join
 
 
 def init() -> World:
@@ -18,7 +18,7 @@ def init() -> World:
     Raises:
         EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
     """
-    return connect(MxnetWorld)
+    return join(MxnetWorld)
 
 
 class DistributedTrainer(mx.gluon.Trainer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,10 @@ from horovod_train.frameworks.torch.framework import choose_device, make_gradien
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.world import TorchWorld
 from horovod_train.frameworks.transformers.task import REQUIRED, TransformersTask
-from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, init
+from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher
+from horovod_train.frameworks.world import connect
 
 UNTIMED = ("_runtime", "_samples_per_second", "_steps_per_second")
 
@@ -57,7 +60,9 @@ class TransformersFramework:
             torch.set_num_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.torch.reader")
-        return init(job)
+        world = connect(TorchWorld, job)
+        hide_launcher(os.environ)
+        return world
 
     def prepare(self, job: Job, world: World) -> tuple[TransformersReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""

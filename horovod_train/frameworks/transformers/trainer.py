@@ -31,7 +31,7 @@ from horovod_train.frameworks.reader import batch_length, checked_length
 from horovod_train.frameworks.torch.framework import make_gradients
 from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import connect
+from horovod_train.frameworks.world import join
 
 _world: World | None = None
 
@@ -50,7 +50,7 @@ def init(job: Job | None = None, environ: MutableMapping[str, str] = os.environ)
     """
     global _world  # noqa: PLW0603  (a process is in one world, and its variables are gone after the first call)
     if _world is None:
-        _world = connect(TorchWorld, job)
+        _world = join(TorchWorld, job)
         hide_launcher(environ)
     return _world
 
