@@ -87,6 +87,10 @@ class TestReading:
 
         assert job.task == f"{tmp_path / 'mine.py'}:Task"
 
+    @pytest.mark.parametrize("task", ["digits", "package.module:Class", "py:Class"])
+    def test_the_name_of_a_task_is_no_path(self, tmp_path, task):
+        assert load_job(job_file(tmp_path, {"name": "j", "task": task}), environ={}).task == task
+
     def test_variables_for_ranks_keep_their_names(self, tmp_path):
         environ = {
             "HOROVOD_TRAIN__LAUNCH__ENV__OMP_PROC_BIND": "close",
@@ -329,6 +333,11 @@ class TestProblems:
         found = problems(tmp_path, VALID, [f'{path}="a\\0b"'])
 
         assert "must not contain a NUL character" in found[path]
+
+    def test_nor_may_it_stand_in_a_list(self, tmp_path):
+        found = problems(tmp_path, changed(task_args={"x": [1, {"y": ["a", "b\0"]}]}))
+
+        assert "must not contain a NUL character" in found["task_args.x.1.y.1"]
 
     def test_a_name_with_a_nul_character_is_refused(self, tmp_path):
         assert "NUL" in problems(tmp_path, changed(task_args={"a\0b": 1}))["task_args"]

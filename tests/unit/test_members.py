@@ -45,6 +45,16 @@ def test_hosts_that_answer_are_used_in_the_order_of_the_list():
     assert monotonic() - started < 5
 
 
+def test_looking_at_hosts_is_not_ended_by_ctrl_c(tmp_path):
+    """The terminal sends it to everything in the launcher's session."""
+    ssh = ("sh", "-c", f"ps -o sid= -p $$ > {tmp_path}/session; echo $$ > {tmp_path}/process")
+
+    answering(["a:1"], ssh, Event())
+
+    session, process = (int((tmp_path / name).read_text()) for name in ("session", "process"))
+    assert session == process != os.getsid(0)
+
+
 def test_looking_at_hosts_ends_when_the_job_does(monkeypatch):
     over = Event()
     over.set()
@@ -265,6 +275,13 @@ def test_a_signal_that_came_before_is_not_forgotten():
             interrupted_by_signals(lambda number: LaunchError(f"signal {number}"), asked),
         ):
             raise AssertionError("not reached")
+
+
+def test_of_signals_that_came_before_the_first_counts():
+    with pytest.raises(LaunchError, match="signal 15"):
+        interrupted_by_signals(
+            lambda number: LaunchError(f"signal {number}"), [signal.SIGTERM, signal.SIGUSR1]
+        ).__enter__()
 
 
 def test_a_signal_before_ranks_start_is_an_error_of_its_own():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import socket
 import urllib.request
@@ -144,6 +145,31 @@ class TestExporter:
         if port + PORT_STEP <= 65535:
             assert exporter.address not in (None, f"127.0.0.1:{port}")
         assert f"{port}" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("port", "num_taken", "tried"),
+        [
+            (9400, 2, [9400, 9500, 9600]),
+            (9400, 99, [9400 + 100 * number for number in range(20)]),
+            (65335, 99, [65335, 65435, 65535]),
+        ],
+    )
+    def test_tries_a_port_in_each_hundred(self, recorder, monkeypatch, port, num_taken, tried):
+        """The ports between are those of other ranks."""
+        asked = []
+
+        def start(candidate, addr, registry):
+            asked.append(candidate)
+            if len(asked) <= num_taken:
+                raise OSError(errno.EADDRINUSE, "Address already in use")
+            return None, None
+
+        monkeypatch.setattr("horovod_train.telemetry.exporter.start_http_server", start)
+
+        exporter = Exporter(recorder.registry, "127.0.0.1", port)
+
+        assert asked == tried
+        assert exporter.address == (f"127.0.0.1:{tried[-1]}" if num_taken < len(tried) else None)
 
     def test_an_address_that_is_not_ours_is_a_warning(self, recorder, caplog):
         with caplog.at_level(logging.WARNING, "horovod_train"):
