@@ -58,6 +58,7 @@ NOT_USED = {
 }
 REACHED = "tests.json"
 FORK_FAILED = 70
+SAME_FILE_LIMIT_S = 30.0
 IMPORTED_LIMIT_S = 120.0
 PYTEST = ("-q", "--no-header", "--durations=0", "--durations-min=9")
 
@@ -239,16 +240,18 @@ class Tests:
     duration_s: dict[str, float]
 
     def reaching(self, mutant: Mutant) -> list[str]:
-        """Return the tests that run a mutant's statement, the quickest first.
+        """Return the tests that run a mutant's statement, the quickest first; then some that are near.
 
-        What runs at the import only (a constant, a field) is tried with tests that reach lines which name
-        it, too, and then with those that reach the folder.
+        A function that remembers its result is only run by its first test: others reach the same file. What
+        runs at the import only (a constant, a field) is tried with tests that reach lines which name it, too,
+        and then with those that reach the folder.
         """
         lines = self.lines.get(mutant.path, {})
         found = {test for line in statement_lines(mutant) for test in lines.get(str(line), [])} - {""}
         names = names_made_by(mutant)
         if found and not names:
-            return self._quickest(found, math.inf)
+            near = {test for tests in lines.values() for test in tests} - {"", *found}
+            return [*self._quickest(found, math.inf), *self._quickest(near, SAME_FILE_LIMIT_S)]
         naming = {test for name in names for test in self._naming(name)} - {""}
         first = self._quickest(found | naming, IMPORTED_LIMIT_S)
         folder = str(Path(mutant.path).parent)

@@ -528,6 +528,19 @@ class TestWhileRanksRun:
 
         assert "rank-0.log is incomplete: Is a directory" in run.state.message
 
+    def test_that_is_elastic_goes_on_when_hosts_come_and_go(self, run, monkeypatch):
+        carried = []
+
+        def carry_on(launcher, request, elastic, console, state, asked):
+            carried.append((elastic.min_ranks, state.read().state, list(asked)))
+
+        monkeypatch.setattr("horovod_train.launch.supervised.carry_on", carry_on)
+
+        assert run("raise SystemExit(7)", elastic={"min_ranks": 1, "max_ranks": 2}) == 0
+
+        assert carried == [(1, "starting", [])]
+        assert run.state.state == "succeeded"
+
     def test_ranks_that_are_frozen_for_too_long_end_the_job(self, run, monkeypatch):
         @contextmanager
         def watching(fleet, health, see, give_up):

@@ -768,13 +768,14 @@ class TestThingsOfLater:
 
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_copy_of_another_step_in_its_place_is_kept_aside(self, tmp_path):
+    @pytest.mark.parametrize("other", [3, 9])
+    def test_a_copy_of_another_step_in_its_place_is_kept_aside(self, tmp_path, other):
         content = store.Content(
             {"model": {}, "optimizer": {}, "rng": {}}, {"state": {}, "config": {}}, SUMMARY
         )
-        first = store.write_checkpoint(tmp_path, 3, content)
+        first = store.write_checkpoint(tmp_path, other, content)
         assert first is not None
-        (tmp_path / "step-000000000003").rename(tmp_path / "step-000000000007")
+        (tmp_path / f"step-00000000000{other}").rename(tmp_path / "step-000000000007")
 
         store.write_checkpoint(tmp_path, 7, content)
 

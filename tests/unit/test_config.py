@@ -345,6 +345,18 @@ class TestProblems:
     def test_a_path_that_is_too_deep_is_refused(self, tmp_path):
         assert "field=value" in problems(tmp_path, VALID, ["a." * 300 + "b=1"])["--set"]
 
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("name: a\ntask: digits\nname: b\n", "the key 'name' is given twice"),
+            ("name: a\ntask: digits\ntrain: {epochs: 1, epochs: 2}\n", "the key 'epochs' is given twice"),
+            ("name: a\ntask: digits\ntask_args: {1: x}\n", "the key 1 must be a text"),
+        ],
+    )
+    def test_a_key_given_twice_or_that_is_no_text_is_refused(self, tmp_path, text, said):
+        with pytest.raises(ConfigError, match=said):
+            load_job(job_file(tmp_path, text), environ={})
+
     def test_a_key_given_twice_is_refused_in_json_too(self, tmp_path):
         path = job_file(tmp_path, '{"name": "a", "task": "digits", "name": "b"}', "job.json")
 

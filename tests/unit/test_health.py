@@ -239,6 +239,7 @@ class TestPeers:
         watchers = [(1 + distance) % size for distance in range(1, min(2, size - 1) + 1)]
         for rank, (told, ended) in enumerate(found):
             if rank in watchers:
+                assert len(told) == 1
                 assert "rank 1 on here has shown no sign of life" in told[0]
                 assert "rank 1 on here has shown no sign of life" in ended[0]
             else:

@@ -423,6 +423,11 @@ class TestProgress:
         assert last["lr"] == 0.1
         assert 0 < last["loss"] < 2
 
+    def test_knows_the_speed_of_steps_that_are_fast(self, clock):
+        told = self.reported(clock, step_s=0.01, interval_s=0.0)
+
+        assert told.events("progress")[-1]["samples_per_s"] == pytest.approx(200.0)
+
     def test_follows_a_speed_that_changes(self, clock):
         def step_s(step):
             return 0.25 if step <= 50 else 4.0

@@ -998,7 +998,8 @@ class TestWhatIsRemembered:
     def test_by_another_version_is_left_out(self, tmp_path, content):
         request = resolve(Job(name="j", task="digits", run_dir=str(tmp_path)), "run-1")
         jobs.remember(request, "7")
-        (jobs.jobs_dir() / "other.json").write_text(content)
+        for number in range(9):  # in whichever order the folder lists them
+            (jobs.jobs_dir() / f"other-{number}.json").write_text(content)
 
         assert [job.native_id for job in jobs.known_jobs()] == ["7"]
 
@@ -1012,6 +1013,15 @@ class TestWhatIsRemembered:
         status = jobs.StateFile(tmp_path).read_elsewhere()
 
         assert (status.state, status.exit_code, status.message) == ("waiting", None, "not started yet")
+
+    def test_of_a_process_that_has_ended_and_nobody_waited_for_is_that_it_is_gone(self):
+        process = subprocess.Popen(["true"])
+        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
+
+        assert not jobs._has_not_ended(process.pid)
+        assert jobs._has_not_ended(os.getpid())
+        process.wait()
+        assert not jobs._has_not_ended(process.pid)
 
     def test_of_a_process_that_was_never_there_is_that_it_is_gone(self, tmp_path):
         document = {"pid": 2**22 + 1, "pid_started_unix_s": 1.0}

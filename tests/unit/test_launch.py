@@ -300,6 +300,33 @@ class TestConsole:
 
         assert output.getvalue().count("step 3/12") == 3  # at 0, 5 and 10.1 s
 
+    def test_the_bar_is_gone_before_the_summary_is_shown(self):
+        output = io.StringIO()
+        console = JobConsole(Console(file=output, width=120, force_terminal=True))
+        console.show(Event("progress", 0, self.PROGRESS))
+        assert console._progress is not None
+
+        summary = {
+            "job": "j",
+            "epochs": 1.0,
+            "steps": 3,
+            "seconds": 1.0,
+            "metrics": {},
+            "world_size": 2,
+            "samples_per_s": 1.0,
+            "global_batch_size": 8,
+            "lr_scaling": "linear",
+            "base_lr": 0.1,
+            "reference_batch_size": 8,
+            "peak_lr": 0.1,
+            "metrics_addresses": [],
+            "checkpoint": "",
+        }
+        console.show(Event("summary", 0, summary))
+
+        assert console._progress is None
+        assert output.getvalue().splitlines()[-1].strip() == "checkpoint      none"
+
     def test_what_is_longer_than_the_terminal_is_one_line(self):
         output = io.StringIO()
         JobConsole(Console(file=output, width=20)).print("a long line, to be found with grep")

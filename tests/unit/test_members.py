@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from threading import Event
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 
@@ -156,6 +156,16 @@ def test_this_machine_alone_is_never_left_alone(members):
     assert (said, found._not_before_s) == ([], {})
 
 
+def test_a_host_that_was_lost_is_told_with_its_pause(members):
+    found, said = members(["up1:1", "up2:1"], cooldown_s=10.0), []
+    found._say = said.append
+
+    found.lose(["up2"])
+    found.lose(["up2"])
+
+    assert said == [f"elastic: up2 is left alone for {pause_s} s" for pause_s in (10, 20)]
+
+
 def test_a_host_that_always_fails_is_left_alone_for_a_bounded_time(members, monkeypatch):
     monkeypatch.setattr(module, "monotonic", lambda: 0.0)
     found = members(["up1:1"], cooldown_s=1.0)
@@ -237,6 +247,17 @@ class TestWhileRanksRun:
         assert not asked
         assert len(said) == 1
         assert "No such file or directory" in said[0]
+
+    def test_a_list_that_is_back_is_looked_at_again(self, members, listed):
+        def change():
+            listed.unlink()
+            sleep(0.4)
+            listed.write_text("up1\n")
+
+        asked, said = self.asked(members, listed, change)
+
+        assert asked
+        assert said[1:] == ["elastic: hosts are listed again", "elastic: up2 is to go; saving"]
 
 
 def test_what_ranks_get_is_a_job_that_they_accept(tmp_path):

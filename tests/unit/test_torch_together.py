@@ -277,6 +277,14 @@ class TestTheReplica:
 
 
 class TestTheExchange:
+    @pytest.mark.parametrize(("wire_dtype", "total"), [(torch.float32, 2 + 2**-11), (torch.float16, 2.0)])
+    def test_rounds_on_the_wire_only_when_it_is_told_to(self, wire_dtype, total):
+        def rank(world):
+            exchange = Exchange(world, wire_dtype=wire_dtype)
+            return [float(summed) for summed in exchange.sum([torch.tensor(1 + 2**-12), torch.ones(())])]
+
+        assert on_torch_ranks(2, rank) == [[total, 2.0]] * 2
+
     def test_sums_each_type_in_few_pieces(self):
         def rank(world):
             exchange = Exchange(world, bucket_size_bytes=64)
