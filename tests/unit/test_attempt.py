@@ -393,10 +393,13 @@ class TestCancel:
         jobs.StateFile(job.log_dir).write("running")
         sent = []
         monkeypatch.setattr("horovod_train.launch.supervised.os.kill", lambda pid, n: sent.append((pid, n)))
+        # Two signals at once would be one.
+        monkeypatch.setattr("horovod_train.launch.supervised.sleep", lambda _: sent.append("a pause"))
 
         Scripted().cancel(job, how)
 
-        assert sent == [(os.getpid(), number) for number in expected]
+        assert sent[::2] == [(os.getpid(), number) for number in expected]
+        assert sent[1::2] == ["a pause"] * len(expected)
         assert jobs.is_cancelled(job.log_dir) == (how != "drain")
 
     def test_of_a_job_that_has_ended_does_nothing(self, job):

@@ -465,6 +465,7 @@ MANIFESTS = {
     "a summary without metrics": lambda m: m["summary"].pop("metrics"),
     "metrics that are texts": lambda m: m["summary"].update(metrics={"loss": "low"}),
     "no world": lambda m: m["summary"].update(world_size=0),
+    "a world that is a text": lambda m: m["summary"].update(world_size="1"),
     "no format": lambda m: m.pop("format"),
     "another format": lambda m: m.update(format=2),
 }

@@ -428,6 +428,12 @@ class TestProgress:
 
         assert told.events("progress")[-1]["samples_per_s"] == pytest.approx(200.0)
 
+    def test_averages_over_some_seconds(self, clock):
+        told = self.reported(clock, lambda step: 0.5 + step % 2, interval_s=0.0, train={"epochs": 12})
+
+        rates = [event["samples_per_s"] for event in told.events("progress")]
+        assert rates[20:] == pytest.approx([2.0] * 40, rel=0.1)
+
     def test_follows_a_speed_that_changes(self, clock):
         def step_s(step):
             return 0.25 if step <= 50 else 4.0

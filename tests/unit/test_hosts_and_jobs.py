@@ -237,6 +237,7 @@ class TestCores:
             ("cpu/cpu.cfs_quota_us", "-1", ALL),
             ("cpu/cpu.cfs_quota_us", "0", ALL),
             ("cpu/cpu.cfs_quota_us", "50000", 1),
+            ("cpu/cpu.cfs_quota_us", "150000", min(2, ALL)),
         ],
     )
     def test_follow_the_quota_of_a_container(self, tmp_path, file, content, expected):
@@ -562,6 +563,8 @@ class TestFleet:
         (255, "ssh: something new", "ssh failed", "ssh n1 /py"),
         (127, "sh: 1: /py: not found", "there is no /py", "launch.host_settings.n1.python"),
         (1, "ImportError: libpython.so", "does not start", "ssh n1 /py"),
+        (1, "Traceback:\n  File x\nImportError: libpython.so", "ImportError: libpython.so", "ssh n1 /py"),
+        (1, "\n", "exit code 1", "ssh n1 /py"),
     ],
 )
 def test_what_ssh_says_is_explained(code, said, what, fix):
@@ -570,6 +573,17 @@ def test_what_ssh_says_is_explained(code, said, what, fix):
     assert what in error.message
     assert error.message.startswith("n1: ")
     assert fix in error.hint
+
+
+def test_hosts_that_differ_from_most_are_named_wherever_they_stand():
+    facts = {host: {"numpy": "2.2"} for host in "abcde"}
+    facts["a"] = facts["d"] = {"numpy": "2.3"}
+
+    with pytest.raises(LostError, match=r"numpy: 2\.3 on a, d, 2\.2 on b, c, e") as caught:
+        check_alike(facts)
+
+    assert caught.value.hosts == ("a", "d")
+    assert caught.value.hint.startswith("bring a, d to the state of the others: ")
 
 
 class TestSecrets:

@@ -213,6 +213,23 @@ def test_buckets_keep_types_apart_and_the_last_one_wide():
     assert len(buckets[-1].extra) == len(parameters) + 2
 
 
+def test_neighbours_of_one_type_share_a_bucket_whatever_came_before():
+    dtypes = [torch.float64, torch.float64, torch.float32, torch.float64, torch.float32, torch.float32]
+    parameters = [nn.Parameter(torch.ones(10, dtype=dtype)) for dtype in dtypes]
+
+    buckets = make_buckets(parameters, 10**6, torch.float32)
+
+    assert [[slot.index for slot in bucket.slots] for bucket in buckets] == [[5, 4], [3], [2], [1, 0]]
+
+
+def test_a_bucket_is_full_with_its_size():
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(6)]
+
+    for size_bytes, widths in ((16, [2, 2, 2]), (17, [3, 3]), (8, [1] * 6)):
+        buckets = make_buckets(parameters, size_bytes, torch.float32)
+        assert [len(bucket.slots) for bucket in buckets] == widths
+
+
 class Model(nn.Module):
     """A head that trains from the start, and a body that is unfrozen later."""
 
