@@ -95,6 +95,20 @@ class TestBeforeSaving:
 
         assert len({digest(each) for each in states}) == len(states)
 
+    @pytest.mark.parametrize("places", [(0, 1), (7, 4095), (4096, 8000)])
+    def test_two_words_of_a_row_exchanged_make_another_digest(self, places):
+        other = self.LARGE.copy()
+        other[list(places)] = other[list(reversed(places))]
+
+        assert digest(arrays(a=self.LARGE)) != digest(arrays(a=other))
+
+    def test_what_is_more_in_one_word_and_less_in_another_makes_another_digest(self):
+        other = self.LARGE.copy()
+        other.view(np.uint64)[3] += np.uint64(1)
+        other.view(np.uint64)[9] -= np.uint64(1)
+
+        assert digest(arrays(a=self.LARGE)) != digest(arrays(a=other))
+
     def test_two_rows_exchanged_make_another_digest(self):
         rows = self.LARGE[: 2 * 4096].reshape(2, 4096)
 
