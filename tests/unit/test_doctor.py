@@ -10,6 +10,7 @@ import pytest
 from horovod_train.doctor.findings import Finding, clock, examine
 from horovod_train.doctor.network import History, Sweep, judge
 from horovod_train.doctor.run import report
+from horovod_train.launch import readings as readings_module
 from horovod_train.launch.readings import take_readings
 
 GOOD = {
@@ -40,6 +41,22 @@ def changed(path, value):
 
 def findings(readings, device="auto", ranks=2):
     return {f.what: f for f in examine({"a": readings}, {"a": ranks}, device)}
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (None, {"own.patch", "other.patch"}),
+        ({"patches": {"own.patch": "a", "other.patch": "b"}}, set()),
+        ({"patches": {"own.patch": "old", "other.patch": "b"}}, {"own.patch"}),
+        ({"patches": {"own.patch": "a", "other.patch": "b", "gone.patch": "c"}}, {"gone.patch"}),
+    ],
+)
+def test_an_engine_of_other_patches_is_noticed(monkeypatch, plan, expected):
+    monkeypatch.setattr(readings_module, "own_patches", lambda: {"own.patch": "a", "other.patch": "b"})
+    monkeypatch.setattr(readings_module, "installed_plan", lambda: plan)
+
+    assert set(take_readings([], [], [])["engine"]["patches_differ"]) == expected
 
 
 def test_a_good_host_is_fine():

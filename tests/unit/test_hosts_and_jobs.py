@@ -1010,12 +1010,12 @@ class TestWhatIsRemembered:
 
     @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"log_dir": 3}', '{"log_dir": "x", "new": 1}'])
     def test_by_another_version_is_left_out(self, tmp_path, content):
-        request = resolve(Job(name="j", task="digits", run_dir=str(tmp_path)), "run-1")
-        jobs.remember(request, "7")
         for number in range(9):  # in whichever order the folder lists them
+            request = resolve(Job(name=f"j{number}", task="digits", run_dir=str(tmp_path)), "run-1")
+            jobs.remember(request, str(number))
             (jobs.jobs_dir() / f"other-{number}.json").write_text(content)
 
-        assert [job.native_id for job in jobs.known_jobs()] == ["7"]
+        assert sorted(job.native_id for job in jobs.known_jobs()) == list("012345678")
 
     def test_of_a_run_whose_folder_is_gone_says_so(self, tmp_path):
         status = jobs.StateFile(tmp_path / "gone").read_elsewhere()

@@ -155,6 +155,16 @@ def test_who_may_not_list_mpijobs_can_submit_all_the_same(api):
     assert submit(api).native_id == "default/digits/uid-of-digits-1"
 
 
+def test_an_earlier_job_that_does_not_go_is_not_waited_for_for_ever(api, monkeypatch):
+    api.operator = succeeds
+    submit(api)
+    monkeypatch.setattr("support.api._later", lambda *_: None)  # what owns it is not removed
+    monkeypatch.setattr("horovod_train.launch.mpijob.launcher.API_TIMEOUT_S", 0.3)
+
+    with pytest.raises(LaunchError, match="digits"):
+        submit(api)
+
+
 def test_a_job_of_somebody_else_is_left_alone(api):
     api.operator = succeeds
     submit(api)
@@ -168,6 +178,8 @@ def test_what_was_warned_of_an_earlier_job_is_not_held_against_this_one(api):
     api.operator = accepts
     api.warn("digits", "ValidationError", "spec.x: Invalid value", uid="uid-of-an-earlier-one")
     api.warn("digits-2-worker-0", "FailedCreate", "another job")
+    api.warn("another", "ValidationError", "spec.x: Invalid value")
+    api.warn("other-than-digits", "ValidationError", "spec.x: Invalid value")
 
     assert MpiJobLauncher().status(submit(api)).state == "starting"
 
