@@ -234,6 +234,7 @@ class TestProblems:
             {"launch": {"elastic": {"min_ranks": 1}}},
             {"health": {"stall_warning_s": 5, "stall_shutdown_s": 5.5}},
             {"launch": {"hosts": [], "num_ranks": 1, "launcher": "local"}},
+            {"launch": {"hosts": [], "num_ranks": None, "launcher": "local"}},
         ],
     )
     def test_what_just_fits_is_allowed(self, tmp_path, sections):

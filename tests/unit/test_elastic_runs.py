@@ -112,6 +112,14 @@ def test_losses_are_counted_anew_when_ranks_have_got_on(train, between):
     assert len(starts) == 6
 
 
+@pytest.mark.parametrize(("has_saved", "pauses_s"), [(True, ["0.01"] * 3), (False, ["0.01", "0.02", "0.04"])])
+def test_a_host_is_left_alone_for_longer_only_if_ranks_have_not_got_on(train, has_saved, pauses_s):
+    train(*[lost("a", has_saved=has_saved) for _ in range(3)])
+
+    told = [line for line in train.console.lines if "is left alone" in line]
+    assert told == [f"elastic: a is left alone for {pause_s} s" for pause_s in pauses_s]
+
+
 def test_ranks_that_were_asked_to_leave_for_other_hosts_start_again_and_others_do_not(train):
     with pytest.raises(PreemptedError):
         train(left(), left(stopped_by=signal.SIGTERM))

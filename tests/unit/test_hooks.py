@@ -211,6 +211,19 @@ class TestSaveCheckpoints:
         metrics = {c.step: read_manifest(c.path).summary["metrics"] for c in list_checkpoints(tmp_path)}
         assert {step for step, found in metrics.items() if found} == {5, 10}
 
+    def test_saves_buffers_that_ranks_have_made_equal(self, tmp_path):
+        """Statistics of a batch normalization are each rank's own until then."""
+        run = made()
+        called, sync, state = [], run.replica.sync_buffers, run.replica.state
+        run.replica.sync_buffers = lambda: (called.append("sync"), sync())
+        run.replica.state = lambda copy: (called.append("state"), state(copy=copy))[1]
+        manager = manager_of(tmp_path, run)
+
+        SaveCheckpoints(manager, Framework()).save(run, wait=True)
+        manager.close()
+
+        assert called == ["sync", "state"]
+
     def test_writes_while_training_goes_on(self, tmp_path, monkeypatch):
         is_at_the_end, write = Event(), store.write_checkpoint
 

@@ -26,6 +26,7 @@ from horovod_train.engine.environment import from_slurm
 from horovod_train.errors import LaunchError, LostError, UserError
 from horovod_train.health.heartbeat import BeatFile, beat_name
 from horovod_train.launch import fleet as fleet_module
+from horovod_train.launch import hosts as hosts_module
 from horovod_train.launch import jobs, on_host, prepare, readings
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.fleet import Fleet, Here, There, check_alike, gather
@@ -575,6 +576,19 @@ def test_what_ssh_says_is_explained(code, said, what, fix):
     assert fix in error.hint
 
 
+def test_where_nobody_knows_who_is_right_about_one_thing_all_are_asked():
+    facts = {
+        "a": {"numpy": "2.2", "python": "3.11"},
+        "b": {"numpy": "2.3", "python": "3.11"},
+        "c": {"numpy": "2.4", "python": "3.12"},
+    }
+
+    with pytest.raises(LostError) as caught:
+        check_alike(facts)
+
+    assert caught.value.hint.startswith("bring all to one state: ")
+
+
 def test_hosts_that_differ_from_most_are_named_wherever_they_stand():
     facts = {host: {"numpy": "2.2"} for host in "abcde"}
     facts["a"] = facts["d"] = {"numpy": "2.3"}
@@ -584,6 +598,21 @@ def test_hosts_that_differ_from_most_are_named_wherever_they_stand():
 
     assert caught.value.hosts == ("a", "d")
     assert caught.value.hint.startswith("bring a, d to the state of the others: ")
+
+
+def test_the_interface_is_that_on_the_way_to_the_first_other_host(monkeypatch):
+    ways = {"far": "10.0.0.1", "farther": "10.1.0.1"}
+    addresses = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "eth1": ["10.1.0.1"]}
+    monkeypatch.setattr(hosts_module, "source_towards", ways.get)
+    monkeypatch.setattr(hosts_module, "addresses_by_interface", lambda: addresses)
+
+    def interface(*hosts):
+        return hosts_module.interface_towards(Launch(hosts=list(hosts), num_ranks=len(hosts)))
+
+    assert interface("localhost:1", "far:1", "farther:1") == "eth0"
+    assert interface("farther:1", "localhost:1") == "eth1"
+    assert interface("localhost:1") is None
+    assert interface("nowhere:1") is None
 
 
 class TestSecrets:
@@ -791,6 +820,10 @@ class TestJobs:
 
         state.write("succeeded", 0)
         assert state.read().state == "succeeded"
+
+        for message in ("a much longer message than the next one has", "short"):
+            state.write("failed", 1, message)
+            assert state.read().message == message
 
     def test_a_run_that_goes_on_says_so(self, request_):
         state = jobs.StateFile(request_.log_dir)

@@ -477,6 +477,7 @@ def test_a_cancelled_job_is_cancelled_and_gone_with_all_it_had(api, how):
     wait_until(lambda: not api.names("MPIJob"))
 
     assert (at_once.state, at_once.exit_code) == ("cancelled", 143)
+    assert (at_once.message == "killed, then deleted") == (how == "kill")
     assert [name for kind in ("MPIJob", "ConfigMap", "NetworkPolicy") for name in api.names(kind)] == []
     assert MpiJobLauncher().status(job).state == "cancelled"
     patched = [line for line in api.requests if line.startswith("PATCH")]

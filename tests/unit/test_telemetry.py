@@ -102,6 +102,8 @@ def test_a_checkpoint_has_an_age_and_a_failed_one_is_counted(recorder):
 
     found = samples(recorder)
     assert found["horovod_train_checkpoint_size_bytes",] == 1234
+    assert found["horovod_train_checkpoint_write_seconds_count",] == 1
+    assert found["horovod_train_checkpoint_write_seconds_sum",] == 0.5
     assert found["horovod_train_checkpoint_failures_total",] == 1
     assert 0 <= found["horovod_train_checkpoint_age_seconds",] < 10
 
