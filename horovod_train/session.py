@@ -38,8 +38,6 @@ from horovod_train.engine.base import World, broadcast_json, mean_over_ranks
 from horovod_train.engine.facts import environment_facts
 from horovod_train.errors import PreemptedError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome
-from horovod_train.frameworks.reader import start_loader_server
-from horovod_train.frameworks.torch import reader as reader_module
 from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
@@ -162,8 +160,6 @@ class Session:
             shuffle: A new order each epoch.
             num_workers: Loader processes of this rank.
         """
-        if num_workers:
-            start_loader_server(reader_module.__name__)
         seed = self._job.train.seed
         reader = TorchReader(dataset, Data(num_workers=num_workers), seed, self.device)
         progress = Progress(DataOrder(len(reader), seed, shuffle))

@@ -86,11 +86,11 @@ def _import_task(location: str | None) -> TaskModule:
 
 
 def start_loader_server(preload: str) -> None:
-    """Start the process from which loader processes are forked; it imports what they need.
+    """Start the process from which loader processes are forked, unless it runs; it imports what they need.
 
-    Called before Horovod starts, so that the two start at the same time. A rank itself is never
-    forked: Horovod's and MPI's threads may hold a lock at that moment, which the child then waits
-    for for ever. Seen about once in 50 starts.
+    Readers call it. Jobs do before Horovod starts, so that the two start at the same time. A rank itself
+    is never forked: Horovod's and MPI's threads may hold a lock at that moment, which the child then
+    waits for for ever. Seen about once in 50 starts.
 
     Args:
         preload: Module that loader processes need.
@@ -186,6 +186,7 @@ class NumpyReader:
                 f"the dataset cannot be sent to loader processes: {error}",
                 hint="define its class and functions at the top of a module, or set data.num_workers: 0",
             ) from error
+        start_loader_server(__name__)
         return ProcessPoolExecutor(
             self._data.num_workers,
             mp_context=multiprocessing.get_context("forkserver"),

@@ -173,8 +173,10 @@ def join(
     """
     if not started_as_one_of_many(environ):
         return SingleWorld()
-    if world_class in _joined:
-        return _joined[world_class]
+    if (joined := _joined.get(world_class)) is not None:
+        if joined.hvd.is_initialized():
+            return joined
+        joined.at_close.close()  # a script has left by ``hvd.shutdown``
     health = job.health if job is not None else Health()
     with JoinWatch(health, log.warning, _end):
         world = connect(world_class, job, environ)

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import pytest
 from rich.console import Console
+from unit.test_attempt import SUMMARY
 
 from horovod_train.config.schema import Job
 from horovod_train.engine import build, environment
@@ -306,23 +307,7 @@ class TestConsole:
         console.show(Event("progress", 0, self.PROGRESS))
         assert console._progress is not None
 
-        summary = {
-            "job": "j",
-            "epochs": 1.0,
-            "steps": 3,
-            "seconds": 1.0,
-            "metrics": {},
-            "world_size": 2,
-            "samples_per_s": 1.0,
-            "global_batch_size": 8,
-            "lr_scaling": "linear",
-            "base_lr": 0.1,
-            "reference_batch_size": 8,
-            "peak_lr": 0.1,
-            "metrics_addresses": [],
-            "checkpoint": "",
-        }
-        console.show(Event("summary", 0, summary))
+        console.show(Event("summary", 0, SUMMARY))
 
         assert console._progress is None
         assert output.getvalue().splitlines()[-1].strip() == "checkpoint      none"

@@ -193,6 +193,17 @@ class TestJoining:
         assert len(watches) == 2
         again.close()
 
+    def test_after_horovod_was_shut_down_it_is_another_one(self, watches):
+        world = join(TorchWorld, None, STARTED)
+        world.hvd.shutdown()
+
+        again = join(TorchWorld, None, STARTED)
+
+        assert again is not world
+        assert [watch.is_closed for watch in watches] == [True, False]
+        assert join(TorchWorld, None, STARTED) is again
+        again.close()
+
     def test_where_a_launch_looks_after_them_they_need_not(self, watches):
         join(TorchWorld, None, {**STARTED, "HOROVOD_TRAIN_RUN": "/somewhere"}).close()
 

@@ -14,7 +14,15 @@ from torch.utils.data import DataLoader, default_collate
 from horovod_train.config.schema import Data
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
-from horovod_train.frameworks.reader import Fetch, TaskModule, checked_length, fetches, leave_with, own_seeds
+from horovod_train.frameworks.reader import (
+    Fetch,
+    TaskModule,
+    checked_length,
+    fetches,
+    leave_with,
+    own_seeds,
+    start_loader_server,
+)
 
 
 class _SeededFetches:
@@ -88,6 +96,8 @@ class TorchReader:
         self._device = device
         self._schedule = _Schedule()
         workers = data.num_workers
+        if workers:
+            start_loader_server(__name__)
         self._loader: DataLoader[Any] = DataLoader(
             _SeededFetches(TaskModule(task), dataset),  # type: ignore[arg-type]
             batch_sampler=self._schedule,  # type: ignore[arg-type]
