@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import time
@@ -186,7 +187,8 @@ def test_the_grace_that_is_needed_is_told_when_it_is_not_given(tmp_path):
 
     done = cli("run", str(path), cwd=tmp_path)
 
-    assert "leaving without losing work would take 0.3 s, but launch.grace_s is 0.1" in done.stdout
+    told = re.search(r"leaving without losing work would take (.+) s, but launch.grace_s is 0.1", done.stdout)
+    assert float(told[1]) >= 0.3  # a step takes that long on an idle machine, and longer on a busy one
 
 
 @pytest.mark.campaign
