@@ -161,7 +161,10 @@ def test_an_earlier_job_that_does_not_go_is_not_waited_for_for_ever(api, monkeyp
     monkeypatch.setattr("support.api._later", lambda *_: None)  # what owns it is not removed
     monkeypatch.setattr("horovod_train.launch.mpijob.launcher.API_TIMEOUT_S", 0.3)
 
-    with pytest.raises(LaunchError, match="digits"):
+    with pytest.raises(
+        LaunchError,
+        match=r"digits has ended and was deleted 0\.3 s ago, but does not go \(pods: digits-launcher-x0",
+    ):
         submit(api)
 
 

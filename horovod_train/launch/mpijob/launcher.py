@@ -248,7 +248,7 @@ def _make_room(cluster: Cluster, name: str) -> None:
     """Remove an MPIJob of ours that has ended: the new one goes on from its checkpoints.
 
     Raises:
-        LaunchError: There is one that has not ended, or is not ours.
+        LaunchError: There is one that has not ended, or is not ours; or it was deleted and does not go.
     """
     found = cluster.read("MPIJob", name)
     if found is None:
@@ -261,11 +261,18 @@ def _make_room(cluster: Cluster, name: str) -> None:
             "another name begins anew",
         )
     cluster.delete_mpi_job(name)
-    # What it owned goes a little later.
     deadline_s = monotonic() + API_TIMEOUT_S
-    while monotonic() < deadline_s and (
-        cluster.read("MPIJob", name) is not None or cluster.read("ConfigMap", f"{name}-job") is not None
-    ):
+    # It goes when all that it owns is gone.
+    while (left := cluster.read("MPIJob", name)) or cluster.read("ConfigMap", f"{name}-job"):
+        if monotonic() > deadline_s:
+            pods = ", ".join(pod.metadata.name for pod in living_pods(cluster, name))
+            finalizers = ", ".join((left or {}).get("metadata", {}).get("finalizers", []))
+            raise LaunchError(
+                f"MPIJob {name} has ended and was deleted {API_TIMEOUT_S:g} s ago, but does not go"
+                f" (pods: {pods or 'none'}; finalizers: {finalizers or 'none'})",
+                hint="a pod on a node that is gone stays until `kubectl delete pod --force`; "
+                "submit again when it is gone, or under another name to begin anew",
+            )
         sleep(POLL_S / 4)
 
 
