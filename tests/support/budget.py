@@ -10,6 +10,8 @@ from pathlib import Path
 # What `make test` starts, and a few more: who needs more of them should first look for a cheaper way
 # (CONTRIBUTING.md, "Tests"). `make campaign` and `make image` have no budget.
 MAX_LAUNCHES = 200
+# Options with which the programs only say something.
+NO_RANKS = {"--dry-run", "--help", "--version", "--check-build"}
 
 
 class Launches:
@@ -44,9 +46,10 @@ def launcher_in(command: str | Sequence[object]) -> str | None:
     >>> launcher_in(["nice", "/venv/bin/horovod-train", "run", "job.yaml"])
     'horovod-train'
     >>> launcher_in(["horovod-train", "run", "job.yaml", "--dry-run"])
+    >>> launcher_in(["mpirun", "--version"])
     """
     words = [Path(str(word)).name for word in ([command] if isinstance(command, str | Path) else command)]
-    if "--dry-run" in words or "--help" in words:
+    if NO_RANKS.intersection(words):
         return None
     for word, following in zip(words, [*words[1:], ""], strict=True):
         if word in ("horovodrun", "mpirun", "srun") or (word == "horovod-train" and following == "run"):
