@@ -23,6 +23,7 @@ import psutil
 from horovod_train.errors import UserError, did_you_mean
 from horovod_train.files import state_dir, write_whole
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
+from horovod_train.pids import boot_id, has_not_ended, start_ticks
 
 STATE_FILE = "state.json"
 CANCELLED_FILE = "cancelled"
@@ -140,8 +141,8 @@ class StateFile:
             "exit_code": exit_code,
             "message": "; ".join(filter(None, (message, *self._remarks.values()))),
             "pid": os.getpid(),
-            "boot_id": _boot_id(),
-            "pid_start_ticks": _start_ticks(os.getpid()),
+            "boot_id": boot_id(),
+            "pid_start_ticks": start_ticks(os.getpid()),
             "host": socket.gethostname(),
             "unix_time_s": time(),
         }
@@ -237,37 +238,12 @@ def _is_alive(document: Mapping[str, Any]) -> bool:
     """Whether the process that wrote a state is still there; its number alone may be used again."""
     pid = document["pid"]
     if "boot_id" in document:
-        is_same = document["boot_id"] == _boot_id() and document["pid_start_ticks"] == _start_ticks(pid)
-        return is_same and _has_not_ended(pid)
+        is_same = document["boot_id"] == boot_id() and document["pid_start_ticks"] == start_ticks(pid)
+        return is_same and has_not_ended(pid)
     # As it was written before boots were noted. The time of day is wrong after the clock was set.
     started_s = document.get("pid_started_unix_s")
     try:
         is_near = isinstance(started_s, float) and abs(psutil.Process(pid).create_time() - started_s) < 1
     except (psutil.NoSuchProcess, ValueError):
         return False
-    return is_near and _has_not_ended(pid)
-
-
-def _boot_id() -> str:
-    """Return what this start of the machine is called, whatever its clock says."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def _start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None: there is none of this number."""
-    fields = _stat(pid)
-    return int(fields[19]) if fields else None
-
-
-def _has_not_ended(pid: int) -> bool:
-    fields = _stat(pid)
-    return bool(fields) and fields[0] not in ("Z", "X")
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of proc(5)'s stat from the state on; empty: there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return []
-    return text.rpartition(")")[2].split()  # the name before it may have spaces and brackets
+    return is_near and has_not_ended(pid)

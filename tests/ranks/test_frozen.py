@@ -202,8 +202,9 @@ class TestAMachineWithoutOurLauncher:
 
     @mostly("gloo")
     def test_over_horovod_too(self, tmp_path, controller):
-        _, output = self.stop_one(tmp_path, self.worker(tmp_path, "torch"), controller, 2)
+        took_s, output = self.stop_one(tmp_path, self.worker(tmp_path, "torch"), controller, 2)
 
+        assert took_s < SHUTDOWN_S + LATE_S
         assert "ended after health.stall_shutdown_s" in output
 
     @mostly("mpi")

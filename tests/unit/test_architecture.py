@@ -11,12 +11,13 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "horovod_train"
 
-BASICS = {"errors", "registry", "files", "streams"}
+BASICS = {"errors", "registry", "files", "streams", "pids"}
 ROOMS = {
     # room: rooms of ours it may import
     "errors": set(),
     "files": set(),
     "streams": set(),
+    "pids": set(),
     "registry": {"errors"},
     "events": set(),
     "config": BASICS,

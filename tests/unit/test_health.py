@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from dataclasses import replace
 
@@ -258,6 +259,22 @@ class TestPeers:
                 assert "rank 1 on here has shown no sign of life" in ended[0]
             else:
                 assert not told
+
+    @pytest.mark.parametrize(("controller", "is_killed"), [("gloo", True), ("mpi", False)])
+    def test_over_gloo_one_that_was_silent_for_too_long_is_killed(self, monkeypatch, controller, is_killed):
+        killed, identities = [], {}
+        monkeypatch.setenv("HOROVOD_CONTROLLER", controller)
+        monkeypatch.setattr(heartbeat, "own_identity", threading.get_ident)
+        monkeypatch.setattr(heartbeat, "kill", lambda identity: killed.append(identity) or True)
+
+        def silence(rank, watch):
+            identities[rank] = threading.get_ident()
+            self.silence(rank, watch)
+
+        (_, ended), _ = self.watch(2, silence)
+
+        assert set(killed) == ({identities[1]} if is_killed else set())  # it would end at the first time
+        assert ended[0].endswith("s and was killed") == is_killed
 
     def test_one_that_comes_back_and_is_silent_again_is_named_again(self):
         told = []

@@ -1061,15 +1061,6 @@ class TestWhatIsRemembered:
 
         assert (status.state, status.exit_code, status.message) == ("waiting", None, "not started yet")
 
-    def test_of_a_process_that_has_ended_and_nobody_waited_for_is_that_it_is_gone(self):
-        process = subprocess.Popen(["true"])
-        wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
-
-        assert not jobs._has_not_ended(process.pid)
-        assert jobs._has_not_ended(os.getpid())
-        process.wait()
-        assert not jobs._has_not_ended(process.pid)
-
     def test_of_a_process_that_was_never_there_is_that_it_is_gone(self, tmp_path):
         document = {"pid": 2**22 + 1, "pid_started_unix_s": 1.0}
 
