@@ -99,7 +99,7 @@ image: tools $(VENV)/installed-dev
 	@$(BIN)/python -m pytest -s -m image
 
 campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
-	@$(BIN)/python -m pytest -m campaign
+	@$(BIN)/python -m pytest -n 2 -m campaign
 
 # What is computed, in ranks and in threads. Each line of settings is a CPU that somebody has.
 NUMERIC := tests/unit/test_reducer.py tests/unit/test_replica.py tests/unit/test_torch_together.py \
