@@ -7,6 +7,7 @@ Asking costs a small collective, so it is done about twice a second, not after e
 
 from __future__ import annotations
 
+import atexit
 import signal
 from collections.abc import Callable
 from time import monotonic
@@ -33,6 +34,13 @@ class LeaveRequest:
         """Take SIGTERM and SIGUSR1 for the wish that this process leaves; main thread only."""
         for number in SIGNALS:
             signal.signal(number, self._note)
+        atexit.register(self._ignore)
+
+    def _ignore(self) -> None:
+        """Let a process that ends anyway come to its end: there Python's handlers go, and signals kill."""
+        for number in SIGNALS:
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, signal.SIG_IGN)
 
     def _note(self, _number: int, _frame: FrameType | None) -> None:
         self.is_made = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 from support.worlds import on_ranks
@@ -16,6 +18,25 @@ from horovod_train.frameworks.devices import own_gpu
 from horovod_train.health.leave import MAX_STEPS_BETWEEN, LeaveAgreement, LeaveRequest
 from horovod_train.health.truth import check_alike, check_clocks, check_world
 
+ENDS_SLOWLY = """
+import sys, time
+from horovod_train.health.leave import LeaveRequest
+
+class Slow:
+    def __del__(self, write=sys.__stdout__.write, flush=sys.__stdout__.flush, sleep=time.sleep):
+        write("ending\\n"), flush(), sleep(1)
+
+slow = Slow()
+LeaveRequest().listen()
+"""
+HAS_ANOTHER_HANDLER = """
+import atexit, signal
+from horovod_train.health.leave import LeaveRequest
+
+atexit.register(lambda: print(*map(signal.getsignal, (signal.SIGTERM, signal.SIGUSR1))))
+LeaveRequest().listen()
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+"""
 FACTS = {"python": "3.11.7", "torch version": "2.13.0"}
 
 
@@ -75,6 +96,24 @@ class TestLeaving:
         finally:
             for sent, handler in before.items():
                 signal.signal(sent, handler)
+
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+    def test_a_process_that_ends_anyway_is_not_killed_by_them(self, number):
+        """Python hands signals back to the system while it ends; what it clears up last takes its time."""
+        with subprocess.Popen(
+            [sys.executable, "-c", ENDS_SLOWLY], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout.readline() == "ending\n"
+            process.send_signal(number)
+
+            assert process.wait(20) == 0
+
+    def test_a_handler_of_the_user_is_left_as_it_is(self):
+        done = subprocess.run(
+            [sys.executable, "-c", HAS_ANOTHER_HANDLER], capture_output=True, text=True, check=True
+        )
+
+        assert done.stdout == f"{int(signal.SIG_DFL)} {int(signal.SIG_IGN)}\n"
 
 
 class TestTruth:
