@@ -5,7 +5,6 @@ read the job -> join the world -> check it -> make the replica -> resume -> trai
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import socket
@@ -31,7 +30,7 @@ from horovod_train.events import Reporter
 from horovod_train.files import make_folder
 from horovod_train.frameworks.base import Framework, Reader, Replica
 from horovod_train.health.guard import FiniteGuard
-from horovod_train.health.heartbeat import BeatFile, JoinWatch, PeerWatch, beat_folder
+from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder, give_signs_of_life
 from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.health.truth import check_world
 from horovod_train.lr.policy import LearningRatePolicy
@@ -88,8 +87,7 @@ def main(options: WorkerOptions) -> int:
     _log_to(reporter)
     folder = beat_folder(os.environ)
     if folder is not None:
-        # To the very end: a rank can be frozen while it leaves, too.
-        atexit.register(BeatFile(folder, guess).close)
+        give_signs_of_life(folder, guess)
     try:
         # What `run` resolved is final; the environment has had its say.
         job = load_job(options.job_file, environ={} if options.as_events else None)

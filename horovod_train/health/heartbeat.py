@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
-from time import monotonic
+from time import monotonic, sleep
 
 import psutil
 
@@ -38,35 +38,26 @@ LOOPBACK = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"  # noqa: S104  (hosts see each other by addresses that only they know)
 
 
-class BeatFile:
-    """Notes in a file, again and again, that this rank lives.
+def give_signs_of_life(folder: Path, rank: int) -> None:
+    """Note in a file, again and again until this process has ended, that it lives.
+
+    It is for the agent to remove the file: a process can be stopped while it ends, too.
 
     Args:
         folder: The run's folder on this host.
         rank: This rank.
     """
+    path = folder / beat_name(rank, os.getpid())
 
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._path = folder / beat_name(rank, os.getpid())
-        self._over = Event()
-        self._thread = Thread(target=self._beat, daemon=True)
-        self._thread.start()
-
-    def _beat(self) -> None:
+    def beat() -> None:
         # Without a folder or room in it, nobody watches this rank; that is no reason to stop it.
-        with suppress(OSError), self._path.open("wb", buffering=0) as file:
-            is_over = False
-            while not is_over:
+        with suppress(OSError), path.open("wb", buffering=0) as file:
+            while True:
                 # Since the host was started: the same clock for all its processes, and nobody sets it.
                 os.pwrite(file.fileno(), f"{monotonic():020.3f}\n".encode(), 0)
-                is_over = self._over.wait(INTERVAL_S)
+                sleep(INTERVAL_S)
 
-    def close(self) -> None:
-        """Stop, and remove the file."""
-        self._over.set()
-        self._thread.join()
-        with suppress(OSError):
-            self._path.unlink()
+    Thread(target=beat, daemon=True).start()
 
 
 def beat_name(rank: int, pid: int) -> str:

@@ -131,6 +131,8 @@ class OnHost:
         found = []
         for file in self.stage.glob("alive-*"):
             rank, pid = map(int, file.name.split("-")[1:])
+            if not psutil.pid_exists(pid):
+                file.unlink(missing_ok=True)  # somebody else may have that number later
             with suppress(OSError, ValueError, psutil.Error):
                 process = psutil.Process(pid)
                 if process.status() == psutil.STATUS_ZOMBIE:

@@ -24,7 +24,7 @@ from support.waiting import wait_until
 from horovod_train.config.schema import HostSettings, Job, Launch
 from horovod_train.engine.environment import from_slurm
 from horovod_train.errors import LaunchError, LostError, UserError
-from horovod_train.health.heartbeat import BeatFile, beat_name
+from horovod_train.health.heartbeat import beat_name, give_signs_of_life
 from horovod_train.launch import fleet as fleet_module
 from horovod_train.launch import hosts as hosts_module
 from horovod_train.launch import jobs, on_host, prepare, readings
@@ -312,6 +312,20 @@ class TestCores:
         assert isinstance(can_read_memory(), bool)
 
 
+STOPS_WHILE_IT_ENDS = """
+import os, pathlib, signal, sys, time
+from horovod_train.health.heartbeat import give_signs_of_life
+
+class Last:
+    def __del__(self, kill=os.kill, me=os.getpid(), stop=signal.SIGSTOP):
+        kill(me, stop)
+
+last = Last()
+give_signs_of_life(pathlib.Path(sys.argv[1]), 5)
+time.sleep(2)
+"""
+
+
 class TestSignsOfLife:
     @pytest.fixture
     def host(self, tmp_path):
@@ -391,19 +405,26 @@ class TestSignsOfLife:
 
         assert [each["pid"] for each in found] == [stopped.pid]
 
-    def test_are_written_for_as_long_as_a_rank_lives(self, tmp_path):
-        beat = BeatFile(tmp_path, 5)
-        file = tmp_path / beat_name(5, os.getpid())
-        wait_until(lambda: file.exists() and file.read_text())
-        first = float(file.read_text())
-        wait_until(lambda: float(file.read_text()) > first)
-        beat.close()
+    def test_are_given_until_the_process_has_ended(self, host):
+        """It is stopped when it has nothing more to do, and Python clears up."""
+        with subprocess.Popen([sys.executable, "-c", STOPS_WHILE_IT_ENDS, host.stage]) as process:
+            file = host.stage / beat_name(5, process.pid)
+            wait_until(lambda: file.exists() and file.read_text())
+            first = float(file.read_text())
+            wait_until(lambda: float(file.read_text()) > first)
+            wait_until(lambda: psutil.Process(process.pid).status() == "stopped")
+            host.silent_ranks(0.3)
+            time.sleep(0.4)
+            (found,) = host.silent_ranks(0.3)
+            process.kill()
 
         assert abs(first - time.monotonic()) < 30
+        assert (found["rank"], found["doing"]) == (5, "stopped")
+        assert host.silent_ranks(0.3) == []
         assert not file.exists()
 
     def test_need_no_folder(self, tmp_path):
-        BeatFile(tmp_path / "gone", 0).close()
+        give_signs_of_life(tmp_path / "gone", 0)
 
 
 class TestFleet:
