@@ -212,7 +212,7 @@ def test_in_every_framework(tmp_path, framework):
     programs = bin_of(framework)
     env = {**variables_of(framework), "PYTHONPATH": str(PROGRAMS)}
     with subprocess.Popen(
-        [str(programs / "horovod-train"), "run", str(described("asked", 0.02))],
+        [str(programs / "horovod-train"), "run", str(described("asked", 0.1))],
         cwd=tmp_path,
         env=environment(programs=programs, **env),
         stdout=subprocess.PIPE,
