@@ -81,7 +81,9 @@ class LeaveAgreement:
         # Every rank sees the same sums, and so asks again after the same number of steps.
         wishes, seconds = self._world.sum([float(self._request.is_made), self.interval_s])
         step_s = seconds / self._world.size / self._num_steps
-        self._ask_after = max(1, min(MAX_STEPS_BETWEEN, int(ASK_INTERVAL_S / max(step_s, 1e-9))))
+        wanted = min(MAX_STEPS_BETWEEN, int(ASK_INTERVAL_S / max(step_s, 1e-9)))
+        # A few steps in a row may be quick, those whose batches were read ahead; the next are not.
+        self._ask_after = max(1, min(wanted, 2 * self._ask_after))
         self._num_steps = 0
         self._asked_s = now
         return wishes > 0

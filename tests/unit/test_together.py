@@ -77,6 +77,21 @@ class TestLeaving:
 
         assert 100 <= first <= 100 + MAX_STEPS_BETWEEN
 
+    def test_a_quick_step_among_slow_ones_does_not_delay_it(self):
+        """As batches come that were read ahead: each fifth step takes next to no time."""
+
+        def rank(world):
+            request, now = LeaveRequest(), [0.0]
+            agreement = LeaveAgreement(world, request, clock=lambda: now[0])
+            for step in range(1, 200):
+                now[0] += 0.001 if step % 5 == 0 else 0.4
+                request.is_made = step >= 20
+                if agreement.reached():
+                    return step
+            return None
+
+        assert on_ranks(2, rank) in ([20, 20], [21, 21], [22, 22])
+
     def test_one_rank_alone_leaves_at_once(self):
         request = LeaveRequest()
         agreement = LeaveAgreement(SingleWorld(), request)
