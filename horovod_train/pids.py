@@ -20,7 +20,7 @@ def start_ticks(pid: int) -> int | None:
     return int(fields[19]) if fields else None
 
 
-def has_not_ended(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Whether there is a process of this number that is more than an entry in its parent's books."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in ("Z", "X")

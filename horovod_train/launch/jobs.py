@@ -23,7 +23,7 @@ import psutil
 from horovod_train.errors import UserError, did_you_mean
 from horovod_train.files import state_dir, write_whole
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
-from horovod_train.pids import boot_id, has_not_ended, start_ticks
+from horovod_train.pids import boot_id, is_alive, start_ticks
 
 STATE_FILE = "state.json"
 CANCELLED_FILE = "cancelled"
@@ -239,11 +239,11 @@ def _is_alive(document: Mapping[str, Any]) -> bool:
     pid = document["pid"]
     if "boot_id" in document:
         is_same = document["boot_id"] == boot_id() and document["pid_start_ticks"] == start_ticks(pid)
-        return is_same and has_not_ended(pid)
+        return is_same and is_alive(pid)
     # As it was written before boots were noted. The time of day is wrong after the clock was set.
     started_s = document.get("pid_started_unix_s")
     try:
         is_near = isinstance(started_s, float) and abs(psutil.Process(pid).create_time() - started_s) < 1
     except (psutil.NoSuchProcess, ValueError):
         return False
-    return is_near and has_not_ended(pid)
+    return is_near and is_alive(pid)

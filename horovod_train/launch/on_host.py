@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from horovod_train.engine.facts import environment_facts
+from horovod_train.pids import is_alive
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
 """In the environment of every process of a run: its stage, by which it is known."""
@@ -131,12 +132,11 @@ class OnHost:
         found = []
         for file in self.stage.glob("alive-*"):
             rank, pid = map(int, file.name.split("-")[1:])
-            if not psutil.pid_exists(pid):
+            if not is_alive(pid):
                 file.unlink(missing_ok=True)  # somebody else may have that number later
+                continue
             with suppress(OSError, ValueError, psutil.Error):
                 process = psutil.Process(pid)
-                if process.status() == psutil.STATUS_ZOMBIE:
-                    continue
                 silent_s = now_s - max(float(file.read_text()), self._busy_until_s(process, now_s))
                 if silent_s >= limit_s:
                     found.append({"rank": rank, "pid": pid, "silent_s": silent_s, "doing": process.status()})

@@ -42,7 +42,7 @@ def test_one_that_only_has_the_same_number_is_left_alone(other, part, value):
     identity[part] = value
 
     assert not pids.kill(identity)
-    assert pids.has_not_ended(process.pid)
+    assert pids.is_alive(process.pid)
 
 
 def test_nobody_is_killed_twice(other):
@@ -70,10 +70,10 @@ def test_somebody_elses_is_left_alone(other, monkeypatch):
 
 def test_one_that_nobody_has_waited_for_has_ended(other):
     process, _ = other
-    assert pids.has_not_ended(process.pid)
+    assert pids.is_alive(process.pid)
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
-    assert not pids.has_not_ended(process.pid)
+    assert not pids.is_alive(process.pid)
     process.wait()
-    assert not pids.has_not_ended(process.pid)
+    assert not pids.is_alive(process.pid)
