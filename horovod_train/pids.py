@@ -26,6 +26,17 @@ def is_alive(pid: int) -> bool:
     return bool(fields) and fields[0] not in ("Z", "X")
 
 
+def waited_for_processor_s(pid: int) -> float:
+    """Return how long a process's main thread could have run and others did; 0: the system does not tell.
+
+    Source: "schedstat" in Documentation/scheduler/sched-stats.rst of Linux, its second number.
+    """
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
 def own_identity() -> list[str | int | None]:
     """Return what tells this process from all others, for JSON: machine, container, number, start."""
     return [*_place(), os.getpid(), start_ticks(os.getpid())]

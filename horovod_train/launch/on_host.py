@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from horovod_train.engine.facts import environment_facts
-from horovod_train.pids import is_alive
+from horovod_train.pids import is_alive, waited_for_processor_s
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
 """In the environment of every process of a run: its stage, by which it is known."""
@@ -33,7 +33,7 @@ RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
 CONNECT_TIMEOUT_S = 4.0
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 BUSY = 0.2
-"""A process that computes for this part of the time is not frozen."""
+"""A process that computes, or waits for a processor, for this part of the time is not frozen."""
 
 
 class OnHost:
@@ -126,7 +126,8 @@ class OnHost:
     def silent_ranks(self, limit_s: float) -> list[dict[str, Any]]:
         """Return the ranks of this host that have shown no sign of life, and done nothing, for so long.
 
-        A rank whose Python is busy with one long call gives no sign either, but uses its processor.
+        A rank whose Python is busy with one long call gives no sign either, but uses its processor, or
+        would if others let it: on a host with more to do than processors, that call takes longer still.
         """
         now_s = time.monotonic()
         found = []
@@ -145,10 +146,10 @@ class OnHost:
     def _busy_until_s(self, process: psutil.Process, now_s: float) -> float:
         """Return when a process was last seen to compute, as far as the last look and this one tell."""
         times = process.cpu_times()
-        cpu_s = times.user + times.system
+        busy_s = times.user + times.system + waited_for_processor_s(process.pid)
         last = self._last_busy.get(process.pid)
-        if last is None or cpu_s - last[1] > BUSY * (now_s - last[0]):
-            self._last_busy[process.pid] = last = (now_s, cpu_s)
+        if last is None or busy_s - last[1] > BUSY * (now_s - last[0]):
+            self._last_busy[process.pid] = last = (now_s, busy_s)
         return last[0]
 
     # -- files

@@ -374,6 +374,24 @@ class TestSignsOfLife:
 
         assert looks == []
 
+    def test_a_rank_that_would_compute_if_others_let_it_is_not_either(self, host):
+        place = {min(os.sched_getaffinity(0))}
+        spin = "import os; os.sched_setaffinity(0, {0}); os.nice({1})\nwhile True: pass".format
+        with self.sleeper(spin(place, 0)) as other, self.sleeper(spin(place, 19)) as process:
+            wait_until(lambda: psutil.Process(process.pid).nice() == 19)
+            self.beat(host, process, 100)
+            before_s = sum(psutil.Process(process.pid).cpu_times()[:2])
+            looks = []
+            for _ in range(4):
+                looks += host.silent_ranks(0.5)
+                time.sleep(0.3)
+            used_s = sum(psutil.Process(process.pid).cpu_times()[:2]) - before_s
+            for each in (process, other):
+                each.kill()
+
+        assert used_s < 0.2 * 0.9, "it could hardly run"
+        assert looks == []
+
     def test_a_rank_that_has_ended_is_not_looked_at(self, host):
         with self.sleeper() as process:
             process.kill()
