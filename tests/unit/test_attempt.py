@@ -509,7 +509,7 @@ class TestSubmitting:
         monkeypatch.setattr("horovod_train.launch.supervised.monotonic", monotonic)
 
         with pytest.raises(LaunchError, match="could not be started: no word for 30 s"):
-            submit("echo $$ > $LOG_DIR/pid; exec sleep 600")
+            submit("echo $$ > $LOG_DIR/new; mv $LOG_DIR/new $LOG_DIR/pid; exec sleep 600")
 
         assert not psutil.pid_exists(int(pid.read_text()))
 
