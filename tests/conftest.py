@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 sys.path[:0] = [str(Path(__file__).parent / name) for name in (".", "programs", "plugin")]
 
@@ -27,6 +28,9 @@ from support.pools import PROCESSES, Pools  # noqa: E402
 
 STAGES = Path("/tmp")  # noqa: S108  (where ranks' hosts have their files while a job runs)
 SEEN = pytest.StashKey["Seen"]()
+# How long an example takes is the machine's affair.
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser):

@@ -119,7 +119,7 @@ def test_a_job_that_waits_for_hosts_can_be_asked_to_leave(tmp_path, hosts):
             time.sleep(0.05)
         time.sleep(1)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
 
     assert process.returncode == 75, output
     assert "asked to leave while no ranks were running" in output

@@ -14,7 +14,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-from support.launching import BIN, PROGRAMS, cli, environment, on_horovod, results
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, on_horovod, results
 
 from horovod_train.engine import build
 from horovod_train.errors import EngineError
@@ -164,7 +164,7 @@ def test_the_wheel_is_small_and_works_in_another_environment(tmp_path):
 
     done = subprocess.run(
         [str(other / "bin" / "python"), "-c", code],
-        env=environment(PATH="/usr/bin:/bin"), capture_output=True, text=True, check=True, timeout=60,
+        env=environment(PATH="/usr/bin:/bin"), capture_output=True, text=True, check=True, timeout=TIMEOUT_S,
     )  # fmt: skip
 
     assert wheel.stat().st_size < 12e6
@@ -184,7 +184,7 @@ def test_a_plain_python_script_does_not_abort_in_mpi(tmp_path):
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=TIMEOUT_S,
     )
 
     assert done.stdout == "rank 0 of 1\n"
@@ -199,7 +199,7 @@ def test_a_rank_that_stays_away_is_named_under_both_controllers(controller):
     done = subprocess.run(
         command,
         env=environment(HOROVOD_STALL_CHECK_TIME_SECONDS="2", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="4"),
-        capture_output=True, text=True, check=False, timeout=150,
+        capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
     )  # fmt: skip
 
     assert done.returncode != 0

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.launching import BIN, environment, name_of
+from support.launching import BIN, TIMEOUT_S, environment, name_of
 from support.pools import CONTROLLERS
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -31,7 +31,7 @@ def in_a_fresh_process(script, batch_size, folder):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_S,
         check=True,
     ).stdout
 

@@ -136,7 +136,7 @@ def test_a_rank_that_stays_away_is_named_while_it_does_and_in_the_end(tmp_path, 
         while process.poll() is None:
             said |= {json.loads(file.read_text())["message"] for file in tmp_path.rglob("*/state.json")}
             time.sleep(0.2)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
 
     assert process.returncode == 1
     assert any("rank 1 stayed away from a collective" in text for text in said), said

@@ -158,7 +158,7 @@ class TestAMachineWithoutOurLauncher:
         number = ranks[-1].environ().get("HOROVOD_RANK") or ranks[-1].environ()["OMPI_COMM_WORLD_RANK"]
         ranks[-1].suspend()
         started = time.monotonic()
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
         took_s = time.monotonic() - started
         wait_for(lambda: not any(map(is_alive, family)), 10)
         assert process.returncode != 0
@@ -188,7 +188,7 @@ class TestAMachineWithoutOurLauncher:
         family = psutil.Process(process.pid).children(recursive=True)
         for each in family:
             each.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=TIMEOUT_S)
 
         assert f"rank 0: this rank has waited for {WARNING_S:.0f} s for the others to join" in told
         wait_for(lambda: not any(map(is_alive, family)), 10)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from frameworks.cases import CASES, EPOCHS
 from support.joint import train_jointly
-from support.launching import BIN, PROGRAMS, environment, write_job
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, write_job
 from support.pools import CONTROLLERS
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
@@ -90,7 +90,7 @@ def test_a_saved_model_loads_where_this_product_is_not_installed(framework, pool
         env=environment(KERAS_BACKEND="jax", PYTHONPATH=str(PROGRAMS)),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=TIMEOUT_S,
         check=False,
     )
 

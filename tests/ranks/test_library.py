@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 from programs.cases import Case
-from support.launching import PROGRAMS, environment, free_port, mostly, on_horovod, results
+from support.launching import PROGRAMS, TIMEOUT_S, environment, free_port, mostly, on_horovod, results
 from support.reference import joint_batch_weights
 
 EPOCHS = 3
@@ -74,7 +74,7 @@ def test_an_own_loop_in_a_plain_python_process_does_not_need_horovod(tmp_path):
     command = [sys.executable, str(PROGRAMS / "own_loop.py"), str(tmp_path), str(tmp_path / "c"), str(EPOCHS)]
 
     subprocess.run(
-        [*command, str(free_port())], env=environment(PYTHONPATH=str(tmp_path)), check=True, timeout=60
+        [*command, str(free_port())], env=environment(PYTHONPATH=str(tmp_path)), check=True, timeout=TIMEOUT_S
     )
 
     check(results(tmp_path), 1)

@@ -10,7 +10,7 @@ import pytest
 from frameworks.cases import Case
 from frameworks.net import BATCH_SIZE
 from support.joint import largest_difference, train_jointly
-from support.launching import BIN, PROGRAMS, environment, results
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, results
 
 RANKS, NUM_SAMPLES, EPOCHS = 2, 48, 3
 PLAIN = Case("plain", num_samples=NUM_SAMPLES)
@@ -86,6 +86,6 @@ def test_rank_0_saves_and_all_resume(ranks, folder):
 def test_a_scaled_rate_is_right_again_when_one_process_resumes(ranks, folder):
     command = [str(BIN / "python"), str(PROGRAMS / "lightning_ways.py"), str(folder)]
 
-    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=120)
+    subprocess.run(command, env=environment(), check=True, capture_output=True, timeout=TIMEOUT_S)
 
     assert results(folder)[0]["resumed"]["lr"] == pytest.approx(0.01)

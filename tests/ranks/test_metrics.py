@@ -44,7 +44,7 @@ def running(tmp_path, request):
     )  # fmt: skip
     yield tmp_path / "runs" / "watched", port, process
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=TIMEOUT_S)
     taken.close()
 
 

@@ -13,6 +13,7 @@ import pytest
 from support.launching import (
     BIN,
     PROGRAMS,
+    TIMEOUT_S,
     bin_of,
     cli,
     environment,
@@ -174,7 +175,7 @@ def test_a_stop_before_training_has_begun_says_so(tmp_path):
             time.sleep(0.01)
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
 
     assert process.returncode == 143, output
     assert "before the ranks had begun to train" in output
@@ -223,7 +224,7 @@ def test_in_every_framework(tmp_path, framework):
             if "epoch 2: " in line:
                 break
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
     again = cli("run", str(described("asked", 0.0)), cwd=tmp_path, programs=programs, **env)
     cli("run", str(described("undisturbed", 0.0)), cwd=tmp_path, programs=programs, **env)
 
@@ -254,7 +255,7 @@ def test_a_launch_typed_by_hand_leaves_with_75_too(tmp_path):
         time.sleep(0.05)
 
     os.kill(process.pid, signal.SIGUSR1)  # mpirun passes it on
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=TIMEOUT_S)
 
     assert process.returncode == 75, output
     assert "asked to leave; saved after step" in output

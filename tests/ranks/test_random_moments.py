@@ -149,7 +149,7 @@ def test_a_rank_is_frozen(tmp_path, controller, share, undisturbed):
                 chance.choice(ranks).suspend()
                 is_frozen = True
 
-    code = process.wait(60)
+    code = process.wait(TIMEOUT_S)
 
     said = log.read_text()
     if is_frozen:
@@ -177,7 +177,7 @@ def test_the_disk_is_full(tmp_path, controller, share, undisturbed):
             while filler.write(bytes(4096)):
                 pass
 
-        code = process.wait(60)
+        code = process.wait(TIMEOUT_S)
 
         said = log.read_text()
         (disk / "filler").unlink()

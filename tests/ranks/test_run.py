@@ -137,7 +137,7 @@ def test_two_runs_of_one_name_do_not_get_into_each_others_way(tmp_path):
                 break
         second = cli("run", str(path), cwd=tmp_path, check=False)
         first.terminate()
-        first.communicate(timeout=30)
+        first.communicate(timeout=TIMEOUT_S)
 
     assert second.returncode == 1
     assert "another run is writing checkpoints" in second.stderr

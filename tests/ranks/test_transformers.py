@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from language import EPOCHS, NUM_SAMPLES, step_by_step
 from support.joint import largest_difference
-from support.launching import BIN, PROGRAMS, environment, results
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, results
 
 RANKS = 2
 WAYS = {"plain": 1, "accumulation": 2}
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 def run(launcher, folder):
     command = [*launcher, str(BIN / "python"), str(PROGRAMS / "transformers_ways.py"), str(folder)]
     done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=150, check=False
+        command, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return results(folder)

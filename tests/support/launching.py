@@ -20,7 +20,7 @@ MXNET_BIN = Path(__file__).parents[2] / ".venv-mxnet" / "bin"
 PROGRAMS = Path(__file__).parent.parent / "programs"
 # The framework in NumPy, installed as another package's would be.
 PLUGIN = Path(__file__).parent.parent / "plugin"
-TIMEOUT_S = 180
+TIMEOUT_S = 400
 
 
 def mostly(controller: str) -> pytest.MarkDecorator:
