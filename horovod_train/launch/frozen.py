@@ -17,7 +17,7 @@ MIN_SILENCE_S = 2.0
 HINTS = {
     "stopped": "somebody has stopped it (SIGSTOP): `kill -CONT {pid}` on {host} lets it go on",
     "tracing-stop": "a debugger holds it: detach it from process {pid} on {host}",
-    "sleeping": "it waits inside of a library that holds Python's lock: `py-spy dump --native --pid {pid}` on "
+    "sleeping": "it waits in a library that holds Python's lock: `py-spy dump --native --pid {pid}` on "
     "{host} shows where",
     "disk-sleep": "it waits for a disk or a network file system of {host}: is that up? see `dmesg` there",
 }
