@@ -536,7 +536,10 @@ class TestFleet:
         members = [There(Host(name, 1), A_SHELL, stage, 20) for name, stage in zip("ab", stages, strict=True)]
         fleet = Fleet(members)
         # As a rank looks from outside.
-        program = "import signal, time; signal.signal(signal.SIGUSR1, lambda *_: None); time.sleep(60)"
+        program = (
+            "import os, pathlib, signal, time; signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+            f"pathlib.Path({str(tmp_path)!r}, f'rank-{{os.getpid()}}').touch(); time.sleep(60)"
+        )
         (tmp_path / "horovod_train").mkdir()
         (tmp_path / "horovod_train" / "__main__.py").write_text(program)
         command = [sys.executable, "-P", "-m", "horovod_train", "worker"]
@@ -544,7 +547,7 @@ class TestFleet:
             subprocess.Popen(command, env={RUN_VARIABLE: stage, "PYTHONPATH": str(tmp_path)})
             for stage in stages
         ]
-        time.sleep(0.5)
+        wait_until(lambda: len(list(tmp_path.glob("rank-*"))) == 2)
 
         assert fleet.signal_ranks(signal.SIGUSR1) == 2
         assert [rank.poll() for rank in ranks] == [None, None]

@@ -66,14 +66,16 @@ def test_ranks_are_named_in_order_with_what_to_do():
         def silent_ranks(self, limit_s):
             entry = {"pid": 7, "silent_s": limit_s}
             return {
-                "b": [{"rank": 2, "doing": "disk-sleep", **entry}, {"rank": 9, "doing": "sleeping", **entry}],
+                "b": [{"rank": 2, "doing": "disk-sleep", **entry}, {"rank": 9, "doing": "running", **entry}],
+                "c": [{"rank": 10, "doing": "sleeping", **entry}],
                 "a": [{"rank": 1, "doing": "stopped", **entry}],
             }
 
     found = find_frozen(Two(), 5.0)
 
-    assert [each.rank for each in found] == [1, 2, 9]
+    assert [each.rank for each in found] == [1, 2, 9, 10]
     assert "`kill -CONT 7` on a" in found[0].hint
     assert "network file system of b" in found[1].hint
     assert "is b out of memory" in found[2].hint
+    assert "`py-spy dump --native --pid 7` on c" in found[3].hint
     assert Frozen(1, "a", 7, 5.0, "stopped") == found[0]
