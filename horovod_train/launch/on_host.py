@@ -194,10 +194,12 @@ class OnHost:
 
     def kill(self) -> int:
         """Kill every process of the run on this host; returns how many there were."""
-        killed = 0
+        killed = num_empty_looks = 0
         for _ in range(50):  # what is forked meanwhile is found in the next round
             left = list(self._processes())
-            if not left:
+            # Twice: while a process turns into another program, its environment cannot be read.
+            num_empty_looks = 0 if left else num_empty_looks + 1
+            if num_empty_looks == 2:
                 break
             killed += len(left)
             for process in left:

@@ -160,6 +160,22 @@ class TestOnAHost:
 
         assert stage.exists()
 
+    def test_a_process_that_turns_into_another_program_is_found_too(self, stage, monkeypatch):
+        with subprocess.Popen(["sleep", "60"], env={RUN_VARIABLE: str(stage)}) as mine:
+            wait_until(lambda: psutil.Process(mine.pid).environ())
+            host = OnHost(str(stage))
+            look, looks = host._processes, []
+
+            def see_nothing_at_first():
+                looks.append(1)
+                return look() if looks[1:] else []
+
+            monkeypatch.setattr(host, "_processes", see_nothing_at_first)
+
+            killed = host.kill()
+
+        assert (killed, mine.returncode) == (1, -signal.SIGKILL)
+
     def test_processes_of_the_run_are_found_and_killed_and_others_are_not(self, stage):
         mine = subprocess.Popen(["sleep", "60"], env={RUN_VARIABLE: str(stage)}, start_new_session=True)
         other = subprocess.Popen(["sleep", "60"], env={RUN_VARIABLE: f"{stage}-other"})
