@@ -132,11 +132,12 @@ class OnHost:
         now_s = time.monotonic()
         found = []
         for file in self.stage.glob("alive-*"):
-            rank, pid = map(int, file.name.split("-")[1:])
-            if not is_alive(pid):
-                file.unlink(missing_ok=True)  # somebody else may have that number later
-                continue
+            # One file that cannot be read or removed hides no other rank.
             with suppress(OSError, ValueError, psutil.Error):
+                rank, pid = map(int, file.name.split("-")[1:])
+                if not is_alive(pid):
+                    file.unlink()  # somebody else may have that number later
+                    continue
                 process = psutil.Process(pid)
                 silent_s = now_s - max(float(file.read_text()), self._busy_until_s(process, now_s))
                 if silent_s >= limit_s:
@@ -213,11 +214,8 @@ class OnHost:
         mark = f"{RUN_VARIABLE}={self.stage}".encode()
         for pid in psutil.pids():
             try:
-                if mark not in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    continue
-                process = psutil.Process(pid)
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    yield process
+                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and is_alive(pid):
+                    yield psutil.Process(pid)
             except (OSError, psutil.NoSuchProcess):
                 continue
 

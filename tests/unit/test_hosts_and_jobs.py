@@ -394,6 +394,7 @@ class TestSignsOfLife:
         place = {min(os.sched_getaffinity(0))}
         spin = "import os; os.sched_setaffinity(0, {0}); os.nice({1})\nwhile True: pass".format
         with self.sleeper(spin(place, 0)) as other, self.sleeper(spin(place, 19)) as process:
+            wait_until(lambda: sum(psutil.Process(other.pid).cpu_times()[:2]) > 0.2)
             wait_until(lambda: psutil.Process(process.pid).nice() == 19)
             self.beat(host, process, 100)
             before_s = sum(psutil.Process(process.pid).cpu_times()[:2])
