@@ -37,7 +37,7 @@ class LeaveRequest:
         atexit.register(self._ignore)
 
     def _ignore(self) -> None:
-        """Let a process that ends anyway come to its end: there Python's handlers go, and signals kill."""
+        """Keep a late signal from killing a process that ends: Python restores default handlers then."""
         for number in SIGNALS:
             if signal.getsignal(number) == self._note:
                 signal.signal(number, signal.SIG_IGN)

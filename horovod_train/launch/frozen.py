@@ -17,8 +17,8 @@ MIN_SILENCE_S = 2.0
 HINTS = {
     "stopped": "somebody has stopped it (SIGSTOP): `kill -CONT {pid}` on {host} lets it go on",
     "tracing-stop": "a debugger holds it: detach it from process {pid} on {host}",
-    "sleeping": "it waits in a library that holds Python's lock: `py-spy dump --native --pid {pid}` on "
-    "{host} shows where",
+    "sleeping": "a library that holds the GIL waits: `py-spy dump --native --pid {pid}` on {host} "
+    "shows where",
     "disk-sleep": "it waits for a disk or a network file system of {host}: is that up? see `dmesg` there",
 }
 OTHER_HINT = "is {host} out of memory, so that it swaps? see `dmesg` and `vmstat 1` there"
