@@ -20,7 +20,7 @@ setup(
     package_data={
         "horovod_train": ["py.typed"],
         "horovod_train.engine": ["patches/*.patch", "*.cc"],
-        "horovod_train.launch.mpijob": ["*.json"],
+        "horovod_train.launch.launchers.mpijob": ["*.json"],
         "horovod_train.tasks": ["*.yaml"],
     },
     install_requires=[

@@ -119,12 +119,12 @@ LAUNCHERS = Registry(
     kind="launcher",
     group="horovod_train.launchers",
     builtin={
-        "local": "horovod_train.launch.local:LocalLauncher",
-        "horovodrun": "horovod_train.launch.horovodrun:HorovodrunLauncher",
-        "mpirun": "horovod_train.launch.mpirun:MpirunLauncher",
-        "slurm": "horovod_train.launch.slurm:SlurmLauncher",
-        "mpijob": "horovod_train.launch.mpijob.launcher:MpiJobLauncher",
-        "slurm-allocation": "horovod_train.launch.slurm_allocation:SlurmAllocationLauncher",
+        "local": "horovod_train.launch.launchers.local:LocalLauncher",
+        "horovodrun": "horovod_train.launch.launchers.horovodrun:HorovodrunLauncher",
+        "mpirun": "horovod_train.launch.launchers.mpirun:MpirunLauncher",
+        "slurm": "horovod_train.launch.launchers.slurm:SlurmLauncher",
+        "mpijob": "horovod_train.launch.launchers.mpijob.launcher:MpiJobLauncher",
+        "slurm-allocation": "horovod_train.launch.launchers.slurm_allocation:SlurmAllocationLauncher",
     },
 )
 

@@ -15,7 +15,7 @@ def command(job_id: str, *, now: bool) -> None:
 
     It may save first, for as long as launch.grace_s allows.
     """
-    from horovod_train.launch.run import submitted
+    from horovod_train.launch.submit import submitted
 
     launcher, job = submitted(job_id)
     launcher.cancel(job, "kill" if now else "stop")

@@ -46,8 +46,8 @@ def _examine_hosts(job: str | None, options: dict[str, Any], *, is_measured: boo
     from horovod_train.doctor.network import Sweep
     from horovod_train.doctor.run import examine_hosts, examine_network
     from horovod_train.launch.console import JobConsole
-    from horovod_train.launch.elastic import on_hosts
-    from horovod_train.launch.members import discover
+    from horovod_train.launch.supervise.elastic import on_hosts
+    from horovod_train.launch.supervise.membership import discover
 
     if job is None:
         options["overrides"] = ("name=doctor", *options["overrides"])

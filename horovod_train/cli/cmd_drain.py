@@ -11,7 +11,7 @@ from horovod_train.cli.options import job_id_argument
 @job_id_argument
 def command(job_id: str) -> None:
     """Let the job ID save and leave with exit code 75, however long that takes."""
-    from horovod_train.launch.run import submitted
+    from horovod_train.launch.submit import submitted
 
     launcher, job = submitted(job_id)
     launcher.cancel(job, "drain")

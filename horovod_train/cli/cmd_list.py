@@ -14,7 +14,7 @@ def command(*, show_all: bool) -> None:
     from horovod_train.errors import HorovodTrainError
     from horovod_train.launch.base import JobStatus
     from horovod_train.launch.jobs import known_jobs
-    from horovod_train.launch.run import launcher_named
+    from horovod_train.launch.submit import launcher_named
 
     for job in known_jobs():
         try:

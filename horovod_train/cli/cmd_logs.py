@@ -13,7 +13,7 @@ from horovod_train.cli.options import job_id_argument
 def command(job_id: str, *, follow: bool) -> None:
     """Show what the job ID has written."""
     from horovod_train.events import parse_line, readable
-    from horovod_train.launch.run import submitted
+    from horovod_train.launch.submit import submitted
 
     launcher, job = submitted(job_id)
     for line in launcher.logs(job, follow=follow):

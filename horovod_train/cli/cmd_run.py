@@ -16,7 +16,7 @@ from horovod_train.cli.options import dry_run_option, job_argument, launch_optio
 @dry_run_option
 def command(job: str, *, dry_run: bool, **options: Any) -> None:
     """Train JOB (a file, or the name of a shipped task) and stay with it to its end."""
-    from horovod_train.launch.run import make_plan, run_job
+    from horovod_train.launch.submit import make_plan, run_job
 
     request = make_request(job, **options)
     plan = make_plan(request)

@@ -14,7 +14,7 @@ from horovod_train.cli.options import job_id_argument
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 def command(job_id: str, *, as_json: bool) -> None:
     """Show how the job ID stands."""
-    from horovod_train.launch.run import submitted
+    from horovod_train.launch.submit import submitted
 
     launcher, job = submitted(job_id)
     status = launcher.status(job)

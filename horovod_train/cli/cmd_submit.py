@@ -15,7 +15,7 @@ from horovod_train.cli.options import dry_run_option, job_argument, launch_optio
 @dry_run_option
 def command(job: str, *, dry_run: bool, **options: Any) -> None:
     """Start JOB and return at once; prints its id."""
-    from horovod_train.launch.run import make_plan, submit_job
+    from horovod_train.launch.submit import make_plan, submit_job
 
     request = make_request(job, **options)
     plan = make_plan(request)

@@ -13,7 +13,7 @@ from horovod_train.cli.options import job_id_argument
 @job_id_argument
 def command(job_id: str) -> None:
     """Wait until the job ID has ended, and end with its exit code."""
-    from horovod_train.launch.run import submitted
+    from horovod_train.launch.submit import submitted
 
     launcher, job = submitted(job_id)
     status = launcher.wait(job)

@@ -96,8 +96,8 @@ def make_request(
         UserError: The job or the hosts cannot be read.
     """
     from horovod_train.config.load import load_job
-    from horovod_train.launch.hosts import read_hostfile
-    from horovod_train.launch.run import resolve
+    from horovod_train.launch.hosts.hostlist import read_hostfile
+    from horovod_train.launch.submit import resolve
 
     if hosts is not None and hostfile is not None:
         raise UserError("--hosts and --hostfile both name hosts", hint="give one of them")

@@ -17,8 +17,8 @@ from horovod_train.doctor.findings import Finding
 from horovod_train.doctor.network import History, Sweep, compare
 from horovod_train.errors import HorovodTrainError, LaunchError
 from horovod_train.launch.base import LaunchRequest, Submitted
-from horovod_train.launch.mpijob.cluster import CUSTOM, GROUP, KUEUE, PLURAL, VERSION, Cluster
-from horovod_train.launch.mpijob.launcher import MpiJobLauncher
+from horovod_train.launch.launchers.mpijob.cluster import CUSTOM, GROUP, KUEUE, PLURAL, VERSION, Cluster
+from horovod_train.launch.launchers.mpijob.launcher import MpiJobLauncher
 
 PODS_TIMEOUT_S = 900.0
 POLL_S = 2.0

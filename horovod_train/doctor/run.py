@@ -10,15 +10,15 @@ from typing import Any
 from horovod_train.doctor.findings import Finding, clock, examine
 from horovod_train.doctor.network import History, Sweep, judge
 from horovod_train.errors import HorovodTrainError, LaunchError, LostError
-from horovod_train.launch.attempt import carry_out
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.fleet import Fleet, Member, reach_all
-from horovod_train.launch.hosts import as_argument
+from horovod_train.launch.hosts.host_group import Fleet, Member, reach_all
+from horovod_train.launch.hosts.hostlist import as_argument
 from horovod_train.launch.jobs import StateFile
-from horovod_train.launch.prepare import check_reach, choose_interfaces, describe
-from horovod_train.launch.run import launcher_named, make_plan
-from horovod_train.launch.supervised import SupervisedLauncher
+from horovod_train.launch.launchers.supervised import SupervisedLauncher
+from horovod_train.launch.submit import launcher_named, make_plan
+from horovod_train.launch.supervise.attempt import carry_out
+from horovod_train.launch.supervise.preflight import check_reach, choose_interfaces, describe
 
 SWEEP = ("horovod_train.frameworks.torch.sweep",)
 

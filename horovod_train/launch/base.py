@@ -16,7 +16,8 @@ from typing import Literal, Protocol
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError
-from horovod_train.launch.hosts import Host, hosts_of
+from horovod_train.launch.hosts.hostlist import Host, hosts_of
+from horovod_train.launch.hosts.ssh import ssh_config
 
 State = Literal[
     "waiting", "starting", "running", "leaving", "succeeded", "failed", "preempted", "cancelled", "unknown"
@@ -89,6 +90,11 @@ class LaunchRequest:
     def ssh_config(self) -> Path:
         """The configuration that ssh is called with."""
         return self.log_dir / "ssh_config"
+
+    @property
+    def files_for_ssh(self) -> dict[Path, str]:
+        """The configuration of ssh by its path, for a run that needs one."""
+        return {self.ssh_config: ssh_config(self.job.launch.ssh)} if self.is_remote else {}
 
     @property
     def rank_command(self) -> str:

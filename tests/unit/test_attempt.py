@@ -21,12 +21,13 @@ from rich.console import Console
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, PreemptedError
 from horovod_train.events import Event
-from horovod_train.launch import attempt, jobs
+from horovod_train.launch import jobs
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.frozen import Frozen
-from horovod_train.launch.run import resolve
-from horovod_train.launch.supervised import SupervisedLauncher, read_log
+from horovod_train.launch.launchers.supervised import SupervisedLauncher, read_log
+from horovod_train.launch.submit import resolve
+from horovod_train.launch.supervise import attempt
+from horovod_train.launch.supervise.frozen_ranks import Frozen
 
 SUMMARY = {
     "job": "j",
@@ -263,7 +264,7 @@ class TestAsked:
         assert (run.state.state, run.state.exit_code) == ("preempted", 75)
 
     def test_by_cancel_it_is_cancelled(self, run, tmp_path, monkeypatch):
-        monkeypatch.setattr("horovod_train.launch.supervised.is_cancelled", lambda _: True)
+        monkeypatch.setattr("horovod_train.launch.launchers.supervised.is_cancelled", lambda _: True)
         signals(tmp_path, signal.SIGTERM)
 
         with pytest.raises(PreemptedError) as caught:
@@ -354,7 +355,7 @@ class TestAnotherHost:
             "for pid in agents:\n"
             "    try: line = open(f'/proc/{pid}/cmdline').read()\n"
             "    except OSError: continue\n"
-            "    if 'horovod_train.launch.agent' in line and os.environ['HOROVOD_TRAIN_RUN'] in line:\n"
+            "    if 'horovod_train.launch.hosts.agent' in line and os.environ['HOROVOD_TRAIN_RUN'] in line:\n"
             "        os.kill(int(pid), signal.SIGKILL)\n" + WAITS
         )
 
@@ -392,9 +393,13 @@ class TestCancel:
     def test_sends_what_the_verb_means(self, job, monkeypatch, how, expected):
         jobs.StateFile(job.log_dir).write("running")
         sent = []
-        monkeypatch.setattr("horovod_train.launch.supervised.os.kill", lambda pid, n: sent.append((pid, n)))
+        monkeypatch.setattr(
+            "horovod_train.launch.launchers.supervised.os.kill", lambda pid, n: sent.append((pid, n))
+        )
         # Two signals at once would be one.
-        monkeypatch.setattr("horovod_train.launch.supervised.sleep", lambda _: sent.append("a pause"))
+        monkeypatch.setattr(
+            "horovod_train.launch.launchers.supervised.sleep", lambda _: sent.append("a pause")
+        )
 
         Scripted().cancel(job, how)
 
@@ -434,7 +439,7 @@ class TestReadingALog:
 
     def test_pauses_between_two_looks(self, tmp_path, monkeypatch):
         pauses_s = []
-        monkeypatch.setattr("horovod_train.launch.supervised.sleep", pauses_s.append)
+        monkeypatch.setattr("horovod_train.launch.launchers.supervised.sleep", pauses_s.append)
         log = tmp_path / "run.log"
 
         def is_going_on():
@@ -506,7 +511,7 @@ class TestSubmitting:
             now_s[0] += 31.0 * (now_s[0] == 0.0 or pid.exists())
             return now_s[0] - 31.0
 
-        monkeypatch.setattr("horovod_train.launch.supervised.monotonic", monotonic)
+        monkeypatch.setattr("horovod_train.launch.launchers.supervised.monotonic", monotonic)
 
         with pytest.raises(LaunchError, match="could not be started: no word for 30 s"):
             submit("echo $$ > $LOG_DIR/new; mv $LOG_DIR/new $LOG_DIR/pid; exec sleep 600")
@@ -537,7 +542,7 @@ class TestWhileRanksRun:
         def carry_on(launcher, request, elastic, console, state, asked):
             carried.append((elastic.min_ranks, state.read().state, list(asked)))
 
-        monkeypatch.setattr("horovod_train.launch.supervised.carry_on", carry_on)
+        monkeypatch.setattr("horovod_train.launch.launchers.supervised.carry_on", carry_on)
 
         assert run("raise SystemExit(7)", elastic={"min_ranks": 1, "max_ranks": 2}) == 0
 
@@ -560,7 +565,7 @@ class TestWhileRanksRun:
             on_lost("n7", "no answer")
             on_lost("n8", "no answer")
 
-        monkeypatch.setattr("horovod_train.launch.fleet.Fleet.watch", watch)
+        monkeypatch.setattr("horovod_train.launch.hosts.host_group.Fleet.watch", watch)
 
         with pytest.raises(LostError, match=r"n7 does not answer any more \(no answer\)") as caught:
             run(START + "time.sleep(30)")
@@ -568,7 +573,9 @@ class TestWhileRanksRun:
         assert caught.value.hosts == ("n7",)
 
     def test_a_host_that_is_silent_when_ranks_have_ended_is_to_blame(self, run, monkeypatch):
-        monkeypatch.setattr("horovod_train.launch.fleet.Fleet.silent", lambda self, timeout_s: "n7")
+        monkeypatch.setattr(
+            "horovod_train.launch.hosts.host_group.Fleet.silent", lambda self, timeout_s: "n7"
+        )
 
         with pytest.raises(LostError, match=r"n7 does not answer any more \(it is silent\)") as caught:
             run(START + "sys.exit(3)")

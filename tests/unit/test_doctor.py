@@ -10,8 +10,8 @@ import pytest
 from horovod_train.doctor.findings import Finding, clock, examine
 from horovod_train.doctor.network import History, Sweep, judge
 from horovod_train.doctor.run import report
-from horovod_train.launch import readings as readings_module
-from horovod_train.launch.readings import take_readings
+from horovod_train.launch.hosts import readings as readings_module
+from horovod_train.launch.hosts.readings import take_readings
 
 GOOD = {
     "python": {"version": "3.11.7", "path": "/v/bin/python"},

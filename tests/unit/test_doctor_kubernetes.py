@@ -15,8 +15,8 @@ from support.mpijobs import described
 
 from horovod_train.config.schema import Job
 from horovod_train.doctor.kubernetes import NEEDED, examine_cluster, examine_pods
-from horovod_train.launch.mpijob.cluster import _namespace_of_context
-from horovod_train.launch.run import resolve
+from horovod_train.launch.launchers.mpijob.cluster import _namespace_of_context
+from horovod_train.launch.submit import resolve
 
 WISHES = {
     "launch": {
@@ -100,7 +100,7 @@ def test_without_a_job_it_looks_where_kubectl_would(tmp_path, api, monkeypatch):
 
     from kubernetes import config as configuration  # reads KUBECONFIG when it is imported
 
-    monkeypatch.setattr("horovod_train.launch.mpijob.cluster.OF_THIS_POD", tmp_path / "namespace")
+    monkeypatch.setattr("horovod_train.launch.launchers.mpijob.cluster.OF_THIS_POD", tmp_path / "namespace")
     config.write_text("")
     assert _namespace_of_context(configuration) == "default"
     (tmp_path / "namespace").write_text("of-the-pod\n")

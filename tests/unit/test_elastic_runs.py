@@ -9,11 +9,11 @@ import pytest
 
 from horovod_train.config.schema import Elastic, Job
 from horovod_train.errors import LaunchError, LostError, PreemptedError
-from horovod_train.launch import elastic as module
 from horovod_train.launch.base import LaunchPlan
-from horovod_train.launch.elastic import carry_on, on_hosts
 from horovod_train.launch.jobs import LOG_FILE, StateFile
-from horovod_train.launch.run import resolve
+from horovod_train.launch.submit import resolve
+from horovod_train.launch.supervise import elastic as module
+from horovod_train.launch.supervise.elastic import carry_on, on_hosts
 
 
 def lost(*hosts, has_saved=False):

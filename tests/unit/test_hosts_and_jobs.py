@@ -25,24 +25,27 @@ from horovod_train.config.schema import HostSettings, Job, Launch
 from horovod_train.engine.environment import from_slurm
 from horovod_train.errors import LaunchError, LostError, UserError
 from horovod_train.health.heartbeat import beat_name, give_signs_of_life
-from horovod_train.launch import fleet as fleet_module
-from horovod_train.launch import hosts as hosts_module
-from horovod_train.launch import jobs, on_host, prepare, readings
+from horovod_train.launch import jobs
 from horovod_train.launch.base import JobStatus
-from horovod_train.launch.fleet import Fleet, Here, There, check_alike, gather
-from horovod_train.launch.hosts import Host, hosts_of, read_hostfile
-from horovod_train.launch.interfaces import Chosen, choose
+from horovod_train.launch.hosts import host_actions as on_host
+from horovod_train.launch.hosts import host_group as fleet_module
+from horovod_train.launch.hosts import hostlist as hosts_module
+from horovod_train.launch.hosts import readings
+from horovod_train.launch.hosts.host_actions import RUN_VARIABLE, OnHost, can_read_memory, usable_cores
+from horovod_train.launch.hosts.host_group import Fleet, Here, There, check_alike, gather
+from horovod_train.launch.hosts.hostlist import Host, hosts_of, read_hostfile
+from horovod_train.launch.hosts.interfaces import Chosen, choose
+from horovod_train.launch.hosts.secrets import read_secrets, without_secrets
+from horovod_train.launch.hosts.ssh import explain
+from horovod_train.launch.hosts.staging import pack_code, stage_files
+from horovod_train.launch.launchers.mpijob.render import inner_job
+from horovod_train.launch.launchers.slurm_allocation import tasks_per_node
 from horovod_train.launch.logs import LogFile
-from horovod_train.launch.mpijob.render import inner_job
-from horovod_train.launch.on_host import RUN_VARIABLE, OnHost, can_read_memory, usable_cores
-from horovod_train.launch.prepare import check_shared_memory, rank_variables
-from horovod_train.launch.process import guarded
-from horovod_train.launch.run import make_plan, note_job, resolve
-from horovod_train.launch.secrets import read_secrets, without_secrets
-from horovod_train.launch.slurm_allocation import tasks_per_node
-from horovod_train.launch.ssh import explain
-from horovod_train.launch.stage import pack_code, stage_files
-from horovod_train.launch.stop import Stopper
+from horovod_train.launch.submit import make_plan, note_job, resolve
+from horovod_train.launch.supervise import preflight as prepare
+from horovod_train.launch.supervise.preflight import check_shared_memory, rank_variables
+from horovod_train.launch.supervise.process import guarded
+from horovod_train.launch.supervise.signals import Stopper
 
 A_SHELL = ["/bin/sh", "-c"]  # in place of "ssh host": runs its last argument
 
@@ -212,7 +215,7 @@ class TestOnAHost:
         stage.mkdir()
         program = (
             "import os, subprocess, sys, time\n"
-            "from horovod_train.launch.process import guarded\n"
+            "from horovod_train.launch.supervise.process import guarded\n"
             f"stage = {str(stage)!r}\n"
             "with guarded(stage):\n"
             f"    env = {{**os.environ, {RUN_VARIABLE!r}: stage}}\n"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from support.launching import BIN
 
-from horovod_train.launch.mpijob.validate import check
+from horovod_train.launch.launchers.mpijob.validate import check
 
 K8S = Path(__file__).parents[2] / "k8s"
 GENERATE = runpy.run_path(str(K8S / "generate.py"))

@@ -24,16 +24,16 @@ from horovod_train.errors import LaunchError, LostError, PreemptedError
 from horovod_train.events import Event, Reporter, as_text, lines_of_ranks, parse_line
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.fleet import Fleet
-from horovod_train.launch.frozen import Frozen
-from horovod_train.launch.hosts import Host
-from horovod_train.launch.interfaces import Chosen
+from horovod_train.launch.hosts.host_group import Fleet
+from horovod_train.launch.hosts.hostlist import Host
+from horovod_train.launch.hosts.interfaces import Chosen
+from horovod_train.launch.hosts.secrets import Mask, too_short_to_hide
 from horovod_train.launch.jobs import find_job, known_jobs
 from horovod_train.launch.logs import LogFile
-from horovod_train.launch.prepare import check_clocks, check_reach, choose_interfaces
-from horovod_train.launch.run import make_plan, resolve, run_job, submit_job, submitted
-from horovod_train.launch.secrets import Mask, too_short_to_hide
-from horovod_train.launch.verdict import Ended, Watcher
+from horovod_train.launch.submit import make_plan, resolve, run_job, submit_job, submitted
+from horovod_train.launch.supervise.follow import Ended, Watcher
+from horovod_train.launch.supervise.frozen_ranks import Frozen
+from horovod_train.launch.supervise.preflight import check_clocks, check_reach, choose_interfaces
 
 BIN = Path(sys.executable).parent
 
@@ -368,7 +368,7 @@ class TestFollowing:
     def follow(self, tmp_path, monkeypatch, lines, status):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
         launcher = self.Launcher(lines, status)
-        monkeypatch.setattr("horovod_train.launch.run.launcher_named", lambda _: launcher)
+        monkeypatch.setattr("horovod_train.launch.submit.launcher_named", lambda _: launcher)
         output = io.StringIO()
         request = request_for(tmp_path, launch={"num_ranks": 2})
         code = run_job(request, None, JobConsole(Console(file=output, width=200)), is_new=True)
@@ -414,7 +414,7 @@ class TestFollowing:
     def test_can_be_left_to_others(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
         launcher = self.Launcher([], JobStatus("succeeded", 0))
-        monkeypatch.setattr("horovod_train.launch.run.launcher_named", lambda _: launcher)
+        monkeypatch.setattr("horovod_train.launch.submit.launcher_named", lambda _: launcher)
 
         assert submit_job(request_for(tmp_path), None, print) == "j-run-1"
         assert submitted("j-run-1") == (launcher, find_job("j-run-1"))
@@ -428,7 +428,7 @@ class TestStayingWithAJob:
     @pytest.mark.parametrize("is_new", [True, False])
     def test_remembers_it_unless_it_was_submitted(self, tmp_path, monkeypatch, is_new):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-        monkeypatch.setattr("horovod_train.launch.run.launcher_named", lambda _: self.Launcher())
+        monkeypatch.setattr("horovod_train.launch.submit.launcher_named", lambda _: self.Launcher())
         console = JobConsole(Console(file=io.StringIO()))
 
         assert run_job(request_for(tmp_path), None, console, is_new=is_new) == 7

@@ -13,12 +13,12 @@ import pytest
 from horovod_train.config.load import dump_job, load_job
 from horovod_train.config.schema import Elastic, Job
 from horovod_train.errors import LaunchError
-from horovod_train.launch import members as module
 from horovod_train.launch.base import LaunchRequest
-from horovod_train.launch.elastic import on_hosts
-from horovod_train.launch.members import Members, answering, discover
-from horovod_train.launch.run import resolve
-from horovod_train.launch.stop import interrupted_by_signals, remembered_signals
+from horovod_train.launch.submit import resolve
+from horovod_train.launch.supervise import membership as module
+from horovod_train.launch.supervise.elastic import on_hosts
+from horovod_train.launch.supervise.membership import Members, answering, discover
+from horovod_train.launch.supervise.signals import interrupted_by_signals, remembered_signals
 
 # In place of ssh: it gets -o, ConnectTimeout=..., the host and a command.
 SSH = ("sh", "-c", "case $2 in up*) exit 0;; slow) sleep 60;; *) exit 255;; esac")

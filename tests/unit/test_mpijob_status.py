@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from horovod_train.errors import LaunchError
-from horovod_train.launch.mpijob.cluster import INSTALL, Cluster, UnreachableError
-from horovod_train.launch.mpijob.status import (
+from horovod_train.launch.launchers.mpijob.cluster import INSTALL, Cluster, UnreachableError
+from horovod_train.launch.launchers.mpijob.status import (
     CANCELLED,
     DRAINED,
     ROLE_LABEL,

@@ -12,17 +12,17 @@ import psutil
 import pytest
 
 from horovod_train.errors import LaunchError
-from horovod_train.launch.agent import READY, answer
 from horovod_train.launch.base import LaunchPlan
-from horovod_train.launch.on_host import RUN_VARIABLE, OnHost
-from horovod_train.launch.process import (
+from horovod_train.launch.hosts.agent import READY, answer
+from horovod_train.launch.hosts.host_actions import RUN_VARIABLE, OnHost
+from horovod_train.launch.supervise.process import (
     _is_alive,
     adopting_orphans,
     execute,
     guarded,
     kill_descendants,
 )
-from horovod_train.launch.stop import AskedTo
+from horovod_train.launch.supervise.signals import AskedTo
 
 
 class TestAnAgent:
@@ -31,7 +31,7 @@ class TestAnAgent:
     @pytest.fixture
     def agent(self, tmp_path):
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "horovod_train.launch.agent", str(tmp_path / "stage"), "20"],
+            [sys.executable, "-P", "-m", "horovod_train.launch.hosts.agent", str(tmp_path / "stage"), "20"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -7,8 +7,8 @@ from threading import Event
 import pytest
 
 from horovod_train.config.schema import Health
-from horovod_train.launch import frozen as module
-from horovod_train.launch.frozen import Frozen, find_frozen, watching_ranks
+from horovod_train.launch.supervise import frozen_ranks as module
+from horovod_train.launch.supervise.frozen_ranks import Frozen, find_frozen, watching_ranks
 
 
 class Fleet:

@@ -10,14 +10,14 @@ import pytest
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, PreemptedError
-from horovod_train.launch import slurm as module
 from horovod_train.launch.base import LaunchPlan, Submitted
-from horovod_train.launch.hosts import Host
+from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.jobs import LOG_FILE, StateFile
-from horovod_train.launch.run import resolve
-from horovod_train.launch.slurm import SCRIPT_LOG, SlurmLauncher, batch_script, call_slurm
-from horovod_train.launch.slurm_allocation import SlurmAllocationLauncher
-from horovod_train.launch.supervised import SupervisedLauncher
+from horovod_train.launch.launchers import slurm as module
+from horovod_train.launch.launchers.slurm import SCRIPT_LOG, SlurmLauncher, batch_script, call_slurm
+from horovod_train.launch.launchers.slurm_allocation import SlurmAllocationLauncher
+from horovod_train.launch.launchers.supervised import SupervisedLauncher
+from horovod_train.launch.submit import resolve
 
 PROGRAM = r"""#!/bin/sh
 # The queue is $QUEUE: one file for each job, with its state.

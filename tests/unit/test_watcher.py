@@ -14,8 +14,8 @@ from horovod_train.errors import LaunchError, LostError, PreemptedError
 from horovod_train.events import Event
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.logs import LogFile
-from horovod_train.launch.run import resolve
-from horovod_train.launch.verdict import Ended, Watcher, stopped_early
+from horovod_train.launch.submit import resolve
+from horovod_train.launch.supervise.follow import Ended, Watcher, stopped_early
 
 
 @pytest.fixture

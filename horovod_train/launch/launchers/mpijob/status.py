@@ -9,8 +9,14 @@ from typing import Any
 
 from horovod_train.events import duration
 from horovod_train.launch.base import JobStatus
-from horovod_train.launch.mpijob.cluster import Cluster
-from horovod_train.launch.mpijob.render import CANCELLED, DRAINED, JOB_NAME_LABEL, ROLE_LABEL, Manifest
+from horovod_train.launch.launchers.mpijob.cluster import Cluster
+from horovod_train.launch.launchers.mpijob.render import (
+    CANCELLED,
+    DRAINED,
+    JOB_NAME_LABEL,
+    ROLE_LABEL,
+    Manifest,
+)
 
 Warned = tuple[str, str]
 CANCELLED_MESSAGE = "asked to save and leave, then deleted; checkpoints are in its run_dir"

@@ -15,12 +15,16 @@ from collections.abc import Mapping
 from horovod_train.errors import LaunchError, PreemptedError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.horovodrun import find_program, open_mpi_settings, path_of_this_environment
-from horovod_train.launch.hosts import Host
+from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.jobs import StateFile
-from horovod_train.launch.mpirun import mpirun_command
-from horovod_train.launch.slurm import call_slurm
-from horovod_train.launch.supervised import SupervisedLauncher
+from horovod_train.launch.launchers.horovodrun import (
+    find_program,
+    open_mpi_settings,
+    path_of_this_environment,
+)
+from horovod_train.launch.launchers.mpirun import mpirun_command
+from horovod_train.launch.launchers.slurm import call_slurm
+from horovod_train.launch.launchers.supervised import SupervisedLauncher
 
 
 class SlurmAllocationLauncher(SupervisedLauncher):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from horovod_train.errors import LostError, did_you_mean
-from horovod_train.launch.hosts import Host
-from horovod_train.launch.on_host import source_towards
+from horovod_train.launch.hosts.host_actions import source_towards
+from horovod_train.launch.hosts.hostlist import Host
 
 
 @dataclass(frozen=True)

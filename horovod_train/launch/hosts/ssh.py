@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from horovod_train.config.schema import Ssh
 from horovod_train.errors import LostError
-from horovod_train.launch.base import LaunchRequest
 
 CONNECT_TIMEOUT_S = 10
 SSH_FAILED = 255
@@ -29,11 +26,6 @@ def ssh_config(ssh: Ssh) -> str:
     }
     lines = [f"{name} {value}" for name, value in {**wishes, **ssh.options}.items()]
     return "\n".join(["Host *", *lines, "Include ~/.ssh/config", "Include /etc/ssh/ssh_config", ""])
-
-
-def files_for_ssh(request: LaunchRequest) -> dict[Path, str]:
-    """Return the ssh configuration of a run that needs one."""
-    return {request.ssh_config: ssh_config(request.job.launch.ssh)} if request.is_remote else {}
 
 
 def explain(host: str, code: int, said: str, python: str) -> LostError:

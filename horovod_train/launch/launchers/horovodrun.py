@@ -11,9 +11,8 @@ from pathlib import Path
 from horovod_train.engine.environment import open_mpi_alone, open_mpi_on_loopback
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
-from horovod_train.launch.hosts import as_argument
-from horovod_train.launch.ssh import files_for_ssh
-from horovod_train.launch.supervised import SupervisedLauncher
+from horovod_train.launch.hosts.hostlist import as_argument
+from horovod_train.launch.launchers.supervised import SupervisedLauncher
 
 
 class HorovodrunLauncher(SupervisedLauncher):
@@ -43,7 +42,7 @@ class HorovodrunLauncher(SupervisedLauncher):
             environment |= open_mpi_settings(request)
         if request.is_remote:
             environment["HOROVOD_SSH"] = shlex.join(request.ssh)
-        return LaunchPlan((*argv, request.rank_command), environment, files_for_ssh(request))
+        return LaunchPlan((*argv, request.rank_command), environment, request.files_for_ssh)
 
 
 def open_mpi_settings(request: LaunchRequest) -> dict[str, str]:

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
-from horovod_train.launch.horovodrun import (
+from horovod_train.launch.hosts.hostlist import Host, as_argument
+from horovod_train.launch.launchers.horovodrun import (
     find_program,
     open_mpi_settings,
     path_of_this_environment,
 )
-from horovod_train.launch.hosts import Host, as_argument
-from horovod_train.launch.ssh import files_for_ssh
-from horovod_train.launch.supervised import SupervisedLauncher
+from horovod_train.launch.launchers.supervised import SupervisedLauncher
 
 
 class MpirunLauncher(SupervisedLauncher):
@@ -33,7 +32,7 @@ class MpirunLauncher(SupervisedLauncher):
             )
         environment = {"PATH": path_of_this_environment(), **open_mpi_settings(request)}
         command = (*mpirun_command(request, request.hosts), request.rank_command)
-        return LaunchPlan(command, environment, files_for_ssh(request))
+        return LaunchPlan(command, environment, request.files_for_ssh)
 
 
 def mpirun_command(request: LaunchRequest, hosts: Sequence[Host] | None) -> list[str]:

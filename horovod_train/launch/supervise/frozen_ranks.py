@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from threading import Event, Thread
 
 from horovod_train.config.schema import Health
-from horovod_train.launch.fleet import Fleet
+from horovod_train.launch.hosts.host_group import Fleet
 
 LOOK_INTERVAL_S = 1.0
 # Signs of life come twice a second, and late now and then.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
-from horovod_train.launch.supervised import SupervisedLauncher
+from horovod_train.launch.launchers.supervised import SupervisedLauncher
 
 
 class LocalLauncher(SupervisedLauncher):

@@ -16,17 +16,17 @@ from typing import Protocol
 from horovod_train.events import Event
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.fleet import gather
-from horovod_train.launch.frozen import Frozen, watching_ranks
-from horovod_train.launch.hosts import Host
+from horovod_train.launch.hosts.host_actions import RUN_VARIABLE
+from horovod_train.launch.hosts.host_group import gather
+from horovod_train.launch.hosts.hostlist import Host
+from horovod_train.launch.hosts.secrets import Mask, read_secrets, too_short_to_hide, without_secrets
 from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.logs import LogFile
-from horovod_train.launch.on_host import RUN_VARIABLE
-from horovod_train.launch.prepare import prepare
-from horovod_train.launch.process import adopting_orphans, execute, guarded, kill_descendants
-from horovod_train.launch.secrets import Mask, read_secrets, too_short_to_hide, without_secrets
-from horovod_train.launch.stop import Stopper, interrupted_by_signals
-from horovod_train.launch.verdict import Ended, Watcher, stopped_early
+from horovod_train.launch.supervise.follow import Ended, Watcher, stopped_early
+from horovod_train.launch.supervise.frozen_ranks import Frozen, watching_ranks
+from horovod_train.launch.supervise.preflight import prepare
+from horovod_train.launch.supervise.process import adopting_orphans, execute, guarded, kill_descendants
+from horovod_train.launch.supervise.signals import Stopper, interrupted_by_signals
 
 Beside = Callable[[Callable[[], None]], AbstractContextManager[None]]
 """What goes on beside the ranks; it gets a function that asks them to save and leave."""

@@ -13,9 +13,9 @@ from horovod_train.config.schema import Job
 from horovod_train.events import parse_line, tagged
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts import interface_towards
+from horovod_train.launch.hosts.hostlist import interface_towards
 from horovod_train.launch.jobs import find_job, remember, submitted_job
-from horovod_train.launch.stop import AskedTo, interrupted_by_signals
+from horovod_train.launch.supervise.signals import AskedTo, interrupted_by_signals
 from horovod_train.registry import LAUNCHERS
 
 

@@ -12,9 +12,9 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.fleet import Fleet, Member, check_alike
-from horovod_train.launch.interfaces import Chosen, choose
-from horovod_train.launch.stage import pack_code, stage_files
+from horovod_train.launch.hosts.host_group import Fleet, Member, check_alike
+from horovod_train.launch.hosts.interfaces import Chosen, choose
+from horovod_train.launch.hosts.staging import pack_code, stage_files
 
 ANSWERS_APART_S = 5.0
 # Open MPI wants 4 MiB for each rank, and looks whether they are free.

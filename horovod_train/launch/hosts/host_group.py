@@ -19,10 +19,10 @@ from typing import Any, Protocol, TypeVar
 
 from horovod_train.engine.facts import differing
 from horovod_train.errors import LaunchError, LostError
-from horovod_train.launch.agent import READY
-from horovod_train.launch.hosts import Host
-from horovod_train.launch.on_host import OnHost
-from horovod_train.launch.ssh import CONNECT_TIMEOUT_S, explain
+from horovod_train.launch.hosts.agent import READY
+from horovod_train.launch.hosts.host_actions import OnHost
+from horovod_train.launch.hosts.hostlist import Host
+from horovod_train.launch.hosts.ssh import CONNECT_TIMEOUT_S, explain
 
 PING_INTERVAL_S = 2.0
 CALL_TIMEOUT_S = 25.0
@@ -103,7 +103,10 @@ class There:
         self._next = 0
         python = host.settings.python or sys.executable
         self._process = subprocess.Popen(
-            [*shell, f"exec {shlex.quote(python)} -P -m horovod_train.launch.agent {stage} {silence_s:g}"],
+            [
+                *shell,
+                f"exec {shlex.quote(python)} -P -m horovod_train.launch.hosts.agent {stage} {silence_s:g}",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -20,15 +20,15 @@ from itertools import count
 from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.schema import Elastic
 from horovod_train.errors import LostError, PreemptedError
-from horovod_train.launch.attempt import StartsRanks, carry_out
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts import interface_towards
+from horovod_train.launch.hosts.hostlist import interface_towards
 from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.logs import LogFile
-from horovod_train.launch.members import Members
-from horovod_train.launch.stop import interrupted_by_signals
-from horovod_train.launch.verdict import stopped_between
+from horovod_train.launch.supervise.attempt import StartsRanks, carry_out
+from horovod_train.launch.supervise.follow import stopped_between
+from horovod_train.launch.supervise.membership import Members
+from horovod_train.launch.supervise.signals import interrupted_by_signals
 
 
 def carry_on(

@@ -15,13 +15,13 @@ from typing import Any, Literal
 from horovod_train.config.load import dump_job
 from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError
 from horovod_train.files import make_folder
-from horovod_train.launch.attempt import carry_out
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted, Waits
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.elastic import carry_on
-from horovod_train.launch.hosts import Host
+from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.jobs import LOG_FILE, StateFile, is_cancelled, mark_cancelled
-from horovod_train.launch.stop import remembered_signals
+from horovod_train.launch.supervise.attempt import carry_out
+from horovod_train.launch.supervise.elastic import carry_on
+from horovod_train.launch.supervise.signals import remembered_signals
 
 POLL_S = 0.2
 _SIGNALS = {"drain": (signal.SIGUSR1,), "stop": (signal.SIGTERM,), "kill": (signal.SIGTERM, signal.SIGTERM)}

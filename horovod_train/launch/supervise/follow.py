@@ -12,10 +12,10 @@ from horovod_train.errors import HorovodTrainError, LaunchError, LostError, Pree
 from horovod_train.events import TAG, Event, parse_line, tagged
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.frozen import Frozen
+from horovod_train.launch.hosts.secrets import Mask
 from horovod_train.launch.logs import LogFile
-from horovod_train.launch.secrets import Mask
-from horovod_train.launch.targets import write_targets
+from horovod_train.launch.supervise.frozen_ranks import Frozen
+from horovod_train.launch.supervise.targets import write_targets
 
 TARGETS_FILE = "prometheus-targets.json"
 NUM_LAST_LINES = 20

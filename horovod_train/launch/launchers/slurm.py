@@ -14,7 +14,7 @@ from horovod_train.config.load import dump_job
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, State, Submitted, Waits
 from horovod_train.launch.jobs import LOG_FILE, StateFile, mark_cancelled
-from horovod_train.launch.supervised import read_log
+from horovod_train.launch.launchers.supervised import read_log
 
 TIMEOUT_S = 30.0
 SCRIPT_LOG = "slurm.log"

@@ -81,7 +81,7 @@ class OnHost:
 
     def examine(self, folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> dict[str, Any]:
         """Return what the doctor wants to know."""
-        from horovod_train.launch.readings import take_readings
+        from horovod_train.launch.hosts.readings import take_readings
 
         return take_readings(folders, names, ports)
 

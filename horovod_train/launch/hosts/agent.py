@@ -16,7 +16,7 @@ import select
 import sys
 from typing import Any
 
-from horovod_train.launch.on_host import OnHost
+from horovod_train.launch.hosts.host_actions import OnHost
 
 READY = "horovod_train agent"
 

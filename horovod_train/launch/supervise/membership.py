@@ -13,8 +13,8 @@ from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.schema import Elastic
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.launch.base import LaunchRequest
-from horovod_train.launch.hosts import own_names, parse_hosts
-from horovod_train.launch.ssh import ssh_config
+from horovod_train.launch.hosts.hostlist import own_names, parse_hosts
+from horovod_train.launch.hosts.ssh import ssh_config
 
 PROBE_CONNECT_S = 3
 PROBE_TIMEOUT_S = 8.0

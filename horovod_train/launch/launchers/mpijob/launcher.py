@@ -23,8 +23,8 @@ from horovod_train.launch.base import (
     Waits,
 )
 from horovod_train.launch.jobs import end_of, note_end
-from horovod_train.launch.mpijob.cluster import BrokenOffError, Cluster, UnreachableError
-from horovod_train.launch.mpijob.render import (
+from horovod_train.launch.launchers.mpijob.cluster import BrokenOffError, Cluster, UnreachableError
+from horovod_train.launch.launchers.mpijob.render import (
     CANCELLED,
     DRAINED,
     MANAGED_BY,
@@ -33,7 +33,7 @@ from horovod_train.launch.mpijob.render import (
     as_yaml,
     render,
 )
-from horovod_train.launch.mpijob.status import (
+from horovod_train.launch.launchers.mpijob.status import (
     CANCELLED_MESSAGE,
     ended_at,
     fatal_warning,
@@ -41,7 +41,7 @@ from horovod_train.launch.mpijob.status import (
     living_pods,
     status_of,
 )
-from horovod_train.launch.mpijob.validate import check
+from horovod_train.launch.launchers.mpijob.validate import check
 
 POLL_S = 1.0
 ACCEPT_S = 5.0

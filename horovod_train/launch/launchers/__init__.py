@@ -1,0 +1,1 @@
+"""A file per launcher: what its command, batch script or manifest looks like."""
