@@ -54,7 +54,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,dev,kubernetes,keras,jax,lightning,transformers]' | $(SHORT)
 	@touch $@
 
-ENGINE_SOURCE := $(wildcard horovod_train/engine/patches/*.patch horovod_train/engine/*.cc) horovod_train/engine/build.py
+ENGINE_SOURCE := $(wildcard horovod_train/horovod/patches/*.patch horovod_train/horovod/*.cc) horovod_train/horovod/build.py
 
 $(VENV)/engine: $(VENV)/installed $(ENGINE_SOURCE)
 	@echo "== engine"

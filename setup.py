@@ -19,7 +19,7 @@ setup(
     packages=find_packages(include=["horovod_train", "horovod_train.*"]),
     package_data={
         "horovod_train": ["py.typed"],
-        "horovod_train.engine": ["patches/*.patch", "*.cc"],
+        "horovod_train.horovod": ["patches/*.patch", "*.cc"],
         "horovod_train.launch.launchers.mpijob": ["*.json"],
         "horovod_train.tasks": ["*.yaml"],
     },

@@ -32,20 +32,20 @@ import torch
 
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
+from horovod_train.collectives.base import World, broadcast_json, mean_over_ranks
 from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, LearningRate, Train
 from horovod_train.data.shard import StepShare, eval_micro_batches
-from horovod_train.engine.base import World, broadcast_json, mean_over_ranks
-from horovod_train.engine.facts import environment_facts
 from horovod_train.errors import PreemptedError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome
+from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import join
 from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.health.sync import check_in_sync
+from horovod_train.horovod.fingerprint import environment_facts
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder

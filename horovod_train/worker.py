@@ -19,12 +19,10 @@ from time import monotonic, strftime
 import psutil
 
 from horovod_train.checkpoint.manager import CheckpointManager, WriteReport
+from horovod_train.collectives.base import World, broadcast_json, gather_json
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
-from horovod_train.engine.base import World, broadcast_json, gather_json
-from horovod_train.engine.binding import bind
-from horovod_train.engine.environment import from_slurm
-from horovod_train.engine.facts import environment_facts
+from horovod_train.cpu_affinity import bind
 from horovod_train.errors import HorovodTrainError, LostError, PeerError, PreemptedError, UserError
 from horovod_train.events import Reporter
 from horovod_train.files import make_folder
@@ -33,6 +31,8 @@ from horovod_train.health.guard import FiniteGuard
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder, give_signs_of_life
 from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.health.truth import check_world
+from horovod_train.horovod.environment import from_slurm
+from horovod_train.horovod.fingerprint import environment_facts
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import FRAMEWORKS, find_task_here
 from horovod_train.streams import drop_what_cannot_be_shown

@@ -23,8 +23,8 @@ from horovod_train.checkpoint import store
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.checkpoint.changes import document_changes, job_changes
 from horovod_train.checkpoint.schema import StateDocument, checked
+from horovod_train.collectives.base import World, broadcast_json, gather_json
 from horovod_train.config.schema import Checkpoint
-from horovod_train.engine.base import World, broadcast_json, gather_json
 from horovod_train.errors import CheckpointError, OperationalError, describe_ranks
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ def command() -> None:
 @click.option("--no-install", is_flag=True, help="Only put the wheel into the cache and print its path.")
 def build(sdist: Path | None, *, force: bool, no_install: bool) -> None:
     """Build Horovod for the frameworks of this environment and install it."""
-    from horovod_train.engine import build as engine
+    from horovod_train.horovod import build as engine
 
     plan = engine.make_plan()
     wheel = engine.build(plan, sdist=sdist, force=force, say=say)
@@ -38,7 +38,7 @@ def build(sdist: Path | None, *, force: bool, no_install: bool) -> None:
 @command.command()
 def check() -> None:
     """Print what is built in; exit 1 with the fix when something is missing."""
-    from horovod_train.engine.check import check_engine
+    from horovod_train.horovod.check import check_engine
 
     findings = check_engine()
     for finding in findings:

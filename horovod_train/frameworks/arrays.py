@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.engine.base import World, gather_json
+from horovod_train.collectives.base import World, gather_json
 from horovod_train.errors import CheckpointError, UserError
 
 Array = npt.NDArray[Any]

@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.collectives.base import World
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import MicroBatch, StepShare
-from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 
 PHASES = ("data", "forward", "backward", "compute", "allreduce_wait", "optimizer")

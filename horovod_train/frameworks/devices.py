@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 
+from horovod_train.collectives.base import World, gather_json
 from horovod_train.config.schema import Job
-from horovod_train.engine.base import World, gather_json
 from horovod_train.errors import UserError, WorldError, describe_ranks
 
 

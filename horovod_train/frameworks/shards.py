@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from horovod_train.collectives.base import World
 from horovod_train.data.shard import StepShare, epoch_order, num_steps, steps_of_epoch
-from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from horovod_train.collectives.base import World
 from horovod_train.config.schema import Health
-from horovod_train.engine.base import World
 from horovod_train.errors import NumericError, describe_ranks
 
 

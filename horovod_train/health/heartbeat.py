@@ -25,8 +25,8 @@ from time import monotonic, sleep
 
 import psutil
 
+from horovod_train.collectives.base import World, broadcast_json, gather_json
 from horovod_train.config.schema import Health
-from horovod_train.engine.base import World, broadcast_json, gather_json
 from horovod_train.pids import kill, own_identity
 
 INTERVAL_S = 0.5

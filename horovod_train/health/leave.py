@@ -13,7 +13,7 @@ from collections.abc import Callable
 from time import monotonic
 from types import FrameType
 
-from horovod_train.engine.base import World
+from horovod_train.collectives.base import World
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ASK_INTERVAL_S = 0.5

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from horovod_train.checkpoint.arrays import ReplicaState
-from horovod_train.engine.base import World, gather_json
+from horovod_train.collectives.base import World, gather_json
 from horovod_train.errors import DesyncError, describe_ranks
 
 MAX_GROUPS = 4

@@ -9,10 +9,10 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 
+from horovod_train.collectives.base import World, gather_json
 from horovod_train.config.schema import Job
-from horovod_train.engine.base import World, gather_json
-from horovod_train.engine.facts import differing
 from horovod_train.errors import WorldError, describe_ranks
+from horovod_train.horovod.fingerprint import differing
 
 MAX_NAMED = 4
 

@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from horovod_train.checkpoint.manager import WriteReport
-from horovod_train.engine.base import World
+from horovod_train.collectives.base import World
 from horovod_train.telemetry import catalog
 from horovod_train.telemetry.catalog import CATALOG, RANK_LABELS, Metric
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from horovod_train.collectives.base import any_rank, mean_over_ranks
 from horovod_train.data.shard import StepShare, eval_micro_batches
-from horovod_train.engine.base import any_rank, mean_over_ranks
 from horovod_train.errors import UserError, did_you_mean
 from horovod_train.frameworks.base import StepOutcome
 from horovod_train.training.plan import plan_epoch

@@ -10,8 +10,8 @@ from typing import Any
 from horovod_train.checkpoint.arrays import parse_state
 from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.manager import CheckpointManager, Resumed
+from horovod_train.collectives.base import World
 from horovod_train.data.shard import StepShare
-from horovod_train.engine.base import World
 from horovod_train.errors import CheckpointError, NumericError
 from horovod_train.frameworks.base import Replica, StepOutcome
 from horovod_train.health.sync import check_before_saving

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from horovod_train.collectives.base import World
 from horovod_train.data.shard import StepShare, epoch_order, steps_of_epoch
-from horovod_train.engine.base import World
 from horovod_train.frameworks.base import Reader
 from horovod_train.training.progress import Progress
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from horovod_train.collectives.base import World
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare, num_steps
-from horovod_train.engine.base import World
 from horovod_train.frameworks.base import Reader, Replica, StepOutcome
 from horovod_train.health.guard import FiniteGuard
 from horovod_train.lr.policy import LearningRatePolicy

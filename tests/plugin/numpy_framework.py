@@ -31,10 +31,9 @@ import numpy as np
 import psutil
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.collectives.base import SingleWorld, World
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
-from horovod_train.engine.base import SingleWorld, World
-from horovod_train.engine.environment import started_as_one_of_many
 from horovod_train.errors import EngineError, PeerError
 from horovod_train.frameworks.arrays import (
     check_fits,
@@ -48,6 +47,7 @@ from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, batch_length
 from horovod_train.frameworks.task import load_task
+from horovod_train.horovod.environment import started_as_one_of_many
 
 Arrays = dict[str, np.ndarray]
 MEET_S = 60.0

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from horovod_train.config.schema import Health, Job
+from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import join
 
 folder, warning_s, shutdown_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 health = Health(stall_warning_s=warning_s, stall_shutdown_s=shutdown_s)

@@ -20,7 +20,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from horovod_train.frameworks.world import HorovodWorld
+from horovod_train.collectives.horovod import HorovodWorld
 
 OF_LAUNCHERS = ("HOROVOD", "OMPI", "PMI", "PMIX")
 RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))

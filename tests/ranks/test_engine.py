@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, on_horovod, results
 
-from horovod_train.engine import build
 from horovod_train.errors import EngineError
+from horovod_train.horovod import build
 
 pytestmark = pytest.mark.ranks
 SITE = Path(build.__file__).parents[2]
@@ -56,7 +56,7 @@ def test_the_rendezvous_of_ranks_that_slurm_starts_listens_where_they_are_told(t
         "print({c.laddr.ip for c in server.net_connections('tcp') if c.status == psutil.CONN_LISTEN})\n"
         "print(os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR'])\n"
     )
-    rendezvous = [sys.executable, "-m", "horovod_train.engine.rendezvous", "localhost:1", "lo"]
+    rendezvous = [sys.executable, "-m", "horovod_train.horovod.rendezvous", "localhost:1", "lo"]
     command = [*rendezvous, sys.executable, "-c", code]
 
     done = subprocess.run(

@@ -13,8 +13,8 @@ import numpy as np
 from numpy_framework import NumpyReplica, Sgd
 
 from horovod_train.checkpoint.manager import CheckpointManager
+from horovod_train.collectives.base import SingleWorld, World
 from horovod_train.config.schema import Data, Job
-from horovod_train.engine.base import SingleWorld, World
 from horovod_train.events import Reporter, parse_line
 from horovod_train.frameworks.randomness import load_rng_state, rng_state
 from horovod_train.frameworks.reader import NumpyReader

@@ -23,17 +23,19 @@ ROOMS = {
     "config": BASICS,
     "lr": BASICS | {"config"},
     "data": BASICS | {"config"},
-    "engine": BASICS | {"config"},
-    "checkpoint": BASICS | {"config", "engine.base"},
-    "health": BASICS | {"config", "engine.base", "engine.facts", "checkpoint.arrays"},
-    "telemetry": BASICS | {"config", "engine.base", "checkpoint.manager"},
+    "cpu_affinity": set(),
+    "horovod": BASICS | {"config"},
+    "collectives": BASICS | {"config", "horovod.environment"},
+    "checkpoint": BASICS | {"config", "collectives.base"},
+    "health": BASICS | {"config", "collectives.base", "horovod.fingerprint", "checkpoint.arrays"},
+    "telemetry": BASICS | {"config", "collectives.base", "checkpoint.manager"},
     "frameworks": BASICS
     | {
         "config",
         "events",
         "lr",
-        "engine.base",
-        "engine.environment",
+        "collectives",
+        "horovod.environment",
         "data",
         "health.heartbeat",
         "checkpoint.arrays",
@@ -45,14 +47,14 @@ ROOMS = {
         "events",
         "lr",
         "data",
-        "engine.base",
+        "collectives.base",
         "checkpoint",
         "telemetry",
         "health",
         "frameworks.base",
     },
     "launch": set(),
-    "launch.hosts": BASICS | {"config", "engine.facts", "engine.build"},
+    "launch.hosts": BASICS | {"config", "horovod.fingerprint", "horovod.build"},
     "launch.base": BASICS | {"config", "launch.hosts"},
     "launch.jobs": BASICS | {"config", "launch.base"},
     "launch.logs": BASICS,
@@ -61,7 +63,7 @@ ROOMS = {
     | {"config", "events", "launch.hosts"}
     | {"launch.base", "launch.jobs", "launch.logs", "launch.console"},
     "launch.launchers": BASICS
-    | {"config", "events", "engine.environment"}
+    | {"config", "events", "horovod.environment"}
     | {"launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.supervise"},
     "launch.submit": BASICS
     | {"config", "events"}
@@ -70,10 +72,34 @@ ROOMS = {
     "tasks": set(),
     # Composition roots: the trainer's, and the library's.
     "worker": BASICS
-    | {"config", "events", "lr", "data", "engine", "checkpoint", "telemetry", "health", "training"}
+    | {
+        "config",
+        "events",
+        "lr",
+        "data",
+        "collectives",
+        "horovod",
+        "cpu_affinity",
+        "checkpoint",
+        "telemetry",
+        "health",
+        "training",
+    }
     | {"frameworks.base"},
     "session": BASICS
-    | {"config", "lr", "data", "engine", "checkpoint", "telemetry", "health", "training", "frameworks"},
+    | {
+        "config",
+        "lr",
+        "data",
+        "collectives",
+        "horovod",
+        "cpu_affinity",
+        "checkpoint",
+        "telemetry",
+        "health",
+        "training",
+        "frameworks",
+    },
     "cli": None,  # anything
     "__init__": None,
     "__main__": {"cli"},
@@ -82,7 +108,7 @@ ROOMS = {
 # Only these rooms may import these packages.
 OUTSIDE = {
     "torch": {"frameworks", "session", "tasks"},
-    "horovod": {"frameworks", "engine"},
+    "horovod": {"frameworks", "collectives", "horovod"},
     "tensorflow": {"frameworks", "tasks"},
     "keras": {"frameworks", "tasks"},
     "jax": {"frameworks", "tasks"},
@@ -223,4 +249,4 @@ def test_scripts_of_users_join_and_jobs_connect():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "connect"
     }
 
-    assert callers == {"framework.py", "sweep.py", "world.py"}
+    assert callers == {"framework.py", "sweep.py", "join.py"}

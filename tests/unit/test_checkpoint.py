@@ -41,8 +41,8 @@ from horovod_train.checkpoint.schema import (
     checked,
 )
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
+from horovod_train.collectives.base import SingleWorld
 from horovod_train.config.schema import Checkpoint, Job
-from horovod_train.engine.base import SingleWorld
 from horovod_train.errors import CheckpointError, OperationalError
 from horovod_train.training.parts import changes_since, go_on_from
 from horovod_train.training.progress import DataOrder, Progress

@@ -22,9 +22,9 @@ import pytest
 from support.waiting import wait_until
 
 from horovod_train.config.schema import HostSettings, Job, Launch
-from horovod_train.engine.environment import from_slurm
 from horovod_train.errors import LaunchError, LostError, UserError
 from horovod_train.health.heartbeat import beat_name, give_signs_of_life
+from horovod_train.horovod.environment import from_slurm
 from horovod_train.launch import jobs
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.hosts import host_actions as on_host

@@ -19,9 +19,9 @@ from rich.console import Console
 from unit.test_attempt import SUMMARY
 
 from horovod_train.config.schema import Job
-from horovod_train.engine import build, environment
 from horovod_train.errors import LaunchError, LostError, PreemptedError
 from horovod_train.events import Event, Reporter, as_text, lines_of_ranks, parse_line
+from horovod_train.horovod import build, environment
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.host_group import Fleet

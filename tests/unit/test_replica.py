@@ -12,9 +12,9 @@ from support.worlds import on_ranks
 from torch import nn
 from unit.test_reducer import ThreadWire
 
+from horovod_train.collectives.base import SingleWorld
 from horovod_train.config.schema import Allreduce, Job, Train
 from horovod_train.data.shard import share_of_step
-from horovod_train.engine.base import SingleWorld
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.torch.framework import (
     OptimizedParameters,

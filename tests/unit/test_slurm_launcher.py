@@ -291,7 +291,7 @@ class TestAnAllocation:
 
         argv = SlurmAllocationLauncher().plan(request).argv
 
-        assert argv[:5] == (sys.executable, "-P", "-m", "horovod_train.engine.rendezvous", "a:2,b:1")
+        assert argv[:5] == (sys.executable, "-P", "-m", "horovod_train.horovod.rendezvous", "a:2,b:1")
         assert {"--ntasks=3", "--nodes=2", "--label", "--kill-on-bad-exit=1"} <= set(argv)
         assert argv[-1] == request.rank_command
 

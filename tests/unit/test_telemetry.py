@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from horovod_train.checkpoint.manager import WriteReport
-from horovod_train.engine.base import SingleWorld
+from horovod_train.collectives.base import SingleWorld
 from horovod_train.frameworks.base import PHASES, StepClock
 from horovod_train.telemetry.catalog import CATALOG, RANK_LABELS
 from horovod_train.telemetry.exporter import PORT_STEP, Exporter

@@ -10,13 +10,13 @@ import sys
 import pytest
 from support.worlds import on_ranks
 
+from horovod_train.collectives.base import SingleWorld
 from horovod_train.config.schema import Job, Launch, Train
-from horovod_train.engine.base import SingleWorld
-from horovod_train.engine.facts import code_digest, environment_facts, task_files
 from horovod_train.errors import UserError, WorldError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.health.leave import MAX_STEPS_BETWEEN, LeaveAgreement, LeaveRequest
 from horovod_train.health.truth import check_alike, check_clocks, check_world
+from horovod_train.horovod.fingerprint import code_digest, environment_facts, task_files
 
 ENDS_SLOWLY = """
 import sys, time

@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.collectives.base import SingleWorld
 from horovod_train.config.schema import Allreduce, Data, Job
 from horovod_train.data.shard import MicroBatch
-from horovod_train.engine.base import SingleWorld
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch import framework as module
 from horovod_train.frameworks.torch import reader as reader_module

@@ -13,11 +13,12 @@ from support.reference import joint_batch_weights
 from support.torch_threads import Board, Task, TorchThreads, on_torch_ranks
 from torch import nn
 
+from horovod_train.collectives import horovod as world_module
+from horovod_train.collectives.base import SingleWorld
 from horovod_train.config.schema import Data, Health, Job
 from horovod_train.data.shard import MicroBatch
-from horovod_train.engine.base import SingleWorld
 from horovod_train.errors import LostError, PeerError, UserError, WorldError
-from horovod_train.frameworks import world as world_module
+from horovod_train.frameworks.join import join
 from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.torch import sweep
 from horovod_train.frameworks.torch.exchange import Exchange
@@ -26,7 +27,6 @@ from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.reducer import GradientReducer
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import join
 from horovod_train.health.sync import fingerprints
 from horovod_train.tasks.digits import Digits
 from horovod_train.training.loop import evaluate, train

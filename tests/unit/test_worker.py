@@ -18,8 +18,8 @@ from support.worlds import on_ranks
 
 from horovod_train import worker
 from horovod_train.checkpoint.store import list_checkpoints
+from horovod_train.collectives.base import SingleWorld
 from horovod_train.config.schema import Job
-from horovod_train.engine.base import SingleWorld
 from horovod_train.errors import NumericError, PeerError, PreemptedError, UserError, WorldError
 from horovod_train.health.leave import LeaveRequest
 from horovod_train.registry import Registry

@@ -13,8 +13,9 @@ import numpy as np
 import optax
 
 from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.collectives.base import World
+from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
-from horovod_train.engine.base import World
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.jax.replica import JaxReplica, Keys
 from horovod_train.frameworks.jax.task import REQUIRED
@@ -23,7 +24,6 @@ from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import connect
 
 
 class JaxFramework:

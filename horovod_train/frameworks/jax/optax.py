@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import optax
 
-from horovod_train.engine.base import World
+from horovod_train.collectives.base import World
 from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
 from horovod_train.frameworks.jax.reducer import Exchange
+from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import join
 
 
 def init() -> World:

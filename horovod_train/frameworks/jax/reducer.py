@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from jax.experimental import io_callback
 
-from horovod_train.engine.base import World
+from horovod_train.collectives.base import World
 from horovod_train.frameworks.arrays import Array
 from horovod_train.frameworks.buckets import plan_buckets
 from horovod_train.frameworks.jax.in_place import in_place, shapes_of

@@ -13,9 +13,9 @@ import numpy as np
 import optax
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.collectives.base import World
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
-from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 from horovod_train.frameworks.arrays import check_fits, from_blob, to_blob
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric

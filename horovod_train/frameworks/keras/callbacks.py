@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
+from horovod_train.collectives.base import World, mean_over_ranks
 from horovod_train.config.schema import LearningRate
-from horovod_train.engine.base import World, mean_over_ranks
 from horovod_train.frameworks import arrays, variables
 from horovod_train.lr.policy import LearningRatePolicy
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from horovod_train.engine.base import World
+from horovod_train.collectives.base import World
 from horovod_train.frameworks.keras.feed import weighted
 from horovod_train.frameworks.shards import Shards
 

@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 import keras
 
+from horovod_train.collectives.base import World
+from horovod_train.collectives.horovod import HorovodWorld
 from horovod_train.config.schema import Allreduce, Job
-from horovod_train.engine.base import World
 from horovod_train.errors import UserError
-from horovod_train.frameworks.world import HorovodWorld, join
+from horovod_train.frameworks.join import join
 
 
 class Exchange(Protocol):

@@ -12,9 +12,10 @@ from typing import Any
 import keras
 
 from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.collectives.base import World, any_rank, mean_over_ranks
+from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
-from horovod_train.engine.base import World, any_rank, mean_over_ranks
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
@@ -28,7 +29,6 @@ from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.task import load_task
-from horovod_train.frameworks.world import connect
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import keras
 
+from horovod_train.collectives.base import World
 from horovod_train.config.schema import Allreduce
-from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 from horovod_train.frameworks.keras.exchange import Exchange, make_exchange
 

@@ -11,8 +11,8 @@ import keras
 import numpy as np
 
 from horovod_train.checkpoint.arrays import ReplicaState
+from horovod_train.collectives.base import World
 from horovod_train.data.shard import StepShare
-from horovod_train.engine.base import World
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.arrays import check_same_optimizer, from_rank_0, mean_over_ranks
 from horovod_train.frameworks.base import StepOutcome

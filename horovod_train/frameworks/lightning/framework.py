@@ -17,9 +17,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.nn.utils import get_total_norm
 
 from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.collectives.base import World
+from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare, eval_micro_batches
-from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
 from horovod_train.frameworks.lightning.strategy import HorovodStrategy
@@ -33,7 +34,6 @@ from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.reducer import LocalGradients
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import connect
 
 
 class LightningReplica(TorchReplica):

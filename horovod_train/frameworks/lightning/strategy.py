@@ -16,15 +16,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torchmetrics import Metric
 
 from horovod_train.checkpoint.arrays import dump_state, parse_state
+from horovod_train.collectives.base import World, barrier
 from horovod_train.config.schema import Allreduce
-from horovod_train.engine.base import World, barrier
 from horovod_train.errors import CheckpointError, UserError
+from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.framework import make_gradients
 from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.state import pack_tensors, unpack_tensors
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import join
 
 OPERATIONS = {"mean": "Average", "avg": "Average", "sum": "Sum", "min": "Min", "max": "Max"}
 NATIVE_DTYPES = {torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}

@@ -11,8 +11,9 @@ import mxnet as mx
 import numpy as np
 
 from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.collectives.base import World
+from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
-from horovod_train.engine.base import World
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.mxnet.replica import MxnetReplica, Seeds
 from horovod_train.frameworks.mxnet.task import REQUIRED
@@ -21,7 +22,6 @@ from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.task import load_task
-from horovod_train.frameworks.world import connect
 
 
 class MxnetFramework:

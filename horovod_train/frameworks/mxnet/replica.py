@@ -11,9 +11,10 @@ import numpy as np
 
 from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
+from horovod_train.collectives.base import World
+from horovod_train.collectives.horovod import HorovodWorld
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
-from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
@@ -21,7 +22,6 @@ from horovod_train.frameworks.mxnet.task import MxnetTask
 from horovod_train.frameworks.mxnet.world import Exchange, size_bytes, to_arrays
 from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import batch_length
-from horovod_train.frameworks.world import HorovodWorld
 
 
 class Seeds:

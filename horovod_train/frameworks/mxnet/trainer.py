@@ -6,10 +6,10 @@ from typing import Any
 
 import mxnet as mx
 
-from horovod_train.engine.base import World
+from horovod_train.collectives.base import World
 from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
+from horovod_train.frameworks.join import join
 from horovod_train.frameworks.mxnet.world import Exchange, MxnetWorld
-from horovod_train.frameworks.world import join
 
 
 def init() -> World:

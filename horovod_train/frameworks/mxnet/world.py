@@ -9,9 +9,9 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
-from horovod_train.engine.base import World
+from horovod_train.collectives.base import World
+from horovod_train.collectives.horovod import Array, HorovodWorld
 from horovod_train.frameworks.buckets import plan_buckets
-from horovod_train.frameworks.world import Array, HorovodWorld
 
 
 class MxnetWorld(HorovodWorld):

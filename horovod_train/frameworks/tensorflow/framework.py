@@ -12,8 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.collectives.base import World
+from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
-from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.devices import own_gpu
@@ -24,7 +25,6 @@ from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.tensorflow.replica import TensorflowReplica
 from horovod_train.frameworks.tensorflow.task import REQUIRED
 from horovod_train.frameworks.tensorflow.world import TensorflowWorld
-from horovod_train.frameworks.world import connect
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_train.engine.base import World
+from horovod_train.collectives.base import World
 from horovod_train.frameworks.buckets import plan_buckets
 from horovod_train.frameworks.tensorflow.world import TensorflowWorld
 

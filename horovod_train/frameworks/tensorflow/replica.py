@@ -14,9 +14,10 @@ import keras
 import tensorflow as tf
 
 from horovod_train.checkpoint.arrays import ReplicaState
+from horovod_train.collectives.base import World
+from horovod_train.collectives.horovod import HorovodWorld
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
-from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.arrays import (
@@ -31,7 +32,6 @@ from horovod_train.frameworks.scaling import LossScale
 from horovod_train.frameworks.task import check_is_one_number
 from horovod_train.frameworks.tensorflow.reducer import Exchange
 from horovod_train.frameworks.tensorflow.task import TensorflowTask
-from horovod_train.frameworks.world import HorovodWorld
 
 WIRE_DTYPES = {"fp32": tf.float32, "fp16": tf.float16}
 

@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from horovod_train.engine.base import World
+from horovod_train.collectives.base import World
 from horovod_train.frameworks import variables as state
 from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
+from horovod_train.frameworks.join import join
 from horovod_train.frameworks.tensorflow.reducer import Exchange
 from horovod_train.frameworks.tensorflow.world import TensorflowWorld
-from horovod_train.frameworks.world import join
 
 
 def init() -> World:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from horovod_train.frameworks.world import Array, HorovodWorld
+from horovod_train.collectives.horovod import Array, HorovodWorld
 
 
 class TensorflowWorld(HorovodWorld):

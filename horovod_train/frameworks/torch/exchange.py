@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from horovod_train.engine.base import World
+from horovod_train.collectives.base import World
 from horovod_train.frameworks.buckets import plan_buckets
 from horovod_train.frameworks.torch.world import TorchWorld
 

@@ -15,8 +15,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.collectives.base import World
+from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Allreduce, Job
-from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.optimizers import make_optimizer
@@ -29,7 +30,6 @@ from horovod_train.frameworks.torch.reducer import GradientReducer, Gradients, L
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import connect
 
 WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 

@@ -12,9 +12,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import get_total_norm
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.collectives.base import World, gather_json
 from horovod_train.config.schema import Train
 from horovod_train.data.shard import StepShare
-from horovod_train.engine.base import World, gather_json
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.reader import batch_length

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from horovod_train.collectives.base import World, gather_json
+from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
-from horovod_train.engine.base import World, gather_json
-from horovod_train.engine.environment import from_slurm
 from horovod_train.events import Reporter
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import connect
+from horovod_train.horovod.environment import from_slurm
 
 SIZES_BYTES = tuple(4**power for power in range(5, 14))
 """1 KiB .. 64 MiB."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from horovod_train.frameworks.world import Array, HorovodWorld
+from horovod_train.collectives.horovod import Array, HorovodWorld
 
 
 class TorchWorld(HorovodWorld):

@@ -17,9 +17,10 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.data.data_collator import default_data_collator
 
 from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.collectives.base import World
+from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare, steps_of_epoch
-from horovod_train.engine.base import World
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
 from horovod_train.frameworks.optimizers import make_optimizer
@@ -33,7 +34,6 @@ from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.world import TorchWorld
 from horovod_train.frameworks.transformers.task import REQUIRED, TransformersTask
 from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher
-from horovod_train.frameworks.world import connect
 
 UNTIMED = ("_runtime", "_samples_per_second", "_steps_per_second")
 

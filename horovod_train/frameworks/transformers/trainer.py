@@ -22,16 +22,16 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from horovod_train.checkpoint.arrays import dump_state, parse_state
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
+from horovod_train.collectives.base import World, barrier
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.data.shard import StepShare, epoch_order, split_evenly, steps_of_epoch
-from horovod_train.engine.base import World, barrier
 from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
+from horovod_train.frameworks.join import join
 from horovod_train.frameworks.reader import batch_length, checked_length
 from horovod_train.frameworks.torch.framework import make_gradients
 from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.world import TorchWorld
-from horovod_train.frameworks.world import join
 
 _world: World | None = None
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from horovod_train.engine.facts import environment_facts
+from horovod_train.horovod.fingerprint import environment_facts
 from horovod_train.pids import is_alive, waited_for_processor_s
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"

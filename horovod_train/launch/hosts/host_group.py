@@ -17,8 +17,8 @@ from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
-from horovod_train.engine.facts import differing
 from horovod_train.errors import LaunchError, LostError
+from horovod_train.horovod.fingerprint import differing
 from horovod_train.launch.hosts.agent import READY
 from horovod_train.launch.hosts.host_actions import OnHost
 from horovod_train.launch.hosts.hostlist import Host

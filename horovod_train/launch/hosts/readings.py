@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from horovod_train.engine.build import HOROVOD_VERSION, installed_key, installed_plan, own_patches
-from horovod_train.engine.facts import package_version
+from horovod_train.horovod.build import HOROVOD_VERSION, installed_key, installed_plan, own_patches
+from horovod_train.horovod.fingerprint import package_version
 
 COMMAND_TIMEOUT_S = 10.0
 

@@ -8,8 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from horovod_train.engine.environment import open_mpi_alone, open_mpi_on_loopback
 from horovod_train.errors import LaunchError
+from horovod_train.horovod.environment import open_mpi_alone, open_mpi_on_loopback
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.hosts.hostlist import as_argument
 from horovod_train.launch.launchers.supervised import SupervisedLauncher

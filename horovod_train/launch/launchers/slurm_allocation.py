@@ -60,7 +60,7 @@ class SlurmAllocationLauncher(SupervisedLauncher):
         placed = [f"{host.name}:{host.num_ranks}" for host in request.hosts]
         return LaunchPlan(
             (
-                *(sys.executable, "-P", "-m", "horovod_train.engine.rendezvous", ",".join(placed)),
+                *(sys.executable, "-P", "-m", "horovod_train.horovod.rendezvous", ",".join(placed)),
                 *(request.own_interface or "-", find_program("srun"), "--label", "--kill-on-bad-exit=1"),
                 *(f"--ntasks={request.num_ranks}", f"--nodes={len(placed)}", request.rank_command),
             ),

@@ -6,9 +6,7 @@ everything: gradients and what ranks tell each other.
 
 from __future__ import annotations
 
-import atexit
 import importlib
-import logging
 import os
 import socket
 import struct
@@ -20,13 +18,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from horovod_train.config.schema import Health, Job
-from horovod_train.engine.base import SingleWorld, World
-from horovod_train.engine.environment import horovod_settings, started_as_one_of_many
-from horovod_train.errors import EngineError, LostError, PeerError, WorldError
-from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder
-
-log = logging.getLogger(__name__)
+from horovod_train.collectives.base import SingleWorld, World
+from horovod_train.config.schema import Job
+from horovod_train.errors import EngineError, PeerError, WorldError
+from horovod_train.horovod.environment import horovod_settings, started_as_one_of_many
 
 Result = TypeVar("Result")
 Array = npt.NDArray[Any]
@@ -150,46 +145,3 @@ def connect(
     if job.launch.threads_per_rank is not None:
         settings["OMP_NUM_THREADS"] = str(job.launch.threads_per_rank)  # else a world may share the cores
     return world_class(settings)
-
-
-_joined: dict[type[HorovodWorld], HorovodWorld] = {}
-
-
-def join(
-    world_class: type[HorovodWorld], job: Job | None = None, environ: Mapping[str, str] = os.environ
-) -> World:
-    """Join the ranks from a loop or script of the user's own; called again, it returns the same world.
-
-    Where no launch of ours looks after the ranks, they look after each other: one that is silent for
-    long is named, and those that wait for it for too long end.
-
-    Args:
-        world_class: Which binding to use.
-        job: As in ``connect``; says when a rank has been silent for too long, too.
-        environ: What launchers leave in the environment.
-
-    Raises:
-        EngineError: It was started as one of several ranks, and Horovod is missing or cannot start.
-    """
-    if not started_as_one_of_many(environ):
-        return SingleWorld()
-    if (joined := _joined.get(world_class)) is not None:
-        if joined.hvd.is_initialized():
-            return joined
-        joined.at_close.close()  # a script has left by ``hvd.shutdown``
-    health = job.health if job is not None else Health()
-    with JoinWatch(health, log.warning, _end):
-        world = connect(world_class, job, environ)
-    assert isinstance(world, HorovodWorld)
-    _joined[world_class] = world
-    world.at_close.callback(_joined.pop, world_class)
-    if world.size > 1 and beat_folder(environ) is None:
-        world.at_close.callback(PeerWatch(world, health, log.warning, _end).close)
-        atexit.register(world.at_close.close)  # few scripts close it, and no one is to miss this rank then
-    return world
-
-
-def _end(why: str) -> None:
-    """End this rank, which would wait for the others for ever."""
-    log.error("%s; this rank ends", why)
-    os._exit(LostError.exit_code)  # the main thread waits in a collective, and cannot be reached there

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from horovod_train.engine.build import installed_key
+from horovod_train.horovod.build import installed_key
 from horovod_train.registry import find_task_here
 
 # Distributions that decide what is computed, or how ranks talk.

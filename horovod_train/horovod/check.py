@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from horovod_train.engine.build import (
+from horovod_train.errors import EngineError
+from horovod_train.horovod.build import (
     HOROVOD_VERSION,
     framework_version,
     installed_plan,
@@ -22,8 +23,7 @@ from horovod_train.engine.build import (
     patch_files,
     patch_title,
 )
-from horovod_train.engine.environment import open_mpi_alone
-from horovod_train.errors import EngineError
+from horovod_train.horovod.environment import open_mpi_alone
 
 REBUILD = "run `horovod-train engine build`"
 

@@ -1,6 +1,6 @@
 """Start ranks that find each other through Gloo, with a launcher that knows nothing of Horovod.
 
-    python -m horovod_train.engine.rendezvous HOST:RANKS,... INTERFACE srun --label ... PROGRAM
+    python -m horovod_train.horovod.rendezvous HOST:RANKS,... INTERFACE srun --label ... PROGRAM
 
 serves what horovodrun would serve while the command runs, and tags each line of its output as
 horovodrun would. The ranks take their numbers from Slurm (``environment.from_slurm``).

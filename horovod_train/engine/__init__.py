@@ -1,1 +1,0 @@
-"""Horovod: building it, checking it, and the world it makes."""
