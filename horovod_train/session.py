@@ -32,24 +32,24 @@ import torch
 
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.collectives.base import World, broadcast_json, mean_over_ranks
+from horovod_train.collectives.base import Communicator, broadcast_json, mean_over_ranks
 from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, LearningRate, Train
 from horovod_train.data.shard import StepShare, eval_micro_batches
 from horovod_train.errors import PreemptedError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.join import join
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
-from horovod_train.frameworks.torch.world import TorchWorld
 from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.health.sync import check_in_sync
 from horovod_train.horovod.fingerprint import environment_facts
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.training.parts import changes_since, go_on_from, record_step, save_checkpoint
+from horovod_train.training.parts import changes_since, record_step, resume_from, save_checkpoint
 from horovod_train.training.plan import plan_epoch
 from horovod_train.training.progress import DataOrder, Progress
 
@@ -68,13 +68,13 @@ def init(name: str = "job", *, device: Literal["auto", "cpu", "cuda"] = "auto", 
         EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
     """
     job = Job(name=name, task="own:Loop", train=Train(device=device, seed=seed))
-    return Session(job, join(TorchWorld, job))
+    return Session(job, join(TorchCommunicator, job))
 
 
 class Session:
     """One rank's place in the world, and the parts it trains with."""
 
-    def __init__(self, job: Job, world: World) -> None:
+    def __init__(self, job: Job, world: Communicator) -> None:
         self._job = job
         self._stack = ExitStack()
         self.world = world
@@ -286,7 +286,7 @@ class Step:
 class ShardedLoader:
     """Shares a dataset between ranks; knows its place, and so can go on after a resume."""
 
-    _world: World
+    _world: Communicator
     _reader: TorchReader
     progress: Progress
     batch_size: int
@@ -338,7 +338,7 @@ class SessionMetrics:
 class SessionCheckpoints:
     """Saves and resumes a replica and its place in the data."""
 
-    _world: World
+    _world: Communicator
     _manager: CheckpointManager
     _replica: TorchReplica
     _loader: ShardedLoader
@@ -366,7 +366,7 @@ class SessionCheckpoints:
             return False
         progress, seed = self._loader.progress, self._loader.progress.order.seed
         changes = changes_since(resumed, progress.order)
-        go_on_from(
+        resume_from(
             resumed,
             self._replica,
             progress,

@@ -19,7 +19,7 @@ from time import monotonic, strftime
 import psutil
 
 from horovod_train.checkpoint.manager import CheckpointManager, WriteReport
-from horovod_train.collectives.base import World, broadcast_json, gather_json
+from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.cpu_affinity import bind
@@ -47,7 +47,7 @@ from horovod_train.training.hooks import (
     SaveCheckpoints,
 )
 from horovod_train.training.loop import train
-from horovod_train.training.parts import changes_since, go_on_from
+from horovod_train.training.parts import changes_since, resume_from
 from horovod_train.training.progress import DataOrder, Progress
 from horovod_train.training.run import Run
 
@@ -175,7 +175,7 @@ def watchers(reporter: Reporter) -> tuple[Callable[[str], None], Callable[[str],
 
 
 def make_run(
-    job: Job, world: World, replica: Replica, train_reader: Reader, eval_reader: Reader | None
+    job: Job, world: Communicator, replica: Replica, train_reader: Reader, eval_reader: Reader | None
 ) -> Run:
     """Put together what the loop needs."""
     return Run(
@@ -199,7 +199,7 @@ def train_all(framework: Framework, run: Run) -> None:
 
 
 def serve_metrics(
-    job: Job, world: World, run_id: str, recorder: Recorder, reporter: Reporter, stack: ExitStack
+    job: Job, world: Communicator, run_id: str, recorder: Recorder, reporter: Reporter, stack: ExitStack
 ) -> list[str]:
     """Serve this rank's metrics; return every rank's address, and tell ``run`` about them."""
     address = None
@@ -214,7 +214,7 @@ def serve_metrics(
         "local_rank": str(world.local_rank),
         "host": world.host,
     }
-    known = gather_json(world, [address, labels])
+    known = allgather_json(world, [address, labels])
     targets = [[address, labels] for address, labels in known if address]
     if world.rank == 0 and reporter.as_json:
         for at in range(0, len(targets), 8):  # lines stay short: launchers cut long ones
@@ -224,7 +224,7 @@ def serve_metrics(
 
 def open_checkpoints(
     job: Job,
-    world: World,
+    world: Communicator,
     environment: Mapping[str, str],
     recorder: Recorder,
     reporter: Reporter,
@@ -259,7 +259,7 @@ def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter:
     if resumed is None:
         return
     changes = changes_since(resumed, run.progress.order)
-    go_on_from(
+    resume_from(
         resumed,
         run.replica,
         run.progress,

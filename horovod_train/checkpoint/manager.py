@@ -23,7 +23,7 @@ from horovod_train.checkpoint import store
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.checkpoint.changes import document_changes, job_changes
 from horovod_train.checkpoint.schema import StateDocument, checked
-from horovod_train.collectives.base import World, broadcast_json, gather_json
+from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
 from horovod_train.config.schema import Checkpoint
 from horovod_train.errors import CheckpointError, OperationalError, describe_ranks
 
@@ -89,7 +89,7 @@ class CheckpointManager:
         self,
         directory: Path,
         section: Checkpoint,
-        world: World,
+        world: Communicator,
         job: Mapping[str, Any],
         on_written: Callable[[WriteReport], None] = lambda _: None,
         environment: Mapping[str, str] | None = None,
@@ -136,7 +136,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: With ``wait``: it could not be written.
         """
-        generators = self._world.gather(rng)
+        generators = self._world.allgather(rng)
         if self._saved != progress and self._world.rank == 0:
             self._collect()
             in_background = self._section.background and not wait
@@ -173,7 +173,7 @@ class CheckpointManager:
                 )
             return None
         resumed, history, problem = self._read(name)
-        problems = gather_json(self._world, problem)
+        problems = allgather_json(self._world, problem)
         failed = [rank for rank, found in enumerate(problems) if found]
         if failed or resumed is None:
             raise CheckpointError(

@@ -1,8 +1,8 @@
-"""The world a process trains in, and what ranks tell each other besides gradients.
+"""The ranks of a job, and what they exchange besides gradients, in MPI's words.
 
-``World`` is small on purpose: sums of numbers and an exchange of bytes. Everything else (agreement,
-JSON messages, comparisons) is built from these two, so that one fake that computes tests it all.
-Nothing is ever pickled.
+``Communicator`` is small on purpose: an all-reduce of numbers and an all-gather of bytes. Everything else
+(agreement, JSON messages, comparisons) is built from these two, so that one fake that computes tests it
+all. Nothing is ever pickled.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
-class World(Protocol):
+class Communicator(Protocol):
     """The ranks of a job, seen from one of them.
 
     Collectives block until every rank has called them, in the same order on all ranks. When a rank
@@ -46,11 +46,11 @@ class World(Protocol):
         """Since when this rank waits in a collective, by ``monotonic``; None: it does not."""
         ...
 
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def allreduce_sum(self, values: Sequence[float]) -> list[float]:
         """Return the elementwise sum over ranks, in double precision; same length on all ranks."""
         ...
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def allgather(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, by rank; lengths may differ."""
         ...
 
@@ -60,8 +60,8 @@ class World(Protocol):
 
 
 @dataclass(frozen=True)
-class SingleWorld:
-    """A world of one, without Horovod."""
+class SingleRank:
+    """The communicator of a process alone, without Horovod."""
 
     rank: int = 0
     size: int = 1
@@ -69,11 +69,11 @@ class SingleWorld:
     host: str = field(default_factory=socket.gethostname)
     waiting_since_s: float | None = None
 
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def allreduce_sum(self, values: Sequence[float]) -> list[float]:
         """Return the values."""
         return list(values)
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def allgather(self, data: bytes) -> list[bytes]:
         """Return the one rank's bytes."""
         return [data]
 
@@ -81,34 +81,34 @@ class SingleWorld:
         """Do nothing."""
 
 
-def gather_json(world: World, message: Any) -> list[Any]:
+def allgather_json(world: Communicator, message: Any) -> list[Any]:
     """Return every rank's message, by rank. Messages are anything JSON can say."""
-    return [json.loads(data) for data in world.gather(json.dumps(message).encode())]
+    return [json.loads(data) for data in world.allgather(json.dumps(message).encode())]
 
 
-def broadcast_json(world: World, message: Any) -> Any:
+def broadcast_json(world: Communicator, message: Any) -> Any:
     """Return rank 0's message on every rank; what other ranks pass is ignored."""
-    return gather_json(world, message if world.rank == 0 else None)[0]
+    return allgather_json(world, message if world.rank == 0 else None)[0]
 
 
-def any_rank(world: World, *, flag: bool) -> bool:
+def any_rank(world: Communicator, *, flag: bool) -> bool:
     """Return whether any rank's flag is set: the same answer on every rank."""
-    return world.sum([float(flag)])[0] > 0
+    return world.allreduce_sum([float(flag)])[0] > 0
 
 
-def barrier(world: World) -> None:
+def barrier(world: Communicator) -> None:
     """Return when every rank has come here."""
-    world.sum([0.0])
+    world.allreduce_sum([0.0])
 
 
-def mean_over_ranks(world: World, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+def mean_over_ranks(world: Communicator, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
     """Return the mean of each quantity over all ranks, from each rank's (sum, count).
 
     A rank may lack a quantity. Sums are added in the order of ranks: the result is the same bit
     for bit on all of them.
     """
     totals: dict[str, tuple[float, int]] = {}
-    for of_rank in gather_json(world, sums):
+    for of_rank in allgather_json(world, sums):
         for name, (total, count) in of_rank.items():
             old_total, old_count = totals.get(name, (0.0, 0))
             totals[name] = (old_total + total, old_count + count)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from horovod_train.collectives.base import SingleWorld, World
+from horovod_train.collectives.base import Communicator, SingleRank
 from horovod_train.config.schema import Job
 from horovod_train.errors import EngineError, PeerError, WorldError
 from horovod_train.horovod.environment import horovod_settings, started_as_one_of_many
@@ -27,8 +27,8 @@ Result = TypeVar("Result")
 Array = npt.NDArray[Any]
 
 
-class HorovodWorld:
-    """A world of Horovod ranks. A subclass says how its binding handles arrays.
+class HorovodCommunicator:
+    """The communicator of Horovod's ranks. A subclass says how its binding handles arrays.
 
     Args:
         settings: Environment variables that Horovod reads when it starts. What the user has set
@@ -68,16 +68,18 @@ class HorovodWorld:
         self.at_close = ExitStack()
         """What ends with the world."""
 
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def allreduce_sum(self, values: Sequence[float]) -> list[float]:
         """Return the elementwise sum over ranks, in double precision."""
-        total = self.call(lambda: self.sum_array(np.array(values, np.float64), "horovod_train.sum"))
+        total = self.call(
+            lambda: self.allreduce_array(np.array(values, np.float64), "horovod_train.allreduce_sum")
+        )
         result: list[float] = total.tolist()
         return result
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def allgather(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, by rank."""
         framed = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8)
-        everything = self.call(lambda: self.join_arrays(framed, "horovod_train.gather")).tobytes()
+        everything = self.call(lambda: self.allgather_arrays(framed, "horovod_train.allgather")).tobytes()
         pieces, at = [], 0
         for _ in range(self.size):
             (length,) = struct.unpack_from("<q", everything, at)
@@ -85,11 +87,11 @@ class HorovodWorld:
             at += 8 + length
         return pieces
 
-    def sum_array(self, array: Array, name: str) -> Array:
+    def allreduce_array(self, array: Array, name: str) -> Array:
         """Return the elementwise sum over ranks; float32, float64 or an integer type."""
         raise NotImplementedError
 
-    def join_arrays(self, array: Array, name: str) -> Array:
+    def allgather_arrays(self, array: Array, name: str) -> Array:
         """Return the arrays of all ranks, shape [any], one after the other."""
         raise NotImplementedError
 
@@ -126,12 +128,14 @@ def explained(error: Exception) -> PeerError | WorldError:
 
 
 def connect(
-    world_class: type[HorovodWorld], job: Job | None = None, environ: Mapping[str, str] = os.environ
-) -> World:
+    communicator_class: type[HorovodCommunicator],
+    job: Job | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Communicator:
     """Join the ranks this process was started with; a world of one when it was started alone.
 
     Args:
-        world_class: Which binding to use.
+        communicator_class: Which binding to use.
         job: Says how Horovod is set up; None: as a job without settings of its own does.
         environ: What launchers leave in the environment.
 
@@ -139,9 +143,9 @@ def connect(
         EngineError: It was started as one of several ranks, and Horovod is missing or cannot start.
     """
     if not started_as_one_of_many(environ):
-        return SingleWorld()
+        return SingleRank()
     job = job or Job(name="library", task="own:Loop")
     settings = horovod_settings(job)
     if job.launch.threads_per_rank is not None:
         settings["OMP_NUM_THREADS"] = str(job.launch.threads_per_rank)  # else a world may share the cores
-    return world_class(settings)
+    return communicator_class(settings)

@@ -12,12 +12,12 @@ from horovod_train.doctor.network import History, Sweep, judge
 from horovod_train.errors import HorovodTrainError, LaunchError, LostError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts.host_group import Fleet, Member, reach_all
+from horovod_train.launch.hosts.host_group import HostConnection, HostGroup, reach_all
 from horovod_train.launch.hosts.hostlist import as_argument
 from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
 from horovod_train.launch.submit import launcher_named, make_plan
-from horovod_train.launch.supervise.attempt import carry_out
+from horovod_train.launch.supervise.attempt import run_attempt
 from horovod_train.launch.supervise.preflight import check_reach, choose_interfaces, describe
 
 SWEEP = ("horovod_train.frameworks.torch.sweep",)
@@ -44,37 +44,37 @@ def examine_hosts(request: LaunchRequest) -> tuple[list[Finding], int]:
         else Finding(host.name, "ssh", "this machine" if host.is_here else "answers")
         for host, result in zip(request.hosts, reached, strict=True)
     ]
-    fleet = Fleet([result for result in reached if not isinstance(result, LostError)])
+    hosts = HostGroup([result for result in reached if not isinstance(result, LostError)])
     try:
-        if not fleet.members:
+        if not hosts.connections:
             return findings, 0
-        found, speed = _examine_fleet(fleet, request)
+        found, speed = _examine_fleet(hosts, request)
         return [*findings, *found], speed
     finally:
-        fleet.close()
+        hosts.close()
 
 
-def _examine_fleet(fleet: Fleet, request: LaunchRequest) -> tuple[list[Finding], int]:
-    names = [member.host.name for member in fleet.members]
+def _examine_fleet(hosts: HostGroup, request: LaunchRequest) -> tuple[list[Finding], int]:
+    names = [connection.host.name for connection in hosts.connections]
     ports = [request.job.metrics.port + number for number in range(max(h.num_ranks for h in request.hosts))]
 
-    def wishes(member: Member) -> dict[str, Any]:
-        others = [name for name in names if name != member.host.name]
+    def wishes(connection: HostConnection) -> dict[str, Any]:
+        others = [name for name in names if name != connection.host.name]
         return {"folders": [request.job.run_dir], "names": others, "ports": ports}
 
-    readings = fleet.each("examine", wishes)
-    ranks = {member.host.name: member.host.num_ranks for member in fleet.members}
+    readings = hosts.each("examine", wishes)
+    ranks = {connection.host.name: connection.host.num_ranks for connection in hosts.connections}
     findings = list(examine(readings, ranks, request.job.train.device))
-    findings += clock(_offsets_s(fleet), request.job.health.max_clock_offset_s)
-    if len(fleet.members) == 1:
+    findings += clock(_offsets_s(hosts), request.job.health.max_clock_offset_s)
+    if len(hosts.connections) == 1:
         return findings, 0
     try:
-        chosen = choose_interfaces(fleet, request.job, describe(fleet))
+        chosen = choose_interfaces(hosts, request.job, describe(hosts))
         findings += [
             Finding(name, "interface", f"{interface.name} ({interface.address}), {interface.reason}")
             for name, interface in chosen.items()
         ]
-        check_reach(fleet, chosen)
+        check_reach(hosts, chosen)
         findings.append(Finding("", "reach", f"{len(names)} hosts reach each other"))
     except LaunchError as error:
         return [*findings, Finding("", "reach", error.message, "fail", error.hint)], 0
@@ -84,13 +84,13 @@ def _examine_fleet(fleet: Fleet, request: LaunchRequest) -> tuple[list[Finding],
     return findings, min(speeds)
 
 
-def _offsets_s(fleet: Fleet) -> dict[str, float]:
+def _offsets_s(hosts: HostGroup) -> dict[str, float]:
     """Return how far each host's clock is ahead of this machine's: half a round trip is the error."""
     offsets = {}
-    for member in fleet.members:
+    for connection in hosts.connections:
         before = time.time()
-        there = member.call("describe", others=[])["time_s"]
-        offsets[member.host.name] = there - (before + time.time()) / 2
+        there = connection.call("describe", others=[])["time_s"]
+        offsets[connection.host.name] = there - (before + time.time()) / 2
     return offsets
 
 
@@ -107,7 +107,7 @@ def examine_network(
     measuring = replace(request, run_id=f"{request.run_id}-sweep", program=SWEEP)
     measuring.log_dir.mkdir(parents=True, exist_ok=True)
     try:
-        events = carry_out(
+        events = run_attempt(
             _supervised(request), measuring, make_plan(measuring), console, StateFile(measuring.log_dir)
         )
     except HorovodTrainError as error:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.collectives.base import World, gather_json
+from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.errors import CheckpointError, UserError
 
 Array = npt.NDArray[Any]
@@ -36,31 +36,31 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         return np.dtype(getattr(ml_dtypes, name))
 
 
-def sum_over_ranks(world: World, array: Array) -> Array:
+def sum_over_ranks(world: Communicator, array: Array) -> Array:
     """Return the sum of an array over ranks, taken in double precision."""
-    total = world.sum(array.astype(np.float64).ravel().tolist())
+    total = world.allreduce_sum(array.astype(np.float64).ravel().tolist())
     return np.array(total).astype(array.dtype).reshape(array.shape)
 
 
-def mean_over_ranks(world: World, array: Array) -> Array:
+def mean_over_ranks(world: Communicator, array: Array) -> Array:
     """Return the mean of an array over ranks, taken in double precision."""
     return sum_over_ranks(world, array.astype(np.float64) / world.size).astype(array.dtype)
 
 
-def from_rank_0(world: World, array: Array) -> Array:
+def from_rank_0(world: Communicator, array: Array) -> Array:
     """Return rank 0's array."""
     mine = bytes(to_blob(array).data) if world.rank == 0 else b""
-    return from_blob(ArrayBlob(array.dtype.name, tuple(array.shape), world.gather(mine)[0]))
+    return from_blob(ArrayBlob(array.dtype.name, tuple(array.shape), world.allgather(mine)[0]))
 
 
-def check_same_layout(world: World, arrays: Mapping[str, Array]) -> None:
+def check_same_layout(world: Communicator, arrays: Mapping[str, Array]) -> None:
     """Check that all ranks have arrays of the same names, shapes and types.
 
     Raises:
         UserError: Ranks have made different models.
     """
     mine = [[name, list(array.shape), array.dtype.name] for name, array in arrays.items()]
-    layouts = gather_json(world, mine)
+    layouts = allgather_json(world, mine)
     for rank, layout in enumerate(layouts):
         if layout != layouts[0]:
             known = [entry for entry in layouts[0] if entry not in layout]

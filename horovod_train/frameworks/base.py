@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import MicroBatch, StepShare
 from horovod_train.errors import UserError
@@ -193,7 +193,7 @@ class Framework(Protocol):
     the job; the others are stepped by ours.
     """
 
-    def connect(self, job: Job) -> World:
+    def connect(self, job: Job) -> Communicator:
         """Join the ranks the process was started with; a world of one when there are none.
 
         Raises:
@@ -201,7 +201,7 @@ class Framework(Protocol):
         """
         ...
 
-    def prepare(self, job: Job, world: World) -> tuple[Replica, Reader, Reader | None]:
+    def prepare(self, job: Job, world: Communicator) -> tuple[Replica, Reader, Reader | None]:
         """Return this rank's replica and the readers of training and evaluation data.
 
         Raises:

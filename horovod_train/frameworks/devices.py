@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 
-from horovod_train.collectives.base import World, gather_json
+from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError, WorldError, describe_ranks
 
@@ -25,7 +25,9 @@ def gpu_uuid(number: int) -> str:
     return "" if cuda.cuDeviceGetUuid(ctypes.byref(uuid), device) else bytes(uuid).hex()
 
 
-def own_gpu(job: Job, world: World, num_gpus: int, uuid_of: Callable[[int], str] = gpu_uuid) -> int | None:
+def own_gpu(
+    job: Job, world: Communicator, num_gpus: int, uuid_of: Callable[[int], str] = gpu_uuid
+) -> int | None:
     """Return the number of the rank's own GPU in this process; None: the rank computes on the CPU.
 
     Where every rank of a host sees all its GPUs, each takes the one of its local rank. Where the
@@ -44,7 +46,7 @@ def own_gpu(job: Job, world: World, num_gpus: int, uuid_of: Callable[[int], str]
     if job.train.device == "cpu":
         return None
     mine = [world.host, world.local_rank, [uuid_of(number) or str(number) for number in range(num_gpus)]]
-    known: list[tuple[str, int, list[str]]] = gather_json(world, mine)
+    known: list[tuple[str, int, list[str]]] = allgather_json(world, mine)
     without = [rank for rank, (_, _, gpus) in enumerate(known) if not gpus]
     if job.train.device == "auto" and len(without) == world.size:
         return None
@@ -59,7 +61,7 @@ def own_gpu(job: Job, world: World, num_gpus: int, uuid_of: Callable[[int], str]
     return choose_gpu(world, seen, num_gpus, share=job.launch.share_gpus)
 
 
-def choose_gpu(world: World, seen: Sequence[Sequence[str]], num_gpus: int, *, share: bool) -> int:
+def choose_gpu(world: Communicator, seen: Sequence[Sequence[str]], num_gpus: int, *, share: bool) -> int:
     """Return the number of this rank's GPU, given what each rank of its host sees.
 
     Raises:

@@ -7,8 +7,8 @@ import logging
 import os
 from collections.abc import Mapping
 
-from horovod_train.collectives.base import SingleWorld, World
-from horovod_train.collectives.horovod import HorovodWorld, connect
+from horovod_train.collectives.base import Communicator, SingleRank
+from horovod_train.collectives.horovod import HorovodCommunicator, connect
 from horovod_train.config.schema import Health, Job
 from horovod_train.errors import LostError
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder
@@ -16,19 +16,21 @@ from horovod_train.horovod.environment import started_as_one_of_many
 
 log = logging.getLogger(__name__)
 
-_joined: dict[type[HorovodWorld], HorovodWorld] = {}
+_joined: dict[type[HorovodCommunicator], HorovodCommunicator] = {}
 
 
 def join(
-    world_class: type[HorovodWorld], job: Job | None = None, environ: Mapping[str, str] = os.environ
-) -> World:
+    communicator_class: type[HorovodCommunicator],
+    job: Job | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Communicator:
     """Join the ranks from a loop or script of the user's own; called again, it returns the same world.
 
     Where no launch of ours looks after the ranks, they look after each other: one that is silent for
     long is named, and those that wait for it for too long end.
 
     Args:
-        world_class: Which binding to use.
+        communicator_class: Which binding to use.
         job: As in ``connect``; says when a rank has been silent for too long, too.
         environ: What launchers leave in the environment.
 
@@ -36,17 +38,17 @@ def join(
         EngineError: It was started as one of several ranks, and Horovod is missing or cannot start.
     """
     if not started_as_one_of_many(environ):
-        return SingleWorld()
-    if (joined := _joined.get(world_class)) is not None:
+        return SingleRank()
+    if (joined := _joined.get(communicator_class)) is not None:
         if joined.hvd.is_initialized():
             return joined
         joined.at_close.close()  # a script has left by ``hvd.shutdown``
     health = job.health if job is not None else Health()
     with JoinWatch(health, log.warning, _end):
-        world = connect(world_class, job, environ)
-    assert isinstance(world, HorovodWorld)
-    _joined[world_class] = world
-    world.at_close.callback(_joined.pop, world_class)
+        world = connect(communicator_class, job, environ)
+    assert isinstance(world, HorovodCommunicator)
+    _joined[communicator_class] = world
+    world.at_close.callback(_joined.pop, communicator_class)
     if world.size > 1 and beat_folder(environ) is None:
         world.at_close.callback(PeerWatch(world, health, log.warning, _end).close)
         atexit.register(world.at_close.close)  # few scripts close it, and no one is to miss this rank then

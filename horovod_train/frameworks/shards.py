@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.data.shard import StepShare, epoch_order, num_steps, steps_of_epoch
 from horovod_train.errors import UserError
 
@@ -30,7 +30,7 @@ class Shards:
     """
 
     def __init__(
-        self, world: World, *arrays: Any, batch_size: int, shuffle: bool = True, seed: int = 0
+        self, world: Communicator, *arrays: Any, batch_size: int, shuffle: bool = True, seed: int = 0
     ) -> None:
         lengths = {len(array) for array in arrays}
         if len(lengths) != 1 or 0 in lengths:

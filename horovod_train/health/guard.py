@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Health
 from horovod_train.errors import NumericError, describe_ranks
 
@@ -16,7 +16,7 @@ class FiniteGuard:
     and so comes here together.
     """
 
-    def __init__(self, health: Health, world: World, *, scaler_skips: bool) -> None:
+    def __init__(self, health: Health, world: Communicator, *, scaler_skips: bool) -> None:
         self._health = health
         self._world = world
         self._scaler_skips = scaler_skips
@@ -42,7 +42,7 @@ class FiniteGuard:
     def _describe(self, step: int, loss: float, local_loss: float) -> str:
         if math.isfinite(loss):
             return f"step {step}: the loss is {loss:g}, but a gradient is not finite"
-        flags = self._world.gather(b"\0" if math.isfinite(local_loss) else b"\1")
+        flags = self._world.allgather(b"\0" if math.isfinite(local_loss) else b"\1")
         bad = [rank for rank, flag in enumerate(flags) if flag == b"\1"]
         return f"step {step}: the loss is {loss} because of {describe_ranks(bad)}"
 

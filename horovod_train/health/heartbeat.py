@@ -25,7 +25,7 @@ from time import monotonic, sleep
 
 import psutil
 
-from horovod_train.collectives.base import World, broadcast_json, gather_json
+from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
 from horovod_train.config.schema import Health
 from horovod_train.pids import kill, own_identity
 
@@ -81,7 +81,7 @@ class PeerWatch:
 
     def __init__(
         self,
-        world: World,
+        world: Communicator,
         health: Health,
         tell: Callable[[str], None],
         end: Callable[[str], None],
@@ -93,14 +93,14 @@ class PeerWatch:
         self._tell = tell
         self._end = end
         self._over = Event()
-        hosts = gather_json(world, world.host)
+        hosts = allgather_json(world, world.host)
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.settimeout(INTERVAL_S / 2)
         self._socket.bind((LOOPBACK if len(set(hosts)) == 1 else EVERYWHERE, 0))
         # Whoever does not know it is not one of us.
         self._token = str(broadcast_json(world, secrets.token_hex(8)))
         me = [_addresses(hosts), self._socket.getsockname()[1], own_identity()]
-        places = gather_json(world, me)
+        places = allgather_json(world, me)
         self._rank = world.rank
         distances = range(1, min(NUM_WATCHED, world.size - 1) + 1)
         self._targets = [places[(world.rank + distance) % world.size][:2] for distance in distances]

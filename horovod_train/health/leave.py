@@ -13,7 +13,7 @@ from collections.abc import Callable
 from time import monotonic
 from types import FrameType
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 ASK_INTERVAL_S = 0.5
@@ -55,7 +55,9 @@ class LeaveAgreement:
         clock: Seconds that only grow.
     """
 
-    def __init__(self, world: World, request: LeaveRequest, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self, world: Communicator, request: LeaveRequest, clock: Callable[[], float] = monotonic
+    ) -> None:
         self._world = world
         self._request = request
         self._clock = clock
@@ -79,7 +81,7 @@ class LeaveAgreement:
         now = self._clock()
         self.interval_s = now - self._asked_s
         # Every rank sees the same sums, and so asks again after the same number of steps.
-        wishes, seconds = self._world.sum([float(self._request.is_made), self.interval_s])
+        wishes, seconds = self._world.allreduce_sum([float(self._request.is_made), self.interval_s])
         step_s = seconds / self._world.size / self._num_steps
         wanted = min(MAX_STEPS_BETWEEN, int(ASK_INTERVAL_S / max(step_s, 1e-9)))
         # A few steps in a row may be quick, those whose batches were read ahead; the next are not.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from horovod_train.checkpoint.arrays import ReplicaState
-from horovod_train.collectives.base import World, gather_json
+from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.errors import DesyncError, describe_ranks
 
 MAX_GROUPS = 4
@@ -45,17 +45,17 @@ def digest(state: ReplicaState) -> str:
     return hasher.hexdigest()
 
 
-def check_before_saving(world: World, state: ReplicaState, step: int) -> None:
+def check_before_saving(world: Communicator, state: ReplicaState, step: int) -> None:
     """Compare this rank's state with all others' before rank 0's is saved for all.
 
     Raises:
         DesyncError: Ranks differ.
     """
-    if len(set(world.gather(digest(state).encode()))) > 1:
+    if len(set(world.allgather(digest(state).encode()))) > 1:
         check_in_sync(world, state, f"after step {step}, which is therefore not saved")
 
 
-def check_in_sync(world: World, state: ReplicaState, when: str) -> None:
+def check_in_sync(world: Communicator, state: ReplicaState, when: str) -> None:
     """Compare this rank's state with all others'.
 
     Two messages: one hash of everything, and only if those differ the hash of each array.
@@ -70,10 +70,10 @@ def check_in_sync(world: World, state: ReplicaState, when: str) -> None:
     """
     mine = fingerprints(state)
     whole = hashlib.blake2b(repr(sorted(mine.items())).encode(), digest_size=16).hexdigest()
-    wholes = [data.decode() for data in world.gather(whole.encode())]
+    wholes = [data.decode() for data in world.allgather(whole.encode())]
     if len(set(wholes)) == 1:
         return
-    everyone = gather_json(world, mine)
+    everyone = allgather_json(world, mine)
     names = sorted(set().union(*everyone))
     differing = [name for name in names if len({ranks.get(name) for ranks in everyone}) > 1]
     raise DesyncError(

@@ -9,7 +9,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 
-from horovod_train.collectives.base import World, gather_json
+from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.config.schema import Job
 from horovod_train.errors import WorldError, describe_ranks
 from horovod_train.horovod.fingerprint import differing
@@ -17,7 +17,7 @@ from horovod_train.horovod.fingerprint import differing
 MAX_NAMED = 4
 
 
-def check_world(job: Job, world: World, environment: Mapping[str, str]) -> None:
+def check_world(job: Job, world: Communicator, environment: Mapping[str, str]) -> None:
     """Refuse a world that is not the one asked for, or whose ranks are not alike; all ranks call it.
 
     Args:
@@ -37,11 +37,11 @@ def check_world(job: Job, world: World, environment: Mapping[str, str]) -> None:
     if world.size == 1:
         return
     facts = {"job": _digest(job.model_dump_json()), **environment}
-    known = gather_json(world, [world.host, facts])
+    known = allgather_json(world, [world.host, facts])
     hosts = [host for host, _ in known]
     check_alike(hosts, [facts for _, facts in known])
     # The exchange above has brought the ranks together: what differs now is their clocks.
-    check_clocks(hosts, gather_json(world, time.time()), job.health.max_clock_offset_s)
+    check_clocks(hosts, allgather_json(world, time.time()), job.health.max_clock_offset_s)
 
 
 def check_alike(hosts: Sequence[str], facts: Sequence[Mapping[str, str]]) -> None:

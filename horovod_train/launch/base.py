@@ -241,7 +241,7 @@ class Launcher(Protocol):
         ...
 
 
-class Waits:
+class PolledLauncher:
     """What launchers have in common that can only be asked how a job stands.
 
     Attributes:

@@ -13,7 +13,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from horovod_train.checkpoint.manager import WriteReport
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.telemetry import catalog
 from horovod_train.telemetry.catalog import CATALOG, RANK_LABELS, Metric
 
@@ -28,7 +28,7 @@ class Recorder:
         world_size_wanted: Ranks the job asked for.
     """
 
-    def __init__(self, job: str, run: str, world: World, world_size_wanted: int) -> None:
+    def __init__(self, job: str, run: str, world: Communicator, world_size_wanted: int) -> None:
         self.registry = CollectorRegistry()
         self._rank_labels = (job, run, str(world.rank), str(world.local_rank), world.host)
         self._metrics = {metric.name: self._make(metric) for metric in CATALOG}

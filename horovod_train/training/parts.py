@@ -10,7 +10,7 @@ from typing import Any
 from horovod_train.checkpoint.arrays import parse_state
 from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.manager import CheckpointManager, Resumed
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.data.shard import StepShare
 from horovod_train.errors import CheckpointError, NumericError
 from horovod_train.frameworks.base import Replica, StepOutcome
@@ -36,7 +36,7 @@ def record_step(recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: 
 
 def save_checkpoint(
     manager: CheckpointManager,
-    world: World,
+    world: Communicator,
     replica: Replica,
     progress: Progress,
     rng: bytes,
@@ -73,7 +73,7 @@ def save_checkpoint(
     )
 
 
-def go_on_from(
+def resume_from(
     resumed: Resumed,
     replica: Replica,
     progress: Progress,

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.data.shard import StepShare, epoch_order, steps_of_epoch
 from horovod_train.frameworks.base import Reader
 from horovod_train.training.progress import Progress
 
 
 def plan_epoch(
-    world: World, reader: Reader, progress: Progress, *, batch_size_per_rank: int, accumulation_steps: int
+    world: Communicator,
+    reader: Reader,
+    progress: Progress,
+    *,
+    batch_size_per_rank: int,
+    accumulation_steps: int,
 ) -> tuple[list[StepShare], Iterator[Any]]:
     """Return a rank's shares of the steps that the current epoch still has, and their batches."""
     order = progress.order

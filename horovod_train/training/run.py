@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare, num_steps
 from horovod_train.frameworks.base import Reader, Replica, StepOutcome
@@ -19,7 +19,7 @@ class Run:
     """One rank's part of one run of a job."""
 
     job: Job
-    world: World
+    world: Communicator
     replica: Replica
     train_reader: Reader
     eval_reader: Reader | None

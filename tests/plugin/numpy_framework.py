@@ -31,7 +31,7 @@ import numpy as np
 import psutil
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.collectives.base import SingleWorld, World
+from horovod_train.collectives.base import Communicator, SingleRank
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
 from horovod_train.errors import EngineError, PeerError
@@ -53,7 +53,7 @@ Arrays = dict[str, np.ndarray]
 MEET_S = 60.0
 
 
-class SocketWorld:
+class SocketCommunicator:
     """Ranks that talk through rank 0, over TCP; under any launcher that numbers them.
 
     They meet in the folder of the job's runs, which all hosts share: rank 0 writes down where it
@@ -71,16 +71,16 @@ class SocketWorld:
         self._place = self._folder / f".ranks-of-{launch_of(environ)}.json"
         self._peers = self._wait_for_others() if self.rank == 0 else {0: self._find_rank_0()}
 
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def allreduce_sum(self, values: Sequence[float]) -> list[float]:
         """Return the elementwise sum over ranks, added in the order of ranks."""
-        return self.sum_array(np.array(values, np.float64)).tolist()
+        return self.allreduce_array(np.array(values, np.float64)).tolist()
 
-    def sum_array(self, array: np.ndarray) -> np.ndarray:
+    def allreduce_array(self, array: np.ndarray) -> np.ndarray:
         """Return the sum of an array over ranks."""
-        pieces = [np.frombuffer(piece, array.dtype) for piece in self.gather(array.tobytes())]
+        pieces = [np.frombuffer(piece, array.dtype) for piece in self.allgather(array.tobytes())]
         return sum(pieces[1:], pieces[0].copy()).reshape(array.shape)
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def allgather(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, by rank."""
         self.waiting_since_s = time.monotonic()
         try:
@@ -185,7 +185,7 @@ class Sgd:
 class NumpyReplica:
     """Parameters and optimizer of one rank."""
 
-    def __init__(self, task: Any, optimizer: Sgd, world: World) -> None:
+    def __init__(self, task: Any, optimizer: Sgd, world: Communicator) -> None:
         self.task = task
         self.params: Arrays = {name: np.asarray(array) for name, array in task.model().items()}
         self._optimizer = optimizer
@@ -223,9 +223,9 @@ class NumpyReplica:
         )
 
     def _sum(self, array: np.ndarray) -> np.ndarray:
-        if isinstance(self._world, SocketWorld):
-            return self._world.sum_array(array)
-        return np.array(self._world.sum(array.tolist()))
+        if isinstance(self._world, SocketCommunicator):
+            return self._world.allreduce_array(array)
+        return np.array(self._world.allreduce_sum(array.tolist()))
 
     def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches."""
@@ -274,13 +274,13 @@ class NumpyReplica:
 class NumpyFramework:
     """NumPy, for one job in one process."""
 
-    def connect(self, job: Job) -> World:
+    def connect(self, job: Job) -> Communicator:
         """Join the ranks this process was started with; a world of one when there are none."""
         if not started_as_one_of_many(os.environ):
-            return SingleWorld()
-        return SocketWorld(job, os.environ)
+            return SingleRank()
+        return SocketCommunicator(job, os.environ)
 
-    def prepare(self, job: Job, world: World) -> tuple[NumpyReplica, NumpyReader, NumpyReader | None]:
+    def prepare(self, job: Job, world: Communicator) -> tuple[NumpyReplica, NumpyReader, NumpyReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         self.seed(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, ("model", "train_data", "gradient", "metrics"))

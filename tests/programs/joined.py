@@ -10,11 +10,11 @@ from pathlib import Path
 
 from horovod_train.config.schema import Health, Job
 from horovod_train.frameworks.join import join
-from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 
 folder, warning_s, shutdown_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 health = Health(stall_warning_s=warning_s, stall_shutdown_s=shutdown_s)
-world = join(TorchWorld, Job(name="own", task="own:Loop", health=health))
+world = join(TorchCommunicator, Job(name="own", task="own:Loop", health=health))
 (folder / f"rank-{world.rank}.txt").write_text("here")
 while True:
-    world.sum([1.0])
+    world.allreduce_sum([1.0])

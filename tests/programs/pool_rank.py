@@ -20,7 +20,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from horovod_train.collectives.horovod import HorovodWorld
+from horovod_train.collectives.horovod import HorovodCommunicator
 
 OF_LAUNCHERS = ("HOROVOD", "OMPI", "PMI", "PMIX")
 RANK = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
@@ -72,7 +72,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
 
 def main(port: int) -> None:
     """Do what the test process asks for, until it hangs up."""
-    HorovodWorld.close = lambda self: self.at_close.close()  # type: ignore[method-assign]
+    HorovodCommunicator.close = lambda self: self.at_close.close()  # type: ignore[method-assign]
     with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rw") as stream:
         hello = {"token": os.environ.pop("POOL_TOKEN"), "rank": RANK}
         stream.write(json.dumps(hello) + "\n")

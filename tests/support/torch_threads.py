@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from programs import cases
 
-from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 
 TIMEOUT_S = 20
 
@@ -91,8 +91,8 @@ class ThreadHvd:
         return name, number
 
 
-class TorchThreads(TorchWorld):
-    """The real ``TorchWorld``, that has not started Horovod."""
+class TorchThreads(TorchCommunicator):
+    """The real ``TorchCommunicator``, that has not started Horovod."""
 
     def __init__(self, rank: int, board: Board, host: str = "here") -> None:
         self.hvd = ThreadHvd(rank, board)

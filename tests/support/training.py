@@ -13,7 +13,7 @@ import numpy as np
 from numpy_framework import NumpyReplica, Sgd
 
 from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.collectives.base import SingleWorld, World
+from horovod_train.collectives.base import Communicator, SingleRank
 from horovod_train.config.schema import Data, Job
 from horovod_train.events import Reporter, parse_line
 from horovod_train.frameworks.randomness import load_rng_state, rng_state
@@ -102,7 +102,9 @@ class Noted:
         self.moments.append("end")
 
 
-def made(world: World | None = None, task: Task | None = None, *, has_eval: bool = True, **job: Any) -> Run:
+def made(
+    world: Communicator | None = None, task: Task | None = None, *, has_eval: bool = True, **job: Any
+) -> Run:
     """A run that is ready to begin, with a hook that notes."""
     fields = {
         "name": "line",
@@ -115,7 +117,7 @@ def made(world: World | None = None, task: Task | None = None, *, has_eval: bool
     }
     resolved = Job.model_validate(fields)
     task = task or Task()
-    world = world or SingleWorld()
+    world = world or SingleRank()
     replica = NumpyReplica(task, Sgd(0.5), world)
 
     def reader(num_samples: int) -> NumpyReader:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-class ThreadWorld:
+class ThreadCommunicator:
     """One rank of a world whose ranks are threads."""
 
     def __init__(self, rank: int, size: int, shared: _Shared, host: str = "here") -> None:
@@ -18,10 +18,10 @@ class ThreadWorld:
         self.waiting_since_s = None
         self._shared = shared
 
-    def sum(self, values: Sequence[float]) -> list[float]:
+    def allreduce_sum(self, values: Sequence[float]) -> list[float]:
         return [sum(column) for column in zip(*self._exchange(list(values)), strict=True)]
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def allgather(self, data: bytes) -> list[bytes]:
         return self._exchange(data)
 
     def close(self) -> None:
@@ -42,14 +42,14 @@ class _Shared:
         self.barrier = threading.Barrier(size)
 
 
-def on_ranks(size: int, function: Callable[[ThreadWorld], Any]) -> list[Any]:
+def on_ranks(size: int, function: Callable[[ThreadCommunicator], Any]) -> list[Any]:
     """Call a function once per rank, in threads; return results by rank, errors as values."""
     shared = _Shared(size)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(ThreadWorld(rank, size, shared))
+            results[rank] = function(ThreadCommunicator(rank, size, shared))
         except Exception as error:  # noqa: BLE001
             results[rank] = error
 

@@ -539,10 +539,10 @@ class TestWhileRanksRun:
     def test_that_is_elastic_goes_on_when_hosts_come_and_go(self, run, monkeypatch):
         carried = []
 
-        def carry_on(launcher, request, elastic, console, state, asked):
+        def run_elastic(launcher, request, elastic, console, state, asked):
             carried.append((elastic.min_ranks, state.read().state, list(asked)))
 
-        monkeypatch.setattr("horovod_train.launch.launchers.supervised.carry_on", carry_on)
+        monkeypatch.setattr("horovod_train.launch.launchers.supervised.run_elastic", run_elastic)
 
         assert run("raise SystemExit(7)", elastic={"min_ranks": 1, "max_ranks": 2}) == 0
 
@@ -551,7 +551,7 @@ class TestWhileRanksRun:
 
     def test_ranks_that_are_frozen_for_too_long_end_the_job(self, run, monkeypatch):
         @contextmanager
-        def watching(fleet, health, see, give_up):
+        def watching(hosts, health, see, give_up):
             give_up([Frozen(1, "here", 4711, 12.3, "stopped")])
             yield
 
@@ -565,7 +565,7 @@ class TestWhileRanksRun:
             on_lost("n7", "no answer")
             on_lost("n8", "no answer")
 
-        monkeypatch.setattr("horovod_train.launch.hosts.host_group.Fleet.watch", watch)
+        monkeypatch.setattr("horovod_train.launch.hosts.host_group.HostGroup.watch", watch)
 
         with pytest.raises(LostError, match=r"n7 does not answer any more \(no answer\)") as caught:
             run(START + "time.sleep(30)")
@@ -574,7 +574,7 @@ class TestWhileRanksRun:
 
     def test_a_host_that_is_silent_when_ranks_have_ended_is_to_blame(self, run, monkeypatch):
         monkeypatch.setattr(
-            "horovod_train.launch.hosts.host_group.Fleet.silent", lambda self, timeout_s: "n7"
+            "horovod_train.launch.hosts.host_group.HostGroup.silent", lambda self, timeout_s: "n7"
         )
 
         with pytest.raises(LostError, match=r"n7 does not answer any more \(it is silent\)") as caught:

@@ -41,10 +41,10 @@ from horovod_train.checkpoint.schema import (
     checked,
 )
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
-from horovod_train.collectives.base import SingleWorld
+from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Checkpoint, Job
 from horovod_train.errors import CheckpointError, OperationalError
-from horovod_train.training.parts import changes_since, go_on_from
+from horovod_train.training.parts import changes_since, resume_from
 from horovod_train.training.progress import DataOrder, Progress
 
 FILES = [
@@ -73,7 +73,7 @@ def state(value=1.0):
 
 
 def manager(folder, world=None, **section):
-    return CheckpointManager(folder, Checkpoint(**section), world or SingleWorld(), {"name": "job"})
+    return CheckpointManager(folder, Checkpoint(**section), world or SingleRank(), {"name": "job"})
 
 
 def save(checkpoints, step, value=1.0, metrics=None):
@@ -383,7 +383,7 @@ class TestManager:
         monkeypatch.setattr(store, "write_checkpoint", write_when_told)
         if not is_background:
             may_write.set()
-        checkpoints = CheckpointManager(tmp_path, Checkpoint(background=background), SingleWorld(), {})
+        checkpoints = CheckpointManager(tmp_path, Checkpoint(background=background), SingleRank(), {})
 
         def take_state(copy):
             copies.append(copy)
@@ -408,7 +408,7 @@ class TestManager:
     def test_a_full_disk_is_reported_and_training_goes_on_but_not_at_the_end(self, tmp_path, monkeypatch):
         reports = []
         checkpoints = CheckpointManager(
-            tmp_path, Checkpoint(background=True), SingleWorld(), {}, reports.append
+            tmp_path, Checkpoint(background=True), SingleRank(), {}, reports.append
         )
 
         def full(*_):
@@ -597,7 +597,7 @@ class TestForgery:
         again.close()
 
         with pytest.raises(CheckpointError, match="step-000000000007 does not fit: KeyError"):
-            go_on_from(resumed, Replica(), Progress(DataOrder(9, 0, shuffle=True)), None, None)
+            resume_from(resumed, Replica(), Progress(DataOrder(9, 0, shuffle=True)), None, None)
 
 
 class TestWhatHasChangedSince:
@@ -605,11 +605,11 @@ class TestWhatHasChangedSince:
 
     def resumed(self, folder, job, environment, order=None, before=None):
         first = CheckpointManager(
-            folder, Checkpoint(), SingleWorld(), before or self.JOB, environment={"torch version": "2.13.0"}
+            folder, Checkpoint(), SingleRank(), before or self.JOB, environment={"torch version": "2.13.0"}
         )
         save(first, 7)
         first.close()
-        again = CheckpointManager(folder, Checkpoint(), SingleWorld(), job, environment=environment)
+        again = CheckpointManager(folder, Checkpoint(), SingleRank(), job, environment=environment)
         resumed = again.latest()
         changes = changes_since(resumed, order or DataOrder(9, 0, shuffle=True))
         again.note_resumed(resumed.name, changes)
@@ -659,7 +659,7 @@ class TestWhatHasChangedSince:
         changed_state(tmp_path / "step-000000000007", lambda s: (s.pop("environment"), s.pop("history")))
 
         again = CheckpointManager(
-            tmp_path, Checkpoint(), SingleWorld(), {"name": "job"}, environment={"python": "3.11"}
+            tmp_path, Checkpoint(), SingleRank(), {"name": "job"}, environment={"python": "3.11"}
         )
         resumed = again.latest()
         again.close()

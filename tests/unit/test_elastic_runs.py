@@ -13,7 +13,7 @@ from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.submit import resolve
 from horovod_train.launch.supervise import elastic as module
-from horovod_train.launch.supervise.elastic import carry_on, on_hosts
+from horovod_train.launch.supervise.elastic import on_hosts, run_elastic
 
 
 def lost(*hosts, has_saved=False):
@@ -48,14 +48,14 @@ def train(tmp_path, monkeypatch):
     def run(*ends, asked=(), discover="echo localhost:3", **wishes):
         starts, ends = [], list(ends)
 
-        def carry_out(launcher, attempt, plan, console, state, beside, asked):
+        def run_attempt(launcher, attempt, plan, console, state, alongside, asked):
             assert plan.argv == (attempt.rank_command,)
-            with beside(lambda: None):  # as while ranks run
+            with alongside(lambda: None):  # as while ranks run
                 starts.append(attempt)
             if ends:
                 raise ends.pop(0)
 
-        monkeypatch.setattr(module, "carry_out", carry_out)
+        monkeypatch.setattr(module, "run_attempt", run_attempt)
         wishes = {"min_ranks": 1, "max_ranks": 2, "poll_s": 0.05, "wait_s": 0.3, "cooldown_s": 0.01, **wishes}
         elastic = Elastic(discover=discover, **wishes)
         launch = {"elastic": elastic.model_dump(exclude_none=True)}
@@ -63,7 +63,7 @@ def train(tmp_path, monkeypatch):
         run.request = request = resolve(job, "run-1")
         request.log_dir.mkdir(parents=True, exist_ok=True)
         run.console, run.state, run.starts = Shown(), StateFile(request.log_dir), starts
-        carry_on(Plans(), request, elastic, run.console, run.state, asked)
+        run_elastic(Plans(), request, elastic, run.console, run.state, asked)
         return starts
 
     return run

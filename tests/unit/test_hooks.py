@@ -14,7 +14,7 @@ from support.worlds import on_ranks
 
 from horovod_train.checkpoint import store
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
-from horovod_train.collectives.base import SingleWorld
+from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import CheckpointError, DesyncError, NumericError, PreemptedError
 from horovod_train.health.leave import LeaveAgreement, LeaveRequest
 from horovod_train.telemetry.recorder import Recorder
@@ -410,7 +410,7 @@ class TestProgress:
 
     def reported(self, clock, step_s, interval_s, world=None, **job):
         told = Told()
-        run = made(world or SingleWorld(), **job)
+        run = made(world or SingleRank(), **job)
 
         class Pass(Hook):
             def on_step(self, run, report):

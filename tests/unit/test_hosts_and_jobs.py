@@ -31,8 +31,8 @@ from horovod_train.launch.hosts import host_actions as on_host
 from horovod_train.launch.hosts import host_group as fleet_module
 from horovod_train.launch.hosts import hostlist as hosts_module
 from horovod_train.launch.hosts import readings
-from horovod_train.launch.hosts.host_actions import RUN_VARIABLE, OnHost, can_read_memory, usable_cores
-from horovod_train.launch.hosts.host_group import Fleet, Here, There, check_alike, gather
+from horovod_train.launch.hosts.host_actions import RUN_VARIABLE, HostActions, can_read_memory, usable_cores
+from horovod_train.launch.hosts.host_group import HostGroup, LocalHost, RemoteHost, check_alike, connect_all
 from horovod_train.launch.hosts.hostlist import Host, hosts_of, read_hostfile
 from horovod_train.launch.hosts.interfaces import Chosen, choose
 from horovod_train.launch.hosts.secrets import read_secrets, without_secrets
@@ -140,7 +140,7 @@ class TestOnAHost:
         return tmp_path / "stage"
 
     def test_files_are_for_this_user_alone_and_are_removed(self, stage):
-        host = OnHost(str(stage))
+        host = HostActions(str(stage))
         host.put({"rank": "#!/bin/sh\n", "environment": "A=1\n"})
 
         assert [
@@ -155,7 +155,7 @@ class TestOnAHost:
 
     def test_a_folder_that_is_there_already_is_somebody_elses(self, stage):
         stage.mkdir()
-        host = OnHost(str(stage))
+        host = HostActions(str(stage))
 
         with pytest.raises(FileExistsError):
             host.put({})
@@ -166,7 +166,7 @@ class TestOnAHost:
     def test_a_process_that_turns_into_another_program_is_found_too(self, stage, monkeypatch):
         with subprocess.Popen(["sleep", "60"], env={RUN_VARIABLE: str(stage)}) as mine:
             wait_until(lambda: psutil.Process(mine.pid).environ())
-            host = OnHost(str(stage))
+            host = HostActions(str(stage))
             look, looks = host._processes, []
 
             def see_nothing_at_first():
@@ -184,7 +184,7 @@ class TestOnAHost:
         other = subprocess.Popen(["sleep", "60"], env={RUN_VARIABLE: f"{stage}-other"})
         wait_until(lambda: psutil.Process(mine.pid).name() == psutil.Process(other.pid).name() == "sleep")
 
-        killed = OnHost(str(stage)).kill()
+        killed = HostActions(str(stage)).kill()
 
         assert killed == 1
         assert mine.wait(5) == -signal.SIGKILL
@@ -196,13 +196,13 @@ class TestOnAHost:
         env = {**os.environ, RUN_VARIABLE: str(stage)}
         helper = subprocess.Popen(["sleep", "60"], env=env)
 
-        assert OnHost(str(stage)).signal_ranks(signal.SIGUSR1) == 0
+        assert HostActions(str(stage)).signal_ranks(signal.SIGUSR1) == 0
         assert helper.poll() is None
         helper.kill()
         helper.wait()
 
     def test_a_listener_is_known_by_its_name(self, stage):
-        host = OnHost(str(stage))
+        host = HostActions(str(stage))
         port = host.listen(address="127.0.0.1", name="a")
 
         targets = [("a", "127.0.0.1", port), ("b", "127.0.0.1", port), ("c", "127.0.0.1", 1)]
@@ -273,7 +273,7 @@ class TestCores:
     def variables(self, host, *, reads_memory=True, **launch):
         job = Job(name="j", task="digits", launch=Launch(**launch))
         found = {"cores": 8, "has_mpi": False, "prefix": "/p", "path": "/bin", "reads_memory": reads_memory}
-        return rank_variables(job, Here(host, "no-stage"), found, None, {})
+        return rank_variables(job, LocalHost(host, "no-stage"), found, None, {})
 
     def test_are_shared_by_the_ranks_of_a_host(self):
         assert self.variables(Host("a", 4, is_here=True))["OMP_NUM_THREADS"] == "2"
@@ -299,7 +299,7 @@ class TestCores:
         chosen = Chosen("eth0", "10.0.0.1", "asked for")
         there = rank_variables(
             Job(name="j", task="digits"),
-            Here(Host("a", 2), "no-stage"),
+            LocalHost(Host("a", 2), "no-stage"),
             {"cores": 8, "has_mpi": False, "prefix": "/p", "path": "/bin"},
             chosen,
             {},
@@ -320,9 +320,9 @@ class TestCores:
         [(2, 10 * 2**20, False), (2, 10 * 2**20 - 1, True), (1, 0, False), (2, None, False)],
     )
     def test_share_memory_that_has_to_have_room(self, num_ranks, free_bytes, is_refused):
-        fleet = Fleet([Here(Host("a", num_ranks, is_here=True), "no-stage")])
+        hosts = HostGroup([LocalHost(Host("a", num_ranks, is_here=True), "no-stage")])
         with pytest.raises(LostError) if is_refused else nullcontext() as caught:
-            check_shared_memory(fleet, {"a": {"shared_memory_bytes": free_bytes}})
+            check_shared_memory(hosts, {"a": {"shared_memory_bytes": free_bytes}})
 
         if is_refused:
             assert "a: /dev/shm has room for 10.0 MiB, and 2 ranks need 10 MiB" in str(caught.value)
@@ -349,7 +349,7 @@ class TestSignsOfLife:
     @pytest.fixture
     def host(self, tmp_path):
         (tmp_path / "stage").mkdir()
-        return OnHost(str(tmp_path / "stage"))
+        return HostActions(str(tmp_path / "stage"))
 
     def sleeper(self, program="import time; time.sleep(60)"):
         return subprocess.Popen([sys.executable, "-c", program])
@@ -469,10 +469,10 @@ class TestFleet:
     """A shell of this machine in place of ssh: agents are real."""
 
     def test_an_agent_does_what_it_is_told(self, tmp_path):
-        fleet = gather([Host("a", 1), Host("b", 1)], lambda _: A_SHELL, str(tmp_path / "stage"), 20)
+        hosts = connect_all([Host("a", 1), Host("b", 1)], lambda _: A_SHELL, str(tmp_path / "stage"), 20)
 
-        found = fleet.each("describe", lambda _: {"others": []})
-        fleet.close()
+        found = hosts.each("describe", lambda _: {"others": []})
+        hosts.close()
 
         assert found["a"]["python"] == found["b"]["python"] == sys.executable
         assert found["a"]["cores"] == len(os.sched_getaffinity(0))
@@ -485,7 +485,7 @@ class TestFleet:
 
         def error_of(*names):
             with pytest.raises(LostError) as caught:
-                gather([Host(name, 1) for name in names], shell, str(tmp_path / "stage"), 20)
+                connect_all([Host(name, 1) for name in names], shell, str(tmp_path / "stage"), 20)
             return caught.value
 
         one, two = error_of("bad", "good"), error_of("bad", "good", "worse")
@@ -497,64 +497,68 @@ class TestFleet:
 
     def test_an_error_on_a_host_names_it(self, tmp_path):
         (tmp_path / "stage").mkdir()
-        fleet = gather([Host("a", 1)], lambda _: A_SHELL, str(tmp_path / "stage"), 20)
+        hosts = connect_all([Host("a", 1)], lambda _: A_SHELL, str(tmp_path / "stage"), 20)
 
         with pytest.raises(LaunchError, match="a: FileExistsError"):
-            fleet.each("put", lambda _: {"files": {}})
-        fleet.close()
+            hosts.each("put", lambda _: {"files": {}})
+        hosts.close()
 
     def test_an_agent_whose_launcher_is_silent_kills_what_is_there(self, tmp_path):
         stage = tmp_path / "stage"
-        member = There(Host("a", 1), A_SHELL, str(stage), silence_s=0.5)
-        member.call("put", files={})
+        connection = RemoteHost(Host("a", 1), A_SHELL, str(stage), silence_s=0.5)
+        connection.call("put", files={})
         rank = subprocess.Popen(["sleep", "60"], env={RUN_VARIABLE: str(stage)})
 
         assert rank.wait(10) == -signal.SIGKILL
         wait_until(lambda: not stage.exists())
-        member.close()
+        connection.close()
 
     def test_a_lost_host_is_noticed_once(self, tmp_path):
-        member = There(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
-        fleet, lost, noticed = Fleet([member]), [], Event()
-        fleet.watch(5, lambda host, why: (lost.append((host, why)), noticed.set()))
+        connection = RemoteHost(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
+        hosts, lost, noticed = HostGroup([connection]), [], Event()
+        hosts.watch(5, lambda host, why: (lost.append((host, why)), noticed.set()))
 
-        member.abandon()
+        connection.abandon()
 
         assert noticed.wait(10)
-        fleet.close()
+        hosts.close()
         assert lost == [("a", "its ssh connection ended")]
 
     def test_a_host_that_is_silent_is_lost_too(self, tmp_path, monkeypatch):
         monkeypatch.setattr(fleet_module, "PING_INTERVAL_S", 0.1)
-        member = There(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
-        fleet, lost, noticed = Fleet([member]), [], Event()
-        fleet.watch(0.5, lambda host, why: (lost.append((host, why)), noticed.set()))
+        connection = RemoteHost(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
+        hosts, lost, noticed = HostGroup([connection]), [], Event()
+        hosts.watch(0.5, lambda host, why: (lost.append((host, why)), noticed.set()))
         time.sleep(1.0)
         assert not lost, "it answers"
 
-        os.kill(member.pid, signal.SIGSTOP)
+        os.kill(connection.pid, signal.SIGSTOP)
 
         assert noticed.wait(10)
-        fleet.close()
+        hosts.close()
         assert lost == [("a", lost[0][1])]
         assert lost[0][1].startswith("silent for ")
 
     def test_whether_all_answer_now_can_be_asked(self, tmp_path):
-        members = [There(Host(name, 1), A_SHELL, str(tmp_path / name), 20) for name in "ab"]
-        fleet = Fleet([Here(Host("localhost", 1, is_here=True), str(tmp_path / "here")), *members])
-        assert fleet.silent(5) == ""
-        assert fleet.pids == {member.pid for member in members}
+        connections = [RemoteHost(Host(name, 1), A_SHELL, str(tmp_path / name), 20) for name in "ab"]
+        hosts = HostGroup(
+            [LocalHost(Host("localhost", 1, is_here=True), str(tmp_path / "here")), *connections]
+        )
+        assert hosts.silent(5) == ""
+        assert hosts.pids == {connection.pid for connection in connections}
 
-        os.kill(members[1].pid, signal.SIGSTOP)
+        os.kill(connections[1].pid, signal.SIGSTOP)
 
-        assert fleet.silent(0.5) == "b"
-        assert members[1].is_cut or members[1]._process.wait(5)
-        fleet.close()
+        assert hosts.silent(0.5) == "b"
+        assert connections[1].is_cut or connections[1]._process.wait(5)
+        hosts.close()
 
     def test_ranks_of_all_hosts_are_counted_signalled_and_killed(self, tmp_path):
         stages = [str(tmp_path / name) for name in "ab"]
-        members = [There(Host(name, 1), A_SHELL, stage, 20) for name, stage in zip("ab", stages, strict=True)]
-        fleet = Fleet(members)
+        connections = [
+            RemoteHost(Host(name, 1), A_SHELL, stage, 20) for name, stage in zip("ab", stages, strict=True)
+        ]
+        hosts = HostGroup(connections)
         # As a rank looks from outside.
         program = (
             "import os, pathlib, signal, time; signal.signal(signal.SIGUSR1, lambda *_: None)\n"
@@ -569,38 +573,38 @@ class TestFleet:
         ]
         wait_until(lambda: len(list(tmp_path.glob("rank-*"))) == 2)
 
-        assert fleet.signal_ranks(signal.SIGUSR1) == 2
+        assert hosts.signal_ranks(signal.SIGUSR1) == 2
         assert [rank.poll() for rank in ranks] == [None, None]
-        fleet.kill()
+        hosts.kill()
 
         assert [rank.wait(5) for rank in ranks] == [-signal.SIGKILL] * 2
-        fleet.close()
+        hosts.close()
 
     def test_a_host_that_does_not_answer_keeps_no_other_from_being_cleared(self, tmp_path):
-        members = [There(Host(name, 1), A_SHELL, str(tmp_path / name), 20) for name in "ab"]
-        members[0].abandon()
-        members[0]._process.wait()
+        connections = [RemoteHost(Host(name, 1), A_SHELL, str(tmp_path / name), 20) for name in "ab"]
+        connections[0].abandon()
+        connections[0]._process.wait()
         rank = subprocess.Popen(["sleep", "60"], env={RUN_VARIABLE: str(tmp_path / "b")})
-        fleet = Fleet(members)
+        hosts = HostGroup(connections)
 
-        fleet.kill()
+        hosts.kill()
 
         assert rank.wait(5) == -signal.SIGKILL
-        fleet.close()
+        hosts.close()
 
     def test_a_python_that_is_not_there_is_named(self, tmp_path):
         settings = HostSettings(python="/nowhere/python")
 
         with pytest.raises(LaunchError, match="a: there is no /nowhere/python"):
-            gather([Host("a", 1, settings=settings)], lambda _: A_SHELL, str(tmp_path), 20)
+            connect_all([Host("a", 1, settings=settings)], lambda _: A_SHELL, str(tmp_path), 20)
 
     def test_this_machine_takes_part_directly(self, tmp_path):
-        fleet = gather(
+        hosts = connect_all(
             [Host("localhost", 2, is_here=True)], lambda _: ["/bin/false"], str(tmp_path / "s"), 20
         )
 
-        assert isinstance(fleet.members[0], Here)
-        fleet.close()
+        assert isinstance(hosts.connections[0], LocalHost)
+        hosts.close()
 
     def test_hosts_that_differ_are_named_with_values(self):
         alike = {"numpy version": "2.4", "task code": "x"}
@@ -1040,7 +1044,7 @@ class TestWhatAHostSaysOfItself:
         assert on_host.source_towards("host.invalid") == ""
 
     def test_an_address_is_reached_if_whoever_answers_is_meant(self, tmp_path):
-        host = OnHost(str(tmp_path / "stage"))
+        host = HostActions(str(tmp_path / "stage"))
         port = host.listen("127.0.0.1", "a")
 
         assert host.reach("127.0.0.1", [("a", "127.0.0.1", port)]) == {}
@@ -1051,14 +1055,14 @@ class TestWhatAHostSaysOfItself:
         assert failed == {"a": "Connection refused"}
 
     def test_readings_are_taken_there(self, tmp_path):
-        found = OnHost(str(tmp_path / "stage")).examine([str(tmp_path)], ["localhost"], [9])
+        found = HostActions(str(tmp_path / "stage")).examine([str(tmp_path)], ["localhost"], [9])
 
         assert isinstance(found, dict)
         assert found
 
     def test_a_failure_of_this_machine_is_a_lost_host(self, tmp_path):
         (tmp_path / "stage").mkdir()
-        here = Here(Host("localhost", 1, is_here=True), str(tmp_path / "stage"))
+        here = LocalHost(Host("localhost", 1, is_here=True), str(tmp_path / "stage"))
 
         with pytest.raises(LostError, match="localhost: put: .*File exists") as caught:
             here.call("put", files={})
@@ -1067,35 +1071,35 @@ class TestWhatAHostSaysOfItself:
             here.ask("put", files={}).result()
 
     def test_an_agent_that_does_not_answer_in_time_is_a_lost_host(self, tmp_path, monkeypatch):
-        member = There(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
+        connection = RemoteHost(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
         monkeypatch.setattr(fleet_module, "CALL_TIMEOUT_S", 0.3)
-        os.kill(member.pid, signal.SIGSTOP)
+        os.kill(connection.pid, signal.SIGSTOP)
 
         with pytest.raises(LostError, match=r"a: no answer for 0\.3 s") as caught:
-            member.call("describe", others=[])
+            connection.call("describe", others=[])
 
         assert caught.value.hosts == ("a",)
-        os.kill(member.pid, signal.SIGCONT)
-        member.close()
+        os.kill(connection.pid, signal.SIGCONT)
+        connection.close()
 
     def test_an_agent_that_does_not_end_is_killed(self, tmp_path, monkeypatch):
-        member = There(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
-        os.kill(member.pid, signal.SIGSTOP)
-        wait = member._process.wait
-        monkeypatch.setattr(member._process, "wait", lambda timeout=None: wait(timeout and 0.3))
+        connection = RemoteHost(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
+        os.kill(connection.pid, signal.SIGSTOP)
+        wait = connection._process.wait
+        monkeypatch.setattr(connection._process, "wait", lambda timeout=None: wait(timeout and 0.3))
 
-        member.close()
+        connection.close()
 
-        assert member._process.returncode == -signal.SIGKILL
+        assert connection._process.returncode == -signal.SIGKILL
 
     def test_an_agent_that_is_gone_is_a_lost_host_with_its_last_words(self, tmp_path):
-        member = There(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
-        member.abandon()
-        member._process.wait()
+        connection = RemoteHost(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
+        connection.abandon()
+        connection._process.wait()
 
         with pytest.raises(LostError, match="a: the connection ended: ssh ended with code -9"):
-            member.call("describe", others=[])
-        member.close()
+            connection.call("describe", others=[])
+        connection.close()
 
 
 class TestWhatIsRemembered:

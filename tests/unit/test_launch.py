@@ -24,7 +24,7 @@ from horovod_train.events import Event, Reporter, as_text, lines_of_ranks, parse
 from horovod_train.horovod import build, environment
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts.host_group import Fleet
+from horovod_train.launch.hosts.host_group import HostGroup
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.interfaces import Chosen
 from horovod_train.launch.hosts.secrets import Mask, too_short_to_hide
@@ -446,9 +446,9 @@ def test_the_plan_of_an_elastic_job_says_that_hosts_are_found_later(tmp_path):
 
 
 class TestHostsBeforeALaunch:
-    """What members of a fleet say is given; what follows from it is not."""
+    """What the hosts say is given; what follows from it is not."""
 
-    class Member:
+    class HostConnection:
         def __init__(self, name, says):
             self.host, self.says, self.asked = Host(name, 1), says, []
 
@@ -456,31 +456,31 @@ class TestHostsBeforeALaunch:
             self.asked.append((name, args))
             return self.says.get(name)
 
-    def fleet(self, **says):
-        return Fleet([self.Member(name, each) for name, each in says.items()])
+    def hosts(self, **says):
+        return HostGroup([self.HostConnection(name, each) for name, each in says.items()])
 
     CHOSEN: ClassVar = {name: Chosen("eth0", f"10.0.0.{n}", "asked for") for n, name in enumerate("abc")}
 
     def test_each_reaches_the_next_and_the_first(self):
-        fleet = self.fleet(**{name: {"listen": 7000 + n, "reach": {}} for n, name in enumerate("abc")})
+        hosts = self.hosts(**{name: {"listen": 7000 + n, "reach": {}} for n, name in enumerate("abc")})
 
-        check_reach(fleet, self.CHOSEN)
+        check_reach(hosts, self.CHOSEN)
 
-        asked = {member.host.name: dict(member.asked)["reach"] for member in fleet.members}
+        asked = {connection.host.name: dict(connection.asked)["reach"] for connection in hosts.connections}
         assert asked["a"] == {"source": "10.0.0.0", "targets": [("b", "10.0.0.1", 7001)]}
         assert asked["b"]["targets"] == [("c", "10.0.0.2", 7002), ("a", "10.0.0.0", 7000)]
         assert asked["c"]["targets"] == [("a", "10.0.0.0", 7000)]
-        assert dict(fleet.members[0].asked)["listen"] == {"address": "10.0.0.0", "name": "a"}
+        assert dict(hosts.connections[0].asked)["listen"] == {"address": "10.0.0.0", "name": "a"}
 
     def test_one_that_is_not_reached_is_named_with_both_ends(self):
-        fleet = self.fleet(
+        hosts = self.hosts(
             a={"listen": 1, "reach": {"b": "No route to host"}},
             b={"listen": 1, "reach": {}},
             c={"listen": 1, "reach": {"b": "Connection refused"}},
         )
 
         with pytest.raises(LostError) as caught:
-            check_reach(fleet, self.CHOSEN)
+            check_reach(hosts, self.CHOSEN)
 
         assert "a (eth0, 10.0.0.0) does not reach b (eth0, 10.0.0.1): No route to host" in str(caught.value)
         assert "c (eth0, 10.0.0.2) does not reach b" in str(caught.value)
@@ -500,7 +500,7 @@ class TestHostsBeforeALaunch:
             "b": {**ways, "reached_at": "127.0.0.1"},
         }
 
-        chosen = choose_interfaces(self.fleet(a={}, b={}), Job(name="j", task="digits"), descriptions)
+        chosen = choose_interfaces(self.hosts(a={}, b={}), Job(name="j", task="digits"), descriptions)
 
         assert {name: found.name for name, found in chosen.items()} == {"a": "eth0", "b": "lo"}
 

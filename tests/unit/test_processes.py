@@ -14,7 +14,7 @@ import pytest
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.hosts.agent import READY, answer
-from horovod_train.launch.hosts.host_actions import RUN_VARIABLE, OnHost
+from horovod_train.launch.hosts.host_actions import RUN_VARIABLE, HostActions
 from horovod_train.launch.supervise.process import (
     _is_alive,
     adopting_orphans,
@@ -80,7 +80,7 @@ class TestAnAgent:
 
     def test_an_error_is_an_answer(self, tmp_path):
         (tmp_path / "stage").mkdir()
-        host = OnHost(str(tmp_path / "stage"))
+        host = HostActions(str(tmp_path / "stage"))
 
         found = answer(host, {"id": 7, "do": "put", "args": {"files": {}}})
 

@@ -33,12 +33,12 @@ class ThreadWire:
 
     def finish(self, handle):
         tensor, _ = handle
-        pieces = self.world.gather(tensor.double().numpy().tobytes())
+        pieces = self.world.allgather(tensor.double().numpy().tobytes())
         total = sum(torch.frombuffer(bytearray(piece), dtype=torch.float64) for piece in pieces)
         tensor.copy_(total)
 
-    def gather(self, data):
-        return self.world.gather(data)
+    def allgather(self, data):
+        return self.world.allgather(data)
 
 
 class Given:

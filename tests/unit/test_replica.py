@@ -12,7 +12,7 @@ from support.worlds import on_ranks
 from torch import nn
 from unit.test_reducer import ThreadWire
 
-from horovod_train.collectives.base import SingleWorld
+from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Allreduce, Job, Train
 from horovod_train.data.shard import share_of_step
 from horovod_train.errors import CheckpointError, UserError
@@ -42,7 +42,7 @@ class Task:
 def replica(world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, guard=False, **train):
     model = copy.deepcopy(MODEL)
     parameters = list(trained(model) if trained else model.parameters())
-    world = world or SingleWorld()
+    world = world or SingleRank()
     made = optimizer(parameters, lr=0.1)
     gradients = (
         LocalGradients(made)
@@ -92,7 +92,7 @@ def test_an_optimizer_of_something_outside_the_model_is_refused():
     optimizer = torch.optim.SGD([*MODEL.parameters(), outside], lr=0.1)
 
     with pytest.raises(UserError, match="not in the model"):
-        make_gradients(Allreduce(), MODEL, optimizer, SingleWorld())
+        make_gradients(Allreduce(), MODEL, optimizer, SingleRank())
 
 
 def bad_gradient(loss):
@@ -252,7 +252,7 @@ def test_a_compiled_job_trains_the_compiled_model(tmp_path):
     )
     torch._dynamo.register_backend(note_graph, name="noting")
 
-    made, reader, _ = TorchFramework().prepare(job, SingleWorld())
+    made, reader, _ = TorchFramework().prepare(job, SingleRank())
     share = share_of_step(0, 6, batch_size=6, accumulation_steps=1, rank=0, size=1)
     made.step(share, reader.read(0, np.arange(6), share.micro_batches), 0.1, want_norm=False)
 

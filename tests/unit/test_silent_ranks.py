@@ -11,7 +11,7 @@ from horovod_train.launch.supervise import frozen_ranks as module
 from horovod_train.launch.supervise.frozen_ranks import Frozen, find_frozen, watching_ranks
 
 
-class Fleet:
+class HostGroup:
     """Says one after the other for how long rank 1 has been silent; at last for ever the last."""
 
     def __init__(self, *silences_s):
@@ -31,23 +31,23 @@ def looks_are_quick(monkeypatch):
     monkeypatch.setattr(module, "LOOK_INTERVAL_S", 0.01)
 
 
-def watch(fleet, **health):
+def watch(hosts, **health):
     told, lost = [], []
-    with watching_ranks(fleet, Health(**health), told.append, lost.extend):
-        fleet.over.wait(5)
+    with watching_ranks(hosts, Health(**health), told.append, lost.extend):
+        hosts.over.wait(5)
         Event().wait(0.1)
     return told, lost
 
 
 def test_a_rank_is_named_once_and_again_when_it_goes_on():
-    told, lost = watch(Fleet(0, 3, 4, 5, 0, 0), stall_warning_s=3, stall_shutdown_s=60)
+    told, lost = watch(HostGroup(0, 3, 4, 5, 0, 0), stall_warning_s=3, stall_shutdown_s=60)
 
     assert told == ["rank 1 on a (process 7, stopped) shows no sign of life", ""]
     assert lost == []
 
 
 def test_it_is_given_up_once():
-    _, lost = watch(Fleet(3, 9, 10, 11), stall_warning_s=3, stall_shutdown_s=10)
+    _, lost = watch(HostGroup(3, 9, 10, 11), stall_warning_s=3, stall_shutdown_s=10)
 
     assert [(each.rank, each.host, each.silent_s) for each in lost] == [(1, "a", 10)]
 
@@ -56,7 +56,7 @@ def test_it_is_given_up_once():
     ("silent_s", "is_named", "is_lost"), [(1.9, False, False), (3.9, True, False), (4, True, True)]
 )
 def test_nobody_is_missed_for_signs_that_come_late(silent_s, is_named, is_lost):
-    told, lost = watch(Fleet(silent_s), stall_warning_s=0.1, stall_shutdown_s=0.2)
+    told, lost = watch(HostGroup(silent_s), stall_warning_s=0.1, stall_shutdown_s=0.2)
 
     assert (bool(told), bool(lost)) == (is_named, is_lost)
 

@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from horovod_train.checkpoint.manager import WriteReport
-from horovod_train.collectives.base import SingleWorld
+from horovod_train.collectives.base import SingleRank
 from horovod_train.frameworks.base import PHASES, StepClock
 from horovod_train.telemetry.catalog import CATALOG, RANK_LABELS
 from horovod_train.telemetry.exporter import PORT_STEP, Exporter
@@ -46,7 +46,7 @@ def record(recorder, **changes):
 
 @pytest.fixture
 def recorder():
-    return Recorder("job", "run", SingleWorld(), 4)
+    return Recorder("job", "run", SingleRank(), 4)
 
 
 def test_a_step_moves_every_metric_it_speaks_of(recorder):

@@ -10,7 +10,7 @@ import sys
 import pytest
 from support.worlds import on_ranks
 
-from horovod_train.collectives.base import SingleWorld
+from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job, Launch, Train
 from horovod_train.errors import UserError, WorldError
 from horovod_train.frameworks.devices import own_gpu
@@ -94,7 +94,7 @@ class TestLeaving:
 
     def test_one_rank_alone_leaves_at_once(self):
         request = LeaveRequest()
-        agreement = LeaveAgreement(SingleWorld(), request)
+        agreement = LeaveAgreement(SingleRank(), request)
 
         assert not agreement.reached()
         request.is_made = True

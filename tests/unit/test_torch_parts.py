@@ -21,13 +21,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.collectives.base import SingleWorld
+from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Allreduce, Data, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch import framework as module
 from horovod_train.frameworks.torch import reader as reader_module
 from horovod_train.frameworks.torch import state, sweep
+from horovod_train.frameworks.torch.collectives import TorchCommunicator, share_cores
 from horovod_train.frameworks.torch.framework import (
     TorchFramework,
     choose_device,
@@ -37,7 +38,6 @@ from horovod_train.frameworks.torch.framework import (
 from horovod_train.frameworks.torch.reader import TorchReader, to_device
 from horovod_train.frameworks.torch.reducer import LocalGradients
 from horovod_train.frameworks.torch.replica import _scaler_state
-from horovod_train.frameworks.torch.world import TorchWorld, share_cores
 
 
 def job(**sections):
@@ -56,7 +56,7 @@ class TestConnecting:
     def test_joins_the_ranks_and_does_nothing_else(self, calls):
         TorchFramework().connect(job())
 
-        assert calls == [("connect", TorchWorld)]
+        assert calls == [("connect", TorchCommunicator)]
 
     def test_has_as_many_threads_as_the_job_says(self, calls):
         TorchFramework().connect(job(launch={"threads_per_rank": 3}))
@@ -120,14 +120,14 @@ class TestDevices:
     def test_without_a_gpu_it_is_the_cpu(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
-        assert choose_device(job(), SingleWorld()) == torch.device("cpu")
+        assert choose_device(job(), SingleRank()) == torch.device("cpu")
 
     def test_each_rank_of_a_host_has_a_gpu_of_its_own(self, monkeypatch):
         chosen = []
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
 
-        assert choose_device(job(), replace(SingleWorld(), local_rank=1)) == torch.device("cuda", 1)
+        assert choose_device(job(), replace(SingleRank(), local_rank=1)) == torch.device("cuda", 1)
         assert chosen == [torch.device("cuda", 1)]
 
 
@@ -193,13 +193,13 @@ class TestGradients:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         with pytest.raises(UserError, match="the optimizer trains no parameter"):
-            make_gradients(Allreduce(), model, optimizer, SingleWorld())
+            make_gradients(Allreduce(), model, optimizer, SingleRank())
 
     def test_of_one_rank_need_no_exchange(self):
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        assert isinstance(make_gradients(Allreduce(), model, optimizer, SingleWorld()), LocalGradients)
+        assert isinstance(make_gradients(Allreduce(), model, optimizer, SingleRank()), LocalGradients)
 
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  (what tasks have)
@@ -328,7 +328,7 @@ class TestTheSweepWithMpi:
 
     def test_is_told_beside_horovods(self, monkeypatch, capsys):
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
-        monkeypatch.setattr(sweep, "connect", lambda *_: SingleWorld())
+        monkeypatch.setattr(sweep, "connect", lambda *_: SingleRank())
         monkeypatch.setattr(sweep, "mpi_communicator", self.Communicator)
         monkeypatch.setattr(sweep, "SIZES_BYTES", (1024,))
         monkeypatch.setattr(sweep, "exchange_in_pairs", lambda *_: [{"hosts": ["a", "b"], "seconds": 0.1}])

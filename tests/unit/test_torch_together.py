@@ -13,20 +13,20 @@ from support.reference import joint_batch_weights
 from support.torch_threads import Board, Task, TorchThreads, on_torch_ranks
 from torch import nn
 
-from horovod_train.collectives import horovod as world_module
-from horovod_train.collectives.base import SingleWorld
+from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Data, Health, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import LostError, PeerError, UserError, WorldError
+from horovod_train.frameworks import join as join_module
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.torch import sweep
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.framework import TorchFramework, make_gradients, optimizer_of
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.reducer import GradientReducer
 from horovod_train.frameworks.torch.replica import TorchReplica
-from horovod_train.frameworks.torch.world import TorchWorld
 from horovod_train.health.sync import fingerprints
 from horovod_train.tasks.digits import Digits
 from horovod_train.training.loop import evaluate, train
@@ -85,7 +85,7 @@ def test_ranks_train_like_one_process_with_the_joint_batch(case, size):
 class TestTheWorld:
     def test_adds_up_and_gathers(self):
         def rank(world):
-            return world.sum([world.rank, 0.1]), world.gather(b"x" * world.rank)
+            return world.allreduce_sum([world.rank, 0.1]), world.allgather(b"x" * world.rank)
 
         for total, gathered in on_torch_ranks(3, rank):
             assert total == [3.0, pytest.approx(0.3, abs=1e-15)]
@@ -167,15 +167,15 @@ class TestJoining:
             def close(self):
                 self.is_closed = True
 
-        monkeypatch.setattr(world_module, "PeerWatch", Watch)
-        monkeypatch.setattr(world_module, "connect", lambda *_: TorchThreads(0, Board(2)))
-        monkeypatch.setattr(world_module, "_joined", {})
+        monkeypatch.setattr(join_module, "PeerWatch", Watch)
+        monkeypatch.setattr(join_module, "connect", lambda *_: TorchThreads(0, Board(2)))
+        monkeypatch.setattr(join_module, "_joined", {})
         return watches
 
     def test_ranks_look_after_each_other_until_they_leave(self, watches):
         health = Health(stall_warning_s=7)
 
-        world = join(TorchWorld, Job(name="j", task="own:Loop", health=health), STARTED)
+        world = join(TorchCommunicator, Job(name="j", task="own:Loop", health=health), STARTED)
 
         (watch,) = watches
         assert (watch.world, watch.health, watch.is_closed) == (world, health, False)
@@ -183,40 +183,40 @@ class TestJoining:
         assert watch.is_closed
 
     def test_a_second_time_it_is_the_same_world_until_that_is_left(self, watches):
-        world = join(TorchWorld, None, STARTED)
+        world = join(TorchCommunicator, None, STARTED)
 
-        assert join(TorchWorld, None, STARTED) is world
+        assert join(TorchCommunicator, None, STARTED) is world
         assert len(watches) == 1
         world.close()
-        again = join(TorchWorld, None, STARTED)
+        again = join(TorchCommunicator, None, STARTED)
         assert again is not world
         assert len(watches) == 2
         again.close()
 
     def test_after_horovod_was_shut_down_it_is_another_one(self, watches):
-        world = join(TorchWorld, None, STARTED)
+        world = join(TorchCommunicator, None, STARTED)
         world.hvd.shutdown()
 
-        again = join(TorchWorld, None, STARTED)
+        again = join(TorchCommunicator, None, STARTED)
 
         assert again is not world
         assert [watch.is_closed for watch in watches] == [True, False]
-        assert join(TorchWorld, None, STARTED) is again
+        assert join(TorchCommunicator, None, STARTED) is again
         again.close()
 
     def test_where_a_launch_looks_after_them_they_need_not(self, watches):
-        join(TorchWorld, None, {**STARTED, "HOROVOD_TRAIN_RUN": "/somewhere"}).close()
+        join(TorchCommunicator, None, {**STARTED, "HOROVOD_TRAIN_RUN": "/somewhere"}).close()
 
         assert watches == []
 
     def test_alone_there_is_nobody_to_join(self, watches):
-        assert isinstance(join(TorchWorld, None, {}), SingleWorld)
+        assert isinstance(join(TorchCommunicator, None, {}), SingleRank)
         assert watches == []
 
     def test_a_script_that_ends_is_not_missed(self, watches, monkeypatch):
         at_exit = []
-        monkeypatch.setattr(world_module.atexit, "register", at_exit.append)
-        join(TorchWorld, None, STARTED)
+        monkeypatch.setattr(join_module.atexit, "register", at_exit.append)
+        join(TorchCommunicator, None, STARTED)
 
         (end,) = at_exit
         end()
@@ -225,9 +225,9 @@ class TestJoining:
 
     def test_one_that_waits_for_too_long_ends_with_the_code_of_lost_ranks(self, monkeypatch, caplog):
         codes = []
-        monkeypatch.setattr(world_module.os, "_exit", codes.append)
+        monkeypatch.setattr(join_module.os, "_exit", codes.append)
 
-        world_module._end("rank 1 on here has shown no sign of life for 600 s")
+        join_module._end("rank 1 on here has shown no sign of life for 600 s")
 
         assert codes == [LostError.exit_code]
         assert "rank 1 on here has shown no sign of life for 600 s; this rank ends" in caplog.text
@@ -276,7 +276,7 @@ class TestTheReplica:
     def test_is_evaluated_without_dropout(self):
         model = nn.Sequential(nn.Dropout(0.5))
         model.register_parameter("weight", nn.Parameter(torch.zeros(1)))
-        replica = self.replica(SingleWorld(), model)
+        replica = self.replica(SingleRank(), model)
 
         class Kept:
             def metrics(self, model, batch):
@@ -327,13 +327,13 @@ class TestTheExchange:
             ]
 
         assert on_torch_ranks(2, rank) == [[16 + 8 + 8, 8 + 8 + 8]] * 2
-        assert Exchange(SingleWorld()).bytes_on_wire(tensors) == 0
+        assert Exchange(SingleRank()).bytes_on_wire(tensors) == 0
 
     def test_alone_is_what_it_was(self):
         tensors = [torch.ones(2)]
 
-        assert Exchange(SingleWorld()).sum(tensors)[0] is tensors[0]
-        assert Exchange(SingleWorld()).mean(tensors)[0].tolist() == [1.0, 1.0]
+        assert Exchange(SingleRank()).sum(tensors)[0] is tensors[0]
+        assert Exchange(SingleRank()).mean(tensors)[0].tolist() == [1.0, 1.0]
 
 
 class TestTheSweep:
@@ -418,7 +418,7 @@ class TestThePartsOfAJob:
     def test_are_drawn_from_the_jobs_seed_alone(self):
         def drawn():
             job = Job.model_validate({"name": "j", "task": "digits", "train": {"seed": 3}})
-            replica, _, _ = TorchFramework().prepare(job, SingleWorld())
+            replica, _, _ = TorchFramework().prepare(job, SingleRank())
             return torch.cat([p.detach().flatten() for p in replica.model.parameters()])
 
         torch.manual_seed(1)
@@ -437,7 +437,7 @@ class TestThePartsOfAJob:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
         job = Job.model_validate({"name": "j", "task": "digits", "train": {"deterministic": True}})
         try:
-            TorchFramework().prepare(job, SingleWorld())
+            TorchFramework().prepare(job, SingleRank())
 
             assert torch.are_deterministic_algorithms_enabled()
             assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -18,7 +18,7 @@ from support.worlds import on_ranks
 
 from horovod_train import worker
 from horovod_train.checkpoint.store import list_checkpoints
-from horovod_train.collectives.base import SingleWorld
+from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, PeerError, PreemptedError, UserError, WorldError
 from horovod_train.health.leave import LeaveRequest
@@ -73,7 +73,7 @@ def ranks(tmp_path, monkeypatch):
                     error = found
             return told, error
 
-        return [rank(SingleWorld())] if size == 1 else on_ranks(size, rank)
+        return [rank(SingleRank())] if size == 1 else on_ranks(size, rank)
 
     here = threading.local()
     real = Registry.load

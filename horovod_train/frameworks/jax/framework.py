@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.devices import own_gpu
@@ -23,7 +23,7 @@ from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.task import load_task
-from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 
 
 class JaxFramework:
@@ -32,7 +32,7 @@ class JaxFramework:
     def __init__(self) -> None:
         self._keys: Keys | None = None
 
-    def connect(self, job: Job) -> World:
+    def connect(self, job: Job) -> Communicator:
         """Join the ranks this process was started with; a world of one when there are none."""
         if job.launch.threads_per_rank is not None:
             # The callback holds one thread while it waits for other ranks.
@@ -41,9 +41,9 @@ class JaxFramework:
             be_deterministic()
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.reader")
-        return connect(TorchWorld, job)
+        return connect(TorchCommunicator, job)
 
-    def prepare(self, job: Job, world: World) -> tuple[JaxReplica, NumpyReader, NumpyReader | None]:
+    def prepare(self, job: Job, world: Communicator) -> tuple[JaxReplica, NumpyReader, NumpyReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         choose_device(job, world)
         self._keys = Keys()
@@ -92,7 +92,7 @@ def be_deterministic() -> None:
     os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true".strip()
 
 
-def choose_device(job: Job, world: World) -> None:
+def choose_device(job: Job, world: Communicator) -> None:
     """Make the rank's own GPU the default device, or the CPU.
 
     Raises:

@@ -17,24 +17,24 @@ from typing import Any
 import jax
 import optax
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
 from horovod_train.frameworks.jax.reducer import Exchange
 from horovod_train.frameworks.join import join
-from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 
 
-def init() -> World:
+def init() -> Communicator:
     """Join the ranks this process was started with; a world of one when there are none.
 
     Raises:
         EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
     """
-    return join(TorchWorld)
+    return join(TorchCommunicator)
 
 
 def average_over_ranks(
-    world: World, *, bucket_size_mib: float = 8.0, wire_dtype: Any = "float32"
+    world: Communicator, *, bucket_size_mib: float = 8.0, wire_dtype: Any = "float32"
 ) -> optax.GradientTransformation:
     """Return a transformation that replaces gradients by their mean over ranks.
 
@@ -52,7 +52,7 @@ def average_over_ranks(
     return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
 
 
-def broadcast(world: World, tree: Any) -> Any:
+def broadcast(world: Communicator, tree: Any) -> Any:
     """Return rank 0's arrays on every rank: call it on parameters before the first step.
 
     Raises:

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from jax.experimental import io_callback
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.arrays import Array
 from horovod_train.frameworks.buckets import plan_buckets
 from horovod_train.frameworks.jax.in_place import in_place, shapes_of
-from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 
 NARROW = (jnp.bfloat16, jnp.float16)  # summed in 32 bits: Horovod knows no bfloat16, and fp16 overflows
 
@@ -46,7 +46,7 @@ class Exchange:
         error: What ended the last exchange; JAX passes on its text only.
     """
 
-    world: World
+    world: Communicator
     bucket_size_bytes: int = 8 * 2**20
     wire_dtype: Any = jnp.float32
     seconds: float = field(default=0.0, init=False)
@@ -104,7 +104,7 @@ class Exchange:
     def _sum(self, name: str, buckets: Sequence[Array]) -> None:
         """Give all buckets to Horovod at once, and wait until the sums have taken their places."""
         started = perf_counter()
-        assert isinstance(self.world, TorchWorld)
+        assert isinstance(self.world, TorchCommunicator)
         world = self.world
         try:
             handles = [

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
 from horovod_train.errors import UserError
@@ -62,7 +62,7 @@ class JaxReplica:
         *,
         params: Any,
         optimizer: optax.GradientTransformation,
-        world: World,
+        world: Communicator,
         job: Job,
         task: JaxTask,
         keys: Keys,

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from horovod_train.collectives.base import World, mean_over_ranks
+from horovod_train.collectives.base import Communicator, mean_over_ranks
 from horovod_train.config.schema import LearningRate
 from horovod_train.frameworks import arrays, variables
 from horovod_train.lr.policy import LearningRatePolicy
@@ -19,7 +19,7 @@ class BroadcastState(keras.callbacks.Callback):
         UserError: Ranks have made different models.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Communicator) -> None:
         super().__init__()
         self._world = world
 
@@ -28,7 +28,7 @@ class BroadcastState(keras.callbacks.Callback):
         broadcast(self.model, self._world)
 
 
-def broadcast(model: keras.Model, world: World) -> None:
+def broadcast(model: keras.Model, world: Communicator) -> None:
     """Take over rank 0's weights and optimizer state.
 
     Raises:
@@ -52,7 +52,7 @@ class ExactMetrics(keras.callbacks.Callback):
     of training itself is the mean over ranks. Put it before callbacks that look at metrics.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Communicator) -> None:
         super().__init__()
         self._world = world
 
@@ -69,7 +69,7 @@ class ExactMetrics(keras.callbacks.Callback):
             logs.update(means)
 
 
-def exact_metrics(model: keras.Model, world: World) -> dict[str, float]:
+def exact_metrics(model: keras.Model, world: Communicator) -> dict[str, float]:
     """Return the metrics of a model from what they have counted on all ranks together."""
     if world.size > 1:
         for variable in model.metrics_variables:
@@ -90,7 +90,7 @@ class ScaledLearningRate(keras.callbacks.Callback):
         lr: Fields of the job description's ``lr`` section, such as ``base_lr=0.1``.
     """
 
-    def __init__(self, world: World, *, batch_size_per_rank: int, epochs: int, **lr: Any) -> None:
+    def __init__(self, world: Communicator, *, batch_size_per_rank: int, epochs: int, **lr: Any) -> None:
         super().__init__()
         self._section = LearningRate(**lr)
         self._world = world

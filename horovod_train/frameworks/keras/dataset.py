@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.keras.feed import weighted
 from horovod_train.frameworks.shards import Shards
 
@@ -27,7 +27,7 @@ class ShardedDataset(keras.utils.PyDataset):
     """
 
     def __init__(
-        self, world: World, x: Any, y: Any, *, batch_size: int, shuffle: bool = True, seed: int = 0
+        self, world: Communicator, x: Any, y: Any, *, batch_size: int, shuffle: bool = True, seed: int = 0
     ) -> None:
         super().__init__()
         self._shards = Shards(world, x, y, batch_size=batch_size, shuffle=shuffle, seed=seed)

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import keras
 
-from horovod_train.collectives.base import World
-from horovod_train.collectives.horovod import HorovodWorld
+from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.join import join
@@ -36,27 +36,27 @@ class Exchange(Protocol):
         ...
 
 
-def init(job: Job | None = None) -> World:
+def init(job: Job | None = None) -> Communicator:
     """Join the ranks this process was started with; a world of one when there are none.
 
     Raises:
         EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
     """
-    return join(world_class(), job)
+    return join(communicator_class(), job)
 
 
-def world_class() -> type[HorovodWorld]:
+def communicator_class() -> type[HorovodCommunicator]:
     """Return the world of the back end that Keras uses."""
     if keras.backend.backend() == "tensorflow":
-        from horovod_train.frameworks.tensorflow.world import TensorflowWorld
+        from horovod_train.frameworks.tensorflow.collectives import TensorflowCommunicator
 
-        return TensorflowWorld
-    from horovod_train.frameworks.torch.world import TorchWorld
+        return TensorflowCommunicator
+    from horovod_train.frameworks.torch.collectives import TorchCommunicator
 
-    return TorchWorld
+    return TorchCommunicator
 
 
-def make_exchange(world: World, allreduce: Allreduce) -> Exchange:
+def make_exchange(world: Communicator, allreduce: Allreduce) -> Exchange:
     """Return what sums tensors of the back end that Keras uses.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 import keras
 
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.collectives.base import World, any_rank, mean_over_ranks
+from horovod_train.collectives.base import Communicator, any_rank, mean_over_ranks
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
@@ -20,7 +20,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
 from horovod_train.frameworks.keras.callbacks import set_learning_rate
-from horovod_train.frameworks.keras.exchange import Exchange, world_class
+from horovod_train.frameworks.keras.exchange import Exchange, communicator_class
 from horovod_train.frameworks.keras.feed import as_keras_reads, feed
 from horovod_train.frameworks.keras.optimizer import distribute, exchange_of
 from horovod_train.frameworks.keras.replica import KerasReplica, take_back_state
@@ -39,7 +39,7 @@ class KerasFramework:
     def __init__(self) -> None:
         self._seeds: list[Any] = []
 
-    def connect(self, job: Job) -> World:
+    def connect(self, job: Job) -> Communicator:
         """Join the ranks this process was started with; a world of one when there are none."""
         if job.launch.threads_per_rank is not None:
             limit_threads(job.launch.threads_per_rank)
@@ -47,9 +47,9 @@ class KerasFramework:
             be_deterministic()
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.reader")
-        return connect(world_class(), job)
+        return connect(communicator_class(), job)
 
-    def prepare(self, job: Job, world: World) -> tuple[KerasReplica, NumpyReader, NumpyReader | None]:
+    def prepare(self, job: Job, world: Communicator) -> tuple[KerasReplica, NumpyReader, NumpyReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         self._job, self._world = job, world
         choose_device(job, world)
@@ -151,7 +151,7 @@ class _Moments(keras.callbacks.Callback):
     def __init__(
         self,
         bridge: Bridge,
-        world: World,
+        world: Communicator,
         exchange: Exchange,
         shares: list[StepShare],
         accumulation_steps: int,
@@ -191,7 +191,7 @@ class _Moments(keras.callbacks.Callback):
         if place < self._accumulation_steps - 1:
             return
         local_loss = self._loss.take() / self._world.size
-        (loss,) = self._world.sum([local_loss])
+        (loss,) = self._world.allreduce_sum([local_loss])
         wait_s, self._exchange.seconds = self._exchange.seconds, 0.0
         if wait_s:
             self._clock.move("compute", "allreduce_wait", wait_s)
@@ -359,7 +359,7 @@ def load_torch_generators(states: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(torch.from_numpy(states["cuda"].copy()))
 
 
-def choose_device(job: Job, world: World) -> None:
+def choose_device(job: Job, world: Communicator) -> None:
     """Give the back end the rank's own GPU, or the CPU.
 
     Raises:

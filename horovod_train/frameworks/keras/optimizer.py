@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Allreduce
 from horovod_train.errors import UserError
 from horovod_train.frameworks.keras.exchange import Exchange, make_exchange
@@ -20,7 +20,7 @@ from horovod_train.frameworks.keras.exchange import Exchange, make_exchange
 
 def distribute(
     optimizer: keras.Optimizer,
-    world: World,
+    world: Communicator,
     *,
     bucket_size_mib: float = 8.0,
     wire_dtype: str = "fp32",
@@ -58,7 +58,7 @@ def distribute(
     return optimizer
 
 
-def _become(optimizer: keras.Optimizer, mixin: type, world: World, exchange: Exchange) -> None:
+def _become(optimizer: keras.Optimizer, mixin: type, world: Communicator, exchange: Exchange) -> None:
     base = type(optimizer)
     if issubclass(base, _Distributed):
         raise UserError("the optimizer is distributed already", hint="call distribute() once")
@@ -76,7 +76,7 @@ def exchange_of(optimizer: keras.Optimizer) -> Exchange:
 class _Distributed:
     """What is mixed into an optimizer's class."""
 
-    _horovod: tuple[World, Exchange]
+    _horovod: tuple[Communicator, Exchange]
 
 
 class _AppliesTheMean(_Distributed):

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from horovod_train.checkpoint.arrays import ReplicaState
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.data.shard import StepShare
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.arrays import check_same_optimizer, from_rank_0, mean_over_ranks
@@ -28,7 +28,7 @@ class KerasReplica:
         world: The ranks.
     """
 
-    def __init__(self, model: keras.Model, world: World) -> None:
+    def __init__(self, model: keras.Model, world: Communicator) -> None:
         self.model = model
         self._world = world
         layers = list(model._flatten_layers())  # noqa: SLF001  (Keras has no public way to all layers)

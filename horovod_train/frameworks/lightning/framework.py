@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch.nn.utils import get_total_norm
 
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare, eval_micro_batches
@@ -29,11 +29,11 @@ from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import choose_device, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.reducer import LocalGradients
 from horovod_train.frameworks.torch.replica import TorchReplica
-from horovod_train.frameworks.torch.world import TorchWorld
 
 
 class LightningReplica(TorchReplica):
@@ -57,15 +57,17 @@ class LightningReplica(TorchReplica):
 class LightningFramework:
     """Lightning, for one job in one process."""
 
-    def connect(self, job: Job) -> World:
+    def connect(self, job: Job) -> Communicator:
         """Join the ranks this process was started with; a world of one when there are none."""
         if job.launch.threads_per_rank is not None:
             torch.set_num_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.torch.reader")
-        return connect(TorchWorld, job)
+        return connect(TorchCommunicator, job)
 
-    def prepare(self, job: Job, world: World) -> tuple[LightningReplica, TorchReader, TorchReader | None]:
+    def prepare(
+        self, job: Job, world: Communicator
+    ) -> tuple[LightningReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)

@@ -16,15 +16,15 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torchmetrics import Metric
 
 from horovod_train.checkpoint.arrays import dump_state, parse_state
-from horovod_train.collectives.base import World, barrier
+from horovod_train.collectives.base import Communicator, barrier
 from horovod_train.config.schema import Allreduce
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.join import join
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.framework import make_gradients
 from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.state import pack_tensors, unpack_tensors
-from horovod_train.frameworks.torch.world import TorchWorld
 
 OPERATIONS = {"mean": "Average", "avg": "Average", "sum": "Sum", "min": "Min", "max": "Max"}
 NATIVE_DTYPES = {torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
@@ -34,7 +34,7 @@ FACTOR = "horovod_train_lr_factor"
 class HorovodEnvironment(ClusterEnvironment):
     """Ranks that ``horovodrun``, ``mpirun`` or ``srun`` started."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Communicator) -> None:
         super().__init__()
         self._world = world
 
@@ -120,9 +120,9 @@ class HorovodStrategy(ParallelStrategy):
         scale_learning_rate: Literal["linear", "sqrt", "none"] = "none",
         bucket_size_mib: float = 8.0,
         wire_dtype: Literal["fp32", "fp16"] = "fp32",
-        world: World | None = None,
+        world: Communicator | None = None,
     ) -> None:
-        self.world = join(TorchWorld) if world is None else world
+        self.world = join(TorchCommunicator) if world is None else world
         super().__init__(
             accelerator, parallel_devices, HorovodEnvironment(self.world), checkpoint_io, precision_plugin
         )
@@ -231,7 +231,7 @@ class HorovodStrategy(ParallelStrategy):
     def _average_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace gradients by their mean over ranks; one that any rank has, all ranks get."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        num_users = self.world.sum([float(p.grad is not None) for p in parameters])
+        num_users = self.world.allreduce_sum([float(p.grad is not None) for p in parameters])
         used = [p for p, users in zip(parameters, num_users, strict=True) if users]
         for parameter in used:
             if parameter.grad is None:
@@ -283,15 +283,15 @@ class HorovodStrategy(ParallelStrategy):
                 f"cannot broadcast a {type(obj).__name__}: {error.message}",
                 hint="send plain data; objects are not pickled between ranks",
             ) from error
-        return unpack_tensors(*parse_state(self.world.gather(data)[src]))["value"]
+        return unpack_tensors(*parse_state(self.world.allgather(data)[src]))["value"]
 
     def barrier(self, name: str | None = None) -> None:
         """Return when every rank has come here."""
         barrier(self.world)
 
     @property
-    def _horovod(self) -> TorchWorld:
-        assert isinstance(self.world, TorchWorld)
+    def _horovod(self) -> TorchCommunicator:
+        assert isinstance(self.world, TorchCommunicator)
         return self.world
 
     def _synchronize_metrics(self) -> None:
@@ -305,7 +305,7 @@ class HorovodStrategy(ParallelStrategy):
     def _gather_tensors(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
         """Return the tensor of each rank; first dimensions may differ."""
         tree, arrays = pack_tensors({"value": tensor}, None)
-        pieces = self.world.gather(dump_state(tree, arrays))
+        pieces = self.world.allgather(dump_state(tree, arrays))
         return [unpack_tensors(*parse_state(piece))["value"].to(tensor.device) for piece in pieces]
 
     # -- checkpoints

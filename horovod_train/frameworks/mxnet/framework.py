@@ -11,13 +11,13 @@ import mxnet as mx
 import numpy as np
 
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.devices import own_gpu
+from horovod_train.frameworks.mxnet.collectives import MxnetCommunicator, to_arrays
 from horovod_train.frameworks.mxnet.replica import MxnetReplica, Seeds
 from horovod_train.frameworks.mxnet.task import REQUIRED
-from horovod_train.frameworks.mxnet.world import MxnetWorld, to_arrays
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
@@ -30,13 +30,13 @@ class MxnetFramework:
     def __init__(self) -> None:
         self._seeds = Seeds()
 
-    def connect(self, job: Job) -> World:
+    def connect(self, job: Job) -> Communicator:
         """Join the ranks this process was started with; a world of one when there are none."""
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.reader")
-        return connect(MxnetWorld, job)
+        return connect(MxnetCommunicator, job)
 
-    def prepare(self, job: Job, world: World) -> tuple[MxnetReplica, NumpyReader, NumpyReader | None]:
+    def prepare(self, job: Job, world: Communicator) -> tuple[MxnetReplica, NumpyReader, NumpyReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         context = choose_context(job, world)
         mx.random.seed(mix(job.train.seed, 0, 0) % 2**31)
@@ -78,7 +78,7 @@ class MxnetFramework:
         self._seeds.state = (mixed % 2**31, 0)
 
 
-def choose_context(job: Job, world: World) -> Any:
+def choose_context(job: Job, world: Communicator) -> Any:
     """Return the rank's own GPU, or the CPU.
 
     Raises:

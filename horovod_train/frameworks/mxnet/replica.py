@@ -11,15 +11,15 @@ import numpy as np
 
 from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
-from horovod_train.collectives.base import World
-from horovod_train.collectives.horovod import HorovodWorld
+from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
 from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.mxnet.collectives import Exchange, size_bytes, to_arrays
 from horovod_train.frameworks.mxnet.task import MxnetTask
-from horovod_train.frameworks.mxnet.world import Exchange, size_bytes, to_arrays
 from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import batch_length
 
@@ -58,7 +58,7 @@ class MxnetReplica:
         *,
         model: Any,
         optimizer: Any,
-        world: World,
+        world: Communicator,
         job: Job,
         task: MxnetTask,
         context: Any,
@@ -128,7 +128,7 @@ class MxnetReplica:
             return float(values[-1].asscalar())
 
         world = self._world
-        return world.call(exchange) if isinstance(world, HorovodWorld) else exchange()
+        return world.call(exchange) if isinstance(world, HorovodCommunicator) else exchange()
 
     def _finish(
         self, gradients: list[Any], loss: float, lr: float, *, want_norm: bool

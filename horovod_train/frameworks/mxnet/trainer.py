@@ -6,19 +6,19 @@ from typing import Any
 
 import mxnet as mx
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
 from horovod_train.frameworks.join import join
-from horovod_train.frameworks.mxnet.world import Exchange, MxnetWorld
+from horovod_train.frameworks.mxnet.collectives import Exchange, MxnetCommunicator
 
 
-def init() -> World:
+def init() -> Communicator:
     """Join the ranks this process was started with; a world of one when there are none.
 
     Raises:
         EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
     """
-    return join(MxnetWorld)
+    return join(MxnetCommunicator)
 
 
 class DistributedTrainer(mx.gluon.Trainer):
@@ -36,7 +36,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         self,
         params: Any,
         optimizer: Any,
-        world: World,
+        world: Communicator,
         optimizer_params: dict[str, Any] | None = None,
         *,
         bucket_size_mib: float = 8.0,
@@ -49,7 +49,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         self._exchange.sum([p.grad() for p in self._params if p.grad_req != "null"])
 
 
-def broadcast(world: World, params: Any) -> None:
+def broadcast(world: Communicator, params: Any) -> None:
     """Give parameters rank 0's values: call it before the first step, when all have their shapes.
 
     Raises:

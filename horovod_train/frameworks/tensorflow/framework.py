@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
@@ -22,9 +22,9 @@ from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.tensorflow.collectives import TensorflowCommunicator
 from horovod_train.frameworks.tensorflow.replica import TensorflowReplica
 from horovod_train.frameworks.tensorflow.task import REQUIRED
-from horovod_train.frameworks.tensorflow.world import TensorflowWorld
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
@@ -35,7 +35,7 @@ class TensorflowFramework:
     def __init__(self) -> None:
         self._seeds: list[Any] = []
 
-    def connect(self, job: Job) -> World:
+    def connect(self, job: Job) -> Communicator:
         """Join the ranks this process was started with; a world of one when there are none."""
         if keras.backend.backend() != "tensorflow":
             raise UserError(
@@ -46,9 +46,11 @@ class TensorflowFramework:
             tf.config.threading.set_intra_op_parallelism_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.reader")
-        return connect(TensorflowWorld, job)
+        return connect(TensorflowCommunicator, job)
 
-    def prepare(self, job: Job, world: World) -> tuple[TensorflowReplica, NumpyReader, NumpyReader | None]:
+    def prepare(
+        self, job: Job, world: Communicator
+    ) -> tuple[TensorflowReplica, NumpyReader, NumpyReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         if job.train.deterministic:
             tf.config.experimental.enable_op_determinism()
@@ -97,7 +99,7 @@ class TensorflowFramework:
         variables.seed(self._seeds, mixed)
 
 
-def choose_device(job: Job, world: World) -> None:
+def choose_device(job: Job, world: Communicator) -> None:
     """Show TensorFlow the rank's own GPU only, or none.
 
     Raises:

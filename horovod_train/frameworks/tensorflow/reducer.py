@@ -12,9 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.buckets import plan_buckets
-from horovod_train.frameworks.tensorflow.world import TensorflowWorld
+from horovod_train.frameworks.tensorflow.collectives import TensorflowCommunicator
 
 NARROW = (tf.bfloat16, tf.float16)  # summed in 32 bits: Horovod knows no bfloat16, and fp16 overflows
 
@@ -32,7 +32,7 @@ class Exchange:
         seconds: 0: inside of a graph, waiting cannot be told from computing.
     """
 
-    world: World
+    world: Communicator
     bucket_size_bytes: int = 8 * 2**20
     wire_dtype: tf.DType = tf.float32
     seconds: float = field(default=0.0, init=False)
@@ -53,7 +53,7 @@ class Exchange:
         arrays = [tf.convert_to_tensor(tensor) for tensor in tensors]
         if self.world.size == 1:
             return arrays
-        assert isinstance(self.world, TensorflowWorld)
+        assert isinstance(self.world, TensorflowCommunicator)
         hvd = self.world.hvd
         kinds = [self._type_on_wire(array.dtype) for array in arrays]
         lengths = [int(array.shape.num_elements()) for array in arrays]

@@ -14,8 +14,8 @@ import keras
 import tensorflow as tf
 
 from horovod_train.checkpoint.arrays import ReplicaState
-from horovod_train.collectives.base import World
-from horovod_train.collectives.horovod import HorovodWorld
+from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare
 from horovod_train.errors import UserError
@@ -51,7 +51,7 @@ class TensorflowReplica:
     """
 
     def __init__(
-        self, *, model: Any, optimizer: keras.Optimizer, world: World, job: Job, task: TensorflowTask
+        self, *, model: Any, optimizer: keras.Optimizer, world: Communicator, job: Job, task: TensorflowTask
     ) -> None:
         self.task = task
         self.model = model
@@ -240,7 +240,7 @@ class TensorflowReplica:
         world = self._world
         return (
             world.call(lambda: exchange(*arguments))
-            if isinstance(world, HorovodWorld)
+            if isinstance(world, HorovodCommunicator)
             else exchange(*arguments)
         )
 

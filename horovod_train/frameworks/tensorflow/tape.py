@@ -16,21 +16,21 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks import variables as state
 from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
 from horovod_train.frameworks.join import join
+from horovod_train.frameworks.tensorflow.collectives import TensorflowCommunicator
 from horovod_train.frameworks.tensorflow.reducer import Exchange
-from horovod_train.frameworks.tensorflow.world import TensorflowWorld
 
 
-def init() -> World:
+def init() -> Communicator:
     """Join the ranks this process was started with; a world of one when there are none.
 
     Raises:
         EngineError: Started as one of several ranks, and Horovod is missing or cannot start.
     """
-    return join(TensorflowWorld)
+    return join(TensorflowCommunicator)
 
 
 class DistributedGradientTape:
@@ -46,7 +46,7 @@ class DistributedGradientTape:
     def __init__(
         self,
         tape: tf.GradientTape,
-        world: World,
+        world: Communicator,
         *,
         bucket_size_mib: float = 8.0,
         wire_dtype: Literal["fp32", "fp16"] = "fp32",
@@ -71,7 +71,7 @@ class DistributedGradientTape:
         return tf.nest.pack_sequence_as(found, [None if g is None else next(means) for g in flat])
 
 
-def broadcast(world: World, variables: Iterable[Any]) -> None:
+def broadcast(world: Communicator, variables: Iterable[Any]) -> None:
     """Give variables rank 0's values: call it before the first step.
 
     Raises:

@@ -8,9 +8,9 @@ from time import perf_counter
 
 import torch
 
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.buckets import plan_buckets
-from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 
 NARROW = (torch.bfloat16, torch.float16)  # summed in 32 bits: Horovod knows no bfloat16, fp16 overflows
 
@@ -28,7 +28,7 @@ class Exchange:
         seconds: Time spent waiting for other ranks, so far.
     """
 
-    world: World
+    world: Communicator
     bucket_size_bytes: int = 8 * 2**20
     wire_dtype: torch.dtype = torch.float32
     seconds: float = field(default=0.0, init=False)
@@ -42,7 +42,7 @@ class Exchange:
         """
         if self.world.size == 1:
             return list(tensors)
-        assert isinstance(self.world, TorchWorld)
+        assert isinstance(self.world, TorchCommunicator)
         dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors]
         kinds = [(self._type_on_wire(tensor.dtype), tensor.device) for tensor in dense]
         sizes = [tensor.numel() * kind.itemsize for tensor, (kind, _) in zip(dense, kinds, strict=True)]

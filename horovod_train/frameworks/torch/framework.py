@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
@@ -25,11 +25,11 @@ from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.reducer import GradientReducer, Gradients, LocalGradients
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
-from horovod_train.frameworks.torch.world import TorchWorld
 
 WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
@@ -37,15 +37,15 @@ WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 class TorchFramework:
     """PyTorch, for one job in one process."""
 
-    def connect(self, job: Job) -> World:
+    def connect(self, job: Job) -> Communicator:
         """Join the ranks this process was started with; a world of one when there are none."""
         if job.launch.threads_per_rank is not None:
             torch.set_num_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.torch.reader")
-        return connect(TorchWorld, job)
+        return connect(TorchCommunicator, job)
 
-    def prepare(self, job: Job, world: World) -> tuple[TorchReplica, TorchReader, TorchReader | None]:
+    def prepare(self, job: Job, world: Communicator) -> tuple[TorchReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         if job.train.deterministic:
             # cuBLAS is deterministic only with a fixed workspace.
@@ -95,7 +95,7 @@ def seed_generators(seed: int, rank: int, epoch: int) -> None:
     torch.manual_seed(mixed)
 
 
-def choose_device(job: Job, world: World) -> torch.device:
+def choose_device(job: Job, world: Communicator) -> torch.device:
     """Return the rank's own GPU, or the CPU.
 
     Raises:
@@ -176,7 +176,7 @@ class OptimizedParameters:
 
 
 def make_gradients(
-    allreduce: Allreduce, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: World
+    allreduce: Allreduce, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Communicator
 ) -> Gradients:
     """Return what completes the gradients of a step in this world: of what the optimizer trains.
 
@@ -188,7 +188,7 @@ def make_gradients(
         raise UserError("the optimizer trains no parameter", hint="does any parameter require a gradient?")
     if ranks.size == 1:
         return LocalGradients(optimizer)
-    assert isinstance(ranks, TorchWorld)
+    assert isinstance(ranks, TorchCommunicator)
     return GradientReducer(
         optimized,
         ranks,

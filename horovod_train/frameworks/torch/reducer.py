@@ -78,7 +78,7 @@ class Wire(Protocol):
         """Return when the sum is in the tensor."""
         ...
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def allgather(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, by rank."""
         ...
 
@@ -255,7 +255,7 @@ class GradientReducer:
         named, problem = self._named_now()
         trained = {name: p for name, p in named.items() if p.requires_grad}
         layout = [[name, list(p.shape), str(p.dtype)] for name, p in trained.items()]
-        everyone = [json.loads(data) for data in self._wire.gather(json.dumps([problem, layout]).encode())]
+        everyone = [json.loads(data) for data in self._wire.allgather(json.dumps([problem, layout]).encode())]
         check_same_trained(everyone)
         before = set(map(id, self._trained))
         new = [parameter for parameter in trained.values() if id(parameter) not in before]

@@ -12,13 +12,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import get_total_norm
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.collectives.base import World, gather_json
+from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.config.schema import Train
 from horovod_train.data.shard import StepShare
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.state import (
     blobs_of,
@@ -28,7 +29,6 @@ from horovod_train.frameworks.torch.state import (
     unpack_tensors,
 )
 from horovod_train.frameworks.torch.task import TorchTask
-from horovod_train.frameworks.torch.world import TorchWorld
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -54,7 +54,7 @@ class TorchReplica:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         gradients: Gradients,
-        world: World,
+        world: Communicator,
         train: Train,
         task: TorchTask | None = None,
         forward_model: torch.nn.Module | None = None,
@@ -211,11 +211,11 @@ class TorchReplica:
         for buffer in self.model.buffers():
             if id(buffer) in averaged:
                 mine = (buffer.detach().double().flatten() / self._world.size).tolist()
-                mean = torch.tensor(self._world.sum(mine), dtype=torch.float64)
+                mean = torch.tensor(self._world.allreduce_sum(mine), dtype=torch.float64)
                 buffer.copy_(mean.view(buffer.shape))
             else:
                 mine_bytes = bytes(to_blob(buffer).data) if self._world.rank == 0 else b""
-                theirs = self._world.gather(mine_bytes)[0]
+                theirs = self._world.allgather(mine_bytes)[0]
                 blob = ArrayBlob(str(buffer.dtype).removeprefix("torch."), tuple(buffer.shape), theirs)
                 buffer.copy_(from_blob(blob))
 
@@ -225,11 +225,11 @@ class TorchReplica:
         Raises:
             UserError: Ranks have made different models.
         """
-        if not isinstance(self._world, TorchWorld):
+        if not isinstance(self._world, TorchCommunicator):
             return
         tensors = self.model.state_dict()
         layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
-        for rank, other in enumerate(gather_json(self._world, layout)):
+        for rank, other in enumerate(allgather_json(self._world, layout)):
             if other != layout:
                 differing = sorted(set(other) ^ set(layout))
                 raise UserError(

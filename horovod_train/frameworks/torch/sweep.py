@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_train.collectives.base import World, gather_json
+from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.events import Reporter
-from horovod_train.frameworks.torch.world import TorchWorld
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.horovod.environment import from_slurm
 
 SIZES_BYTES = tuple(4**power for power in range(5, 14))
@@ -37,7 +37,7 @@ def main() -> None:
     import os
 
     os.environ.update(from_slurm(os.environ))
-    world = connect(TorchWorld, Job(name="doctor", task="digits"))
+    world = connect(TorchCommunicator, Job(name="doctor", task="digits"))
     reporter = Reporter(world.rank, as_json=True)
     rows = [{"via": "horovod", **row} for row in sweep(world, horovod_sum(world))]
     pairs: list[dict[str, Any]] = []
@@ -54,9 +54,9 @@ def main() -> None:
     world.close()
 
 
-def horovod_sum(world: World) -> Callable[[int], None]:
+def horovod_sum(world: Communicator) -> Callable[[int], None]:
     """Return what adds up so many bytes over ranks through Horovod."""
-    if not isinstance(world, TorchWorld):
+    if not isinstance(world, TorchCommunicator):
         return lambda _: None
     buffers = {size: torch.zeros(size // 4) for size in SIZES_BYTES}
     return lambda size: world.finish(world.start_sum(buffers[size], f"sweep.{size}"))
@@ -77,7 +77,7 @@ def mpi_sum(communicator: Any) -> Callable[[int], None]:
     return lambda size: communicator.Allreduce(*buffers[size])
 
 
-def sweep(world: World, add_up: Callable[[int], None]) -> list[dict[str, float]]:
+def sweep(world: Communicator, add_up: Callable[[int], None]) -> list[dict[str, float]]:
     """Return the time of one all-reduce for each size: the median over rounds of the slowest rank's.
 
     Bus bandwidth is bytes x 2 (n - 1) / n / time: what each rank has to send in a ring of n.
@@ -87,10 +87,10 @@ def sweep(world: World, add_up: Callable[[int], None]) -> list[dict[str, float]]
         add_up(size)  # the first one makes connections
         started = perf_counter()
         add_up(size)
-        (slowest,) = world.sum([perf_counter() - started])
+        (slowest,) = world.allreduce_sum([perf_counter() - started])
         rounds = max(3, min(MAX_ROUNDS, int(SECONDS_PER_SIZE * world.size / max(slowest, 1e-6))))
         times = [timed(lambda: add_up(size)) for _ in range(rounds)]  # noqa: B023  (called at once)
-        seconds = statistics.median(max(column) for column in zip(*gather_json(world, times), strict=True))
+        seconds = statistics.median(max(column) for column in zip(*allgather_json(world, times), strict=True))
         moved = size * 2 * (world.size - 1) / world.size
         rows.append({"size_bytes": size, "seconds": seconds, "bytes_per_s": moved / seconds})
     return rows
@@ -103,9 +103,9 @@ def timed(do: Callable[[], None]) -> float:
     return perf_counter() - started
 
 
-def exchange_in_pairs(world: World, communicator: Any) -> list[dict[str, Any]]:
+def exchange_in_pairs(world: Communicator, communicator: Any) -> list[dict[str, Any]]:
     """Return how long each pair of hosts needs to exchange one MiB: one after the other, others wait."""
-    hosts: list[str] = gather_json(world, world.host)
+    hosts: list[str] = allgather_json(world, world.host)
     leaders: Mapping[str, int] = {host: hosts.index(host) for host in dict.fromkeys(hosts)}
     names = list(leaders)
     found = []
@@ -118,7 +118,7 @@ def exchange_in_pairs(world: World, communicator: Any) -> list[dict[str, Any]]:
             if mine is not None:
                 exchange = lambda: communicator.Sendrecv(out, mine, recvbuf=into, source=mine)  # noqa: B023, E731
                 times = [timed(exchange) for _ in range(PAIR_ROUNDS)]
-            seconds = max(gather_json(world, statistics.median(times)))
+            seconds = max(allgather_json(world, statistics.median(times)))
             found.append({"hosts": [one, other], "seconds": seconds})
     return found
 

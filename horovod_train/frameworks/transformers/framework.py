@@ -17,7 +17,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from transformers.data.data_collator import default_data_collator
 
 from horovod_train.checkpoint.arrays import ArrayBlob
-from horovod_train.collectives.base import World
+from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare, steps_of_epoch
@@ -27,11 +27,11 @@ from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.replica import TorchReplica
-from horovod_train.frameworks.torch.world import TorchWorld
 from horovod_train.frameworks.transformers.task import REQUIRED, TransformersTask
 from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher
 
@@ -54,17 +54,19 @@ class TransformersReplica(TorchReplica):
 class TransformersFramework:
     """Transformers, for one job in one process."""
 
-    def connect(self, job: Job) -> World:
+    def connect(self, job: Job) -> Communicator:
         """Join the ranks this process was started with; a world of one when there are none."""
         if job.launch.threads_per_rank is not None:
             torch.set_num_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.torch.reader")
-        world = connect(TorchWorld, job)
+        world = connect(TorchCommunicator, job)
         hide_launcher(os.environ)
         return world
 
-    def prepare(self, job: Job, world: World) -> tuple[TransformersReplica, TorchReader, TorchReader | None]:
+    def prepare(
+        self, job: Job, world: Communicator
+    ) -> tuple[TransformersReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -172,7 +174,7 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
     bridge: Bridge
     source: _Source
 
-    def __init__(self, *, world: World, gradients: Gradients, **settings: Any) -> None:
+    def __init__(self, *, world: Communicator, gradients: Gradients, **settings: Any) -> None:
         super().__init__(world=world, **settings)
         self.gradients = gradients
         self.clock = StepClock()
@@ -228,7 +230,7 @@ class _Source:
     Where the rule gives a rank fewer samples (at the end of an epoch), it reads one that weighs nothing.
     """
 
-    def __init__(self, bridge: Bridge, reader: TorchReader, job: Job, world: World) -> None:
+    def __init__(self, bridge: Bridge, reader: TorchReader, job: Job, world: Communicator) -> None:
         self._bridge = bridge
         self._reader = reader
         self._accumulation_steps = job.train.accumulation_steps

@@ -22,24 +22,24 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from horovod_train.checkpoint.arrays import dump_state, parse_state
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
-from horovod_train.collectives.base import World, barrier
+from horovod_train.collectives.base import Communicator, barrier
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.data.shard import StepShare, epoch_order, split_evenly, steps_of_epoch
 from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.reader import batch_length, checked_length
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import make_gradients
 from horovod_train.frameworks.torch.reducer import Gradients
-from horovod_train.frameworks.torch.world import TorchWorld
 
-_world: World | None = None
+_world: Communicator | None = None
 
 # Accelerate takes these for the sign of a launcher of its own, and dies without MASTER_ADDR.
 FOREIGN = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_")
 
 
-def init(job: Job | None = None, environ: MutableMapping[str, str] = os.environ) -> World:
+def init(job: Job | None = None, environ: MutableMapping[str, str] = os.environ) -> Communicator:
     """Join the ranks this process was started with; a world of one when there are none.
 
     Has to be called before ``TrainingArguments`` are made: variables by which Accelerate would take
@@ -50,7 +50,7 @@ def init(job: Job | None = None, environ: MutableMapping[str, str] = os.environ)
     """
     global _world  # noqa: PLW0603  (a process is in one world, and its variables are gone after the first call)
     if _world is None:
-        _world = join(TorchWorld, job)
+        _world = join(TorchCommunicator, job)
         hide_launcher(environ)
     return _world
 
@@ -81,7 +81,7 @@ class HorovodTrainerMixin:
     def __init__(
         self,
         *args: Any,
-        world: World | None = None,
+        world: Communicator | None = None,
         bucket_size_mib: float = 8.0,
         wire_dtype: str = "fp32",
         **kwargs: Any,
@@ -134,7 +134,7 @@ class HorovodTrainerMixin:
         lengths = [
             batch_length(batch) * counts_one for batch, counts_one in zip(samples, counts, strict=True)
         ]
-        total, items, num_with_items = self.world.sum(
+        total, items, num_with_items = self.world.allreduce_sum(
             [sum(lengths), 0.0 if mine is None else float(mine), float(mine is not None)]
         )
         if num_with_items:
@@ -181,7 +181,7 @@ class HorovodTrainerMixin:
 
     def _prepare_ranks(self, model: Any) -> None:
         """Take over rank 0's weights; make what sums gradients."""
-        if isinstance(self.world, TorchWorld):
+        if isinstance(self.world, TorchCommunicator):
             for name, tensor in model.state_dict().items():
                 self.world.broadcast(tensor, f"horovod_train.model.{name}")
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -240,7 +240,7 @@ class HorovodTrainerMixin:
                 name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value
                 for name, value in denumpify_detensorize(found).items()
             }
-        total, samples = self.world.sum([float(value) for value in self._loss_sums])
+        total, samples = self.world.allreduce_sum([float(value) for value in self._loss_sums])
         if samples:
             metrics[f"{prefix}_loss"] = total / samples
         return EvalLoopOutput(predictions, labels, metrics, num_samples)
@@ -250,7 +250,7 @@ class HorovodTrainerMixin:
         tree, found = pack_tree({"value": mine}, lambda leaf: isinstance(leaf, np.ndarray))
         data = dump_state(tree, {name: arrays.to_blob(array) for name, array in found.items()})
         pieces = []
-        for piece in self.world.gather(data):
+        for piece in self.world.allgather(data):
             plain, blobs = parse_state(piece)
             value = unpack_tree(plain, {name: arrays.from_blob(blob) for name, blob in blobs.items()})[
                 "value"
@@ -278,7 +278,7 @@ class ShardedBatches:
     """
 
     num_samples: int
-    world: World
+    world: Communicator
     batch_size: int
     accumulation_steps: int
     seed: int
@@ -330,7 +330,7 @@ class _EpochLoader(DataLoader[Any]):
         self.batch_sampler.set_epoch(epoch)
 
 
-def see_all_ranks(args: TrainingArguments, world: World) -> None:
+def see_all_ranks(args: TrainingArguments, world: Communicator) -> None:
     """Let training arguments know the ranks: who logs, who saves, how many there are."""
     base = type(args)
     if world.size == 1 or getattr(base, "_sees_all_ranks", False):
@@ -365,7 +365,7 @@ def see_all_ranks(args: TrainingArguments, world: World) -> None:
     args.__class__ = type(base.__name__, (base,), members)
 
 
-def part_of(dataloader: Any, world: World) -> DataLoader[Any]:
+def part_of(dataloader: Any, world: Communicator) -> DataLoader[Any]:
     """Return a loader of a rank's part of the samples, in their order."""
     start, stop = split_evenly(len(dataloader.dataset), world.rank, world.size)
     return DataLoader(

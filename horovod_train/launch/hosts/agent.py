@@ -16,7 +16,7 @@ import select
 import sys
 from typing import Any
 
-from horovod_train.launch.hosts.host_actions import OnHost
+from horovod_train.launch.hosts.host_actions import HostActions
 
 READY = "horovod_train agent"
 
@@ -28,7 +28,7 @@ def serve(stage: str, silence_s: float) -> None:
         stage: Folder of the run on this host.
         silence_s: Hearing nothing for so long means that the launcher is gone, in seconds.
     """
-    host = OnHost(stage)
+    host = HostActions(stage)
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever prints must not get between the answers
     os.write(answers, f"{READY}\n".encode())
@@ -48,7 +48,7 @@ def serve(stage: str, silence_s: float) -> None:
         host.remove()
 
 
-def answer(host: OnHost, request: dict[str, Any]) -> dict[str, Any]:
+def answer(host: HostActions, request: dict[str, Any]) -> dict[str, Any]:
     """Do one thing; an error is an answer, too."""
     name = request["do"]
     if name == "ping":

@@ -36,7 +36,7 @@ BUSY = 0.2
 """A process that computes, or waits for a processor, for this part of the time is not frozen."""
 
 
-class OnHost:
+class HostActions:
     """One run's part of this host.
 
     Args:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.horovod.fingerprint import differing
 from horovod_train.launch.hosts.agent import READY
-from horovod_train.launch.hosts.host_actions import OnHost
+from horovod_train.launch.hosts.host_actions import HostActions
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.ssh import CONNECT_TIMEOUT_S, explain
 
@@ -31,13 +31,13 @@ MAX_AT_ONCE = 32
 Result = TypeVar("Result")
 
 
-class Member(Protocol):
-    """One host of a fleet."""
+class HostConnection(Protocol):
+    """A host that takes part, and how it is spoken to."""
 
     host: Host
 
     def call(self, name: str, /, **args: Any) -> Any:
-        """Do what the method of ``OnHost`` of this name does, there.
+        """Do what the method of ``HostActions`` of this name does, there.
 
         Raises:
             LaunchError: It failed, or the host does not answer.
@@ -53,17 +53,17 @@ class Member(Protocol):
         ...
 
 
-class Here:
+class LocalHost:
     """This machine."""
 
     def __init__(self, host: Host, stage: str) -> None:
         self.host = host
-        self._on_host = OnHost(stage)
+        self._actions = HostActions(stage)
 
     def call(self, name: str, /, **args: Any) -> Any:
         """Do it in this process."""
         try:
-            return getattr(self._on_host, name)(**args)
+            return getattr(self._actions, name)(**args)
         except OSError as error:
             raise LostError(f"{self.host.name}: {name}: {error}", hosts=[self.host.name]) from error
 
@@ -78,11 +78,11 @@ class Here:
 
     def close(self) -> None:
         """Kill what is left of the run."""
-        self._on_host.kill()
-        self._on_host.remove()
+        self._actions.kill()
+        self._actions.remove()
 
 
-class There:
+class RemoteHost:
     """Another host, behind ssh.
 
     Args:
@@ -223,72 +223,82 @@ class There:
                 self._said = [*self._said[-20:], line.decode(errors="replace")]
 
 
-class Fleet:
+class HostGroup:
     """The hosts of a run.
 
     Args:
-        members: One for each host.
+        connections: One for each host.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
-        self.members = members
+    def __init__(self, connections: Sequence[HostConnection]) -> None:
+        self.connections = connections
         self._closing = Event()
         self._watch: Thread | None = None
 
-    def each(self, name: str, args: Callable[[Member], dict[str, Any]] = lambda _: {}) -> dict[str, Any]:
+    def each(
+        self, name: str, args: Callable[[HostConnection], dict[str, Any]] = lambda _: {}
+    ) -> dict[str, Any]:
         """Do the same on all hosts at once; return each host's result by its name.
 
         Raises:
             LaunchError: It failed on a host.
         """
-        results = _all_at_once(lambda member: member.call(name, **args(member)), self.members)
-        return {member.host.name: result for member, result in zip(self.members, results, strict=True)}
+        results = _all_at_once(lambda connection: connection.call(name, **args(connection)), self.connections)
+        return {
+            connection.host.name: result for connection, result in zip(self.connections, results, strict=True)
+        }
 
     def silent(self, timeout_s: float) -> str:
         """Return the name of a host that does not answer now; empty: all do."""
-        others = [member for member in self.members if isinstance(member, There)]
+        others = [connection for connection in self.connections if isinstance(connection, RemoteHost)]
         deadline_s = monotonic() + timeout_s
-        for member, answer in [(member, member.ask("ping")) for member in others]:
+        for connection, answer in [(connection, connection.ask("ping")) for connection in others]:
             try:
                 answer.result(max(0.0, deadline_s - monotonic()))
             except (EOFError, FutureTimeoutError):
-                member.abandon()
-                return member.host.name
+                connection.abandon()
+                return connection.host.name
         return ""
 
     def watch(self, timeout_s: float, on_lost: Callable[[str, str], None]) -> None:
-        """Call ``on_lost(host, why)`` once when a host stops answering; until the fleet is closed."""
-        others = [member for member in self.members if isinstance(member, There)]
+        """Call ``on_lost(host, why)`` once when a host stops answering; until the hosts is closed."""
+        others = [connection for connection in self.connections if isinstance(connection, RemoteHost)]
 
         def look() -> None:
             while not self._closing.wait(PING_INTERVAL_S):
-                for member in others:
-                    silent_s = monotonic() - member.heard_s
-                    if member.is_cut or silent_s > timeout_s:
-                        why = "its ssh connection ended" if member.is_cut else f"silent for {silent_s:.0f} s"
-                        member.abandon()
-                        on_lost(member.host.name, why)
+                for connection in others:
+                    silent_s = monotonic() - connection.heard_s
+                    if connection.is_cut or silent_s > timeout_s:
+                        why = (
+                            "its ssh connection ended"
+                            if connection.is_cut
+                            else f"silent for {silent_s:.0f} s"
+                        )
+                        connection.abandon()
+                        on_lost(connection.host.name, why)
                         return
-                    member.ask("ping")
+                    connection.ask("ping")
 
         if others:
             self._watch = Thread(target=look, daemon=True)
             self._watch.start()
 
     def silent_ranks(self, limit_s: float) -> dict[str, list[dict[str, Any]]]:
-        """Return what ``OnHost.silent_ranks`` says on each host that answers soon, by its name."""
+        """Return what ``HostActions.silent_ranks`` says on each host that answers soon, by its name."""
         found = {}
-        answers = [(member, member.ask("silent_ranks", limit_s=limit_s)) for member in self.members]
-        for member, answer in answers:
+        answers = [
+            (connection, connection.ask("silent_ranks", limit_s=limit_s)) for connection in self.connections
+        ]
+        for connection, answer in answers:
             # A host that does not answer is another matter: see ``watch``.
             with suppress(EOFError, FutureTimeoutError, LaunchError):
-                found[member.host.name] = answer.result(LOOK_TIMEOUT_S)
+                found[connection.host.name] = answer.result(LOOK_TIMEOUT_S)
         return found
 
     @property
     def pids(self) -> set[int]:
         """Processes of this machine that hold the connections to the others."""
-        return {member.pid for member in self.members if isinstance(member, There)}
+        return {connection.pid for connection in self.connections if isinstance(connection, RemoteHost)}
 
     def signal_ranks(self, number: int) -> int:
         """Send a signal to all ranks that can be reached; returns how many."""
@@ -303,35 +313,35 @@ class Fleet:
         self._closing.set()
         if self._watch is not None:
             self._watch.join()
-        _all_at_once(lambda member: member.close(), self.members)
-        self.members = []
+        _all_at_once(lambda connection: connection.close(), self.connections)
+        self.connections = []
 
     def _as_far_as_possible(self, name: str, /, **args: Any) -> list[int]:
-        def attempt(member: Member) -> int:
+        def attempt(connection: HostConnection) -> int:
             with suppress(LaunchError):
-                return int(member.call(name, **args))
+                return int(connection.call(name, **args))
             return 0
 
-        return _all_at_once(attempt, self.members)
+        return _all_at_once(attempt, self.connections)
 
 
 def reach_all(
     hosts: Sequence[Host], shell: Callable[[Host], Sequence[str]], stage: str, silence_s: float
-) -> list[Member | LostError]:
-    """Reach all hosts at once, each through its shell; return a member of a fleet, or why not, for each."""
+) -> list[HostConnection | LostError]:
+    """Reach all hosts at once, each through its shell; return for each its connection, or why not."""
 
-    def reach(host: Host) -> Member | LostError:
+    def reach(host: Host) -> HostConnection | LostError:
         try:
-            return Here(host, stage) if host.is_here else There(host, shell(host), stage, silence_s)
+            return LocalHost(host, stage) if host.is_here else RemoteHost(host, shell(host), stage, silence_s)
         except LostError as error:
             return error
 
     return _all_at_once(reach, hosts)
 
 
-def gather(
+def connect_all(
     hosts: Sequence[Host], shell: Callable[[Host], Sequence[str]], stage: str, silence_s: float
-) -> Fleet:
+) -> HostGroup:
     """Reach all hosts at once, each through its shell.
 
     Raises:
@@ -339,9 +349,9 @@ def gather(
     """
     found = reach_all(hosts, shell, stage, silence_s)
     failed = [result for result in found if isinstance(result, LostError)]
-    fleet = Fleet([result for result in found if not isinstance(result, LostError)])
+    group = HostGroup([result for result in found if not isinstance(result, LostError)])
     if failed:
-        fleet.close()
+        group.close()
         raise (
             failed[0]
             if len(failed) == 1
@@ -350,7 +360,7 @@ def gather(
                 hosts=[name for error in failed for name in error.hosts],
             )
         )
-    return fleet
+    return group
 
 
 def check_alike(facts: Mapping[str, Mapping[str, str]]) -> None:

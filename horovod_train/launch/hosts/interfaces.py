@@ -32,7 +32,7 @@ def choose(host: Host, wanted: str | None, description: Mapping[str, Any], other
     Args:
         host: Which host.
         wanted: The job's ``launch.network_interface``.
-        description: What ``OnHost.describe`` said there.
+        description: What ``HostActions.describe`` said there.
         others: Addresses at which other hosts were reached, for this machine to see the way to them.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Literal
 
 from horovod_train.config.load import dump_job
 from horovod_train.errors import LaunchError
-from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, State, Submitted, Waits
+from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, PolledLauncher, State, Submitted
 from horovod_train.launch.jobs import LOG_FILE, StateFile, mark_cancelled
 from horovod_train.launch.launchers.supervised import read_log
 
@@ -28,7 +28,7 @@ _CANCEL = {
 }
 
 
-class SlurmLauncher(Waits):
+class SlurmLauncher(PolledLauncher):
     """Submits to Slurm with ``sbatch``."""
 
     has_files_here = True
@@ -101,7 +101,7 @@ def batch_script(request: LaunchRequest) -> str:
         "signal": f"B:USR1@{max(1, round(launch.grace_s))}",
         **slurm.options,
     }
-    carry_out = shlex.join(
+    run_attempt = shlex.join(
         (
             *(sys.executable, "-P", "-m", "horovod_train", "run", str(request.log_dir / "request.json")),
             *("--resolved", "--run-id", request.run_id),
@@ -115,7 +115,7 @@ def batch_script(request: LaunchRequest) -> str:
             *slurm.setup,
             f"cd {shlex.quote(str(request.folder))}",
             # In the script's place, so that Slurm's signals reach it.
-            f"exec {carry_out}",
+            f"exec {run_attempt}",
             "",
         ]
     )

@@ -15,19 +15,19 @@ from typing import Any, Literal
 from horovod_train.config.load import dump_job
 from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError
 from horovod_train.files import make_folder
-from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, Submitted, Waits
+from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, PolledLauncher, Submitted
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.jobs import LOG_FILE, StateFile, is_cancelled, mark_cancelled
-from horovod_train.launch.supervise.attempt import carry_out
-from horovod_train.launch.supervise.elastic import carry_on
+from horovod_train.launch.supervise.attempt import run_attempt
+from horovod_train.launch.supervise.elastic import run_elastic
 from horovod_train.launch.supervise.signals import remembered_signals
 
 POLL_S = 0.2
 _SIGNALS = {"drain": (signal.SIGUSR1,), "stop": (signal.SIGTERM,), "kill": (signal.SIGTERM, signal.SIGTERM)}
 
 
-class SupervisedLauncher(Waits):
+class SupervisedLauncher(PolledLauncher):
     """A launcher whose command runs here; a subclass says which command."""
 
     has_files_here = True
@@ -55,9 +55,9 @@ class SupervisedLauncher(Waits):
             with remembered_signals() as asked:
                 if (elastic := request.job.launch.elastic) is not None:
                     plan.write_files()  # each attempt has a plan of its own
-                    carry_on(self, request, elastic, console, state, asked)
+                    run_elastic(self, request, elastic, console, state, asked)
                 else:
-                    carry_out(self, request, plan, console, state, asked=asked)
+                    run_attempt(self, request, plan, console, state, asked=asked)
         except PreemptedError as error:
             if is_cancelled(request.log_dir):
                 error.exit_code = 128 + signal.SIGTERM

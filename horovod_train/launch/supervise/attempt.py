@@ -17,7 +17,7 @@ from horovod_train.events import Event
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.host_actions import RUN_VARIABLE
-from horovod_train.launch.hosts.host_group import gather
+from horovod_train.launch.hosts.host_group import connect_all
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.secrets import Mask, read_secrets, too_short_to_hide, without_secrets
 from horovod_train.launch.jobs import LOG_FILE, StateFile
@@ -28,11 +28,11 @@ from horovod_train.launch.supervise.preflight import prepare
 from horovod_train.launch.supervise.process import adopting_orphans, execute, guarded, kill_descendants
 from horovod_train.launch.supervise.signals import Stopper, interrupted_by_signals
 
-Beside = Callable[[Callable[[], None]], AbstractContextManager[None]]
-"""What goes on beside the ranks; it gets a function that asks them to save and leave."""
+AlongsideRanks = Callable[[Callable[[], None]], AbstractContextManager[None]]
+"""What goes on alongside the ranks; it gets a function that asks them to save and leave."""
 
 
-class StartsRanks(Protocol):
+class RankLauncher(Protocol):
     """A launcher whose command runs here."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
@@ -44,13 +44,13 @@ class StartsRanks(Protocol):
         ...
 
 
-def carry_out(
-    launcher: StartsRanks,
+def run_attempt(
+    launcher: RankLauncher,
     request: LaunchRequest,
     plan: LaunchPlan,
     console: JobConsole,
     state: StateFile,
-    beside: Beside = lambda _: nullcontext(),
+    alongside: AlongsideRanks = lambda _: nullcontext(),
     asked: Sequence[int] = (),
 ) -> list[Event]:
     """Start the ranks and stay with them to their end; return what they have measured, if anything.
@@ -61,7 +61,7 @@ def carry_out(
         plan: How.
         console: Where to show it.
         state: Where to note how it stands.
-        beside: What goes on while the ranks run.
+        alongside: What goes on while the ranks run.
         asked: Signals that came before.
 
     Raises:
@@ -94,17 +94,17 @@ def carry_out(
         stack.callback(console.close)
         with interrupted_by_signals(lambda number: stopped_early(number, request.attempt), asked):
             shell = partial(launcher.shell, request)
-            fleet = gather(request.hosts, shell, request.stage, launch.host_timeout_s)
-            stack.callback(fleet.close)
-            prepare(fleet, request, environ, secrets, console)
+            hosts = connect_all(request.hosts, shell, request.stage, launch.host_timeout_s)
+            stack.callback(hosts.close)
+            prepare(hosts, request, environ, secrets, console)
 
         def kill() -> None:
-            fleet.kill()
-            kill_descendants(keep={guard, *fleet.pids})
+            hosts.kill()
+            kill_descendants(keep={guard, *hosts.pids})
 
         def ask() -> None:
             state.write("leaving", message="its ranks were asked to save and leave after their step")
-            fleet.signal_ranks(signal.SIGUSR1)
+            hosts.signal_ranks(signal.SIGUSR1)
 
         def on_lost(host: str, why: str) -> None:
             lost.append((host, why))
@@ -115,13 +115,13 @@ def carry_out(
             stopper.stop()
 
         stopper = Stopper(ask, kill, launch.grace_s)
-        watch = watching_ranks(fleet, request.job.health, watcher.see_frozen, give_up)
-        with stopper.listening(), beside(stopper.drain), watch:
+        watch = watching_ranks(hosts, request.job.health, watcher.see_frozen, give_up)
+        with stopper.listening(), alongside(stopper.drain), watch:
             note("")
-            fleet.watch(launch.host_timeout_s, on_lost)
+            hosts.watch(launch.host_timeout_s, on_lost)
             marked = {**environ, RUN_VARIABLE: request.stage}
-            code = execute(plan, marked, watcher.see, keep={guard, *fleet.pids})
-            if code and not lost and not frozen and (host := fleet.silent(launch.host_timeout_s)):
+            code = execute(plan, marked, watcher.see, keep={guard, *hosts.pids})
+            if code and not lost and not frozen and (host := hosts.silent(launch.host_timeout_s)):
                 lost.append((host, "it is silent"))
     watcher.verdict(Ended(code, stopper.received, lost[0] if lost else None, frozen))
     return watcher.measured

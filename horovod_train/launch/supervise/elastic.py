@@ -25,14 +25,14 @@ from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.hostlist import interface_towards
 from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.logs import LogFile
-from horovod_train.launch.supervise.attempt import StartsRanks, carry_out
+from horovod_train.launch.supervise.attempt import RankLauncher, run_attempt
 from horovod_train.launch.supervise.follow import stopped_between
-from horovod_train.launch.supervise.membership import Members
+from horovod_train.launch.supervise.membership import Membership
 from horovod_train.launch.supervise.signals import interrupted_by_signals
 
 
-def carry_on(
-    launcher: StartsRanks,
+def run_elastic(
+    launcher: RankLauncher,
     request: LaunchRequest,
     elastic: Elastic,
     console: JobConsole,
@@ -60,30 +60,30 @@ def carry_on(
         log.write(text)
         log.close()  # until the next time: ranks' output goes there, too
 
-    members = Members(request, elastic, say)
+    membership = Membership(request, elastic, say)
     failures = 0
     for number in count():
         with interrupted_by_signals(stopped_between, asked):
-            hosts = members.wait(lambda text: state.write("starting", message=f"waits for hosts: {text}"))
+            hosts = membership.wait(lambda text: state.write("starting", message=f"waits for hosts: {text}"))
         attempt = on_hosts(request, hosts, number)
         say(f"elastic: {attempt.num_ranks} ranks on {', '.join(host.name for host in attempt.hosts)}")
-        beside = partial(members.watching, attempt)
+        alongside = partial(membership.watching, attempt)
         try:
-            carry_out(launcher, attempt, launcher.plan(attempt), console, state, beside, asked)
+            run_attempt(launcher, attempt, launcher.plan(attempt), console, state, alongside, asked)
         except PreemptedError as error:
             # Whoever asks the launcher means the job. Who asks a rank means its host.
             if error.stopped_by is not None:
                 raise
             failures = 0
-            members.forget_losses()
+            membership.forget_losses()
         except LostError as error:
             failures = 0 if error.has_saved else failures + 1
             if failures > elastic.max_failures:
                 raise _gave_up(error, failures) from error
             if error.has_saved:
-                members.forget_losses()
+                membership.forget_losses()
             say(f"elastic: {error}")
-            members.lose(error.hosts)
+            membership.lose(error.hosts)
             say(
                 f"elastic: going on from the newest checkpoint ({failures} losses in a row without a new one)"
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from threading import Event, Thread
 
 from horovod_train.config.schema import Health
-from horovod_train.launch.hosts.host_group import Fleet
+from horovod_train.launch.hosts.host_group import HostGroup
 
 LOOK_INTERVAL_S = 1.0
 # Signs of life come twice a second, and late now and then.
@@ -51,16 +51,16 @@ class Frozen:
         return HINTS.get(self.doing, OTHER_HINT).format(pid=self.pid, host=self.host)
 
 
-def find_frozen(fleet: Fleet, limit_s: float) -> list[Frozen]:
+def find_frozen(hosts: HostGroup, limit_s: float) -> list[Frozen]:
     """Return the ranks that have been silent for so long, by rank."""
-    silent = fleet.silent_ranks(limit_s)
+    silent = hosts.silent_ranks(limit_s)
     found = [Frozen(host=host, **entry) for host, entries in silent.items() for entry in entries]
     return sorted(found, key=lambda each: each.rank)
 
 
 @contextmanager
 def watching_ranks(
-    fleet: Fleet,
+    hosts: HostGroup,
     health: Health,
     tell: Callable[[str], None],
     give_up: Callable[[Sequence[Frozen]], None],
@@ -68,7 +68,7 @@ def watching_ranks(
     """While the block runs: look at the ranks of all hosts, once a second.
 
     Args:
-        fleet: The hosts.
+        hosts: The hosts.
         health: When to speak, and when to give up.
         tell: Told which ranks are frozen, whenever that changes; nothing: they go on.
         give_up: Told once which ranks have been for too long.
@@ -80,7 +80,7 @@ def watching_ranks(
     def look() -> None:
         told = ""
         while not over.wait(LOOK_INTERVAL_S):
-            frozen = find_frozen(fleet, warning_s)
+            frozen = find_frozen(hosts, warning_s)
             text = "; ".join(map(str, frozen))
             if text != told:
                 tell(told := text)

@@ -25,7 +25,7 @@ POLL_S = 0.2
 Say = Callable[[str], None]
 
 
-class Members:
+class Membership:
     """The hosts of an elastic job.
 
     Args:

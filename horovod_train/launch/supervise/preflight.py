@@ -12,7 +12,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts.host_group import Fleet, Member, check_alike
+from horovod_train.launch.hosts.host_group import HostConnection, HostGroup, check_alike
 from horovod_train.launch.hosts.interfaces import Chosen, choose
 from horovod_train.launch.hosts.staging import pack_code, stage_files
 
@@ -27,7 +27,7 @@ FORWARDED = (
 
 
 def prepare(
-    fleet: Fleet,
+    hosts: HostGroup,
     request: LaunchRequest,
     environ: Mapping[str, str],
     secrets: Mapping[str, str],
@@ -39,16 +39,16 @@ def prepare(
         LaunchError: They differ, or do not reach each other; it names hosts and what to do.
     """
     job = request.job
-    descriptions = describe(fleet)
-    check_shared_memory(fleet, descriptions)
+    descriptions = describe(hosts)
+    check_shared_memory(hosts, descriptions)
     chosen: dict[str, Chosen] = {}
     if request.is_remote:
         # Code that is shipped is the same everywhere.
         task = job.task if ":" in job.task and not job.launch.ship_code else None
-        check_alike(fleet.each("facts", lambda _: {"task": task}))
-        chosen = choose_interfaces(fleet, job, descriptions)
+        check_alike(hosts.each("facts", lambda _: {"task": task}))
+        chosen = choose_interfaces(hosts, job, descriptions)
         check_clocks(descriptions, job.health.max_clock_offset_s)
-        check_reach(fleet, chosen)
+        check_reach(hosts, chosen)
         for name, interface in chosen.items():
             console.print(
                 f"{name}: network interface {interface.name} ({interface.address}): {interface.reason}"
@@ -57,9 +57,9 @@ def prepare(
     if job.launch.ship_code:
         job, archive = _with_shipped_code(job, request.stage)
 
-    def put(member: Member) -> dict[str, Any]:
-        found = descriptions[member.host.name]
-        variables = rank_variables(job, member, found, chosen.get(member.host.name), environ)
+    def put(connection: HostConnection) -> dict[str, Any]:
+        found = descriptions[connection.host.name]
+        variables = rank_variables(job, connection, found, chosen.get(connection.host.name), environ)
         return {
             "files": stage_files(
                 job,
@@ -74,27 +74,27 @@ def prepare(
             "archive": archive,
         }
 
-    fleet.each("put", put)
+    hosts.each("put", put)
 
 
-def describe(fleet: Fleet) -> dict[str, Any]:
+def describe(hosts: HostGroup) -> dict[str, Any]:
     """Return what each host is and has, by its name."""
-    names = [member.host.name for member in fleet.members]
+    names = [connection.host.name for connection in hosts.connections]
 
-    def others(member: Member) -> dict[str, Any]:
-        return {"others": [name for name in names if name != member.host.name][:2]}
+    def others(connection: HostConnection) -> dict[str, Any]:
+        return {"others": [name for name in names if name != connection.host.name][:2]}
 
-    return fleet.each("describe", others)
+    return hosts.each("describe", others)
 
 
-def check_shared_memory(fleet: Fleet, descriptions: Mapping[str, Any]) -> None:
+def check_shared_memory(hosts: HostGroup, descriptions: Mapping[str, Any]) -> None:
     """Refuse a host whose shared memory is full: launchers would say that there is no MPI.
 
     Raises:
         LostError: There is one; it names it.
     """
-    for member in fleet.members:
-        host = member.host
+    for connection in hosts.connections:
+        host = connection.host
         free_bytes = descriptions[host.name].get("shared_memory_bytes")
         needed_bytes = host.num_ranks * SHARED_BYTES_PER_RANK
         if host.num_ranks > 1 and free_bytes is not None and free_bytes < needed_bytes:
@@ -107,7 +107,7 @@ def check_shared_memory(fleet: Fleet, descriptions: Mapping[str, Any]) -> None:
             )
 
 
-def choose_interfaces(fleet: Fleet, job: Job, descriptions: Mapping[str, Any]) -> dict[str, Chosen]:
+def choose_interfaces(hosts: HostGroup, job: Job, descriptions: Mapping[str, Any]) -> dict[str, Chosen]:
     """Return each host's interface.
 
     Raises:
@@ -115,10 +115,10 @@ def choose_interfaces(fleet: Fleet, job: Job, descriptions: Mapping[str, Any]) -
     """
     reached = [found["reached_at"] for found in descriptions.values() if found["reached_at"]]
     return {
-        member.host.name: choose(
-            member.host, job.launch.network_interface, descriptions[member.host.name], reached
+        connection.host.name: choose(
+            connection.host, job.launch.network_interface, descriptions[connection.host.name], reached
         )
-        for member in fleet.members
+        for connection in hosts.connections
     }
 
 
@@ -145,25 +145,25 @@ def check_clocks(descriptions: Mapping[str, Any], max_offset_s: float) -> None:
         )
 
 
-def check_reach(fleet: Fleet, chosen: Mapping[str, Chosen]) -> None:
+def check_reach(hosts: HostGroup, chosen: Mapping[str, Chosen]) -> None:
     """See that every host reaches the next one and the first one, as rings and rendezvous need it.
 
     Raises:
         LaunchError: One does not; it names both.
     """
-    names = [member.host.name for member in fleet.members]
-    ports = fleet.each("listen", lambda m: {"address": chosen[m.host.name].address, "name": m.host.name})
+    names = [connection.host.name for connection in hosts.connections]
+    ports = hosts.each("listen", lambda m: {"address": chosen[m.host.name].address, "name": m.host.name})
 
-    def targets(member: Member) -> dict[str, Any]:
-        own = names.index(member.host.name)
+    def targets(connection: HostConnection) -> dict[str, Any]:
+        own = names.index(connection.host.name)
         others = dict.fromkeys([names[(own + 1) % len(names)], names[0]])
-        others.pop(member.host.name, None)
+        others.pop(connection.host.name, None)
         return {
-            "source": chosen[member.host.name].address,
+            "source": chosen[connection.host.name].address,
             "targets": [(name, chosen[name].address, ports[name]) for name in others],
         }
 
-    failures = fleet.each("reach", targets)
+    failures = hosts.each("reach", targets)
     lines = [
         f"{source} ({chosen[source].name}, {chosen[source].address}) does not reach "
         f"{target} ({chosen[target].name}, {chosen[target].address}): {why}"
@@ -183,7 +183,7 @@ def check_reach(fleet: Fleet, chosen: Mapping[str, Chosen]) -> None:
 
 def rank_variables(
     job: Job,
-    member: Member,
+    connection: HostConnection,
     description: Mapping[str, Any],
     interface: Chosen | None,
     environ: Mapping[str, str],
@@ -192,7 +192,7 @@ def rank_variables(
 
     Ranks that share a host share its cores: a thread per core and rank would have them fight.
     """
-    host = member.host
+    host = connection.host
     threads = job.launch.threads_per_rank or max(1, description["cores"] // host.num_ranks)
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if not host.is_here:

@@ -19,8 +19,8 @@ from horovod_train.launch.base import (
     JobStatus,
     LaunchPlan,
     LaunchRequest,
+    PolledLauncher,
     Submitted,
-    Waits,
 )
 from horovod_train.launch.jobs import end_of, note_end
 from horovod_train.launch.launchers.mpijob.cluster import BrokenOffError, Cluster, UnreachableError
@@ -50,7 +50,7 @@ API_TIMEOUT_S = 30.0
 FINAL = {"succeeded", "failed", "cancelled"}
 
 
-class MpiJobLauncher(Waits):
+class MpiJobLauncher(PolledLauncher):
     """Submits an MPIJob to the cluster of the current context."""
 
     has_files_here = False

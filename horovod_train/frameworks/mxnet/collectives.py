@@ -9,12 +9,12 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
-from horovod_train.collectives.base import World
-from horovod_train.collectives.horovod import Array, HorovodWorld
+from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.horovod import Array, HorovodCommunicator
 from horovod_train.frameworks.buckets import plan_buckets
 
 
-class MxnetWorld(HorovodWorld):
+class MxnetCommunicator(HorovodCommunicator):
     """A world of ranks."""
 
     BINDING = "mxnet"
@@ -24,13 +24,13 @@ class MxnetWorld(HorovodWorld):
         # MXNet's engine runs collectives by itself and passes on what they raised as its own error.
         self.lost = (*self.lost, mx.base.MXNetError)
 
-    def sum_array(self, array: Array, name: str) -> Array:
+    def allreduce_array(self, array: Array, name: str) -> Array:
         """Return the elementwise sum over ranks."""
         sent = mx.nd.array(array, dtype=array.dtype)
         total: Array = self.hvd.allreduce(sent, average=False, name=name).asnumpy()
         return total
 
-    def join_arrays(self, array: Array, name: str) -> Array:
+    def allgather_arrays(self, array: Array, name: str) -> Array:
         """Return the arrays of all ranks, one after the other."""
         joined: Array = self.hvd.allgather(mx.nd.array(array, dtype=array.dtype), name=name).asnumpy()
         return joined
@@ -45,7 +45,7 @@ class Exchange:
         bucket_size_bytes: About how much travels in one piece.
     """
 
-    world: World
+    world: Communicator
     bucket_size_bytes: int = 8 * 2**20
 
     def sum(self, arrays: Sequence[Any]) -> None:
@@ -55,7 +55,7 @@ class Exchange:
         """
         if self.world.size == 1:
             return
-        assert isinstance(self.world, MxnetWorld)
+        assert isinstance(self.world, MxnetCommunicator)
         hvd = self.world.hvd
         kinds = [array.dtype for array in arrays]
         plan = plan_buckets(kinds, [size_bytes(array) for array in arrays], self.bucket_size_bytes)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import tensorflow as tf
 
-from horovod_train.collectives.horovod import Array, HorovodWorld
+from horovod_train.collectives.horovod import Array, HorovodCommunicator
 
 
-class TensorflowWorld(HorovodWorld):
+class TensorflowCommunicator(HorovodCommunicator):
     """A world of ranks."""
 
     BINDING = "tensorflow"
@@ -19,14 +19,14 @@ class TensorflowWorld(HorovodWorld):
         # Operations in a graph cannot raise Horovod's own error.
         self.lost = (*self.lost, tf.errors.UnknownError, tf.errors.FailedPreconditionError)
 
-    def sum_array(self, array: Array, name: str) -> Array:
+    def allreduce_array(self, array: Array, name: str) -> Array:
         """Return the elementwise sum over ranks."""
         with tf.device("CPU:0"):
             total = self.hvd.allreduce(tf.constant(array), op=self.hvd.Sum, name=name)
         result: Array = total.numpy()
         return result
 
-    def join_arrays(self, array: Array, name: str) -> Array:
+    def allgather_arrays(self, array: Array, name: str) -> Array:
         """Return the arrays of all ranks, one after the other."""
         with tf.device("CPU:0"):
             joined: Array = self.hvd.allgather(tf.constant(array), name=name).numpy()

@@ -17,7 +17,7 @@ from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.submit import resolve
 from horovod_train.launch.supervise import membership as module
 from horovod_train.launch.supervise.elastic import on_hosts
-from horovod_train.launch.supervise.membership import Members, answering, discover
+from horovod_train.launch.supervise.membership import Membership, answering, discover
 from horovod_train.launch.supervise.signals import interrupted_by_signals, remembered_signals
 
 # In place of ssh: it gets -o, ConnectTimeout=..., the host and a command.
@@ -25,7 +25,7 @@ SSH = ("sh", "-c", "case $2 in up*) exit 0;; slow) sleep 60;; *) exit 255;; esac
 
 
 @pytest.fixture
-def members(tmp_path, monkeypatch):
+def membership(tmp_path, monkeypatch):
     def make(hosts, **wishes):
         elastic = Elastic(**{"min_ranks": 1, "poll_s": 0.05, "cooldown_s": 0.3, "wait_s": 1.0, **wishes})
         launch = {"hosts": hosts, "num_ranks": len(hosts) or 4, "elastic": elastic.model_dump()}
@@ -33,7 +33,7 @@ def members(tmp_path, monkeypatch):
         make.request = request = LaunchRequest(job, "run", tmp_path, tmp_path)
         request.log_dir.mkdir(exist_ok=True)
         monkeypatch.setattr(LaunchRequest, "ssh", SSH)
-        return Members(request, elastic, print)
+        return Membership(request, elastic, print)
 
     return make
 
@@ -86,55 +86,55 @@ class TestListing:
 
 
 class TestWaiting:
-    def test_ends_at_once_when_all_are_there(self, members):
-        assert members(["up1:1", "up2:1"], cooldown_s=60.0).wait(print) == ["up1:1", "up2:1"]
+    def test_ends_at_once_when_all_are_there(self, membership):
+        assert membership(["up1:1", "up2:1"], cooldown_s=60.0).wait(print) == ["up1:1", "up2:1"]
 
-    def test_gives_the_others_a_while(self, members):
+    def test_gives_the_others_a_while(self, membership):
         started = monotonic()
 
-        assert members(["up1:1", "down:1"]).wait(print) == ["up1:1"]
+        assert membership(["up1:1", "down:1"]).wait(print) == ["up1:1"]
         assert monotonic() - started >= 0.3
 
-    def test_ends_with_an_error_that_names_those_missing(self, members):
+    def test_ends_with_an_error_that_names_those_missing(self, membership):
         with pytest.raises(LaunchError, match="room for 1 of at least 2 ranks; no answer from down"):
-            members(["up1:1", "down:1"], min_ranks=2).wait(print)
+            membership(["up1:1", "down:1"], min_ranks=2).wait(print)
 
-    def test_does_not_take_a_failing_command_for_an_empty_list(self, members):
+    def test_does_not_take_a_failing_command_for_an_empty_list(self, membership):
         with pytest.raises(
             LaunchError, match="room for 0 of at least 1 ranks; launch.elastic.discover: false: exit code 1"
         ):
-            members([], discover="false", max_ranks=4).wait(print)
+            membership([], discover="false", max_ranks=4).wait(print)
 
-    def test_looks_as_often_as_the_job_says(self, members, monkeypatch):
+    def test_looks_as_often_as_the_job_says(self, membership, monkeypatch):
         slept = []
         monkeypatch.setattr(module, "sleep", slept.append)
         monkeypatch.setattr(module, "monotonic", lambda: sum(slept))
         monkeypatch.setattr(module, "answering", lambda *_: [])
 
         with pytest.raises(LaunchError, match="for 1 s there was room for 0 of at least 1 ranks"):
-            members(["down:1"], min_ranks=1, poll_s=0.4, wait_s=1.0).wait(print)
+            membership(["down:1"], min_ranks=1, poll_s=0.4, wait_s=1.0).wait(print)
 
         assert slept == pytest.approx([0.4, 0.4, module.POLL_S])
 
-    def test_is_not_needed_without_hosts(self, members):
-        assert members([]).wait(print) == []
+    def test_is_not_needed_without_hosts(self, membership):
+        assert membership([]).wait(print) == []
 
 
-def rested(members):
-    return members._rested(members._everybody()[0])
+def rested(membership):
+    return membership._rested(membership._everybody()[0])
 
 
-def test_a_host_that_has_failed_is_used_all_the_same_when_there_are_too_few(members):
-    found = members(["up1:1", "up2:1"], min_ranks=2, cooldown_s=60.0)
+def test_a_host_that_has_failed_is_used_all_the_same_when_there_are_too_few(membership):
+    found = membership(["up1:1", "up2:1"], min_ranks=2, cooldown_s=60.0)
     found.lose(["up2"])
 
     assert found.wait(print) == ["up1:1", "up2:1"]
 
 
-def test_a_host_that_fails_again_is_left_alone_twice_as_long(members, monkeypatch):
+def test_a_host_that_fails_again_is_left_alone_twice_as_long(membership, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
-    found = members(["up1:1", "up2:1"], cooldown_s=10.0)
+    found = membership(["up1:1", "up2:1"], cooldown_s=10.0)
 
     found.lose(["up2"])
     assert rested(found) == ["up1:1"]
@@ -147,8 +147,8 @@ def test_a_host_that_fails_again_is_left_alone_twice_as_long(members, monkeypatc
     assert rested(found) == ["up1:1", "up2:1"]
 
 
-def test_this_machine_alone_is_never_left_alone(members):
-    found, said = members([]), []
+def test_this_machine_alone_is_never_left_alone(membership):
+    found, said = membership([]), []
     found._say = said.append
 
     found.lose(["localhost"])
@@ -156,8 +156,8 @@ def test_this_machine_alone_is_never_left_alone(members):
     assert (said, found._not_before_s) == ([], {})
 
 
-def test_a_host_that_was_lost_is_told_with_its_pause(members):
-    found, said = members(["up1:1", "up2:1"], cooldown_s=10.0), []
+def test_a_host_that_was_lost_is_told_with_its_pause(membership):
+    found, said = membership(["up1:1", "up2:1"], cooldown_s=10.0), []
     found._say = said.append
 
     found.lose(["up2"])
@@ -166,19 +166,19 @@ def test_a_host_that_was_lost_is_told_with_its_pause(members):
     assert said == [f"elastic: up2 is left alone for {pause_s} s" for pause_s in (10, 20)]
 
 
-def test_a_host_that_always_fails_is_left_alone_for_a_bounded_time(members, monkeypatch):
+def test_a_host_that_always_fails_is_left_alone_for_a_bounded_time(membership, monkeypatch):
     monkeypatch.setattr(module, "monotonic", lambda: 0.0)
-    found = members(["up1:1"], cooldown_s=1.0)
+    found = membership(["up1:1"], cooldown_s=1.0)
     for _ in range(module.MAX_DOUBLINGS + 5):
         found.lose(["up1"])
 
     assert found._not_before_s == {"up1": 2.0 ** (module.MAX_DOUBLINGS - 1)}
 
 
-def test_losses_are_forgotten_when_ranks_have_got_on(members, monkeypatch):
+def test_losses_are_forgotten_when_ranks_have_got_on(membership, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
-    found = members(["up1:1", "up2:1"], cooldown_s=10.0)
+    found = membership(["up1:1", "up2:1"], cooldown_s=10.0)
     found.lose(["up2"])
     found.forget_losses()
     found.lose(["up2"])
@@ -196,65 +196,65 @@ class TestWhileRanksRun:
         file.write_text("up1\nup2\n")
         return file
 
-    def asked(self, members, listed, change, *, seconds=2.0, used=("up1:1", "up2:1"), **wishes):
+    def asked(self, membership, listed, change, *, seconds=2.0, used=("up1:1", "up2:1"), **wishes):
         """Return whether ranks were asked to leave after a change of the list, and what was said."""
         said = []
         wishes = {"discover": f"cat {listed}", "max_ranks": 3, "cooldown_s": 0.01, **wishes}
-        found = members([], **wishes)
+        found = membership([], **wishes)
         found._say = said.append
-        attempt = on_hosts(members.request, list(used), 0)
+        attempt = on_hosts(membership.request, list(used), 0)
         leave = Event()
         with found.watching(attempt, leave.set):
             change()
             was_asked = leave.wait(seconds)
         return was_asked, said
 
-    def test_nothing_happens_as_long_as_nothing_changes(self, members, listed):
-        assert self.asked(members, listed, lambda: None, seconds=0.7) == (False, [])
+    def test_nothing_happens_as_long_as_nothing_changes(self, membership, listed):
+        assert self.asked(membership, listed, lambda: None, seconds=0.7) == (False, [])
 
-    def test_a_host_that_is_taken_from_the_list_is_left(self, members, listed):
-        asked, said = self.asked(members, listed, lambda: listed.write_text("up1\n"))
+    def test_a_host_that_is_taken_from_the_list_is_left(self, membership, listed):
+        asked, said = self.asked(membership, listed, lambda: listed.write_text("up1\n"))
 
         assert asked
         assert said == ["elastic: up2 is to go; saving"]
 
-    def test_a_host_that_is_added_and_answers_is_used(self, members, listed):
-        asked, said = self.asked(members, listed, lambda: listed.write_text("up1\nup2\nup3\n"))
+    def test_a_host_that_is_added_and_answers_is_used(self, membership, listed):
+        asked, said = self.asked(membership, listed, lambda: listed.write_text("up1\nup2\nup3\n"))
 
         assert asked
         assert said == ["elastic: up3 can take part; saving"]
 
-    def test_one_that_does_not_answer_is_not(self, members, listed):
+    def test_one_that_does_not_answer_is_not(self, membership, listed):
         change = lambda: listed.write_text("up1\nup2\ndown\n")  # noqa: E731
 
-        assert self.asked(members, listed, change, seconds=0.7) == (False, [])
+        assert self.asked(membership, listed, change, seconds=0.7) == (False, [])
 
-    def test_nobody_is_added_before_the_last_start_has_paid(self, members, listed):
+    def test_nobody_is_added_before_the_last_start_has_paid(self, membership, listed):
         change = lambda: listed.write_text("up1\nup2\nup3\n")  # noqa: E731
 
-        assert self.asked(members, listed, change, seconds=0.7, cooldown_s=60.0) == (False, [])
+        assert self.asked(membership, listed, change, seconds=0.7, cooldown_s=60.0) == (False, [])
 
-    def test_nobody_is_added_to_as_many_as_the_job_wants(self, members, listed):
+    def test_nobody_is_added_to_as_many_as_the_job_wants(self, membership, listed):
         listed.write_text("up1\nup2\nup3\n")
         change = lambda: listed.write_text("up1\nup2\nup3\nup4\n")  # noqa: E731
 
         used = ("up1:1", "up2:1", "up3:1")
-        assert self.asked(members, listed, change, seconds=0.7, used=used) == (False, [])
+        assert self.asked(membership, listed, change, seconds=0.7, used=used) == (False, [])
 
-    def test_a_list_that_cannot_be_read_is_told_once_and_changes_nothing(self, members, listed):
-        asked, said = self.asked(members, listed, listed.unlink, seconds=0.7)
+    def test_a_list_that_cannot_be_read_is_told_once_and_changes_nothing(self, membership, listed):
+        asked, said = self.asked(membership, listed, listed.unlink, seconds=0.7)
 
         assert not asked
         assert len(said) == 1
         assert "No such file or directory" in said[0]
 
-    def test_a_list_that_is_back_is_looked_at_again(self, members, listed):
+    def test_a_list_that_is_back_is_looked_at_again(self, membership, listed):
         def change():
             listed.unlink()
             sleep(0.4)
             listed.write_text("up1\n")
 
-        asked, said = self.asked(members, listed, change)
+        asked, said = self.asked(membership, listed, change)
 
         assert asked
         assert said[1:] == ["elastic: hosts are listed again", "elastic: up2 is to go; saving"]

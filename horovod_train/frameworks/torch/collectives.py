@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from horovod_train.collectives.horovod import Array, HorovodWorld
+from horovod_train.collectives.horovod import Array, HorovodCommunicator
 
 
-class TorchWorld(HorovodWorld):
+class TorchCommunicator(HorovodCommunicator):
     """A world of ranks; also the wire on which gradients travel."""
 
     BINDING = "torch"
@@ -21,13 +21,13 @@ class TorchWorld(HorovodWorld):
         if "OMP_NUM_THREADS" not in os.environ:
             share_cores(self.hvd.local_size())
 
-    def sum_array(self, array: Array, name: str) -> Array:
+    def allreduce_array(self, array: Array, name: str) -> Array:
         """Return the elementwise sum over ranks."""
         tensor = torch.from_numpy(array)
         self.finish(self.start_sum(tensor, name))
         return array
 
-    def join_arrays(self, array: Array, name: str) -> Array:
+    def allgather_arrays(self, array: Array, name: str) -> Array:
         """Return the arrays of all ranks, one after the other."""
         joined: Array = self.hvd.allgather(torch.tensor(array), name=name).numpy()
         return joined
