@@ -24,7 +24,17 @@ from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.cpu_affinity import bind
 from horovod_train.errors import HorovodTrainError, LostError, PeerError, PreemptedError, UserError
-from horovod_train.events import Reporter
+from horovod_train.events.types import (
+    CheckpointWritten,
+    Failure,
+    Notice,
+    Resumed,
+    Started,
+    Summary,
+    Target,
+    Targets,
+)
+from horovod_train.events.wire import Reporter
 from horovod_train.files import make_folder
 from horovod_train.frameworks.base import Framework, Reader, Replica
 from horovod_train.health.guard import FiniteGuard
@@ -169,7 +179,7 @@ def watchers(reporter: Reporter) -> tuple[Callable[[str], None], Callable[[str],
         os._exit(LostError.exit_code)
 
     def tell(text: str) -> None:
-        reporter.emit("notice", text=text)
+        reporter.report(Notice(text=text))
 
     return tell, end
 
@@ -215,11 +225,11 @@ def serve_metrics(
         "host": world.host,
     }
     known = allgather_json(world, [address, labels])
-    targets = [[address, labels] for address, labels in known if address]
+    targets = [Target(address=address, labels=labels) for address, labels in known if address]
     if world.rank == 0 and reporter.as_json:
         for at in range(0, len(targets), 8):  # lines stay short: launchers cut long ones
-            reporter.emit("targets", targets=targets[at : at + 8])
-    return [address for address, _ in targets]
+            reporter.report(Targets(targets=tuple(targets[at : at + 8])))
+    return [target.address for target in targets]
 
 
 def open_checkpoints(
@@ -234,7 +244,7 @@ def open_checkpoints(
 
     def on_written(report: WriteReport) -> None:
         recorder.record_checkpoint(report)
-        reporter.emit("checkpoint", path=report.path, seconds=report.seconds, error=report.error)
+        reporter.report(CheckpointWritten(path=report.path, seconds=report.seconds, error=report.error))
 
     run_dir = Path(job.run_dir).expanduser() / job.name
     if world.rank == 0 and job.checkpoint.dir is None:
@@ -269,25 +279,26 @@ def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter:
     manager.note_resumed(resumed.name, changes)
     if run.world.rank == 0:
         progress = run.progress
-        reporter.emit(
-            "resumed", checkpoint=resumed.name, epoch=round(progress.epochs_passed, 3), step=progress.step
+        reporter.report(
+            Resumed(checkpoint=resumed.name, epoch=round(progress.epochs_passed, 3), step=progress.step)
         )
         for change in changes[:MAX_CHANGES]:
-            reporter.emit("notice", text=f"changed since {resumed.name}: {change}")
+            reporter.report(Notice(text=f"changed since {resumed.name}: {change}"))
         if len(changes) > MAX_CHANGES:
-            reporter.emit("notice", text=f"and {len(changes) - MAX_CHANGES} other changes")
+            reporter.report(Notice(text=f"and {len(changes) - MAX_CHANGES} other changes"))
 
 
 def tell_start(run: Run, reporter: Reporter) -> None:
     """Tell what is about to be trained."""
-    reporter.emit(
-        "started",
-        job=run.job.name,
-        num_parameters=run.replica.num_parameters(),
-        world_size=run.world.size,
-        global_batch_size=run.global_batch_size,
-        precision=run.job.train.precision,
-        device=run.replica.device_name(),
+    reporter.report(
+        Started(
+            job=run.job.name,
+            num_parameters=run.replica.num_parameters(),
+            world_size=run.world.size,
+            global_batch_size=run.global_batch_size,
+            precision=run.job.train.precision,
+            device=run.replica.device_name(),
+        )
     )
 
 
@@ -300,22 +311,23 @@ def tell_summary(
     samples_per_s: float,
 ) -> None:
     """Tell how it went."""
-    reporter.emit(
-        "summary",
-        job=run.job.name,
-        epochs=run.progress.epochs_passed,
-        steps=run.progress.step,
-        seconds=seconds,
-        metrics=run.progress.metrics,
-        samples_per_s=samples_per_s,
-        world_size=run.world.size,
-        global_batch_size=run.global_batch_size,
-        lr_scaling=run.job.lr.scaling,
-        base_lr=run.job.lr.base_lr,
-        reference_batch_size=run.job.lr.reference_batch_size,
-        peak_lr=run.policy.peak_lr,
-        metrics_addresses=addresses,
-        checkpoint=str(manager.directory / f"step-{run.progress.step:012d}"),
+    reporter.report(
+        Summary(
+            job=run.job.name,
+            epochs=run.progress.epochs_passed,
+            steps=run.progress.step,
+            seconds=seconds,
+            metrics=run.progress.metrics,
+            samples_per_s=samples_per_s,
+            world_size=run.world.size,
+            global_batch_size=run.global_batch_size,
+            lr_scaling=run.job.lr.scaling,
+            base_lr=run.job.lr.base_lr,
+            reference_batch_size=run.job.lr.reference_batch_size,
+            peak_lr=run.policy.peak_lr,
+            metrics_addresses=tuple(addresses),
+            checkpoint=str(manager.directory / f"step-{run.progress.step:012d}"),
+        )
     )
 
 
@@ -342,13 +354,14 @@ def _report_failure(error: BaseException, reporter: Reporter) -> int:
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[:MAX_MESSAGE_CHARS] + " ..."
     code = error.exit_code if isinstance(error, HorovodTrainError) else 1
-    reporter.emit(
-        "failure",
-        host=socket.gethostname(),
-        message=message,
-        traceback=text[-MAX_TRACEBACK_CHARS:],
-        is_cause=not isinstance(error, PeerError),
-        exit_code=code,
+    reporter.report(
+        Failure(
+            host=socket.gethostname(),
+            message=message,
+            traceback=text[-MAX_TRACEBACK_CHARS:],
+            is_cause=not isinstance(error, PeerError),
+            exit_code=code,
+        )
     )
     if text and not reporter.as_json:
         sys.stderr.write(text)
@@ -385,7 +398,7 @@ class _ToReporter(logging.Handler):
         self._reporter = reporter
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._reporter.emit("notice", text=record.getMessage())
+        self._reporter.report(Notice(text=record.getMessage()))
 
 
 def _log_to(reporter: Reporter) -> None:

@@ -30,12 +30,13 @@ def command(job: str | None, *, kubernetes: bool, as_json: bool, no_sweep: bool,
     from horovod_train.doctor.run import report
 
     examine = _examine_kubernetes if kubernetes else _examine_hosts
-    findings, sweep = examine(job, options, is_measured=not no_sweep)
+    findings, measured = examine(job, options, is_measured=not no_sweep)
     if as_json:
-        rows = [finding.as_json() for finding in findings]
-        click.echo(json.dumps({"findings": rows, "sweep": sweep.rows}, indent=2))
+        found = [finding.as_json() for finding in findings]
+        times = [time.model_dump() for time in measured.times]
+        click.echo(json.dumps({"findings": found, "sweep": times}, indent=2))
     else:
-        for line in [*(sweep.table() if sweep.rows else ()), *report(findings)]:
+        for line in [*(measured.table() if measured.times else ()), *report(findings)]:
             click.echo(line)
     sys.exit(1 if _is_hopeless(findings) else 0)
 
@@ -43,7 +44,7 @@ def command(job: str | None, *, kubernetes: bool, as_json: bool, no_sweep: bool,
 def _examine_hosts(job: str | None, options: dict[str, Any], *, is_measured: bool) -> tuple[list[Any], Any]:
     from rich.console import Console
 
-    from horovod_train.doctor.network import Sweep
+    from horovod_train.doctor.network import AllreduceBenchmark
     from horovod_train.doctor.run import examine_hosts, examine_network
     from horovod_train.launch.console import JobConsole
     from horovod_train.launch.supervise.elastic import on_hosts
@@ -60,26 +61,26 @@ def _examine_hosts(job: str | None, options: dict[str, Any], *, is_measured: boo
             request = on_hosts(request, discover(elastic.discover, elastic.ranks_per_host), 0)
         findings, link_mbit_s = examine_hosts(request)
         if not is_measured or _is_hopeless(findings):
-            return findings, Sweep()
-        found, sweep = examine_network(request, link_mbit_s, JobConsole(Console(quiet=True)))
-    return [*findings, *found], sweep
+            return findings, AllreduceBenchmark()
+        found, measured = examine_network(request, link_mbit_s, JobConsole(Console(quiet=True)))
+    return [*findings, *found], measured
 
 
 def _examine_kubernetes(
     job: str | None, options: dict[str, Any], *, is_measured: bool
 ) -> tuple[list[Any], Any]:
     from horovod_train.doctor.kubernetes import examine_cluster, examine_pods
-    from horovod_train.doctor.network import Sweep
+    from horovod_train.doctor.network import AllreduceBenchmark
 
     if job is None:
         settings = make_request("digits", **options).job.launch.kubernetes
-        return list(examine_cluster(None, settings)), Sweep()
+        return list(examine_cluster(None, settings)), AllreduceBenchmark()
     request = make_request(job, **{**options, "launcher": "mpijob"})
     findings = list(examine_cluster(request.job, request.job.launch.kubernetes))
     if not is_measured or _is_hopeless(findings):
-        return findings, Sweep()
-    found, sweep = examine_pods(request, lambda text: click.echo(text, err=True))
-    return [*findings, *found], sweep
+        return findings, AllreduceBenchmark()
+    found, measured = examine_pods(request, lambda text: click.echo(text, err=True))
+    return [*findings, *found], measured
 
 
 def _is_hopeless(findings: list[Any]) -> bool:

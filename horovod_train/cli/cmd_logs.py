@@ -12,11 +12,11 @@ from horovod_train.cli.options import job_id_argument
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 def command(job_id: str, *, follow: bool) -> None:
     """Show what the job ID has written."""
-    from horovod_train.events import parse_line, readable
+    from horovod_train.events.wire import parse_line
     from horovod_train.launch.submit import submitted
 
     launcher, job = submitted(job_id)
     for line in launcher.logs(job, follow=follow):
-        text = readable(parse_line(line))
+        text = parse_line(line).readable()
         if text is not None:
             click.echo(text)

@@ -14,8 +14,9 @@ from horovod_train.config.kubernetes import Kubernetes
 from horovod_train.config.kubernetes_rules import num_workers
 from horovod_train.config.schema import Job
 from horovod_train.doctor.findings import Finding
-from horovod_train.doctor.network import History, Sweep, compare
+from horovod_train.doctor.network import AllreduceBenchmark, History, compare
 from horovod_train.errors import HorovodTrainError, LaunchError
+from horovod_train.events.types import AllreduceTime
 from horovod_train.launch.base import LaunchRequest, Submitted
 from horovod_train.launch.launchers.mpijob.cluster import CUSTOM, GROUP, KUEUE, PLURAL, VERSION, Cluster
 from horovod_train.launch.launchers.mpijob.launcher import MpiJobLauncher
@@ -154,7 +155,9 @@ def _gpus(cluster: Cluster, job: Job) -> Finding:
     return Finding("", "gpus", f"{found}; {workers} are wanted", "warn", fix)
 
 
-def examine_pods(request: LaunchRequest, say: Callable[[str], None]) -> tuple[list[Finding], Sweep]:
+def examine_pods(
+    request: LaunchRequest, say: Callable[[str], None]
+) -> tuple[list[Finding], AllreduceBenchmark]:
     """Start the job's pods to examine themselves and the network between them, and remove them.
 
     Args:
@@ -171,7 +174,7 @@ def examine_pods(request: LaunchRequest, say: Callable[[str], None]) -> tuple[li
         plan = launcher.plan(asking, ("doctor", "--json"))
         native_id = launcher.submit(asking, plan)
     except HorovodTrainError as error:
-        return [Finding("", "mpi job", error.message, "fail", error.hint)], Sweep()
+        return [Finding("", "mpi job", error.message, "fail", error.hint)], AllreduceBenchmark()
     submitted = Submitted(asking.job_id, "mpijob", native_id, asking.log_dir, 0.0)
     try:
         return _told_by(launcher, submitted, job, say)
@@ -181,7 +184,7 @@ def examine_pods(request: LaunchRequest, say: Callable[[str], None]) -> tuple[li
 
 def _told_by(
     launcher: MpiJobLauncher, submitted: Submitted, job: Job, say: Callable[[str], None]
-) -> tuple[list[Finding], Sweep]:
+) -> tuple[list[Finding], AllreduceBenchmark]:
     deadline_s, told = monotonic() + PODS_TIMEOUT_S, ""
     while not (status := launcher.status(submitted)).has_ended and monotonic() < deadline_s:
         if str(status) != told:
@@ -191,20 +194,20 @@ def _told_by(
     fix = "submit the job itself, and look at its pods: `kubectl describe pods`"
     if not status.has_ended:
         found = f"after {PODS_TIMEOUT_S:g} s they are {status}"
-        return [Finding("", "pods", found, "fail", fix)], Sweep()
+        return [Finding("", "pods", found, "fail", fix)], AllreduceBenchmark()
     lines = list(launcher.logs(submitted, follow=False))
     document = _document("\n".join(lines))
     if document is None:
         last = "\n".join(lines[-5:])
-        return [Finding("", "pods", f"{status}\n{last}", "fail", fix)], Sweep()
+        return [Finding("", "pods", f"{status}\n{last}", "fail", fix)], AllreduceBenchmark()
     findings = [Finding(**fields) for fields in document["findings"]]
-    sweep = Sweep(document["sweep"])
-    if sweep.rows:
+    measured = AllreduceBenchmark([AllreduceTime(**row) for row in document["sweep"]])
+    if measured.times:
         where = f"{job.launch.kubernetes.namespace}:{job.launch.num_ranks}"
         history = History(["kubernetes", where], job.launch.controller)
-        findings += compare(sweep.best("horovod"), history.read())
-        history.add(sweep)
-    return findings, sweep
+        findings += compare(measured.best("horovod"), history.read())
+        history.add(measured)
+    return findings, measured
 
 
 def _document(log: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""What a sweep of all-reduces says about the network, and how it was the last time."""
+"""What a benchmark of all-reduces says about the network, and how it was the last time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horovod_train.doctor.findings import Finding
+from horovod_train.events.types import AllreduceTime, PairTime
 from horovod_train.files import state_dir
 
 SLOW_PAIR = 2.0
@@ -21,48 +22,44 @@ LARGE_BYTES = 1 << 24
 
 
 @dataclass
-class Sweep:
+class AllreduceBenchmark:
     """What was measured.
 
     Attributes:
-        rows: ``via``, ``size_bytes``, ``seconds`` and ``bytes_per_s`` of each.
-        pairs: ``hosts`` and ``seconds`` of each pair.
+        times: Of all-reduces, from small to large.
+        pairs: Of an exchange between two hosts each.
     """
 
-    rows: list[Mapping[str, Any]] = field(default_factory=list)
-    pairs: list[Mapping[str, Any]] = field(default_factory=list)
+    times: list[AllreduceTime] = field(default_factory=list)
+    pairs: list[PairTime] = field(default_factory=list)
 
     def best(self, via: str) -> float:
         """Return the highest bus bandwidth of large messages, in bytes per second; 0: none was measured."""
         return max(
-            (
-                row["bytes_per_s"]
-                for row in self.rows
-                if row["via"] == via and row["size_bytes"] >= LARGE_BYTES
-            ),
+            (each.bytes_per_s for each in self.times if each.via == via and each.size_bytes >= LARGE_BYTES),
             default=0.0,
         )
 
     def latency_s(self, via: str) -> float:
         """Return the time of the smallest message, in seconds; 0: none was measured."""
-        return min((row["seconds"] for row in self.rows if row["via"] == via), default=0.0)
+        return min((each.seconds for each in self.times if each.via == via), default=0.0)
 
     def table(self) -> Iterator[str]:
         """Yield lines for a person."""
-        vias = list(dict.fromkeys(row["via"] for row in self.rows))
-        by_size: dict[int, dict[str, Mapping[str, Any]]] = {}
-        for row in self.rows:
-            by_size.setdefault(row["size_bytes"], {})[row["via"]] = row
+        vias = list(dict.fromkeys(each.via for each in self.times))
+        by_size: dict[int, dict[str, AllreduceTime]] = {}
+        for each in self.times:
+            by_size.setdefault(each.size_bytes, {})[each.via] = each
         yield "all-reduce    " + "".join(f"{via:>26}" for via in vias)
         for size, found in by_size.items():
             cells = "".join(_cell(found.get(via)) for via in vias)
             yield f"{size_text(size):>10}    {cells}"
 
 
-def _cell(row: Mapping[str, Any] | None) -> str:
-    if row is None:
+def _cell(found: AllreduceTime | None) -> str:
+    if found is None:
         return " " * 26
-    return f"{1e3 * row['seconds']:>12.3f} ms {row['bytes_per_s'] / 1e9:>6.2f} GB/s"
+    return f"{1e3 * found.seconds:>12.3f} ms {found.bytes_per_s / 1e9:>6.2f} GB/s"
 
 
 def size_text(size_bytes: int) -> str:
@@ -74,16 +71,18 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
 
 
-def judge(sweep: Sweep, link_mbit_s: int, history: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield what a sweep says.
+def judge(
+    measured: AllreduceBenchmark, link_mbit_s: int, history: Sequence[Mapping[str, Any]]
+) -> Iterator[Finding]:
+    """Yield what a benchmark of all-reduces says.
 
     Args:
-        sweep: What was measured.
+        measured: What was measured.
         link_mbit_s: Speed of the slowest interface on the way; 0: unknown, or no network is on the way.
         history: Earlier results of the same hosts, oldest first.
     """
-    best = sweep.best("horovod")
-    latency = f"{1e3 * sweep.latency_s('horovod'):.2f} ms for the smallest message"
+    best = measured.best("horovod")
+    latency = f"{1e3 * measured.latency_s('horovod'):.2f} ms for the smallest message"
     yield Finding("", "all-reduce", f"{best / 1e9:.2f} GB/s, {latency}")
     if link_mbit_s > 0:
         link = link_mbit_s * 1e6 / 8
@@ -91,10 +90,10 @@ def judge(sweep: Sweep, link_mbit_s: int, history: Sequence[Mapping[str, Any]]) 
         is_slow = best < SLOWER_THAN_LINK * link
         fix = "is it shared? another interface (launch.network_interface)? ethtool, iperf3 between the hosts"
         yield Finding("", "link", found, "warn" if is_slow else "ok", fix)
-    reference = sweep.best("mpi4py")
+    reference = measured.best("mpi4py")
     if reference:
         yield Finding("", "reference", f"mpi4py alone reaches {reference / 1e9:.2f} GB/s")
-    yield from _slow_pairs(sweep.pairs)
+    yield from _slow_pairs(measured.pairs)
     yield from compare(best, history)
 
 
@@ -109,14 +108,14 @@ def compare(best: float, history: Sequence[Mapping[str, Any]]) -> Iterator[Findi
         yield Finding("", "history", found, "warn" if is_slower else "ok", fix)
 
 
-def _slow_pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _slow_pairs(pairs: Sequence[PairTime]) -> Iterator[Finding]:
     if len(pairs) < 2:
         return
-    usual = statistics.median(pair["seconds"] for pair in pairs)
-    slow = [pair for pair in pairs if pair["seconds"] > SLOW_PAIR * usual]
+    usual = statistics.median(pair.seconds for pair in pairs)
+    slow = [pair for pair in pairs if pair.seconds > SLOW_PAIR * usual]
     for pair in slow:
-        times = f"{1e3 * pair['seconds']:.2f} ms for 1 MiB, others {1e3 * usual:.2f} ms"
-        found = f"{' and '.join(pair['hosts'])}: {times}"
+        times = f"{1e3 * pair.seconds:.2f} ms for 1 MiB, others {1e3 * usual:.2f} ms"
+        found = f"{' and '.join(pair.hosts)}: {times}"
         yield Finding(
             "", "slow pair", found, "warn", "look at the cable, the port and the switch between them"
         )
@@ -144,13 +143,13 @@ class History:
         except (OSError, ValueError):
             return []
 
-    def add(self, sweep: Sweep) -> None:
+    def add(self, measured: AllreduceBenchmark) -> None:
         """Keep a result."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         entry = {
             "unix_time_s": time.time(),
-            "bytes_per_s": sweep.best("horovod"),
-            "latency_s": sweep.latency_s("horovod"),
+            "bytes_per_s": measured.best("horovod"),
+            "latency_s": measured.latency_s("horovod"),
         }
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")

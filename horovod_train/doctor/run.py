@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from horovod_train.doctor.findings import Finding, clock, examine
-from horovod_train.doctor.network import History, Sweep, judge
+from horovod_train.doctor.network import AllreduceBenchmark, History, judge
 from horovod_train.errors import HorovodTrainError, LaunchError, LostError
+from horovod_train.events.types import AllreduceTime, PairTime
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.host_group import HostConnection, HostGroup, reach_all
@@ -18,9 +19,10 @@ from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.launchers.supervised import SupervisedLauncher
 from horovod_train.launch.submit import launcher_named, make_plan
 from horovod_train.launch.supervise.attempt import run_attempt
+from horovod_train.launch.supervise.follow import RecordEvents
 from horovod_train.launch.supervise.preflight import check_reach, choose_interfaces, describe
 
-SWEEP = ("horovod_train.frameworks.torch.sweep",)
+BENCHMARK = ("horovod_train.frameworks.torch.allreduce_benchmark",)
 
 
 def examine_hosts(request: LaunchRequest) -> tuple[list[Finding], int]:
@@ -48,13 +50,13 @@ def examine_hosts(request: LaunchRequest) -> tuple[list[Finding], int]:
     try:
         if not hosts.connections:
             return findings, 0
-        found, speed = _examine_fleet(hosts, request)
+        found, speed = _examine_all(hosts, request)
         return [*findings, *found], speed
     finally:
         hosts.close()
 
 
-def _examine_fleet(hosts: HostGroup, request: LaunchRequest) -> tuple[list[Finding], int]:
+def _examine_all(hosts: HostGroup, request: LaunchRequest) -> tuple[list[Finding], int]:
     names = [connection.host.name for connection in hosts.connections]
     ports = [request.job.metrics.port + number for number in range(max(h.num_ranks for h in request.hosts))]
 
@@ -96,7 +98,7 @@ def _offsets_s(hosts: HostGroup) -> dict[str, float]:
 
 def examine_network(
     request: LaunchRequest, link_mbit_s: int, console: JobConsole
-) -> tuple[list[Finding], Sweep]:
+) -> tuple[list[Finding], AllreduceBenchmark]:
     """Return what a real all-reduce over the job's ranks says, and its numbers.
 
     Args:
@@ -104,23 +106,26 @@ def examine_network(
         link_mbit_s: Speed of the slowest interface on the way; 0: unknown.
         console: Where to show what ranks print.
     """
-    measuring = replace(request, run_id=f"{request.run_id}-sweep", program=SWEEP)
+    measuring = replace(request, run_id=f"{request.run_id}-sweep", program=BENCHMARK)
     measuring.log_dir.mkdir(parents=True, exist_ok=True)
+    measured = RecordEvents()
     try:
-        events = run_attempt(
-            _supervised(request), measuring, make_plan(measuring), console, StateFile(measuring.log_dir)
+        run_attempt(
+            _supervised(request),
+            measuring,
+            make_plan(measuring),
+            console,
+            StateFile(measuring.log_dir),
+            followers=[measured],
         )
     except HorovodTrainError as error:
         finding = Finding("", "all-reduce", error.message, "fail", error.hint or "see the findings above")
-        return [finding], Sweep()
-    sweep = Sweep(
-        [event.fields for event in events if event.kind == "sweep"],
-        [event.fields for event in events if event.kind == "pair"],
-    )
+        return [finding], AllreduceBenchmark()
+    found = AllreduceBenchmark(measured.of_kind(AllreduceTime), measured.of_kind(PairTime))
     history = History(as_argument(request.hosts).split(","), request.job.launch.controller)
-    findings = list(judge(sweep, link_mbit_s, history.read()))
-    history.add(sweep)
-    return findings, sweep
+    findings = list(judge(found, link_mbit_s, history.read()))
+    history.add(found)
+    return findings, found
 
 
 def _supervised(request: LaunchRequest) -> SupervisedLauncher:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from time import monotonic
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from horovod_train.events import Event, as_text, duration, progress_text
+from horovod_train.events.text import as_text, duration, progress_text
+from horovod_train.events.types import Event, Summary
+from horovod_train.events.types import Progress as ProgressEvent
 
 LINE_INTERVAL_S = 5.0
 
@@ -27,14 +27,14 @@ class JobConsole:
         self._task: TaskID | None = None
         self._next_line = 0.0
 
-    def show(self, event: Event) -> None:
-        """Show one event."""
-        if event.kind == "progress":
-            self._show_progress(event.fields)
+    def show(self, event: Event, rank: int) -> None:
+        """Show one event of a rank."""
+        if isinstance(event, ProgressEvent):
+            self._show_progress(event)
             return
-        if event.kind == "summary":
+        if isinstance(event, Summary):
             self.close()
-        text = as_text(event)
+        text = as_text(event, rank)
         if text is not None:
             self.print(text)
 
@@ -48,12 +48,12 @@ class JobConsole:
             self._progress.stop()
             self._progress = None
 
-    def _show_progress(self, fields: Mapping[str, Any]) -> None:
+    def _show_progress(self, event: ProgressEvent) -> None:
         if not self._console.is_terminal:
             now = monotonic()
             if now >= self._next_line:
                 self._next_line = now + LINE_INTERVAL_S
-                self.print(progress_text(fields))
+                self.print(progress_text(event))
             return
         if self._progress is None or self._task is None:
             self._progress = Progress(
@@ -69,9 +69,9 @@ class JobConsole:
             self._progress.start()
         self._progress.update(
             self._task,
-            completed=fields["step"],
-            total=fields["num_steps"],
-            epoch=f"{fields['epoch'] + 1}/{fields['num_epochs']}",
-            numbers=f"loss {fields['loss']:.4f}  {fields['samples_per_s']:,.0f} samples/s",
-            eta=duration(fields["eta_s"]),
+            completed=event.step,
+            total=event.num_steps,
+            epoch=f"{event.epoch + 1}/{event.num_epochs}",
+            numbers=f"loss {event.loss:.4f}  {event.samples_per_s:,.0f} samples/s",
+            eta=duration(event.eta_s),
         )

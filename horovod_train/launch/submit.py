@@ -10,7 +10,8 @@ from pathlib import Path
 
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
-from horovod_train.events import parse_line, tagged
+from horovod_train.events.text import tagged
+from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submitted
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.hostlist import interface_towards
@@ -118,11 +119,11 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
     try:
         with interrupted_by_signals(AskedTo):
             for line in launcher.logs(job, follow=True):
-                rank, text, event = parse_line(line)
-                if event is not None:
-                    console.show(event)
+                parsed = parse_line(line)
+                if parsed.event is not None:
+                    console.show(parsed.event, parsed.rank or 0)
                 else:
-                    console.print(tagged(rank, text))
+                    console.print(tagged(parsed.rank, parsed.text))
             status = launcher.wait(job)
     except AskedTo as asked:
         console.print(f"{job.job_id}: asked to save and leave")

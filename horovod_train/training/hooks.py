@@ -8,7 +8,8 @@ from time import monotonic
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.errors import PreemptedError
-from horovod_train.events import Reporter
+from horovod_train.events.types import Evaluation, Notice, Preempted, Progress
+from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework
 from horovod_train.health.leave import LeaveAgreement
 from horovod_train.health.sync import check_in_sync
@@ -127,7 +128,7 @@ class LeaveWhenAsked(Hook):
         if self._agreement.reached():
             self._checkpoints.save(run, wait=True)
             # Before the first rank is gone: some launchers kill the others as soon as one has left.
-            self._reporter.emit("left", step=run.progress.step, epoch=run.progress.epochs_passed)
+            self._reporter.report(Preempted(step=run.progress.step, epoch=run.progress.epochs_passed))
             raise PreemptedError(f"asked to leave after step {run.progress.step}")
         write_s = self._checkpoints.last_write_s
         if write_s is not None and run.world.rank == 0:
@@ -138,11 +139,11 @@ class LeaveWhenAsked(Hook):
         self._recorder.record_grace_needed(needed_s)
         if needed_s > granted_s and not self._is_warned:
             self._is_warned = True
-            self._reporter.emit(
-                "notice",
-                text=f"leaving without losing work would take {needed_s:.1f} s, but launch.grace_s is "
-                f"{granted_s:g}: raise it, and the grace that Slurm or Kubernetes gives",
+            text = (
+                f"leaving without losing work would take {needed_s:.1f} s, but launch.grace_s is "
+                f"{granted_s:g}: raise it, and the grace that Slurm or Kubernetes gives"
             )
+            self._reporter.report(Notice(text=text))
 
 
 class ReportProgress(Hook):
@@ -176,25 +177,26 @@ class ReportProgress(Hook):
         since, before = self._recent[0]
         samples_per_s = (self._samples - before) / max(1e-9, now - since)
         samples_left = (self._num_steps - run.progress.step) * run.global_batch_size
-        self._reporter.emit(
-            "progress",
-            step=run.progress.step,
-            num_steps=self._num_steps,
-            epoch=min(int(run.progress.epochs_passed), run.job.train.epochs - 1),
-            num_epochs=run.job.train.epochs,
-            loss=report.outcome.loss,
-            lr=report.lr,
-            samples_per_s=samples_per_s,
-            eta_s=samples_left / samples_per_s,
+        self._reporter.report(
+            Progress(
+                step=run.progress.step,
+                num_steps=self._num_steps,
+                epoch=min(int(run.progress.epochs_passed), run.job.train.epochs - 1),
+                num_epochs=run.job.train.epochs,
+                loss=report.outcome.loss,
+                lr=report.lr,
+                samples_per_s=samples_per_s,
+                eta_s=samples_left / samples_per_s,
+            )
         )
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
         """Report the evaluation."""
         if evaluated and run.world.rank == 0:
             metrics = run.progress.metrics
-            self._reporter.emit("evaluation", epoch=run.progress.epoch, metrics=metrics)
+            self._reporter.report(Evaluation(epoch=run.progress.epoch, metrics=metrics))
             if run.progress.stopped_early:
                 rule = run.job.evaluation.early_stopping
                 assert rule is not None
                 text = f"stopping early: {rule.metric} did not improve in {rule.patience} evaluations"
-                self._reporter.emit("notice", text=text)
+                self._reporter.report(Notice(text=text))

@@ -15,7 +15,7 @@ from numpy_framework import NumpyReplica, Sgd
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.collectives.base import Communicator, SingleRank
 from horovod_train.config.schema import Data, Job
-from horovod_train.events import Reporter, parse_line
+from horovod_train.events.wire import Reporter, parse_line
 from horovod_train.frameworks.randomness import load_rng_state, rng_state
 from horovod_train.frameworks.reader import NumpyReader
 from horovod_train.training.run import Run, StepReport
@@ -148,9 +148,9 @@ class Told:
         self.reporter = Reporter(rank, as_json=True, stream=self._stream)
 
     def events(self, kind: str | None = None) -> list[Any]:
-        found = [parse_line(line)[2] for line in self._stream.getvalue().splitlines()]
+        found = [parse_line(line).event for line in self._stream.getvalue().splitlines()]
         assert None not in found
-        return [event.fields for event in found if event is not None and kind in (None, event.kind)]
+        return [event.model_dump() for event in found if event is not None and kind in (None, event.kind)]
 
 
 def manager_of(folder: Path, run: Run, **section: Any) -> CheckpointManager:

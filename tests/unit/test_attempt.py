@@ -17,10 +17,10 @@ from typing import ClassVar
 import psutil
 import pytest
 from rich.console import Console
+from support.following import event
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, PreemptedError
-from horovod_train.events import Event
 from horovod_train.launch import jobs
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.console import JobConsole
@@ -29,55 +29,20 @@ from horovod_train.launch.submit import resolve
 from horovod_train.launch.supervise import attempt
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 
-SUMMARY = {
-    "job": "j",
-    "epochs": 1,
-    "steps": 7,
-    "seconds": 1.0,
-    "metrics": {"loss": 0.5},
-    "samples_per_s": 9.0,
-    "world_size": 2,
-    "global_batch_size": 8,
-    "lr_scaling": "none",
-    "base_lr": 0.1,
-    "reference_batch_size": 32,
-    "peak_lr": 0.1,
-    "metrics_addresses": [],
-    "checkpoint": "",
-}
-STARTED = {
-    "job": "j",
-    "num_parameters": 3,
-    "world_size": 2,
-    "global_batch_size": 8,
-    "precision": "fp32",
-    "device": "cpu",
-}
-PROGRESS = {
-    "step": 1,
-    "num_steps": 7,
-    "epoch": 0,
-    "num_epochs": 1,
-    "loss": 0.7,
-    "lr": 0.1,
-    "samples_per_s": 9.0,
-    "eta_s": 1.0,
-}
-
 
 def said(kind, rank=0, **fields):
     """What a rank says, as the lines of a script."""
-    line = f"[1,{rank}]<stdout>:{Event(kind, rank, fields).as_line()}\n"
+    line = f"[1,{rank}]<stdout>:{event(kind, rank, **fields)}\n"
     return f"sys.stdout.write({line!r}); sys.stdout.flush()\n"
 
 
-START = said("started", **STARTED)
-END = said("summary", **SUMMARY)
+START = said("started")
+END = said("summary")
 FAILURE = {"host": "here", "message": "ValueError: no", "traceback": "", "is_cause": True, "exit_code": 3}
 # As a worker does when it is asked to save and leave.
 LEAVES = (
     "def leave(*_):\n    "
-    + said("left", step=4, epoch=0.5).replace("\n", "; ", 1)
+    + said("preempted", step=4, epoch=0.5).replace("\n", "; ", 1)
     + "os._exit(75)\nsignal.signal(signal.SIGUSR1, leave)\n"
 )
 WAITS = "open('waiting', 'w').close()\ntime.sleep(30)\n"
@@ -147,15 +112,15 @@ def signals(tmp_path, *numbers, apart_s=0.3):
 
 class TestAGoodEnd:
     def test_is_told_shown_and_logged(self, run, capfd):
-        script = START + said("progress", **PROGRESS) + "print('[1,1]<stdout>:  hello')\n" + END
+        script = START + said("progress") + "print('[1,1]<stdout>:  hello')\n" + END
 
         assert run(script) == 0
 
         assert (run.state.state, run.state.exit_code) == ("succeeded", 0)
-        assert "3 parameters on 2 ranks" in run.text
-        assert "step 1/7" in run.text
+        assert "7 parameters on 2 ranks" in run.text
+        assert "step 5/10" in run.text
         assert "[rank 1]   hello" in run.text
-        assert "trained j: 1 epochs, 7 steps" in run.text
+        assert "trained j: 1 epochs, 2 steps" in run.text
         log = (run.request.log_dir / "run.log").read_text()
         assert log.count("@horovod-train") == 3
         assert (run.request.log_dir / "rank-1.log").read_text() == "  hello\n"

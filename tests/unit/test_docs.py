@@ -10,11 +10,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from unit.test_architecture import ROOMS
 
 from horovod_train import __version__
 from horovod_train.cli.main import VERBS
 from horovod_train.telemetry.catalog import CATALOG
-from tests.unit.test_architecture import ROOMS
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -8,8 +8,9 @@ import json
 import pytest
 
 from horovod_train.doctor.findings import Finding, clock, examine
-from horovod_train.doctor.network import History, Sweep, judge
+from horovod_train.doctor.network import AllreduceBenchmark, History, judge
 from horovod_train.doctor.run import report
+from horovod_train.events.types import AllreduceTime, PairTime
 from horovod_train.launch.hosts import readings as readings_module
 from horovod_train.launch.hosts.readings import take_readings
 
@@ -117,15 +118,21 @@ def test_clocks():
     assert [f.level for f in clock({"a": 0.0, "b": 60.0}, 5)] == ["fail", "fail"]
 
 
-def row(via, size_bytes, seconds):
-    return {"via": via, "size_bytes": size_bytes, "seconds": seconds, "bytes_per_s": size_bytes / seconds}
+def time_of(via, size_bytes, seconds):
+    return AllreduceTime(via=via, size_bytes=size_bytes, seconds=seconds, bytes_per_s=size_bytes / seconds)
 
 
-SWEEP = Sweep([row("horovod", 1024, 0.001), row("horovod", 1 << 26, 0.1), row("mpi4py", 1 << 26, 0.08)])
+MEASURED = AllreduceBenchmark(
+    [
+        time_of("horovod", 1024, 0.001),
+        time_of("horovod", 1 << 26, 0.1),
+        time_of("mpi4py", 1 << 26, 0.08),
+    ]
+)
 
 
-def judged(sweep=SWEEP, link_mbit_s=0, history=()):
-    return {finding.what: finding for finding in judge(sweep, link_mbit_s, history)}
+def judged(measured=MEASURED, link_mbit_s=0, history=()):
+    return {finding.what: finding for finding in judge(measured, link_mbit_s, history)}
 
 
 class TestNetwork:
@@ -143,14 +150,16 @@ class TestNetwork:
 
     def test_names_the_slow_pair(self):
         names = [("a", "b"), ("a", "c"), ("b", "c")]
-        alike = [{"hosts": list(pair), "seconds": 0.003} for pair in names]
-        one_slow = [*alike[:2], {"hosts": ["b", "c"], "seconds": 0.04}]
+        alike = [PairTime(hosts=pair, seconds=0.003) for pair in names]
+        one_slow = [*alike[:2], PairTime(hosts=("b", "c"), seconds=0.04)]
 
-        assert judged(Sweep(SWEEP.rows, alike))["pairs"].level == "ok"
-        assert judged(Sweep(SWEEP.rows, one_slow))["slow pair"].found.startswith("b and c: 40.00 ms")
+        assert judged(AllreduceBenchmark(MEASURED.times, alike))["pairs"].level == "ok"
+        assert judged(AllreduceBenchmark(MEASURED.times, one_slow))["slow pair"].found.startswith(
+            "b and c: 40.00 ms"
+        )
 
     def test_is_shown_as_a_table(self):
-        lines = list(SWEEP.table())
+        lines = list(MEASURED.table())
 
         assert lines[0].split() == ["all-reduce", "horovod", "mpi4py"]
         assert lines[1].split() == ["1", "KiB", "1.000", "ms", "0.00", "GB/s"]  # mpi4py has no such row
@@ -158,7 +167,7 @@ class TestNetwork:
 
     def test_is_remembered_for_these_hosts(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-        History(["a:1", "b:1"], "mpi").add(SWEEP)
+        History(["a:1", "b:1"], "mpi").add(MEASURED)
 
         (entry,) = History(["b:1", "a:1"], "mpi").read()
         assert entry["bytes_per_s"] == pytest.approx((1 << 26) / 0.1)

@@ -369,14 +369,14 @@ class TestLeaving:
     def test_saves_and_ends_all_ranks_after_the_same_step(self, tmp_path, size):
         for run, told, _ in self.leaving(tmp_path, size, asked_after=2, train={"epochs": 9}):
             assert run.progress.step == 2
-            (left,) = told.events("left")
-            assert left["step"] == 2
+            (preempted,) = told.events("preempted")
+            assert preempted["step"] == 2
         assert [found.step for found in list_checkpoints(tmp_path)] == [2]
 
     def test_nobody_asked_stays(self, tmp_path):
         for run, told, _ in self.leaving(tmp_path, 2, asked_after=-1):
             assert run is None
-            assert told.events("left") == []
+            assert told.events("preempted") == []
 
     @pytest.mark.parametrize(("grace_s", "is_told"), [(1e-9, True), (30.0, False)])
     def test_a_grace_that_is_too_short_is_told_once_by_rank_0(self, tmp_path, grace_s, is_told):

@@ -23,6 +23,7 @@ from support.waiting import wait_until
 
 from horovod_train.config.schema import HostSettings, Job, Launch
 from horovod_train.errors import LaunchError, LostError, UserError
+from horovod_train.files import LogFile
 from horovod_train.health.heartbeat import beat_name, give_signs_of_life
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.launch import jobs
@@ -40,7 +41,6 @@ from horovod_train.launch.hosts.ssh import explain
 from horovod_train.launch.hosts.staging import pack_code, stage_files
 from horovod_train.launch.launchers.mpijob.render import inner_job
 from horovod_train.launch.launchers.slurm_allocation import tasks_per_node
-from horovod_train.launch.logs import LogFile
 from horovod_train.launch.submit import make_plan, note_job, resolve
 from horovod_train.launch.supervise import preflight as prepare
 from horovod_train.launch.supervise.preflight import check_shared_memory, rank_variables
@@ -1152,7 +1152,7 @@ class TestALogFile:
             close(handle)
             raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr("horovod_train.launch.logs.os.close", refuse)
+        monkeypatch.setattr("horovod_train.files.os.close", refuse)
         log.close()
         monkeypatch.undo()
         log.close()

@@ -16,11 +16,12 @@ from typing import ClassVar
 
 import pytest
 from rich.console import Console
-from unit.test_attempt import SUMMARY
+from support.following import Followed, event
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, PreemptedError
-from horovod_train.events import Event, Reporter, as_text, lines_of_ranks, parse_line
+from horovod_train.events.types import Notice, Progress, Resumed, Targets
+from horovod_train.events.wire import Reporter, lines_of_ranks, parse_line, to_line
 from horovod_train.horovod import build, environment
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.console import JobConsole
@@ -29,9 +30,7 @@ from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.interfaces import Chosen
 from horovod_train.launch.hosts.secrets import Mask, too_short_to_hide
 from horovod_train.launch.jobs import find_job, known_jobs
-from horovod_train.launch.logs import LogFile
 from horovod_train.launch.submit import make_plan, resolve, run_job, submit_job, submitted
-from horovod_train.launch.supervise.follow import Ended, Watcher
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.preflight import check_clocks, check_reach, choose_interfaces
 
@@ -196,21 +195,23 @@ class TestPlan:
 class TestEvents:
     @pytest.mark.parametrize("tag", ["", "[1,3]<stdout>:", "[3]<stdout>:", "[1,3]<stderr>:"])
     def test_are_found_behind_any_launchers_tag(self, tag):
-        event = Event("notice", 3, {"text": "hello"})
+        notice = Notice(text="hello")
 
-        rank, _, found = parse_line(tag + event.as_line())
+        line = parse_line(tag + to_line(notice, 3))
 
-        assert (rank, found) == (3, event)
+        assert (line.rank, line.event, line.is_launchers) == (3, notice, False)
 
     def test_of_ranks_that_write_at_once_are_whole_wherever_mpirun_cuts(self):
-        events = [Event("notice", rank, {"text": f"a  long line of {rank}"}) for rank in range(3)]
+        events = {rank: Notice(text=f"a  long line of {rank}") for rank in range(3)}
         choice = Random(7)
         for _ in range(200):
-            output = put_out_by_mpirun([event.as_line() + "\n" for event in events], choice)
+            lines = [to_line(told, rank) + "\n" for rank, told in events.items()]
+            output = put_out_by_mpirun(lines, choice)
 
-            found = [parse_line(line)[2] for line in lines_of_ranks(io.StringIO(output))]
+            found = [parse_line(line) for line in lines_of_ranks(io.StringIO(output))]
 
-            assert sorted(found, key=lambda event: event.rank) == events
+            assert {line.rank: line.event for line in found} == events
+            assert len(found) == len(events)
 
     def test_what_is_said_by_others_in_between_is_theirs(self):
         output = (
@@ -236,7 +237,7 @@ class TestEvents:
         ]
 
     def test_what_a_task_prints_keeps_its_spaces(self):
-        assert parse_line("[1,0]<stdout>:  indented")[1] == "  indented"
+        assert parse_line("[1,0]<stdout>:  indented").text == "  indented"
 
     @pytest.mark.parametrize(
         "text",
@@ -251,43 +252,36 @@ class TestEvents:
             '{"kind": ["notice"], "rank": 0, "text": "x"}',
             '{"kind": "unheard of", "rank": 0}',
             '{"kind": "targets", "rank": 0, "targets": [1]}',
-            '{"kind": "targets", "rank": 0, "targets": [["a"]]}',
+            '{"kind": "targets", "rank": 0, "targets": [{"address": "a"}]}',
             '{"kind": "evaluation", "rank": 0, "epoch": 1, "metrics": {"loss": "low"}}',
             '{"kind": "failure", "rank": 0, "message": "x"}',
-            '{"kind": "pair", "rank": 0, "hosts": ["a"], "seconds": 1}',
+            '{"kind": "pair_time", "rank": 0, "hosts": ["a"], "seconds": 1}',
             "[" * 5000,
         ],
     )
     def test_that_are_broken_or_only_look_like_one_are_text(self, text):
-        rank, found, event = parse_line(f"[1,0]<stdout>:@horovod-train {text}")
+        line = parse_line(f"[1,0]<stdout>:@horovod-train {text}")
 
-        assert (rank, found, event) == (0, f"@horovod-train {text}", None)
+        assert (line.rank, line.text, line.event) == (0, f"@horovod-train {text}", None)
 
     def test_with_numbers_that_are_none_can_be_shown(self):
         numbers = dict.fromkeys(("loss", "lr", "samples_per_s", "eta_s"), float("inf"))
-        line = Event("progress", 0, {"step": 1, "num_steps": 0, "epoch": 0, "num_epochs": 1, **numbers})
+        line = to_line(Progress(step=1, num_steps=0, epoch=0, num_epochs=1, **numbers), 0)
 
-        assert "ETA unknown" in as_text(parse_line(line.as_line())[2])
+        assert "ETA unknown" in parse_line(line).readable()
 
     def test_are_text_for_a_person(self):
         stream = io.StringIO()
 
-        Reporter(0, as_json=False, stream=stream).emit("resumed", checkpoint="step-1", epoch=2, step=3)
+        Reporter(0, as_json=False, stream=stream).report(Resumed(checkpoint="step-1", epoch=2, step=3))
 
-        assert stream.getvalue() == "resumed from step-1: epoch 2, step 3\n"
+        assert stream.getvalue() == "resumed from step-1: epoch 2.0, step 3\n"
 
 
 class TestConsole:
-    PROGRESS: ClassVar = {
-        "step": 3,
-        "num_steps": 12,
-        "epoch": 0,
-        "num_epochs": 2,
-        "loss": 0.5,
-        "lr": 0.1,
-        "samples_per_s": 900.0,
-        "eta_s": 65.0,
-    }
+    PROGRESS: ClassVar = Progress(
+        step=3, num_steps=12, epoch=0, num_epochs=2, loss=0.5, lr=0.1, samples_per_s=900.0, eta_s=65.0
+    )
 
     def test_without_a_terminal_progress_is_a_line_now_and_then(self, monkeypatch):
         now_s = [100.0]
@@ -296,7 +290,7 @@ class TestConsole:
         console = JobConsole(Console(file=output, width=200))
         for later_s in (0.0, 1.0, 3.9, 0.1, 4.9, 0.2):
             now_s[0] += later_s
-            console.show(Event("progress", 0, self.PROGRESS))
+            console.show(self.PROGRESS, 0)
         console.close()
 
         assert output.getvalue().count("step 3/12") == 3  # at 0, 5 and 10.1 s
@@ -304,10 +298,10 @@ class TestConsole:
     def test_the_bar_is_gone_before_the_summary_is_shown(self):
         output = io.StringIO()
         console = JobConsole(Console(file=output, width=120, force_terminal=True))
-        console.show(Event("progress", 0, self.PROGRESS))
+        console.show(self.PROGRESS, 0)
         assert console._progress is not None
 
-        console.show(Event("summary", 0, SUMMARY))
+        console.show(parse_line(event("summary")).event, 0)
 
         assert console._progress is None
         assert output.getvalue().splitlines()[-1].strip() == "checkpoint      none"
@@ -321,9 +315,9 @@ class TestConsole:
     def test_on_a_terminal_it_is_a_bar_that_goes_away(self):
         output = io.StringIO()
         console = JobConsole(Console(file=output, width=120, force_terminal=True))
-        console.show(Event("progress", 0, self.PROGRESS))
+        console.show(self.PROGRESS, 0)
         console.print("above [it]")
-        console.show(Event("progress", 0, {**self.PROGRESS, "step": 6}))
+        console.show(self.PROGRESS.model_copy(update={"step": 6}), 0)
         console.close()
         console.close()
 
@@ -336,7 +330,7 @@ class TestConsole:
         output = io.StringIO()
         console = JobConsole(Console(file=output))
 
-        console.show(Event("targets", 0, {"targets": []}))
+        console.show(Targets(targets=()), 0)
 
         assert output.getvalue() == ""
 
@@ -375,7 +369,7 @@ class TestFollowing:
         return code, output.getvalue(), launcher.cancelled
 
     def test_shows_what_its_ranks_say_and_returns_its_code(self, tmp_path, monkeypatch):
-        notice = Event("notice", 0, {"text": "a notice"}).as_line()
+        notice = to_line(Notice(text="a notice"), 0)
         lines = ["plain", "[1,1]<stdout>:of a rank", f"[1,0]<stdout>:{notice}"]
 
         found = self.follow(tmp_path, monkeypatch, lines, JobStatus("succeeded", 0))
@@ -505,116 +499,111 @@ class TestHostsBeforeALaunch:
         assert {name: found.name for name, found in chosen.items()} == {"a": "eth0", "b": "lo"}
 
 
-class TestVerdict:
+class TestOutcome:
     @pytest.fixture
-    def watcher(self, tmp_path):
-        output = io.StringIO()
-        console = JobConsole(Console(file=output, force_terminal=False))
-        request = request_for(tmp_path, launch={"num_ranks": 2})
-        request.log_dir.mkdir(parents=True)
-        watcher = Watcher(request, console, LogFile(request.log_dir / "run.log"))
-        watcher.output = output
-        yield watcher
-        watcher.close()
-        watcher.log.close()
+    def run(self, tmp_path):
+        run = Followed(request_for(tmp_path, launch={"num_ranks": 2}))
+        yield run
+        run.close()
 
     def failure(self, rank, message, *, is_cause=True, exit_code=1, traceback=""):
         fields = {"message": message, "traceback": traceback, "is_cause": is_cause, "exit_code": exit_code}
-        return Event("failure", rank, {"host": "h", **fields}).as_line()
+        return event("failure", rank, host="h", **fields)
 
-    def test_the_cause_wins_over_its_consequences(self, watcher):
-        watcher.see(self.failure(0, "another rank left", is_cause=False))
-        watcher.see(self.failure(1, "NaN", exit_code=3))
+    def test_the_cause_wins_over_its_consequences(self, run):
+        run.see(self.failure(0, "another rank left", is_cause=False))
+        run.see(self.failure(1, "NaN", exit_code=3))
 
         with pytest.raises(LaunchError) as caught:
-            watcher.verdict(Ended(1))
+            run.end(1)
 
         assert str(caught.value) == "rank 1 on h: NaN"
         assert caught.value.exit_code == 3
 
-    def test_the_same_cause_on_many_ranks_is_told_once(self, watcher):
+    def test_the_same_cause_on_many_ranks_is_told_once(self, run):
         for rank in (0, 1, 2, 5):
-            watcher.see(self.failure(rank, "bad", traceback="Traceback"))
+            run.see(self.failure(rank, "bad", traceback="Traceback"))
 
         with pytest.raises(LaunchError) as caught:
-            watcher.verdict(Ended(1))
+            run.end(1)
 
         assert str(caught.value) == "Traceback\nranks 0-2, 5 on h: bad"
 
-    def test_a_silent_end_shows_the_launchers_last_words(self, watcher):
-        watcher.see("mpirun: something unheard of")
+    def test_a_silent_end_shows_the_launchers_last_words(self, run):
+        run.see("mpirun: something unheard of")
 
         with pytest.raises(LaunchError, match="no rank said why(.|\n)*something unheard of"):
-            watcher.verdict(Ended(7))
+            run.end(7)
 
-    def test_an_end_without_a_summary_is_no_success(self, watcher):
+    def test_an_end_without_a_summary_is_no_success(self, run):
         with pytest.raises(LaunchError):
-            watcher.verdict(Ended(0))
+            run.end(0)
 
-    def test_a_summary_is_a_success(self, watcher):
-        watcher.has_summary = True
+    def test_a_summary_is_a_success(self, run):
+        run.see(event("summary"))
 
-        watcher.verdict(Ended(0))
+        run.end(0)
 
-    def test_ranks_that_have_saved_and_left_are_preempted_whatever_the_launcher_says(self, watcher):
-        watcher.see(Event("left", 1, {"step": 7, "epoch": 0.5}).as_line())
+    def test_ranks_that_have_saved_and_left_are_preempted_whatever_the_launcher_says(self, run):
+        run.see(event("preempted", 1, step=7, epoch=0.5))
 
         with pytest.raises(PreemptedError, match="saved at step 7") as caught:
-            watcher.verdict(Ended(1, stopped_by=15))
+            run.end(1, stopped_by=15)
 
         assert caught.value.exit_code == 75
 
-    def test_a_stop_before_the_ranks_had_begun_says_so(self, watcher):
+    def test_a_stop_before_the_ranks_had_begun_says_so(self, run):
         with pytest.raises(LaunchError, match="before the ranks had begun to train") as caught:
-            watcher.verdict(Ended(137, stopped_by=2))
+            run.end(137, stopped_by=2)
 
         assert caught.value.exit_code == 130
 
-    def test_a_stop_before_the_ranks_had_saved_says_so(self, watcher):
-        watcher.has_started = True
+    def test_a_stop_before_the_ranks_had_saved_says_so(self, run):
+        run.see(event("started"))
         with pytest.raises(LaunchError, match="before the ranks had saved") as caught:
-            watcher.verdict(Ended(137, stopped_by=15))
+            run.end(137, stopped_by=15)
 
         assert caught.value.exit_code == 143
 
-    def test_what_kept_ranks_from_saving_is_told(self, watcher):
-        watcher.has_started = True
-        watcher.see(self.failure(1, "ranks differ after step 6"))
+    def test_what_kept_ranks_from_saving_is_told(self, run):
+        run.see(event("started"))
+        run.see(self.failure(1, "ranks differ after step 6"))
 
         with pytest.raises(
             LaunchError, match="signal 15, and not saved: rank 1 on h: ranks differ"
         ) as caught:
-            watcher.verdict(Ended(1, stopped_by=15))
+            run.end(1, stopped_by=15)
 
         assert caught.value.exit_code == 143
 
-    def test_frozen_ranks_are_the_cause_of_what_others_noticed(self, watcher):
-        watcher.see(self.failure(0, "another rank left", is_cause=False))
+    def test_frozen_ranks_are_the_cause_of_what_others_noticed(self, run):
+        run.see(self.failure(0, "another rank left", is_cause=False))
         frozen = [Frozen(1, "node7", 4711, 12.3, "stopped")]
 
         with pytest.raises(LostError, match=r"rank 1 on node7 \(process 4711, stopped\)") as caught:
-            watcher.verdict(Ended(137, frozen=frozen))
+            run.end(137, frozen=frozen)
 
         assert caught.value.hosts == ("node7",)
         assert "`kill -CONT 4711` on node7" in caught.value.hint
 
-    def test_a_lost_host_is_the_cause_of_what_ranks_noticed(self, watcher):
-        watcher.see(self.failure(0, "another rank left", is_cause=False))
+    def test_a_lost_host_is_the_cause_of_what_ranks_noticed(self, run):
+        run.see(self.failure(0, "another rank left", is_cause=False))
 
         with pytest.raises(LaunchError, match=r"node7 does not answer any more \(silent for 20 s\)"):
-            watcher.verdict(Ended(1, lost=("node7", "silent for 20 s")))
+            run.end(1, lost=("node7", "silent for 20 s"))
 
-    def test_secrets_are_not_shown_and_not_logged(self, watcher):
-        watcher.mask = Mask(["hunter2hunter2"])
+    def test_secrets_are_not_shown_and_not_logged(self, tmp_path):
+        run = Followed(request_for(tmp_path), ["hunter2hunter2"])
 
-        watcher.see("[1,1]<stdout>:the token is hunter2hunter2")
+        run.see("[1,1]<stdout>:the token is hunter2hunter2")
         for line in lines_of_ranks(
             ["[1,1]<stdout>:and torn hunter2[1,0]<stdout>:x\n", "[1,1]<stdout>:hunter2\n"]
         ):
-            watcher.see(line)
+            run.see(line)
+        run.close()
 
-        assert watcher.output.getvalue() == "[rank 1] the token is ***\n[rank 0] x\n[rank 1] and torn ***\n"
-        assert "hunter2" not in watcher.log.path.read_text()
+        assert run.shown == "[rank 1] the token is ***\n[rank 0] x\n[rank 1] and torn ***\n"
+        assert "hunter2" not in run.log.read_text()
 
     @pytest.mark.parametrize(
         "line",
@@ -649,56 +638,50 @@ class TestVerdict:
 
         assert too_short_to_hide(secrets) == ["B", "D"]
 
-    def test_an_end_with_code_0_before_training_was_done_is_explained(self, watcher):
+    def test_an_end_with_code_0_before_training_was_done_is_explained(self, run):
         with pytest.raises(LaunchError, match=r"exit code 0 before training was done(.|\n)*os\._exit"):
-            watcher.verdict(Ended(0))
+            run.end(0)
 
-    def test_a_log_that_cannot_be_written_is_told(self, watcher):
-        problems = []
-        watcher.on_log_loss = problems.append
-        (watcher.request.log_dir / "rank-1.log").mkdir()
+    def test_a_log_that_cannot_be_written_is_told(self, run):
+        (run.request.log_dir / "rank-1.log").mkdir()
 
-        watcher.see("[1,1]<stdout>:loading data")
+        run.see("[1,1]<stdout>:loading data")
 
-        assert problems == ["rank-1.log is incomplete: Is a directory"]
+        assert run.state.remarks == ["rank-1.log is incomplete: Is a directory"]
 
     def test_targets_are_written_where_prometheus_may_read_them(self, tmp_path):
         shared = tmp_path / "shared"
         request = request_for(tmp_path, metrics={"targets_dir": str(shared)})
-        request.log_dir.mkdir(parents=True)
-        watcher = Watcher(
-            request, JobConsole(Console(file=io.StringIO())), LogFile(request.log_dir / "run.log")
-        )
+        run = Followed(request)
 
-        watcher.see(Event("targets", 0, {"targets": [["127.0.0.1:9400", {"rank": "0"}]]}).as_line())
+        run.see(event("targets", targets=[{"address": "127.0.0.1:9400", "labels": {"rank": "0"}}]))
 
         assert json.loads((shared / "j.json").read_text())[0]["targets"] == ["127.0.0.1:9400"]
         assert (shared / "j.json").stat().st_mode & 0o777 == 0o644
-        watcher.close()
-        watcher.log.close()
+        run.close()
         assert json.loads((shared / "j.json").read_text()) == []
 
-    def test_each_rank_has_a_log_of_its_own(self, watcher):
+    def test_each_rank_has_a_log_of_its_own(self, run):
         for rank in (0, 1):
-            watcher.see(f"[1,{rank}]<stdout>:I am {rank}")
-        watcher.close()
+            run.see(f"[1,{rank}]<stdout>:I am {rank}")
+        run.close()
 
-        assert (watcher.request.log_dir / "rank-1.log").read_text() == "I am 1\n"
+        assert (run.request.log_dir / "rank-1.log").read_text() == "I am 1\n"
 
-    def test_targets_become_a_file_for_prometheus(self, watcher, tmp_path):
-        targets = [["127.0.0.1:9400", {"rank": "0"}], ["127.0.0.1:9401", {"rank": "1"}]]
-        watcher.see(Event("targets", 0, {"targets": targets}).as_line())
+    def test_targets_become_a_file_for_prometheus(self, run, tmp_path):
+        targets = [{"address": f"127.0.0.1:940{rank}", "labels": {"rank": str(rank)}} for rank in range(2)]
+        run.see(event("targets", targets=targets))
 
         found = json.loads((tmp_path / "j" / "prometheus-targets.json").read_text())
 
-        assert found == [{"targets": [address], "labels": labels} for address, labels in targets]
-        watcher.close()
+        assert found == [{"targets": [each["address"]], "labels": each["labels"]} for each in targets]
+        run.close()
         assert json.loads((tmp_path / "j" / "prometheus-targets.json").read_text()) == []
 
-    def test_what_ranks_print_is_shown_with_their_number(self, watcher):
-        watcher.see("[1,1]<stdout>:loading data")
+    def test_what_ranks_print_is_shown_with_their_number(self, run):
+        run.see("[1,1]<stdout>:loading data")
 
-        assert watcher.output.getvalue() == "[rank 1] loading data\n"
+        assert run.shown == "[rank 1] loading data\n"
 
 
 def test_the_command_is_installed():

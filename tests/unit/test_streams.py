@@ -10,7 +10,7 @@ import termios
 import time
 from pathlib import Path
 
-from horovod_train.launch.logs import LogFile
+from horovod_train.files import LogFile
 from horovod_train.streams import DroppingStream
 
 FULL = "/dev/full"  # says what a full disk says

@@ -25,9 +25,11 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Allreduce, Data, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
+from horovod_train.events.types import PairTime
+from horovod_train.frameworks.torch import allreduce_benchmark as benchmark
 from horovod_train.frameworks.torch import framework as module
 from horovod_train.frameworks.torch import reader as reader_module
-from horovod_train.frameworks.torch import state, sweep
+from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, share_cores
 from horovod_train.frameworks.torch.framework import (
     TorchFramework,
@@ -313,7 +315,7 @@ class TestStates:
         }
 
 
-class TestTheSweepWithMpi:
+class TestTheBenchmarkWithMpi:
     class Communicator:
         """A world of one of MPI."""
 
@@ -328,27 +330,29 @@ class TestTheSweepWithMpi:
 
     def test_is_told_beside_horovods(self, monkeypatch, capsys):
         monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
-        monkeypatch.setattr(sweep, "connect", lambda *_: SingleRank())
-        monkeypatch.setattr(sweep, "mpi_communicator", self.Communicator)
-        monkeypatch.setattr(sweep, "SIZES_BYTES", (1024,))
-        monkeypatch.setattr(sweep, "exchange_in_pairs", lambda *_: [{"hosts": ["a", "b"], "seconds": 0.1}])
+        monkeypatch.setattr(benchmark, "connect", lambda *_: SingleRank())
+        monkeypatch.setattr(benchmark, "mpi_communicator", self.Communicator)
+        monkeypatch.setattr(benchmark, "SIZES_BYTES", (1024,))
+        monkeypatch.setattr(
+            benchmark, "exchange_in_pairs", lambda *_: [PairTime(hosts=("a", "b"), seconds=0.1)]
+        )
 
-        sweep.main()
+        benchmark.main()
 
         told = capsys.readouterr().out
         assert told.count('"via": "horovod"') == told.count('"via": "mpi4py"') == 1
-        assert told.index('"pair"') < told.index('"swept"')
+        assert told.index('"pair_time"') < told.index('"benchmark_done"')
 
     def test_adds_up_as_many_bytes_as_it_says(self):
         seen = []
         communicator = types.SimpleNamespace(Allreduce=lambda out, into: seen.append((out, into)))
 
-        add_up = sweep.mpi_sum(communicator)
-        for size in sweep.SIZES_BYTES:
+        add_up = benchmark.mpi_sum(communicator)
+        for size in benchmark.SIZES_BYTES:
             add_up(size)
 
         assert [(out.nbytes, into.nbytes) for out, into in seen] == [
-            (size, size) for size in sweep.SIZES_BYTES
+            (size, size) for size in benchmark.SIZES_BYTES
         ]
         assert all(out.dtype == into.dtype == np.float32 for out, into in seen)
 
@@ -357,9 +361,9 @@ class TestTheSweepWithMpi:
             seen = []
             world.start_sum = lambda tensor, name: seen.append(tensor.numel() * tensor.element_size())
             world.finish = lambda handle: None
-            add_up = sweep.horovod_sum(world)
-            for size in sweep.SIZES_BYTES:
+            add_up = benchmark.horovod_sum(world)
+            for size in benchmark.SIZES_BYTES:
                 add_up(size)
             return seen
 
-        assert on_torch_ranks(2, rank) == [list(sweep.SIZES_BYTES)] * 2
+        assert on_torch_ranks(2, rank) == [list(benchmark.SIZES_BYTES)] * 2

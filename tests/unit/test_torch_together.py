@@ -20,7 +20,7 @@ from horovod_train.errors import LostError, PeerError, UserError, WorldError
 from horovod_train.frameworks import join as join_module
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.randomness import mix
-from horovod_train.frameworks.torch import sweep
+from horovod_train.frameworks.torch import allreduce_benchmark as benchmark
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.framework import TorchFramework, make_gradients, optimizer_of
@@ -336,11 +336,11 @@ class TestTheExchange:
         assert Exchange(SingleRank()).mean(tensors)[0].tolist() == [1.0, 1.0]
 
 
-class TestTheSweep:
+class TestTheBenchmark:
     @pytest.fixture(autouse=True)
     def short(self, monkeypatch):
-        monkeypatch.setattr(sweep, "SIZES_BYTES", (1024, 4096))
-        monkeypatch.setattr(sweep, "SECONDS_PER_SIZE", 0.001)
+        monkeypatch.setattr(benchmark, "SIZES_BYTES", (1024, 4096))
+        monkeypatch.setattr(benchmark, "SECONDS_PER_SIZE", 0.001)
 
     def test_takes_the_median_of_the_slowest_ranks_times(self, monkeypatch):
         clocks = {}
@@ -352,25 +352,27 @@ class TestTheSweep:
                 calls.append(size)
                 clocks[world.rank] = clocks.get(world.rank, 0.0) + (0.002 if world.rank else 0.001)
 
-            monkeypatch.setattr(sweep, "perf_counter", lambda: clocks.get(world.rank, 0.0))
-            return sweep.sweep(world, add_up), calls
+            monkeypatch.setattr(benchmark, "perf_counter", lambda: clocks.get(world.rank, 0.0))
+            return benchmark.measure(world, "horovod", add_up), calls
 
         ((rows, calls),) = on_torch_ranks(1, rank)
 
-        assert [row["size_bytes"] for row in rows] == [1024, 4096]
-        assert [row["seconds"] for row in rows] == [pytest.approx(0.001)] * 2
+        assert [row.size_bytes for row in rows] == [1024, 4096]
+        assert [row.seconds for row in rows] == [pytest.approx(0.001)] * 2
         assert calls == [1024] * 5 + [4096] * 5  # one to connect, one to estimate, three rounds
 
     def test_gives_bandwidth_as_a_ring_moves_it(self):
         def rank(world):
-            rows = sweep.sweep(world, sweep.horovod_sum(world))
-            assert all(world.hvd._counts[f"sweep.{size}"] >= 5 for size in sweep.SIZES_BYTES)
+            rows = benchmark.measure(world, "horovod", benchmark.horovod_sum(world))
+            assert all(
+                world.hvd._counts[f"allreduce_benchmark.{size}"] >= 5 for size in benchmark.SIZES_BYTES
+            )
             return rows
 
         for rows in on_torch_ranks(4, rank):
             for row in rows:
-                moved = row["seconds"] * row["bytes_per_s"]
-                assert moved == pytest.approx(row["size_bytes"] * 2 * 3 / 4)
+                moved = row.seconds * row.bytes_per_s
+                assert moved == pytest.approx(row.size_bytes * 2 * 3 / 4)
 
     def test_times_each_pair_of_hosts_once_while_the_others_wait(self):
         exchanged = []
@@ -384,17 +386,17 @@ class TestTheSweep:
 
             def Sendrecv(self, _out, other, recvbuf, source):  # noqa: N802
                 assert other == source
-                assert recvbuf.nbytes == sweep.PAIR_BYTES
+                assert recvbuf.nbytes == benchmark.PAIR_BYTES
                 exchanged.append((self.rank, other))
 
         def rank(world):
             world.host = "abca"[world.rank]
-            return sweep.exchange_in_pairs(world, Communicator(world.rank))
+            return benchmark.exchange_in_pairs(world, Communicator(world.rank))
 
         for pairs in on_torch_ranks(4, rank):
-            assert [pair["hosts"] for pair in pairs] == [["a", "b"], ["a", "c"], ["b", "c"]]
+            assert [pair.hosts for pair in pairs] == [("a", "b"), ("a", "c"), ("b", "c")]
         for pair in ((0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)):
-            assert exchanged.count(pair) == sweep.PAIR_ROUNDS
+            assert exchanged.count(pair) == benchmark.PAIR_ROUNDS
         assert exchanged.count((3, "waits")) == 3
         assert not any(rank == 3 and other != "waits" for rank, other in exchanged)
 
@@ -405,12 +407,12 @@ class TestTheSweep:
             return world
 
         (world,) = on_torch_ranks(1, rank)
-        monkeypatch.setattr(sweep, "connect", lambda *_: world)
-        sweep.main()
+        monkeypatch.setattr(benchmark, "connect", lambda *_: world)
+        benchmark.main()
 
         lines = capsys.readouterr().out.splitlines()
-        assert [line.count('"kind": "sweep"') for line in lines] == [1, 1, 0]
-        assert '"kind": "swept"' in lines[-1]
+        assert [line.count('"kind": "allreduce_time"') for line in lines] == [1, 1, 0]
+        assert '"kind": "benchmark_done"' in lines[-1]
         assert not world.hvd.is_initialized()
 
 

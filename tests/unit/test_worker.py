@@ -108,11 +108,12 @@ class TestARank:
         (told, _), _ = ranks(2)
 
         (event,) = told.events("targets")
-        addresses = [address for address, _ in event["targets"]]
+        addresses = tuple(target["address"] for target in event["targets"])
         assert len(set(addresses)) == 2
-        assert [labels["rank"] for _, labels in event["targets"]] == ["0", "1"]
-        assert {labels["run"] for _, labels in event["targets"]} == {"the-run"}
-        assert {labels["training_job"] for _, labels in event["targets"]} == {"line"}
+        labels = [target["labels"] for target in event["targets"]]
+        assert [each["rank"] for each in labels] == ["0", "1"]
+        assert {each["run"] for each in labels} == {"the-run"}
+        assert {each["training_job"] for each in labels} == {"line"}
         (summary,) = told.events("summary")
         assert summary["metrics_addresses"] == addresses
 
@@ -120,7 +121,7 @@ class TestARank:
         ((told, _),) = ranks(1, metrics={"enabled": False})
 
         assert told.events("targets") == []
-        assert told.events("summary")[0]["metrics_addresses"] == []
+        assert told.events("summary")[0]["metrics_addresses"] == ()
 
     def test_goes_on_where_it_ended(self, ranks):
         ranks(1, train={"max_steps": 3})

@@ -1,7 +1,7 @@
-"""One start of a job's ranks, from reaching the hosts to the verdict.
+"""One start of a job's ranks, from reaching the hosts to the outcome.
 
 reach hosts -> compare them -> choose interfaces -> lay out files -> start the command -> follow
--> clear up -> verdict
+-> clear up -> outcome
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Protocol
 
-from horovod_train.events import Event
+from horovod_train.files import LogFile
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.host_actions import RUN_VARIABLE
-from horovod_train.launch.hosts.host_group import connect_all
+from horovod_train.launch.hosts.host_group import HostGroup, connect_all
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.secrets import Mask, read_secrets, too_short_to_hide, without_secrets
 from horovod_train.launch.jobs import LOG_FILE, StateFile
-from horovod_train.launch.logs import LogFile
-from horovod_train.launch.supervise.follow import Ended, Watcher, stopped_early
+from horovod_train.launch.supervise.follow import Follower, Output, RunLog, ShowOnConsole
 from horovod_train.launch.supervise.frozen_ranks import Frozen, watching_ranks
+from horovod_train.launch.supervise.outcome import Ended, Outcome, stopped_early
 from horovod_train.launch.supervise.preflight import prepare
 from horovod_train.launch.supervise.process import adopting_orphans, execute, guarded, kill_descendants
+from horovod_train.launch.supervise.rank_logs import RankLogs
 from horovod_train.launch.supervise.signals import Stopper, interrupted_by_signals
+from horovod_train.launch.supervise.stalls import Stalls
+from horovod_train.launch.supervise.targets import TargetFiles, target_paths
 
 AlongsideRanks = Callable[[Callable[[], None]], AbstractContextManager[None]]
 """What goes on alongside the ranks; it gets a function that asks them to save and leave."""
@@ -52,8 +55,9 @@ def run_attempt(
     state: StateFile,
     alongside: AlongsideRanks = lambda _: nullcontext(),
     asked: Sequence[int] = (),
-) -> list[Event]:
-    """Start the ranks and stay with them to their end; return what they have measured, if anything.
+    followers: Sequence[Follower] = (),
+) -> None:
+    """Start the ranks and stay with them to their end.
 
     Args:
         launcher: Whose command it is.
@@ -63,6 +67,7 @@ def run_attempt(
         state: Where to note how it stands.
         alongside: What goes on while the ranks run.
         asked: Signals that came before.
+        followers: Who wants to see the output besides those who always do.
 
     Raises:
         HorovodTrainError: Anything but a good end, explained.
@@ -71,57 +76,134 @@ def run_attempt(
     secrets = read_secrets(launch.secrets, os.environ)
     environ = without_secrets(launch.secrets, os.environ)
     plan.write_files()
-    lost: list[tuple[str, str]] = []
-    frozen: list[Frozen] = []
     with ExitStack() as stack:
         stack.enter_context(adopting_orphans())
         guard = stack.enter_context(guarded(request.stage))
-        mask = Mask(secrets.values())
         for name in too_short_to_hide(secrets):
             console.print(f"warning: launch.secrets.{name} is too short to be hidden in logs")
-        ranks = f"{request.num_ranks} rank(s)"
-
-        def note(text: str) -> None:
-            state.write("running", message="; ".join(filter(None, (ranks, text))))
-
-        def lose(problem: str) -> None:
-            state.remark(problem.partition(" ")[0], problem)
-
-        log = LogFile(request.log_dir / LOG_FILE, lose)
-        stack.callback(log.close)
-        watcher = Watcher(request, console, log, mask, note=note, on_log_loss=lose)
-        stack.callback(watcher.close)
-        stack.callback(console.close)
+        follow = Following(request, console, state, Mask(secrets.values()), followers)
+        stack.callback(follow.close)
         with interrupted_by_signals(lambda number: stopped_early(number, request.attempt), asked):
             shell = partial(launcher.shell, request)
             hosts = connect_all(request.hosts, shell, request.stage, launch.host_timeout_s)
             stack.callback(hosts.close)
             prepare(hosts, request, environ, secrets, console)
-
-        def kill() -> None:
-            hosts.kill()
-            kill_descendants(keep={guard, *hosts.pids})
-
-        def ask() -> None:
-            state.write("leaving", message="its ranks were asked to save and leave after their step")
-            hosts.signal_ranks(signal.SIGUSR1)
-
-        def on_lost(host: str, why: str) -> None:
-            lost.append((host, why))
-            stopper.stop()
-
-        def give_up(ranks: Sequence[Frozen]) -> None:
-            frozen.extend(ranks)
-            stopper.stop()
-
-        stopper = Stopper(ask, kill, launch.grace_s)
-        watch = watching_ranks(hosts, request.job.health, watcher.see_frozen, give_up)
-        with stopper.listening(), alongside(stopper.drain), watch:
-            note("")
-            hosts.watch(launch.host_timeout_s, on_lost)
+        control = RunControl(hosts, state, guard, launch.grace_s)
+        watch = watching_ranks(hosts, request.job.health, follow.report_frozen, control.give_up)
+        with control.stopper.listening(), alongside(control.stopper.drain), watch:
+            follow.note("")
+            hosts.watch(launch.host_timeout_s, control.lose)
             marked = {**environ, RUN_VARIABLE: request.stage}
-            code = execute(plan, marked, watcher.see, keep={guard, *hosts.pids})
-            if code and not lost and not frozen and (host := hosts.silent(launch.host_timeout_s)):
-                lost.append((host, "it is silent"))
-    watcher.verdict(Ended(code, stopper.received, lost[0] if lost else None, frozen))
-    return watcher.measured
+            code = execute(plan, marked, follow.output.see, keep={guard, *hosts.pids})
+            if code and not control.has_ended_them and (host := hosts.silent(launch.host_timeout_s)):
+                control.lost = (host, "it is silent")
+    follow.outcome.check(Ended(code, control.stopper.received, control.lost, control.frozen))
+
+
+class Following:
+    """Everybody who follows the output of one attempt, and what they note of it.
+
+    Args:
+        request: What was started.
+        console: Where to show it.
+        state: Where to note how it stands.
+        mask: Hides secrets.
+        others: Further followers.
+    """
+
+    def __init__(
+        self,
+        request: LaunchRequest,
+        console: JobConsole,
+        state: StateFile,
+        mask: Mask,
+        others: Sequence[Follower],
+    ) -> None:
+        self._num_ranks = request.num_ranks
+        self._console = console
+        self._state = state
+        self._log = LogFile(request.log_dir / LOG_FILE, self._note_loss)
+        self.stalls = Stalls(self.note)
+        launch = request.job.launch
+        self.outcome = Outcome(self.stalls, LOG_FILE, launch.grace_s, request.attempt)
+        self.output = Output(
+            [
+                RunLog(self._log),
+                RankLogs(request.log_dir, self._note_loss),
+                self.stalls,
+                TargetFiles(target_paths(request), console.print),
+                self.outcome,
+                *others,
+                ShowOnConsole(console),
+            ],
+            mask,
+            launch.launcher,
+            request.num_ranks,
+        )
+
+    def note(self, text: str) -> None:
+        """Note that the ranks run, and what is odd about them; nothing: nothing is."""
+        ranks = f"{self._num_ranks} rank(s)"
+        self._state.write("running", message="; ".join(filter(None, (ranks, text))))
+
+    def report_frozen(self, text: str) -> None:
+        """Tell which ranks show no sign of life; nothing: they go on."""
+        if text:
+            self._console.print(f"warning: {text}")
+            self._log.write(f"warning: {text}")
+        self.note(text)
+
+    def close(self) -> None:
+        """Close logs and console."""
+        self.output.close()
+        self._log.close()
+
+    def _note_loss(self, problem: str) -> None:
+        self._state.remark(problem.partition(" ")[0], problem)
+
+
+class RunControl:
+    """Ends the ranks of one attempt for whoever has a reason to, and remembers the reason.
+
+    Args:
+        hosts: Where they run.
+        state: Where to note how the run stands.
+        guard: Process that clears up if this one is killed; it is not to be killed.
+        grace_s: Time that ranks get to save, in seconds.
+
+    Attributes:
+        stopper: Turns signals into an orderly end.
+        lost: The host that stopped answering, and why that is thought; None: none did.
+        frozen: Ranks that were given up because they showed no sign of life.
+    """
+
+    def __init__(self, hosts: HostGroup, state: StateFile, guard: int, grace_s: float) -> None:
+        self._hosts = hosts
+        self._state = state
+        self._guard = guard
+        self.stopper = Stopper(self._ask, self._kill, grace_s)
+        self.lost: tuple[str, str] | None = None
+        self.frozen: list[Frozen] = []
+
+    @property
+    def has_ended_them(self) -> bool:
+        """Whether the ranks were ended for a reason that is known."""
+        return self.lost is not None or bool(self.frozen)
+
+    def lose(self, host: str, why: str) -> None:
+        """End the ranks because a host has stopped answering; from any thread."""
+        self.lost = self.lost or (host, why)
+        self.stopper.stop()
+
+    def give_up(self, ranks: Sequence[Frozen]) -> None:
+        """End the ranks because some show no sign of life; from any thread."""
+        self.frozen.extend(ranks)
+        self.stopper.stop()
+
+    def _ask(self) -> None:
+        self._state.write("leaving", message="its ranks were asked to save and leave after their step")
+        self._hosts.signal_ranks(signal.SIGUSR1)
+
+    def _kill(self) -> None:
+        self._hosts.kill()
+        kill_descendants(keep={self._guard, *self._hosts.pids})

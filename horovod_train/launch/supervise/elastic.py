@@ -20,14 +20,14 @@ from itertools import count
 from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.schema import Elastic
 from horovod_train.errors import LostError, PreemptedError
+from horovod_train.files import LogFile
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.hostlist import interface_towards
 from horovod_train.launch.jobs import LOG_FILE, StateFile
-from horovod_train.launch.logs import LogFile
 from horovod_train.launch.supervise.attempt import RankLauncher, run_attempt
-from horovod_train.launch.supervise.follow import stopped_between
 from horovod_train.launch.supervise.membership import Membership
+from horovod_train.launch.supervise.outcome import stopped_between
 from horovod_train.launch.supervise.signals import interrupted_by_signals
 
 

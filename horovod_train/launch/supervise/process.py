@@ -13,7 +13,7 @@ from time import monotonic, sleep
 import psutil
 
 from horovod_train.errors import LaunchError
-from horovod_train.events import lines_of_ranks
+from horovod_train.events.wire import lines_of_ranks
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.hosts.host_actions import RUN_VARIABLE
 

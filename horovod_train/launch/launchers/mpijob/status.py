@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from horovod_train.events import duration
+from horovod_train.events.text import duration
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.launchers.mpijob.cluster import Cluster
 from horovod_train.launch.launchers.mpijob.render import (

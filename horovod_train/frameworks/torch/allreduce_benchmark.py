@@ -1,8 +1,8 @@
 """How fast ranks add up: all-reduce from small to large messages, through Horovod and through mpi4py.
 
-    python -m horovod_train.frameworks.torch.sweep      on every rank, under any launcher
+    python -m horovod_train.frameworks.torch.allreduce_benchmark      on every rank, under any launcher
 
-Rank 0 tells, as one event, the median time of each size; and the time that each pair of hosts needs
+Rank 0 reports, as an event each, the median time of each size; and the time that each pair of hosts needs
 to exchange a message, where MPI is there to do it.
 """
 
@@ -19,7 +19,8 @@ import torch
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
-from horovod_train.events import Reporter
+from horovod_train.events.types import AllreduceTime, BenchmarkDone, PairTime
+from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.horovod.environment import from_slurm
 
@@ -39,18 +40,15 @@ def main() -> None:
     os.environ.update(from_slurm(os.environ))
     world = connect(TorchCommunicator, Job(name="doctor", task="digits"))
     reporter = Reporter(world.rank, as_json=True)
-    rows = [{"via": "horovod", **row} for row in sweep(world, horovod_sum(world))]
-    pairs: list[dict[str, Any]] = []
+    times = measure(world, "horovod", horovod_sum(world))
+    pairs: list[PairTime] = []
     if os.environ.get("OMPI_COMM_WORLD_SIZE"):
         communicator = mpi_communicator()
-        rows += [{"via": "mpi4py", **row} for row in sweep(world, mpi_sum(communicator))]
+        times += measure(world, "mpi4py", mpi_sum(communicator))
         pairs = exchange_in_pairs(world, communicator)
     if world.rank == 0:
-        for row in rows:
-            reporter.emit("sweep", **row)
-        for pair in pairs:
-            reporter.emit("pair", **pair)
-        reporter.emit("swept", world_size=world.size)
+        for event in (*times, *pairs, BenchmarkDone(world_size=world.size)):
+            reporter.report(event)
     world.close()
 
 
@@ -59,7 +57,7 @@ def horovod_sum(world: Communicator) -> Callable[[int], None]:
     if not isinstance(world, TorchCommunicator):
         return lambda _: None
     buffers = {size: torch.zeros(size // 4) for size in SIZES_BYTES}
-    return lambda size: world.finish(world.start_sum(buffers[size], f"sweep.{size}"))
+    return lambda size: world.finish(world.start_sum(buffers[size], f"allreduce_benchmark.{size}"))
 
 
 def mpi_communicator() -> Any:
@@ -77,12 +75,12 @@ def mpi_sum(communicator: Any) -> Callable[[int], None]:
     return lambda size: communicator.Allreduce(*buffers[size])
 
 
-def sweep(world: Communicator, add_up: Callable[[int], None]) -> list[dict[str, float]]:
+def measure(world: Communicator, via: str, add_up: Callable[[int], None]) -> list[AllreduceTime]:
     """Return the time of one all-reduce for each size: the median over rounds of the slowest rank's.
 
     Bus bandwidth is bytes x 2 (n - 1) / n / time: what each rank has to send in a ring of n.
     """
-    rows = []
+    found = []
     for size in SIZES_BYTES:
         add_up(size)  # the first one makes connections
         started = perf_counter()
@@ -92,8 +90,8 @@ def sweep(world: Communicator, add_up: Callable[[int], None]) -> list[dict[str, 
         times = [timed(lambda: add_up(size)) for _ in range(rounds)]  # noqa: B023  (called at once)
         seconds = statistics.median(max(column) for column in zip(*allgather_json(world, times), strict=True))
         moved = size * 2 * (world.size - 1) / world.size
-        rows.append({"size_bytes": size, "seconds": seconds, "bytes_per_s": moved / seconds})
-    return rows
+        found.append(AllreduceTime(via=via, size_bytes=size, seconds=seconds, bytes_per_s=moved / seconds))
+    return found
 
 
 def timed(do: Callable[[], None]) -> float:
@@ -103,7 +101,7 @@ def timed(do: Callable[[], None]) -> float:
     return perf_counter() - started
 
 
-def exchange_in_pairs(world: Communicator, communicator: Any) -> list[dict[str, Any]]:
+def exchange_in_pairs(world: Communicator, communicator: Any) -> list[PairTime]:
     """Return how long each pair of hosts needs to exchange one MiB: one after the other, others wait."""
     hosts: list[str] = allgather_json(world, world.host)
     leaders: Mapping[str, int] = {host: hosts.index(host) for host in dict.fromkeys(hosts)}
@@ -119,7 +117,7 @@ def exchange_in_pairs(world: Communicator, communicator: Any) -> list[dict[str, 
                 exchange = lambda: communicator.Sendrecv(out, mine, recvbuf=into, source=mine)  # noqa: B023, E731
                 times = [timed(exchange) for _ in range(PAIR_ROUNDS)]
             seconds = max(allgather_json(world, statistics.median(times)))
-            found.append({"hosts": [one, other], "seconds": seconds})
+            found.append(PairTime(hosts=(one, other), seconds=seconds))
     return found
 
 

@@ -1,0 +1,95 @@
+"""Events as text for a person."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from horovod_train.events.types import (
+    Evaluation,
+    Event,
+    Failure,
+    Notice,
+    Preempted,
+    Progress,
+    Resumed,
+    Started,
+    Summary,
+)
+
+
+def tagged(rank: int | None, text: str) -> str:
+    """Return what a rank has said, with its number; None: it is not known who said it."""
+    return text if rank is None else f"[rank {rank}] {text}"
+
+
+def as_text(event: Event, rank: int) -> str | None:
+    """Return an event of a rank for a person; None for what a person need not see."""
+    text: str | None = None
+    match event:
+        case Started():
+            text = _started_text(event)
+        case Progress():
+            text = progress_text(event)
+        case Evaluation():
+            found = ", ".join(f"{name} {value:.4g}" for name, value in event.metrics.items())
+            text = f"epoch {event.epoch}: {found}"
+        case Resumed():
+            text = f"resumed from {event.checkpoint}: epoch {event.epoch}, step {event.step}"
+        case Notice():
+            text = f"rank {rank}: {event.text}"
+        case Preempted():
+            text = f"rank {rank}: asked to leave; saved after step {event.step}"
+        case Summary():
+            text = "\n".join(summary_lines(event))
+        case Failure():
+            text = f"error: rank {rank} on {event.host}: {event.message}"
+    return text
+
+
+def progress_text(event: Progress) -> str:
+    """Return one line of progress."""
+    return (
+        f"epoch {event.epoch + 1}/{event.num_epochs}  step {event.step}/{event.num_steps}  "
+        f"{100 * event.step / max(1, event.num_steps):.0f} %  loss {event.loss:.4f}  lr {event.lr:.4g}  "
+        f"{event.samples_per_s:,.0f} samples/s  ETA {duration(event.eta_s)}"
+    )
+
+
+def summary_lines(event: Summary) -> Iterator[str]:
+    """Yield the lines that end a run."""
+    metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+    yield f"trained {event.job}: {event.epochs:g} epochs, {event.steps} steps, {duration(event.seconds)}"
+    yield f"  evaluation      {metrics or 'none'}"
+    yield f"  throughput      {event.samples_per_s:,.0f} samples/s, {event.world_size} rank(s)"
+    yield f"  global batch    {event.global_batch_size}"
+    yield (
+        f"  learning rate   {event.lr_scaling}: base {event.base_lr:g} at batch "
+        f"{event.reference_batch_size} -> peak {event.peak_lr:g}"
+    )
+    yield f"  metrics         {', '.join(event.metrics_addresses) or 'not served'}"
+    yield f"  checkpoint      {event.checkpoint or 'none'}"
+
+
+def duration(seconds: float) -> str:
+    """Return a duration for a person.
+
+    >>> duration(5), duration(75), duration(3661)
+    ('5 s', '1:15', '1:01:01')
+    """
+    if not math.isfinite(seconds):
+        return "unknown"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    hours, rest = divmod(whole, 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def _started_text(event: Started) -> str:
+    ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
+    return (
+        f"{event.job}: {event.num_parameters:,} parameters on {ranks}, "
+        f"global batch {event.global_batch_size}, {event.precision} on {event.device}"
+    )

@@ -1,0 +1,192 @@
+"""A class for each kind of event that the ranks of a run tell.
+
+A task may print a line that looks like an event and is not one, so fields are checked strictly when a line
+is read: whoever gets an event can rely on what its class says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Event(BaseModel):
+    """One thing that happened on a rank.
+
+    Attributes:
+        kind: Name of the class in lines and files.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
+
+    kind: ClassVar[str] = ""
+
+
+class Started(Event):
+    """Training begins."""
+
+    kind = "started"
+
+    job: str
+    num_parameters: int
+    world_size: int
+    global_batch_size: int
+    precision: str
+    device: str
+
+
+class Target(BaseModel):
+    """Where one rank serves its metrics.
+
+    Attributes:
+        address: Host and port.
+        labels: Labels of its series.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    address: str
+    labels: Mapping[str, str]
+
+
+class Targets(Event):
+    """Where some of the ranks serve their metrics; each rank is told of once."""
+
+    kind = "targets"
+
+    targets: tuple[Target, ...]
+
+
+class Progress(Event):
+    """How far training is; ``epoch`` counts from 0."""
+
+    kind = "progress"
+
+    step: int
+    num_steps: int
+    epoch: int
+    num_epochs: int
+    loss: float
+    lr: float
+    samples_per_s: float
+    eta_s: float
+
+
+class Evaluation(Event):
+    """What an evaluation has found."""
+
+    kind = "evaluation"
+
+    epoch: int
+    metrics: Mapping[str, float]
+
+
+class CheckpointWritten(Event):
+    """A checkpoint was written, or could not be: then ``error`` says why."""
+
+    kind = "checkpoint"
+
+    path: str
+    seconds: float
+    error: str
+
+
+class Resumed(Event):
+    """Training goes on from a checkpoint."""
+
+    kind = "resumed"
+
+    checkpoint: str
+    epoch: float
+    step: int
+
+
+class Notice(Event):
+    """Something that a person should know."""
+
+    kind = "notice"
+
+    text: str
+
+
+class Preempted(Event):
+    """This rank was asked to leave, and has saved."""
+
+    kind = "preempted"
+
+    step: int
+    epoch: float
+
+
+class AllreduceTime(Event):
+    """Median time of an all-reduce of one size. ``via`` says through what: horovod, mpi4py."""
+
+    kind = "allreduce_time"
+
+    via: str
+    size_bytes: int
+    seconds: float
+    bytes_per_s: float
+
+
+class PairTime(Event):
+    """How long two hosts need to exchange a message."""
+
+    kind = "pair_time"
+
+    hosts: tuple[str, str]
+    seconds: float
+
+
+class BenchmarkDone(Event):
+    """All measurements of the network are told."""
+
+    kind = "benchmark_done"
+
+    world_size: int
+
+
+class Summary(Event):
+    """Training is done."""
+
+    kind = "summary"
+
+    job: str
+    epochs: float
+    steps: int
+    seconds: float
+    metrics: Mapping[str, float]
+    samples_per_s: float
+    world_size: int
+    global_batch_size: int
+    lr_scaling: str
+    base_lr: float
+    reference_batch_size: int
+    peak_lr: float
+    metrics_addresses: tuple[str, ...]
+    checkpoint: str
+
+
+class Failure(Event):
+    """This rank ends with an error.
+
+    Attributes:
+        host: Where it ran.
+        message: What went wrong.
+        traceback: Where in the code; empty where the message says it all.
+        is_cause: Whether it is more than the notice that another rank is gone.
+        exit_code: With which code it ends.
+    """
+
+    kind = "failure"
+
+    host: str
+    message: str
+    traceback: str
+    is_cause: bool
+    exit_code: int
+
+
+KINDS: Mapping[str, type[Event]] = {each.kind: each for each in Event.__subclasses__()}

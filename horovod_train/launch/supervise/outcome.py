@@ -1,0 +1,222 @@
+"""How a run ended, and the one error that explains anything but a good end."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from horovod_train.errors import HorovodTrainError, LaunchError, LostError, PreemptedError, describe_ranks
+from horovod_train.events.types import BenchmarkDone, CheckpointWritten, Failure, Preempted, Started, Summary
+from horovod_train.events.wire import Line
+from horovod_train.launch.supervise.follow import CHATTER
+from horovod_train.launch.supervise.frozen_ranks import Frozen
+from horovod_train.launch.supervise.stalls import Stalls
+
+NUM_LAST_LINES = 20
+
+# What mpirun, and horovodrun with Gloo, say of a rank that was killed.
+_MPIRUN_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
+_GLOO_KILLED = re.compile(r"Process name: (\d+)\s+Exit code: -?(\d+)")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How the command that started the ranks ended.
+
+    Attributes:
+        code: Its exit code.
+        stopped_by: The signal that this process got; None: it ended by itself.
+        lost: The host that stopped answering, and why that is thought; None: none did.
+        frozen: Ranks that were given up because they showed no sign of life.
+    """
+
+    code: int
+    stopped_by: int | None = None
+    lost: tuple[str, str] | None = None
+    frozen: Sequence[Frozen] = ()
+
+
+class Outcome:
+    """Collects from a run's output what its end has to be explained with.
+
+    Args:
+        stalls: Knows which ranks stay away from a collective.
+        log_name: Name of the run's log, for whoever wants to read more.
+        grace_s: Time that ranks get to save, in seconds.
+        attempt: How often ranks of this run were started before.
+    """
+
+    def __init__(self, stalls: Stalls, log_name: str, grace_s: float, attempt: int) -> None:
+        self._stalls = stalls
+        self._log_name = log_name
+        self._grace_s = grace_s
+        self._attempt = attempt
+        self._has_started = False
+        self._has_saved = False
+        self._is_done = False
+        self._preempted: Preempted | None = None
+        self._causes: list[tuple[int, Failure]] = []
+        self._consequences: list[tuple[int, Failure]] = []
+        self._killed = ""
+        self._last_words: deque[str] = deque(maxlen=NUM_LAST_LINES)
+
+    def see(self, line: Line) -> None:
+        """Note what a line says about the end."""
+        match line.event:
+            case None:
+                if line.is_launchers and line.text.strip() and not CHATTER.search(line.text):
+                    self._hear_launcher(line.text)
+            case Started():
+                self._has_started = True
+            case CheckpointWritten(error=""):
+                self._has_saved = True
+            case Preempted() as event:
+                self._preempted = self._preempted or event
+            case Failure() as event:
+                (self._causes if event.is_cause else self._consequences).append((line.rank or 0, event))
+            case Summary() | BenchmarkDone():
+                self._is_done = True
+
+    def _hear_launcher(self, text: str) -> None:
+        # Launchers speak at length of what ranks have already said; kept for when they have not.
+        self._last_words.append(text)
+        self._killed = self._killed or killed_rank("\n".join(self._last_words))
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def check(self, ended: Ended) -> None:
+        """Return when the job is done; raise the one error that explains anything else.
+
+        Raises:
+            PreemptedError: The ranks were asked to leave, and have saved.
+            LaunchError: The ranks did not end well. Its exit code is that of the cause.
+        """
+        if self._preempted is not None:
+            preempted = PreemptedError(
+                f"asked to leave: everything is saved at step {self._preempted.step}",
+                hint="run the same job again: it goes on from there",
+            )
+            preempted.stopped_by = ended.stopped_by
+            raise preempted
+        if ended.code == 0 and self._is_done and not self._causes:
+            return
+        if ended.stopped_by is not None:
+            raise self._explain_stop(ended.stopped_by)
+        if ended.frozen:
+            raise self._lost(
+                f"{'; '.join(map(str, ended.frozen))}; the job was ended after health.stall_shutdown_s",
+                ended.frozen[0].hint,
+                sorted({each.host for each in ended.frozen}),
+            )
+        if ended.lost:
+            host, why = ended.lost
+            raise self._lost(
+                f"{host} does not answer any more ({why}); the job was ended",
+                "run it again when the host is back, or without it",
+                [host],
+            )
+        if self._causes:
+            raise self._explain_causes()
+        raise self._explain_silence(ended.code)
+
+    def _explain_stop(self, number: int) -> HorovodTrainError:
+        if not self._has_started:
+            return stopped_early(number, self._attempt)
+        if self._causes:
+            cause = self._explain_causes()
+            message = f"stopped by signal {number}, and not saved: {cause.message}"
+            return _with_code(LaunchError(message, hint=cause.hint), 128 + number)
+        error = LaunchError(
+            f"stopped by signal {number}, before the ranks had saved",
+            hint="steps since the last checkpoint are lost; was launch.grace_s "
+            f"({self._grace_s:g} s) too short?",
+        )
+        return _with_code(error, 128 + number)
+
+    def _explain_silence(self, code: int) -> LostError:
+        if self._stalls.missing and not self._killed:
+            return self._lost(
+                f"{self._stalls}; ended after health.stall_shutdown_s",
+                f"what were they doing? see rank-{min(self._stalls.missing)}.log beside {self._log_name}; "
+                "ranks that take different branches, or a loader that hangs, look like this",
+            )
+        if code == 0 and not self._consequences:
+            return self._lost(
+                "the ranks ended with exit code 0 before training was done",
+                f"does the task end the process, with os._exit for instance? see {self._log_name}",
+            )
+        noticed = ""
+        if self._consequences:
+            ranks = describe_ranks(sorted({rank for rank, _ in self._consequences}))
+            noticed = f"; {ranks} only noticed: {self._consequences[0][1].message}"
+        if self._killed:
+            return self._lost(
+                f"{self._killed}, before it could say why{noticed}",
+                f"out of memory (see dmesg), or killed by somebody; see {self._log_name}",
+            )
+        last = "\n".join(f"    {line}" for line in self._last_words)
+        return self._lost(
+            f"the launcher ended with code {code} and no rank said why{noticed}"
+            + (f"; its last words:\n{last}" if last else ""),
+            f"a rank was killed, or the machine ran out of memory; see {self._log_name}",
+        )
+
+    def _explain_causes(self) -> LaunchError:
+        first = self._causes[0][1]
+        same = [(rank, failure) for rank, failure in self._causes if failure.message == first.message]
+        hosts = sorted({failure.host for _, failure in same})
+        ranks = describe_ranks(sorted({rank for rank, _ in same}))
+        message = f"{ranks} on {', '.join(hosts)}: {first.message}"
+        if first.traceback:
+            message = f"{first.traceback.rstrip()}\n{message}"
+        return _with_code(LaunchError(message), first.exit_code)
+
+    def _lost(self, message: str, hint: str, hosts: Sequence[str] = ()) -> LostError:
+        error = LostError(message, hint=hint, hosts=hosts)
+        error.has_saved = self._has_saved
+        return error
+
+
+def stopped_early(number: int, attempt: int) -> HorovodTrainError:
+    """Return the error of a run that a signal has ended before its ranks trained.
+
+    Args:
+        number: The signal.
+        attempt: How often ranks of this run were started before.
+    """
+    if attempt:
+        return stopped_between(number)
+    error = LaunchError(f"stopped by signal {number}, before the ranks had begun to train")
+    return _with_code(error, 128 + number)
+
+
+def stopped_between(number: int) -> PreemptedError:
+    """Return the error of an elastic run that a signal has ended while no ranks were there."""
+    error = PreemptedError(
+        "asked to leave while no ranks were running",
+        hint="run the same job again: it goes on from its newest checkpoint, if there is one",
+    )
+    error.stopped_by = number
+    return error
+
+
+def killed_rank(text: str) -> str:
+    """Return which rank was killed, from a launcher's own words; empty when they do not say.
+
+    >>> killed_rank("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
+    'rank 1 on n4 was killed by signal 9'
+    """
+    if found := _MPIRUN_KILLED.search(text):
+        return f"rank {found[1]} on {found[2]} was killed by signal {found[3]}"
+    if (found := _GLOO_KILLED.search(text)) and int(found[2]) > 1:
+        number = int(found[2])
+        return f"rank {found[1]} was killed by signal {number - 128 if number > 128 else number}"
+    return ""
+
+
+def _with_code(error: LaunchError, code: int) -> LaunchError:
+    error.exit_code = code
+    return error

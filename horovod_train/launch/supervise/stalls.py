@@ -1,0 +1,56 @@
+"""Ranks that stay away from a collective, as Horovod's stall inspector names them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from horovod_train.errors import describe_ranks
+from horovod_train.events.types import Progress, Summary
+from horovod_train.events.wire import Line
+
+# "1!: [allreduce.gradients, ...]": a rank, and what it is missing from.
+_MISSING = re.compile(r"(\d+)!?: \[(.+?)(?: \.\.\.)?\]$")
+
+
+class Stalls:
+    """Knows which ranks stay away now.
+
+    Args:
+        report: Told which, whenever that changes; nothing: none.
+
+    Attributes:
+        missing: Names of the collectives that a rank stays away from, by rank.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self.missing: dict[int, str] = {}
+        self._report = report
+        self._listed_by: int | None = None
+
+    def __str__(self) -> str:
+        names = describe_ranks(sorted(self.missing))
+        collectives = min(self.missing.values())
+        return f"{names} stayed away from a collective that the others wait in: {collectives}"
+
+    def see(self, line: Line) -> None:
+        """Take a line: the inspector lists ranks after a headline; who trains on has no stall any more."""
+        if isinstance(line.event, Progress | Summary):
+            if self.missing:
+                self.missing.clear()
+                self._report("")
+        elif line.event is None and line.rank is not None:
+            self._see_text(line.rank, line.text)
+
+    def _see_text(self, rank: int, text: str) -> None:
+        if text.strip() == "Missing ranks:":
+            self._listed_by = rank
+            self.missing.clear()
+        elif self._listed_by == rank and (found := _MISSING.match(text)):
+            self.missing[int(found[1])] = found[2]
+            self._report(str(self))
+        elif self._listed_by == rank:
+            self._listed_by = None
+
+    def close(self) -> None:
+        """Do nothing."""
