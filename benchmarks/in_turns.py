@@ -64,14 +64,11 @@ def train_in_turns(run: Run) -> None:
     """Train as ``loop.train`` does, and by hand in between."""
     by_hand = ByHand(run)
     loop.begin(run)
-    while not run.reached_max_steps:
-        shares, batches = loop.rest_of_epoch(run)
-        for share in shares:
-            if run.reached_max_steps:
-                break
+    while run.num_steps_left != 0:
+        for step in loop.rest_of_epoch(run):
             lr = run.policy.at(run.progress.epochs_passed)
-            outcome = run.replica.step(share, batches, lr, want_norm=loop.wants_norm(run))
-            loop.after_step(run, share, outcome, lr)
+            outcome = run.replica.step(step, lr, want_norm=loop.wants_norm(run))
+            loop.after_step(run, step, outcome, lr)
             if run.progress.step % BLOCK_STEPS == 0:
                 for _ in range(BLOCK_STEPS):
                     by_hand.step()

@@ -34,7 +34,8 @@ from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.collectives.base import Communicator, broadcast_json, mean_over_ranks
 from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, LearningRate, Train
-from horovod_train.data.shard import StepShare, eval_micro_batches
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import eval_micro_batches
 from horovod_train.errors import PreemptedError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.join import join
@@ -236,30 +237,26 @@ class Step:
     the rank still takes part.
     """
 
-    def __init__(
-        self, share: StepShare, batches: Iterator[Any], replica: TorchReplica, progress: Progress
-    ) -> None:
-        self.share = share
+    def __init__(self, planned: PlannedStep, replica: TorchReplica, progress: Progress) -> None:
+        self.share = planned.share
         self.clock = StepClock()
-        self._batches = batches
+        self._planned = planned
         self._replica = replica
         self._progress = progress
         self._at = -1
         replica.begin()
 
     def __iter__(self) -> Iterator[Any]:
-        for number in range(len(self.share.micro_batches)):
+        for number, (_, batch) in enumerate(self._planned):
             self._at = number
-            batch = next(self._batches)
             self.clock.lap("data")
             yield batch
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradient of the current micro-batch, given its mean loss, shape []."""
         self.clock.lap("forward")
-        micro_batches = self.share.micro_batches
-        is_last = self._at == len(micro_batches) - 1
-        self._replica.backward(loss, micro_batches[self._at].share, is_last=is_last)
+        is_last = self._at == len(self._planned) - 1
+        self._replica.backward(loss, self._planned.share_at(self._at), is_last=is_last)
         self.clock.lap("backward")
 
     def finish(self, lr: float, *, want_norm: bool = False) -> StepOutcome:
@@ -269,7 +266,7 @@ class Step:
             PeerError: Another rank was lost.
             UserError: Not all micro-batches of the step were read.
         """
-        unread = len(self.share.micro_batches) - 1 - self._at
+        unread = len(self._planned) - 1 - self._at
         if unread:
             raise UserError(
                 f"the step was finished with {unread} of its micro-batches unread",
@@ -311,15 +308,15 @@ class ShardedLoader:
             return
         if epoch > self.progress.epoch:
             self.progress.epoch, self.progress.cursor = epoch, 0
-        shares, batches = plan_epoch(
+        planned = plan_epoch(
             self._world,
             self._reader,
             self.progress,
             batch_size_per_rank=self.batch_size,
             accumulation_steps=self.accumulation_steps,
         )
-        for share in shares:
-            yield Step(share, batches, replica, self.progress)
+        for step in planned:
+            yield Step(step, replica, self.progress)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import numpy as np
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job
-from horovod_train.data.shard import MicroBatch, StepShare
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 
 PHASES = ("data", "forward", "backward", "compute", "allreduce_wait", "optimizer")
@@ -70,7 +71,7 @@ class StepOutcome:
 class Replica(Protocol):
     """The model and optimizer of one rank."""
 
-    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
+    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
         """Make one optimizer step with this rank's share of it; blocks until all ranks did.
 
         Raises:
@@ -146,11 +147,6 @@ class Bridge(Protocol):
         ...
 
     @property
-    def num_steps_left(self) -> int | None:
-        """Steps until the job's limit; None: no limit."""
-        ...
-
-    @property
     def lr(self) -> float:
         """Learning rate of the next step."""
         ...
@@ -169,11 +165,11 @@ class Bridge(Protocol):
         """Training begins."""
         ...
 
-    def rest_of_epoch(self) -> tuple[list[StepShare], Iterator[Any]]:
-        """Return this rank's shares of the steps that the current epoch still has, and their batches."""
+    def rest_of_epoch(self) -> list[PlannedStep]:
+        """Return the steps that are left in the current epoch, up to the job's limit."""
         ...
 
-    def after_step(self, share: StepShare, outcome: StepOutcome, lr: float) -> None:
+    def after_step(self, step: PlannedStep, outcome: StepOutcome, lr: float) -> None:
         """An optimizer step was made."""
         ...
 

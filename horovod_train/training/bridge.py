@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from horovod_train.data.shard import StepShare
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.frameworks.base import StepOutcome
 from horovod_train.training import loop
 from horovod_train.training.run import Run
@@ -34,12 +32,6 @@ class LoopBridge:
         return self.run.is_epoch_complete
 
     @property
-    def num_steps_left(self) -> int | None:
-        """Steps until ``train.max_steps``; None: no limit."""
-        limit = self.run.job.train.max_steps
-        return None if limit is None else max(0, limit - self.run.progress.step)
-
-    @property
     def lr(self) -> float:
         """Learning rate of the next step."""
         return self.run.policy.at(self.run.progress.epochs_passed)
@@ -58,13 +50,13 @@ class LoopBridge:
         """Training begins."""
         loop.begin(self.run)
 
-    def rest_of_epoch(self) -> tuple[list[StepShare], Iterator[Any]]:
-        """Return this rank's shares of the steps that the current epoch still has, and their batches."""
+    def rest_of_epoch(self) -> list[PlannedStep]:
+        """Return the steps that are left in the current epoch, up to the job's limit."""
         return loop.rest_of_epoch(self.run)
 
-    def after_step(self, share: StepShare, outcome: StepOutcome, lr: float) -> None:
+    def after_step(self, step: PlannedStep, outcome: StepOutcome, lr: float) -> None:
         """An optimizer step was made."""
-        loop.after_step(self.run, share, outcome, lr)
+        loop.after_step(self.run, step, outcome, lr)
 
     def after_epoch(self) -> dict[str, float]:
         """All steps of an epoch were made; return the evaluation, empty when none was due."""

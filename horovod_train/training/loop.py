@@ -7,13 +7,12 @@ Transformers) calls the same functions at the same moments, through ``bridge.py`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from horovod_train.collectives.base import any_rank, mean_over_ranks
-from horovod_train.data.shard import StepShare, eval_micro_batches
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import eval_micro_batches
 from horovod_train.errors import UserError, did_you_mean
 from horovod_train.frameworks.base import StepOutcome
 from horovod_train.training.plan import plan_epoch
@@ -28,12 +27,9 @@ def train(run: Run) -> None:
     """
     begin(run)
     while not run.is_done:
-        shares, batches = rest_of_epoch(run)
-        for share in shares:
-            if run.reached_max_steps:
-                break
+        for step in rest_of_epoch(run):
             lr = run.policy.at(run.progress.epochs_passed)
-            after_step(run, share, run.replica.step(share, batches, lr, want_norm=wants_norm(run)), lr)
+            after_step(run, step, run.replica.step(step, lr, want_norm=wants_norm(run)), lr)
         if not run.is_epoch_complete:
             break
         after_epoch(run)
@@ -54,14 +50,15 @@ def begin(run: Run) -> None:
         hook.on_start(run)
 
 
-def rest_of_epoch(run: Run) -> tuple[list[StepShare], Iterator[Any]]:
-    """Return this rank's shares of the steps that the current epoch still has, and their batches."""
+def rest_of_epoch(run: Run) -> list[PlannedStep]:
+    """Return the steps that are left in the current epoch, up to the job's limit."""
     return plan_epoch(
         run.world,
         run.train_reader,
         run.progress,
         batch_size_per_rank=run.job.train.batch_size_per_rank,
         accumulation_steps=run.job.train.accumulation_steps,
+        max_steps=run.num_steps_left,
     )
 
 
@@ -71,20 +68,20 @@ def wants_norm(run: Run) -> bool:
     return metrics.enabled and run.progress.step % metrics.grad_norm_every_steps == 0
 
 
-def after_step(run: Run, share: StepShare, outcome: StepOutcome, lr: float) -> None:
+def after_step(run: Run, step: PlannedStep, outcome: StepOutcome, lr: float) -> None:
     """Note one optimizer step.
 
     Raises:
         NumericError: It was not finite, and the job does not allow that.
     """
-    run.progress.advance(share.num_samples)
+    run.progress.advance(step.share.num_samples)
     run.guard.check(
         run.progress.step,
         is_finite=outcome.is_finite,
         loss=outcome.loss,
         local_loss=outcome.local_loss,
     )
-    report = StepReport(share, outcome, lr)
+    report = StepReport(step.share, outcome, lr)
     for hook in run.hooks:
         hook.on_step(run, report)
 

@@ -1,12 +1,13 @@
-"""What one rank does in an epoch: its shares of the steps, and its batches in the same order."""
+"""What one rank does in an epoch: the steps that it still has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from itertools import islice
 
 from horovod_train.collectives.base import Communicator
-from horovod_train.data.shard import StepShare, epoch_order, steps_of_epoch
+from horovod_train.data.planned_step import PlannedStep, planned_steps
+from horovod_train.data.shard import epoch_order, steps_of_epoch
 from horovod_train.frameworks.base import Reader
 from horovod_train.training.progress import Progress
 
@@ -18,19 +19,17 @@ def plan_epoch(
     *,
     batch_size_per_rank: int,
     accumulation_steps: int,
-) -> tuple[list[StepShare], Iterator[Any]]:
-    """Return a rank's shares of the steps that the current epoch still has, and their batches."""
+    max_steps: int | None = None,
+) -> list[PlannedStep]:
+    """Return the steps that the current epoch still has; at most so many of them."""
     order = progress.order
-    shares = list(
-        steps_of_epoch(
-            num_samples=order.num_samples,
-            cursor=progress.cursor,
-            batch_size_per_rank=batch_size_per_rank,
-            accumulation_steps=accumulation_steps,
-            rank=world.rank,
-            size=world.size,
-        )
+    shares = steps_of_epoch(
+        num_samples=order.num_samples,
+        cursor=progress.cursor,
+        batch_size_per_rank=batch_size_per_rank,
+        accumulation_steps=accumulation_steps,
+        rank=world.rank,
+        size=world.size,
     )
     places = epoch_order(order.num_samples, order.seed, progress.epoch, shuffle=order.shuffle)
-    micro_batches = [micro_batch for share in shares for micro_batch in share.micro_batches]
-    return shares, reader.read(progress.epoch, places, micro_batches)
+    return planned_steps(islice(shares, max_steps), partial(reader.read, progress.epoch, places))

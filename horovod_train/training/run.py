@@ -39,14 +39,14 @@ class Run:
         return (
             self.progress.epoch >= self.job.train.epochs
             or (self.progress.stopped_early and self.job.evaluation.early_stopping is not None)
-            or self.reached_max_steps
+            or self.num_steps_left == 0
         )
 
     @property
-    def reached_max_steps(self) -> bool:
-        """Whether ``train.max_steps`` ends the job here."""
+    def num_steps_left(self) -> int | None:
+        """Steps until ``train.max_steps``; None: no limit."""
         limit = self.job.train.max_steps
-        return limit is not None and self.progress.step >= limit
+        return None if limit is None else max(0, limit - self.progress.step)
 
     @property
     def is_epoch_complete(self) -> bool:

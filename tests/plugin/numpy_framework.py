@@ -21,7 +21,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ import psutil
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator, SingleRank
 from horovod_train.config.schema import Job
-from horovod_train.data.shard import StepShare
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import EngineError, PeerError
 from horovod_train.frameworks.arrays import (
     check_fits,
@@ -191,13 +191,12 @@ class NumpyReplica:
         self._optimizer = optimizer
         self._world = world
 
-    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
+    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
         """Make one optimizer step with this rank's share of it."""
         clock = StepClock()
         gradients = {name: np.zeros_like(array) for name, array in self.params.items()}
         local_loss = 0.0
-        for micro_batch in share.micro_batches:
-            batch = next(batches)
+        for micro_batch, batch in step:
             clock.lap("data")
             loss, found = self.task.gradient(self.params, batch)
             local_loss += loss * micro_batch.share

@@ -272,13 +272,10 @@ class TestTheBridge:
         bridge.begin()
         seen = []
         while not bridge.is_done:
-            seen.append((bridge.epoch, bridge.num_steps_left, bridge.evaluates_next))
-            shares, batches = bridge.rest_of_epoch()
-            for share in shares:
-                if bridge.num_steps_left == 0:
-                    break
+            seen.append((bridge.epoch, bridge.evaluates_next))
+            for step in bridge.rest_of_epoch():
                 lr, want_norm = bridge.lr, bridge.wants_norm
-                bridge.after_step(share, run.replica.step(share, batches, lr, want_norm=want_norm), lr)
+                bridge.after_step(step, run.replica.step(step, lr, want_norm=want_norm), lr)
             if not bridge.is_epoch_complete:
                 break
             seen.append(bridge.after_epoch())
@@ -295,7 +292,7 @@ class TestTheBridge:
         assert moments(theirs) == moments(ours)
         assert theirs.replica.params == ours.replica.params
         assert [report.lr for report in theirs.hooks[0].reports] == [r.lr for r in ours.hooks[0].reports]
-        assert seen[0] == (0, limit, True)
+        assert seen[0] == (0, True)
         assert seen[1] == {"loss": pytest.approx(seen[1]["loss"])}
 
     def test_knows_which_epochs_end_with_an_evaluation(self):
@@ -303,15 +300,16 @@ class TestTheBridge:
 
         seen = self.drive(run)
 
-        assert [evaluates for _, _, evaluates in seen[::2]] == [False, True, False, True, True]
+        assert [evaluates for _, evaluates in seen[::2]] == [False, True, False, True, True]
         assert [bool(metrics) for metrics in seen[1::2]] == [False, True, False, True, True]
 
-    @pytest.mark.parametrize(("limit", "left"), [(None, None), (5, 3), (2, 0), (1, 0)])
-    def test_knows_how_many_steps_are_left(self, limit, left):
+    @pytest.mark.parametrize(("limit", "planned"), [(None, 3), (5, 3), (4, 2), (2, 0), (1, 0)])
+    def test_is_given_no_steps_behind_the_limit(self, limit, planned):
         run = made(train={"max_steps": limit})
+        assert len(LoopBridge(made()).rest_of_epoch()) == 3
         run.progress.step = 2  # it may have been resumed behind a limit that was lowered
 
-        assert LoopBridge(run).num_steps_left == left
+        assert len(LoopBridge(run).rest_of_epoch()) == planned
 
     def test_without_evaluation_data_expects_none(self):
         run = made(has_eval=False)

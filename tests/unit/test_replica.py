@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from unit.test_reducer import ThreadWire
 
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Allreduce, Job, Train
+from horovod_train.data.planned_step import PlannedStep, planned_steps
 from horovod_train.data.shard import share_of_step
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.torch.framework import (
@@ -66,7 +68,7 @@ def steps(made, count):
     for _ in range(count):
         share = share_of_step(0, 6, batch_size=6, accumulation_steps=1, rank=rank, size=size)
         batches = (BATCH[micro.start : micro.stop] for micro in share.micro_batches)
-        outcomes.append(made.step(share, batches, 0.1, want_norm=True))
+        outcomes.append(made.step(PlannedStep(share, batches), 0.1, want_norm=True))
     return outcomes
 
 
@@ -254,7 +256,8 @@ def test_a_compiled_job_trains_the_compiled_model(tmp_path):
 
     made, reader, _ = TorchFramework().prepare(job, SingleRank())
     share = share_of_step(0, 6, batch_size=6, accumulation_steps=1, rank=0, size=1)
-    made.step(share, reader.read(0, np.arange(6), share.micro_batches), 0.1, want_norm=False)
+    (step,) = planned_steps([share], partial(reader.read, 0, np.arange(6)))
+    made.step(step, 0.1, want_norm=False)
 
     assert len(graphs) == 1
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import optax
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job
-from horovod_train.data.shard import StepShare
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.arrays import check_fits, from_blob, to_blob
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
@@ -92,14 +92,13 @@ class JaxReplica:
 
     # -- the step
 
-    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
+    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
         """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
         clock = StepClock()
         gradients, loss = self._zeros, jnp.zeros(())
-        for micro_batch in share.micro_batches:
-            batch = next(batches)
+        for place, (micro_batch, batch) in enumerate(step):
             clock.lap("data")
-            work = self._reduce if micro_batch is share.micro_batches[-1] else self._add
+            work = self._reduce if place == len(step) - 1 else self._add
             gradients, loss = self._call(
                 work,
                 self.params,
@@ -111,7 +110,7 @@ class JaxReplica:
                 self.scale.scale,
             )
             clock.lap("compute")
-        if not share.micro_batches:
+        if not len(step):
             gradients, loss = self._call(self._reduce_nothing, gradients, loss)
         local_loss, whole_loss = (float(value) for value in loss)
         clock.lap("compute")

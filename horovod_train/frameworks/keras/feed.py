@@ -7,18 +7,18 @@ samples reads one that weighs nothing. Full steps have no weights at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 import numpy as np
 
-from horovod_train.data.shard import StepShare
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.frameworks.reader import batch_length
 
 
 def feed(
-    shares: list[StepShare], batches: Iterator[Any], spare: Any, *, accumulation_steps: int, world_size: int
+    steps: Iterable[PlannedStep], spare: Any, *, accumulation_steps: int, world_size: int
 ) -> Iterator[tuple[Any, ...]]:
     """Yield (inputs, labels, weights) for each micro-step.
 
@@ -26,20 +26,14 @@ def feed(
     s of the step's samples weighs s x ranks x micro-steps, so that mean is the sum of s x gradient.
 
     Args:
-        shares: This rank's part of each step.
-        batches: Its batches, in this order.
+        steps: What to make.
         spare: A batch to read where there is none.
         accumulation_steps: Micro-steps per step.
         world_size: Ranks.
     """
-    for share in shares:
-        for place in range(accumulation_steps):
-            if place < len(share.micro_batches):
-                batch = next(batches)
-                weight = share.micro_batches[place].share * world_size * accumulation_steps
-            else:
-                batch, weight = spare, 0.0
-            yield weighted(batch, weight)
+    for step in steps:
+        for share, batch in step.padded(accumulation_steps, lambda: spare):
+            yield weighted(batch, share * world_size * accumulation_steps)
 
 
 def weighted(batch: Any, weight: float) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator, any_rank, mean_over_ranks
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
-from horovod_train.data.shard import StepShare
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
@@ -87,22 +87,20 @@ class KerasFramework:
         bytes_per_step = self._exchange.bytes_on_wire([v.value for v in self.model.trainable_variables])
         bridge.begin()
         while not bridge.is_done:
-            shares, batches = bridge.rest_of_epoch()
-            shares = shares[: bridge.num_steps_left]
-            if shares:
+            steps = bridge.rest_of_epoch()
+            if steps:
                 moments = _Moments(
-                    bridge, self._world, self._exchange, shares, accumulation_steps, bytes_per_step
+                    bridge, self._world, self._exchange, steps, accumulation_steps, bytes_per_step
                 )
                 batches = feed(
-                    shares,
-                    batches,
+                    steps,
                     self._train_reader.first(),
                     accumulation_steps=accumulation_steps,
                     world_size=self._world.size,
                 )
                 self.model.fit(
                     as_keras_reads(batches),
-                    steps_per_epoch=len(shares) * accumulation_steps,
+                    steps_per_epoch=len(steps) * accumulation_steps,
                     initial_epoch=bridge.epoch,
                     epochs=bridge.epoch + 1,
                     shuffle=False,
@@ -111,7 +109,7 @@ class KerasFramework:
                 )
             elif bridge.is_epoch_complete:
                 bridge.after_epoch()
-            if any_rank(self._world, flag=bool(shares and self.model.stop_training)):
+            if any_rank(self._world, flag=bool(steps and self.model.stop_training)):
                 break
         for callback in own:
             callback.end()
@@ -153,7 +151,7 @@ class _Moments(keras.callbacks.Callback):
         bridge: Bridge,
         world: Communicator,
         exchange: Exchange,
-        shares: list[StepShare],
+        steps: list[PlannedStep],
         accumulation_steps: int,
         bytes_per_step: int,
     ) -> None:
@@ -161,7 +159,7 @@ class _Moments(keras.callbacks.Callback):
         self._bridge = bridge
         self._world = world
         self._exchange = exchange
-        self._shares = shares
+        self._steps = steps
         self._accumulation_steps = accumulation_steps
         self._bytes_per_step = bytes_per_step
         self._clock = StepClock()
@@ -184,9 +182,9 @@ class _Moments(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Tell about a step that is complete."""
         number, place = divmod(batch, self._accumulation_steps)
-        share = self._shares[number]
-        has_batch = place < len(share.micro_batches)
-        self._loss.add(float(logs["loss"]), len(share.micro_batches[place]) if has_batch else 1)
+        step = self._steps[number]
+        has_batch = place < len(step)
+        self._loss.add(float(logs["loss"]), len(step.share.micro_batches[place]) if has_batch else 1)
         self._clock.lap("compute")
         if place < self._accumulation_steps - 1:
             return
@@ -204,7 +202,7 @@ class _Moments(keras.callbacks.Callback):
             clock=self._clock,
         )
         assert self._lr is not None
-        self._bridge.after_step(share, outcome, self._lr)
+        self._bridge.after_step(step, outcome, self._lr)
         self._clock = StepClock()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.collectives.base import Communicator
-from horovod_train.data.shard import StepShare
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.arrays import check_same_optimizer, from_rank_0, mean_over_ranks
 from horovod_train.frameworks.base import StepOutcome
@@ -34,7 +34,7 @@ class KerasReplica:
         layers = list(model._flatten_layers())  # noqa: SLF001  (Keras has no public way to all layers)
         self._statistics = variables.running_statistics(layers)
 
-    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
+    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
         """Keras makes steps itself."""
         raise NotImplementedError
 

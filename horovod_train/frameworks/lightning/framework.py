@@ -20,7 +20,8 @@ from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
-from horovod_train.data.shard import StepShare, eval_micro_batches
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import eval_micro_batches
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
 from horovod_train.frameworks.lightning.strategy import HorovodStrategy
@@ -208,31 +209,27 @@ class _Source:
         self._reader = reader
         self.accumulation_steps = accumulation_steps
         self._epoch = -1
-        self.shares: list[StepShare] = []
-        self._batches: Iterator[Any] = iter(())
+        self.steps: list[PlannedStep] = []
 
     def _plan(self) -> None:
         if self._epoch != self._bridge.epoch:
             self._epoch = self._bridge.epoch
-            shares, self._batches = self._bridge.rest_of_epoch()
-            self.shares = shares[: self._bridge.num_steps_left]
+            self.steps = self._bridge.rest_of_epoch()
 
     def __len__(self) -> int:
         self._plan()
-        return len(self.shares) * self.accumulation_steps
+        return len(self.steps) * self.accumulation_steps
 
     def __iter__(self) -> Iterator[Any]:
         self._plan()
-        for share in self.shares:
-            for place in range(self.accumulation_steps):
-                has_samples = place < len(share.micro_batches)
-                yield next(self._batches) if has_samples else self._reader.first()
+        for step in self.steps:
+            for _, batch in step.padded(self.accumulation_steps, self._reader.first):
+                yield batch
 
     def share_of(self, batch_idx: int) -> float:
         """Return which part of its step's samples a micro-batch is."""
         number, place = divmod(batch_idx, self.accumulation_steps)
-        micro_batches = self.shares[number].micro_batches
-        return micro_batches[place].share if place < len(micro_batches) else 0.0
+        return self.steps[number].share_at(place)
 
 
 class _Moments(lightning.Callback):
@@ -302,7 +299,7 @@ class _Moments(lightning.Callback):
             clock=self._clock,
         )
         self._clock, self._local_loss = StepClock(), 0.0
-        self._bridge.after_step(self._source.shares[number], outcome, self._lr)
+        self._bridge.after_step(self._source.steps[number], outcome, self._lr)
 
     def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
         """Evaluate the same statistics on all ranks."""

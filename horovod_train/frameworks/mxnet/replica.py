@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import mxnet as mx
@@ -14,7 +14,7 @@ from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
-from horovod_train.data.shard import StepShare
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
@@ -85,7 +85,7 @@ class MxnetReplica:
 
     # -- the step
 
-    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
+    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
         """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
         clock = StepClock()
         self._seeds.seed_step()
@@ -93,8 +93,8 @@ class MxnetReplica:
             param.zero_grad()
         statistics = self._copied_statistics()
         local_loss = 0.0
-        for micro_batch in share.micro_batches:
-            batch = to_arrays(next(batches), self._context)
+        for micro_batch, read in step:
+            batch = to_arrays(read, self._context)
             clock.lap("data")
             with mx.autograd.record():
                 weighted = self._task.loss(self.model, batch).mean() * micro_batch.share

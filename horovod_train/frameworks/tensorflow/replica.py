@@ -17,7 +17,7 @@ from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
-from horovod_train.data.shard import StepShare
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.arrays import (
@@ -88,7 +88,7 @@ class TensorflowReplica:
 
     # -- the step
 
-    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
+    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
         """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
         clock = StepClock()
         self._statistics_before = [v.numpy() for v in self._statistics] if self._guard_gradients else []
@@ -96,18 +96,17 @@ class TensorflowReplica:
         local_loss = 0.0
         scale = tf.constant(self.scale.scale)
         looks = tf.constant(want_norm)
-        for micro_batch in share.micro_batches[:-1]:
-            batch = next(batches)
+        gradients, told = [], None
+        for place, (micro_batch, batch) in enumerate(step):
             clock.lap("data")
-            local_loss += float(self._with_loss(self._add, batch, tf.constant(micro_batch.share), scale))
-            clock.lap("compute")
-        if share.micro_batches:
-            batch = next(batches)
-            clock.lap("data")
-            weight = tf.constant(share.micro_batches[-1].share)
-            loss_before = tf.constant(local_loss)
-            gradients, told = self._with_loss(self._last, batch, weight, scale, loss_before, looks)
-        else:
+            weight = tf.constant(micro_batch.share)
+            if place == len(step) - 1:
+                loss_before = tf.constant(local_loss)
+                gradients, told = self._with_loss(self._last, batch, weight, scale, loss_before, looks)
+            else:
+                local_loss += float(self._with_loss(self._add, batch, weight, scale))
+                clock.lap("compute")
+        if told is None:
             gradients, told = self._call(self._exchange_nothing)
         local, loss, norm, *num_users = told.numpy().tolist()
         if gradients:

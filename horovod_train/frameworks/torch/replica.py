@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.nn.utils import get_total_norm
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.config.schema import Train
-from horovod_train.data.shard import StepShare
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.reader import batch_length
@@ -81,18 +81,17 @@ class TorchReplica:
         self._local_loss = torch.zeros((), device=self._device)
         self.scaler = torch.amp.GradScaler(self._device.type, enabled=train.precision == "fp16")
 
-    def step(self, share: StepShare, batches: Iterator[Any], lr: float, *, want_norm: bool) -> StepOutcome:
+    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
         """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
         assert self.task is not None
         clock = StepClock()
         self.begin()
-        for micro_batch in share.micro_batches:
-            batch = next(batches)
+        for place, (micro_batch, batch) in enumerate(step):
             clock.lap("data")
             with self.autocast():
                 loss = self.task.loss(self.forward_model, batch)
             clock.lap("forward")
-            self.backward(loss, micro_batch.share, is_last=micro_batch is share.micro_batches[-1])
+            self.backward(loss, micro_batch.share, is_last=place == len(step) - 1)
             clock.lap("backward")
         return self.finish(clock, lr, want_norm=want_norm)
 

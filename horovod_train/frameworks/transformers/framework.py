@@ -20,7 +20,8 @@ from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
-from horovod_train.data.shard import StepShare, steps_of_epoch
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.data.shard import num_steps
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
 from horovod_train.frameworks.optimizers import make_optimizer
@@ -234,18 +235,8 @@ class _Source:
         self._bridge = bridge
         self._reader = reader
         self._accumulation_steps = job.train.accumulation_steps
-        self._num_steps = sum(
-            1
-            for _ in steps_of_epoch(
-                num_samples=len(reader),
-                cursor=0,
-                batch_size_per_rank=job.train.batch_size_per_rank,
-                accumulation_steps=job.train.accumulation_steps,
-                rank=world.rank,
-                size=world.size,
-            )
-        )
-        self.shares: list[StepShare] = []
+        self._num_steps = num_steps(len(reader), 0, job.global_batch_size(world.size))
+        self.steps: list[PlannedStep] = []
         self.number = 0
 
     def __len__(self) -> int:
@@ -253,16 +244,14 @@ class _Source:
         return self._num_steps * self._accumulation_steps
 
     def __iter__(self) -> Iterator[Any]:
-        shares, batches = self._bridge.rest_of_epoch()
-        self.shares, self.number = shares[: self._bridge.num_steps_left], 0
-        for share in self.shares:
-            for place in range(self._accumulation_steps):
-                has_samples = place < len(share.micro_batches)
-                yield next(batches) if has_samples else self._reader.first()
+        self.steps, self.number = self._bridge.rest_of_epoch(), 0
+        for step in self.steps:
+            for _, batch in step.padded(self._accumulation_steps, self._reader.first):
+                yield batch
 
     def which_count(self) -> list[float]:
         """Return for each micro-batch of the coming step whether it counts: 1 or 0."""
-        num_real = len(self.shares[self.number].micro_batches)
+        num_real = len(self.steps[self.number])
         return [float(place < num_real) for place in range(self._accumulation_steps)]
 
 
@@ -300,10 +289,10 @@ class _Moments(TrainerCallback):
             bytes_reduced=trainer.gradients.bytes_per_step,
             clock=trainer.clock,
         )
-        share = source.shares[source.number]
+        step = source.steps[source.number]
         source.number += 1
         trainer.clock, trainer.norm = StepClock(), None
-        self._bridge.after_step(share, outcome, self._lr)
+        self._bridge.after_step(step, outcome, self._lr)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tell about the end of an epoch."""
