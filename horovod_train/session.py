@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import strftime
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
 import torch
@@ -44,8 +44,8 @@ from horovod_train.frameworks.torch.framework import choose_device, make_gradien
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
-from horovod_train.health.leave import LeaveAgreement, LeaveRequest
-from horovod_train.health.sync import check_in_sync
+from horovod_train.health.desync import check_replicas_identical
+from horovod_train.health.preemption import PreemptionAgreement, PreemptionRequest
 from horovod_train.horovod.fingerprint import environment_facts
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.exporter import Exporter
@@ -138,7 +138,7 @@ class Session:
             train=train,
         )
         replica.broadcast()
-        check_in_sync(self.world, replica.state(copy=False), "at the start")
+        check_replicas_identical(self.world, replica.state(copy=False), "at the start")
         # From here on, what is random (dropout) is the rank's own.
         seed_generators(train.seed, self.rank + 1, 0)
         return replica
@@ -219,15 +219,19 @@ class Session:
         self._stack.callback(manager.close)
         return SessionCheckpoints(self.world, manager, replica, loader)
 
-    def leaving(self, checkpoints: SessionCheckpoints) -> SessionLeaving:
+    def preemption(self, checkpoints: SessionCheckpoints) -> SessionPreemption:
         """Take SIGTERM and SIGUSR1 to any rank for the wish that all save and leave; main thread only.
 
         Args:
             checkpoints: What saves them.
         """
-        request = LeaveRequest()
+        request = PreemptionRequest()
         request.listen()
-        return SessionLeaving(checkpoints, LeaveAgreement(self.world, request))
+        return SessionPreemption(checkpoints, PreemptionAgreement(self.world, request))
+
+    def leaving(self, *_: object) -> NoReturn:
+        """Tell the name that this method has now."""
+        raise UserError("session.leaving is session.preemption now", hint="call it by that name")
 
 
 class Step:
@@ -370,7 +374,7 @@ class SessionCheckpoints:
             load_rng_state,
             lambda: seed_generators(seed, self._world.rank + 1, progress.step),
         )
-        check_in_sync(self._world, self._replica.state(copy=False), "after the resume")
+        check_replicas_identical(self._world, self._replica.state(copy=False), "after the resume")
         self._manager.note_resumed(resumed.name, changes)
         for change in changes if self._world.rank == 0 else ():
             log.warning("changed since %s: %s", resumed.name, change)
@@ -378,11 +382,11 @@ class SessionCheckpoints:
 
 
 @dataclass(frozen=True)
-class SessionLeaving:
+class SessionPreemption:
     """Saves and ends the process when any rank was asked to leave."""
 
     _checkpoints: SessionCheckpoints
-    _agreement: LeaveAgreement
+    _agreement: PreemptionAgreement
 
     def after_step(self) -> None:
         """Leave if the ranks agree to; every rank calls it after each of its steps.

@@ -37,10 +37,10 @@ from horovod_train.events.types import (
 from horovod_train.events.wire import Reporter
 from horovod_train.files import make_folder
 from horovod_train.frameworks.base import Framework, Reader, Replica
-from horovod_train.health.guard import FiniteGuard
+from horovod_train.health.finite import FiniteGuard
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder, give_signs_of_life
-from horovod_train.health.leave import LeaveAgreement, LeaveRequest
-from horovod_train.health.truth import check_world
+from horovod_train.health.preemption import PreemptionAgreement, PreemptionRequest
+from horovod_train.health.world_check import check_world
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_facts
 from horovod_train.lr.policy import LearningRatePolicy
@@ -50,11 +50,11 @@ from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.bridge import LoopBridge
 from horovod_train.training.hooks import (
-    CheckInSync,
-    LeaveWhenAsked,
+    CheckReplicasIdentical,
     RecordMetrics,
     ReportProgress,
     SaveCheckpoints,
+    StopWhenPreempted,
 )
 from horovod_train.training.loop import train
 from horovod_train.training.parts import changes_since, resume_from
@@ -92,7 +92,7 @@ def main(options: WorkerOptions) -> int:
     os.environ.update(from_slurm(os.environ))
     guess = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     reporter = Reporter(guess, as_json=options.as_events)
-    request = LeaveRequest()
+    request = PreemptionRequest()
     request.listen()
     _log_to(reporter)
     folder = beat_folder(os.environ)
@@ -119,7 +119,7 @@ def main(options: WorkerOptions) -> int:
 
 
 def run_rank(
-    job: Job, options: WorkerOptions, request: LeaveRequest, reporter: Reporter, stack: ExitStack
+    job: Job, options: WorkerOptions, request: PreemptionRequest, reporter: Reporter, stack: ExitStack
 ) -> None:
     """Join the world, train, and tell how it went. What has to be closed goes onto the stack.
 
@@ -153,11 +153,11 @@ def run_rank(
     resume(run, manager, framework, reporter)
 
     run.hooks = [
-        CheckInSync(),
+        CheckReplicasIdentical(),
         *([RecordMetrics(recorder)] if job.metrics.enabled else []),
         ReportProgress(reporter, interval_s=0.2 if options.as_events else 5.0),
         checkpoints := SaveCheckpoints(manager, framework),
-        LeaveWhenAsked(LeaveAgreement(world, request), checkpoints, recorder, reporter),
+        StopWhenPreempted(PreemptionAgreement(world, request), checkpoints, recorder, reporter),
     ]
     if world.rank == 0:
         tell_start(run, reporter)

@@ -11,8 +11,8 @@ from horovod_train.errors import PreemptedError
 from horovod_train.events.types import Evaluation, Notice, Preempted, Progress
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework
-from horovod_train.health.leave import LeaveAgreement
-from horovod_train.health.sync import check_in_sync
+from horovod_train.health.desync import check_replicas_identical
+from horovod_train.health.preemption import PreemptionAgreement
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.parts import record_step, save_checkpoint
 from horovod_train.training.run import Run, StepReport
@@ -50,7 +50,7 @@ class RecordMetrics(Hook):
             self._recorder.record_evaluation(run.progress.metrics)
 
 
-class CheckInSync(Hook):
+class CheckReplicasIdentical(Hook):
     """Compares the whole state between ranks at start, resume, end, and every so many steps."""
 
     def on_start(self, run: Run) -> None:
@@ -70,7 +70,7 @@ class CheckInSync(Hook):
     def _check(self, run: Run, when: str) -> None:
         if run.world.size > 1:
             run.replica.sync_buffers()
-            check_in_sync(run.world, run.replica.state(copy=False), when)
+            check_replicas_identical(run.world, run.replica.state(copy=False), when)
 
 
 class SaveCheckpoints(Hook):
@@ -107,11 +107,15 @@ class SaveCheckpoints(Hook):
         save_checkpoint(self._manager, run.world, run.replica, run.progress, rng, wait=wait)
 
 
-class LeaveWhenAsked(Hook):
+class StopWhenPreempted(Hook):
     """Saves and ends training when any rank was asked to leave; watches how long that would take."""
 
     def __init__(
-        self, agreement: LeaveAgreement, checkpoints: SaveCheckpoints, recorder: Recorder, reporter: Reporter
+        self,
+        agreement: PreemptionAgreement,
+        checkpoints: SaveCheckpoints,
+        recorder: Recorder,
+        reporter: Reporter,
     ) -> None:
         self._agreement = agreement
         self._checkpoints = checkpoints

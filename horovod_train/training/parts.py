@@ -14,7 +14,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.data.shard import StepShare
 from horovod_train.errors import CheckpointError, NumericError
 from horovod_train.frameworks.base import Replica, StepOutcome
-from horovod_train.health.sync import check_before_saving
+from horovod_train.health.desync import check_before_saving
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.progress import DataOrder, Progress
 

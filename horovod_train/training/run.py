@@ -9,7 +9,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare, num_steps
 from horovod_train.frameworks.base import Reader, Replica, StepOutcome
-from horovod_train.health.guard import FiniteGuard
+from horovod_train.health.finite import FiniteGuard
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.training.progress import Progress
 

@@ -15,8 +15,8 @@ from cases import CASES, Task
 
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.torch.framework import TorchFramework
-from horovod_train.health.guard import FiniteGuard
-from horovod_train.health.sync import fingerprints
+from horovod_train.health.desync import fingerprints
+from horovod_train.health.finite import FiniteGuard
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.training.loop import evaluate, train
 from horovod_train.training.progress import DataOrder, Progress

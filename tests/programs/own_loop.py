@@ -35,7 +35,7 @@ with ht.init("own-loop") as session:
     )
     metrics = session.metrics(port=int(sys.argv[4]))
     checkpoints = session.checkpoints(folder, replica, loader)
-    leaving = session.leaving(checkpoints)
+    preemption = session.preemption(checkpoints)
     resumed = checkpoints.resume()
     steps = 0
     for epoch in range(loader.progress.epoch, epochs):
@@ -53,7 +53,7 @@ with ht.init("own-loop") as session:
                 os.kill(os.getpid(), signal.SIGTERM)
             if sys.argv[5:] == ["leave"]:
                 time.sleep(0.3)  # ranks agree about twice a second
-            leaving.after_step()
+            preemption.after_step()
     correct = total = 0
     model.eval()
     for inputs, labels in session.eval_batches(replica, TensorDataset(*data(23, 2)), batch_size=4):

@@ -16,7 +16,7 @@ from frameworks.cases import NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, UserError
-from horovod_train.health.sync import fingerprints
+from horovod_train.health.desync import fingerprints
 from horovod_train.registry import FRAMEWORKS
 from horovod_train.training.loop import evaluate
 from horovod_train.worker import make_run, train_all

@@ -16,9 +16,9 @@ from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.config.schema import Health
 from horovod_train.errors import DesyncError, NumericError
 from horovod_train.health import heartbeat
-from horovod_train.health.guard import FiniteGuard
+from horovod_train.health.desync import check_before_saving, check_replicas_identical, digest
+from horovod_train.health.finite import FiniteGuard
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch
-from horovod_train.health.sync import check_before_saving, check_in_sync, digest
 
 
 def state(**values):
@@ -28,11 +28,13 @@ def state(**values):
 
 class TestSync:
     def test_equal_ranks_pass(self):
-        assert on_ranks(4, lambda world: check_in_sync(world, state(a=1, b=2), "now")) == [None] * 4
+        assert (
+            on_ranks(4, lambda world: check_replicas_identical(world, state(a=1, b=2), "now")) == [None] * 4
+        )
 
     def test_the_odd_rank_and_the_array_are_named_on_every_rank(self):
         def rank(world):
-            check_in_sync(world, state(a=1, b=3 if world.rank == 2 else 2), "after step 5")
+            check_replicas_identical(world, state(a=1, b=3 if world.rank == 2 else 2), "after step 5")
 
         for error in on_ranks(4, rank):
             assert isinstance(error, DesyncError)
@@ -51,14 +53,18 @@ class TestSync:
         ],
     )
     def test_where_there_is_no_majority_nobody_is_called_wrong(self, values, who):
-        found = on_ranks(len(values), lambda world: check_in_sync(world, state(a=values[world.rank]), "now"))
+        found = on_ranks(
+            len(values), lambda world: check_replicas_identical(world, state(a=values[world.rank]), "now")
+        )
 
         assert all(f"ranks differ now: {who}, in 1 of 2 arrays" in str(error) for error in found)
 
     def test_one_bit_is_enough(self):
         tiny = np.nextafter(np.float32(1), np.float32(2))
 
-        found = on_ranks(2, lambda world: check_in_sync(world, state(a=tiny if world.rank else 1), "now"))
+        found = on_ranks(
+            2, lambda world: check_replicas_identical(world, state(a=tiny if world.rank else 1), "now")
+        )
 
         assert all(isinstance(error, DesyncError) for error in found)
 

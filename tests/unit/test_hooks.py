@@ -16,16 +16,16 @@ from horovod_train.checkpoint import store
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
 from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import CheckpointError, DesyncError, NumericError, PreemptedError
-from horovod_train.health.leave import LeaveAgreement, LeaveRequest
+from horovod_train.health.preemption import PreemptionAgreement, PreemptionRequest
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training import hooks as hooks_module
 from horovod_train.training.hooks import (
-    CheckInSync,
+    CheckReplicasIdentical,
     Hook,
-    LeaveWhenAsked,
     RecordMetrics,
     ReportProgress,
     SaveCheckpoints,
+    StopWhenPreempted,
 )
 from horovod_train.training.loop import train
 from horovod_train.worker import resume
@@ -88,7 +88,7 @@ class TestRecordMetrics:
         assert 0 < metrics["evaluation"] < 2
 
 
-class TestCheckInSync:
+class TestCheckReplicasIdentical:
     def drifting(self, step, **health):
         def rank(world):
             run = made(world, health=health)
@@ -97,7 +97,7 @@ class TestCheckInSync:
                 if run.world.rank == 1:
                     run.replica.params["slope"] = run.replica.params["slope"] + 1e-9
 
-            run.hooks = [CheckInSync(), At(step, drift), *run.hooks]
+            run.hooks = [CheckReplicasIdentical(), At(step, drift), *run.hooks]
             try:
                 train(run)
             except DesyncError as error:
@@ -119,7 +119,7 @@ class TestCheckInSync:
         def rank(world):
             run = made(world)
             run.replica.params["offset"] = np.array(float(world.rank))
-            run.hooks.insert(0, CheckInSync())
+            run.hooks.insert(0, CheckReplicasIdentical())
             train(run)
 
         assert all("before the first step" in str(error) for error in on_ranks(2, rank))
@@ -136,7 +136,7 @@ class TestCheckInSync:
                 return state(copy=copy)
 
             run.replica.state = watched
-            run.hooks = [CheckInSync(), *run.hooks]
+            run.hooks = [CheckReplicasIdentical(), *run.hooks]
             train(run)
             return copies
 
@@ -144,7 +144,7 @@ class TestCheckInSync:
 
     def test_has_nothing_to_compare_in_a_world_of_one(self):
         run = made(health={"sync_check_every_steps": 1})
-        run.hooks.append(CheckInSync())
+        run.hooks.append(CheckReplicasIdentical())
         run.replica.state = None  # would be called
 
         train(run)
@@ -343,7 +343,7 @@ class TestGoingOn:
 class TestLeaving:
     def leaving(self, folder, size, asked_after, grace_s=30.0, **job):
         def rank(world):
-            told, request = Told(world.rank), LeaveRequest()
+            told, request = Told(world.rank), PreemptionRequest()
             run = made(world, launch={"grace_s": grace_s}, **job)
             manager = manager_of(folder, run)
             recorder = Recorder("line", "run", world, size)
@@ -352,8 +352,8 @@ class TestLeaving:
             def ask(run):
                 request.is_made = run.world.rank == size - 1
 
-            agreement = LeaveAgreement(world, request, clock=lambda: 1.0 * run.progress.step)
-            leave = LeaveWhenAsked(agreement, checkpoints, recorder, told.reporter)
+            agreement = PreemptionAgreement(world, request, clock=lambda: 1.0 * run.progress.step)
+            leave = StopWhenPreempted(agreement, checkpoints, recorder, told.reporter)
             run.hooks = [At(asked_after, ask), checkpoints, leave]
             try:
                 train(run)

@@ -223,13 +223,13 @@ class TestCheckpoints:
     def test_are_written_when_the_process_is_asked_to_leave(self, session, tmp_path, number):
         replica, loader = prepared(session), session.loader(DATA, batch_size=2)
         handlers = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)}
-        leaving = session.leaving(session.checkpoints(tmp_path, replica, loader))
-        leaving.after_step()
+        preemption = session.preemption(session.checkpoints(tmp_path, replica, loader))
+        preemption.after_step()
         step_through(loader, replica, 1, upto=2)
 
         signal.raise_signal(number)
         with pytest.raises(SystemExit) as left:
-            leaving.after_step()
+            preemption.after_step()
         for each, handler in handlers.items():
             signal.signal(each, handler)
 

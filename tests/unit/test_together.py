@@ -14,27 +14,27 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job, Launch, Train
 from horovod_train.errors import UserError, WorldError
 from horovod_train.frameworks.devices import own_gpu
-from horovod_train.health.leave import MAX_STEPS_BETWEEN, LeaveAgreement, LeaveRequest
-from horovod_train.health.truth import check_alike, check_clocks, check_world
+from horovod_train.health.preemption import MAX_STEPS_BETWEEN, PreemptionAgreement, PreemptionRequest
+from horovod_train.health.world_check import check_alike, check_clocks, check_world
 from horovod_train.horovod.fingerprint import code_digest, environment_facts, task_files
 
 ENDS_SLOWLY = """
 import sys, time
-from horovod_train.health.leave import LeaveRequest
+from horovod_train.health.preemption import PreemptionRequest
 
 class Slow:
     def __del__(self, write=sys.__stdout__.write, flush=sys.__stdout__.flush, sleep=time.sleep):
         write("ending\\n"), flush(), sleep(1)
 
 slow = Slow()
-LeaveRequest().listen()
+PreemptionRequest().listen()
 """
 HAS_ANOTHER_HANDLER = """
 import atexit, signal
-from horovod_train.health.leave import LeaveRequest
+from horovod_train.health.preemption import PreemptionRequest
 
 atexit.register(lambda: print(*map(signal.getsignal, (signal.SIGTERM, signal.SIGUSR1))))
-LeaveRequest().listen()
+PreemptionRequest().listen()
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 """
 FACTS = {"python": "3.11.7", "torch version": "2.13.0"}
@@ -45,8 +45,8 @@ class TestLeaving:
         """Return after which step each rank leaves; one rank is asked before one of its steps."""
 
         def train(world):
-            request, now = LeaveRequest(), [0.0]
-            agreement = LeaveAgreement(world, request, clock=lambda: now[0])
+            request, now = PreemptionRequest(), [0.0]
+            agreement = PreemptionAgreement(world, request, clock=lambda: now[0])
             for step in range(num_steps):
                 if world.rank == asked_rank and step == asked_at:
                     request.is_made = True
@@ -81,8 +81,8 @@ class TestLeaving:
         """As batches come that were read ahead: each fifth step takes next to no time."""
 
         def rank(world):
-            request, now = LeaveRequest(), [0.0]
-            agreement = LeaveAgreement(world, request, clock=lambda: now[0])
+            request, now = PreemptionRequest(), [0.0]
+            agreement = PreemptionAgreement(world, request, clock=lambda: now[0])
             for step in range(1, 200):
                 now[0] += 0.001 if step % 5 == 0 else 0.4
                 request.is_made = step >= 20
@@ -93,8 +93,8 @@ class TestLeaving:
         assert on_ranks(2, rank) in ([20, 20], [21, 21], [22, 22])
 
     def test_one_rank_alone_leaves_at_once(self):
-        request = LeaveRequest()
-        agreement = LeaveAgreement(SingleRank(), request)
+        request = PreemptionRequest()
+        agreement = PreemptionAgreement(SingleRank(), request)
 
         assert not agreement.reached()
         request.is_made = True
@@ -103,7 +103,7 @@ class TestLeaving:
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
     def test_signals_are_noted(self, number):
         before = {sent: signal.getsignal(sent) for sent in (signal.SIGTERM, signal.SIGUSR1)}
-        request = LeaveRequest()
+        request = PreemptionRequest()
         request.listen()
         try:
             os.kill(os.getpid(), number)

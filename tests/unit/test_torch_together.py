@@ -27,7 +27,7 @@ from horovod_train.frameworks.torch.framework import TorchFramework, make_gradie
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.reducer import GradientReducer
 from horovod_train.frameworks.torch.replica import TorchReplica
-from horovod_train.health.sync import fingerprints
+from horovod_train.health.desync import fingerprints
 from horovod_train.tasks.digits import Digits
 from horovod_train.training.loop import evaluate, train
 from horovod_train.worker import make_run

@@ -21,7 +21,7 @@ from horovod_train.checkpoint.store import list_checkpoints
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, PeerError, PreemptedError, UserError, WorldError
-from horovod_train.health.leave import LeaveRequest
+from horovod_train.health.preemption import PreemptionRequest
 from horovod_train.registry import Registry
 from horovod_train.worker import WorkerOptions, run_rank
 
@@ -60,7 +60,7 @@ def ranks(tmp_path, monkeypatch):
 
     def run(size, **sections):
         job = job_for(tmp_path, **{"launch": {"num_ranks": size}, **sections})
-        request = LeaveRequest()
+        request = PreemptionRequest()
 
         def rank(world):
             here.world = world

@@ -1,8 +1,8 @@
-"""Leaving early without losing work: a signal to any rank, and all ranks agree to go after one step.
+"""Preemption without losing work: a signal to any rank, and all ranks stop after the same step.
 
-    signal on one rank -> noted -> asked about at a step boundary -> all save -> all leave with 75
+    signal on one rank -> flag -> all-reduced at a step boundary -> all save -> all end with 75
 
-Asking costs a small collective, so it is done about twice a second, not after every step.
+The all-reduce costs about a millisecond, so it is done about twice a second, not after every step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ASK_INTERVAL_S = 0.5
 MAX_STEPS_BETWEEN = 64
 
 
-class LeaveRequest:
+class PreemptionRequest:
     """Notes that this process was asked to leave.
 
     Signals are noted from ``listen`` on; nothing else happens by itself.
@@ -46,8 +46,8 @@ class LeaveRequest:
         self.is_made = True
 
 
-class LeaveAgreement:
-    """Decides, alike on all ranks, after which step they leave.
+class PreemptionAgreement:
+    """All-reduces the preemption flag: once it is set on any rank, all stop after the same step.
 
     Args:
         world: The ranks.
@@ -56,7 +56,7 @@ class LeaveAgreement:
     """
 
     def __init__(
-        self, world: Communicator, request: LeaveRequest, clock: Callable[[], float] = monotonic
+        self, world: Communicator, request: PreemptionRequest, clock: Callable[[], float] = monotonic
     ) -> None:
         self._world = world
         self._request = request

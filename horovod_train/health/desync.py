@@ -1,4 +1,4 @@
-"""One truth: all ranks hold the same weights, buffers and optimizer state, bit for bit."""
+"""Replicas are identical: all ranks hold the same weights, buffers and optimizer state, bit for bit."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def check_before_saving(world: Communicator, state: ReplicaState, step: int) -> 
         DesyncError: Ranks differ.
     """
     if len(set(world.allgather(digest(state).encode()))) > 1:
-        check_in_sync(world, state, f"after step {step}, which is therefore not saved")
+        check_replicas_identical(world, state, f"after step {step}, which is therefore not saved")
 
 
-def check_in_sync(world: Communicator, state: ReplicaState, when: str) -> None:
+def check_replicas_identical(world: Communicator, state: ReplicaState, when: str) -> None:
     """Compare this rank's state with all others'.
 
     Two messages: one hash of everything, and only if those differ the hash of each array.
