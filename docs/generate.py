@@ -1,6 +1,7 @@
 """Write the parts of the documentation that follow from the code.
 
     docs/job.md                      every field of a job description
+    docs/events.md                   every kind of event
     docs/images/learning-rate.svg    the schedule on 1, 4 and 16 ranks
     README.md                        the table of metrics
 
@@ -18,6 +19,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 
 from horovod_train.config.schema import Job, LearningRate
+from horovod_train.events.types import KINDS
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.catalog import catalog_as_markdown
 
@@ -98,6 +100,48 @@ def job_reference() -> str:
     return "\n".join(lines) + "\n"
 
 
+EVENTS = """# Events of a run
+
+`events.jsonl` in the folder of a run (`runs/<name>/<run>`) says what happened in it, for programs: an event
+on each line, oldest first. `horovod-train run` and the launcher's pod on Kubernetes write it; of a launch
+that is typed by hand, rank 0 writes its own. Secrets of `launch.secrets` are hidden.
+
+```text
+{"time_unix_s": 1763900000.25, "rank": 0, "kind": "progress", "step": 120, "loss": 0.31, ...}
+```
+
+- `time_unix_s`: when it was written, by the clock of the host that wrote the file.
+- `rank`: whose event it is; `null`: of whoever carries out the run.
+- `kind`, and the fields below. Numbers may be `NaN` and `Infinity`, as Python's `json` writes them.
+
+Each start of a run begins with `opened`; a job that is started again adds to the file. `format_version` is 1;
+it grows when a reader has to change, which new kinds and new fields are no reason for: leave out what you do
+not know. The file stays below 16 MiB: when it would outgrow that, the kind with most lines, as a rule
+`progress`, loses every second one. A disk that is full costs events and never the job; the state of the run
+says so.
+
+<!-- The rest is written by docs/generate.py from horovod_train/events/types.py. -->
+"""
+
+
+def events_reference() -> str:
+    """Return a table of fields for each kind of event."""
+    lines = [EVENTS]
+    for name, kind in KINDS.items():
+        schema = kind.model_json_schema()
+        sentence = schema["description"].partition("\n")[0].replace("``", "`")
+        lines += [f"## {name}", "", sentence, "", "| field | type |", "|---|---|"]
+        lines += [f"| `{field}` | {_type_of_event(found)} |" for field, found in schema["properties"].items()]
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _type_of_event(field: dict[str, Any]) -> str:
+    if "$ref" in field.get("items", {}):
+        return "list of `address` (text) and `labels` (mapping)"
+    return _type(field)
+
+
 def _row(name: str, field: dict[str, Any], required: list[str]) -> str:
     default = "required" if name in required else f"`{_text(field.get('default'))}`"
     meaning = field.get("description", "").replace("``", "`").replace("\n", " ").replace("|", "\\|")
@@ -133,4 +177,5 @@ if __name__ == "__main__":
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "horovod_train"})
     learning_rate(DOCS / "images" / "learning-rate.svg")
     (DOCS / "job.md").write_text(job_reference())
+    (DOCS / "events.md").write_text(events_reference())
     README.write_text(readme_with_metrics())

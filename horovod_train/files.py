@@ -60,11 +60,18 @@ class LogFile:
     Args:
         path: The file.
         on_loss: Told what is wrong when a line is lost.
+        describe_loss: Returns what is to stand in the place of so many lines.
     """
 
-    def __init__(self, path: Path, on_loss: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        on_loss: Callable[[str], None] = lambda _: None,
+        describe_loss: Callable[[int], str] = "... {} lines could not be written ...".format,
+    ) -> None:
         self.path = path
         self._on_loss = on_loss
+        self._describe_loss = describe_loss
         self._handle: int | None = None
         self._num_lost = 0
         self._at_line_start = True
@@ -76,7 +83,7 @@ class LogFile:
         with self._lock:
             try:
                 if self._num_lost:
-                    self._put(f"... {self._num_lost} lines could not be written ...")
+                    self._put(self._describe_loss(self._num_lost))
                     self._num_lost = 0
                 self._put(line)
             except OSError as error:

@@ -24,6 +24,7 @@ from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.cpu_affinity import bind
 from horovod_train.errors import HorovodTrainError, LostError, PeerError, PreemptedError, UserError
+from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import (
     CheckpointWritten,
     Failure,
@@ -141,6 +142,8 @@ def run_rank(
     if world.size > 1 and beat_folder(os.environ) is None:
         stack.callback(PeerWatch(world, job.health, tell, end).close)
     run_id = broadcast_json(world, options.run_id or strftime("%Y%m%d-%H%M%S"))
+    if world.rank == 0 and not options.as_events:
+        keep_events(job, run_id, reporter, stack)
     recorder = Recorder(job.name, run_id, world, job.launch.num_ranks or world.size)
     manager = open_checkpoints(job, world, environment, recorder, reporter, stack)
     addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
@@ -168,6 +171,25 @@ def run_rank(
         seconds = monotonic() - started
         num_samples = (run.progress.epochs_passed - before) * len(train_reader)
         tell_summary(run, reporter, addresses, manager, seconds, num_samples / seconds)
+
+
+def keep_events(job: Job, run_id: str, reporter: Reporter, stack: ExitStack) -> None:
+    """Write this rank's events to the run's folder: nobody else does where ranks are launched by hand."""
+
+    def warn(problem: str) -> None:
+        reporter.report(Notice(text=problem))
+
+    run_dir = Path(job.run_dir).expanduser() / job.name
+    try:
+        make_folder(run_dir, job.run_dir_access)
+        (run_dir / run_id).mkdir(exist_ok=True)
+        events = EventsFile(run_dir / run_id / EVENTS_FILE, warn)
+    except OSError as error:
+        warn(f"no {EVENTS_FILE}: {error.filename}: {error.strerror}")
+        return
+    stack.callback(events.close)
+    events.write(opened(job.name, run_id), reporter.rank)
+    reporter.file = events
 
 
 def watchers(reporter: Reporter) -> tuple[Callable[[str], None], Callable[[str], None]]:
@@ -226,7 +248,7 @@ def serve_metrics(
     }
     known = allgather_json(world, [address, labels])
     targets = [Target(address=address, labels=labels) for address, labels in known if address]
-    if world.rank == 0 and reporter.as_json:
+    if world.rank == 0:
         for at in range(0, len(targets), 8):  # lines stay short: launchers cut long ones
             reporter.report(Targets(targets=tuple(targets[at : at + 8])))
     return [target.address for target in targets]

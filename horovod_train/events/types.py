@@ -24,6 +24,31 @@ class Event(BaseModel):
     kind: ClassVar[str] = ""
 
 
+class Opened(Event):
+    """Somebody begins to carry out a run: the first event of each start.
+
+    Attributes:
+        format_version: Grows when a reader of the file has to change.
+        package_version: Of this package.
+    """
+
+    kind = "opened"
+
+    format_version: int
+    package_version: str
+    job: str
+    run_id: str
+
+
+class StateChanged(Event):
+    """How the run stands, as in its ``state.json``."""
+
+    kind = "state"
+
+    state: str
+    message: str
+
+
 class Started(Event):
     """Training begins."""
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from horovod_train.events.file import EventsFile
 from horovod_train.events.text import as_text, tagged
 from horovod_train.events.types import KINDS, Event
 
@@ -60,15 +61,19 @@ class Reporter:
         rank: This rank.
         as_json: For another program instead of a person.
         stream: Where to.
+        file: Where to as well; None: nowhere else.
     """
 
     rank: int
     as_json: bool
     stream: TextIO = field(default_factory=lambda: sys.stdout)
+    file: EventsFile | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def report(self, event: Event) -> None:
         """Write an event in one piece, so that launchers do not tear it apart; from any thread."""
+        if self.file is not None:
+            self.file.write(event, self.rank)
         text = to_line(event, self.rank) if self.as_json else as_text(event, self.rank)
         if text is None:
             return

@@ -124,11 +124,19 @@ class StateFile:
     Args:
         log_dir: Folder of the run.
         tell: Told once when the file cannot be written.
+        on_change: Told each state and its message, when either is another than before.
     """
 
-    def __init__(self, log_dir: Path, tell: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        log_dir: Path,
+        tell: Callable[[str], None] = lambda _: None,
+        on_change: Callable[[State, str], None] = lambda *_: None,
+    ) -> None:
         self._path = log_dir / STATE_FILE
         self._tell = tell
+        self._on_change = on_change
+        self._last_change: tuple[State, str] | None = None
         self._remarks: dict[str, str] = {}
         self._last: tuple[State, int | None, str] | None = None
         self._is_unwritable = False
@@ -136,10 +144,14 @@ class StateFile:
     def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
         """Note how it stands; this process is the one that carries it out."""
         self._last = (state, exit_code, message)
+        message = "; ".join(filter(None, (message, *self._remarks.values())))
+        if self._last_change != (state, message):
+            self._last_change = (state, message)
+            self._on_change(state, message)
         document = {
             "state": state,
             "exit_code": exit_code,
-            "message": "; ".join(filter(None, (message, *self._remarks.values()))),
+            "message": message,
             "pid": os.getpid(),
             "boot_id": boot_id(),
             "pid_start_ticks": start_ticks(os.getpid()),

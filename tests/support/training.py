@@ -147,6 +147,11 @@ class Told:
         self._stream = io.StringIO()
         self.reporter = Reporter(rank, as_json=True, stream=self._stream)
 
+    @property
+    def text(self) -> str:
+        """All that it wrote."""
+        return self._stream.getvalue()
+
     def events(self, kind: str | None = None) -> list[Any]:
         found = [parse_line(line).event for line in self._stream.getvalue().splitlines()]
         assert None not in found

@@ -19,7 +19,7 @@ ROOMS = {
     "streams": set(),
     "pids": set(),
     "registry": {"errors"},
-    "events": set(),
+    "events": {"files", "__init__"},
     "config": BASICS,
     "lr": BASICS | {"config"},
     "data": BASICS | {"config"},

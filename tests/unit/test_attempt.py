@@ -21,6 +21,7 @@ from support.following import event
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, PreemptedError
+from horovod_train.events.file import read_events
 from horovod_train.launch import jobs
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.console import JobConsole
@@ -123,6 +124,17 @@ class TestAGoodEnd:
         assert "trained j: 1 epochs, 2 steps" in run.text
         log = (run.request.log_dir / "run.log").read_text()
         assert log.count("@horovod-train") == 3
+        records = list(read_events(run.request.log_dir / "events.jsonl"))
+        assert [(record.rank, record.event.kind) for record in records] == [
+            (None, "opened"),
+            (None, "state"),  # starting
+            (None, "state"),  # running
+            (0, "started"),
+            (0, "progress"),
+            (0, "summary"),
+            (None, "state"),
+        ]
+        assert records[-1].event.state == "succeeded"
         assert (run.request.log_dir / "rank-1.log").read_text() == "  hello\n"
 
     def test_ranks_find_their_files_and_their_environment(self, run, tmp_path, monkeypatch):
@@ -504,7 +516,7 @@ class TestWhileRanksRun:
     def test_that_is_elastic_goes_on_when_hosts_come_and_go(self, run, monkeypatch):
         carried = []
 
-        def run_elastic(launcher, request, elastic, console, state, asked):
+        def run_elastic(launcher, request, elastic, console, state, asked, followers):
             carried.append((elastic.min_ranks, state.read().state, list(asked)))
 
         monkeypatch.setattr("horovod_train.launch.launchers.supervised.run_elastic", run_elastic)

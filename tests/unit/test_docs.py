@@ -14,6 +14,7 @@ from unit.test_architecture import ROOMS
 
 from horovod_train import __version__
 from horovod_train.cli.main import VERBS
+from horovod_train.events.file import FORMAT_VERSION, MAX_BYTES
 from horovod_train.telemetry.catalog import CATALOG
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,12 @@ def generate():
 
 def test_the_reference_of_jobs_is_up_to_date(generate):
     assert (ROOT / "docs" / "job.md").read_text() == generate.job_reference()
+
+
+def test_the_reference_of_events_is_up_to_date(generate):
+    assert (ROOT / "docs" / "events.md").read_text() == generate.events_reference()
+    assert "`format_version` is 1;" in generate.EVENTS
+    assert (FORMAT_VERSION, MAX_BYTES) == (1, 16 * 2**20)
 
 
 def test_the_table_of_metrics_is_up_to_date(generate):

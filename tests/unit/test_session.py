@@ -237,6 +237,11 @@ class TestCheckpoints:
         assert [found.step for found in list_checkpoints(tmp_path)] == [2]
 
 
+def test_the_name_that_a_method_had_is_refused_with_its_new_one(session):
+    with pytest.raises(UserError, match=r"session\.leaving is session\.preemption now"):
+        session.leaving(None)
+
+
 def test_evaluation_reads_each_sample_once_in_order(session):
     batches = list(session.eval_batches(prepared(session), DATA, batch_size=4))
 

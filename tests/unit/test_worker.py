@@ -21,6 +21,7 @@ from horovod_train.checkpoint.store import list_checkpoints
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, PeerError, PreemptedError, UserError, WorldError
+from horovod_train.events.file import read_events
 from horovod_train.health.preemption import PreemptionRequest
 from horovod_train.registry import Registry
 from horovod_train.worker import WorkerOptions, run_rank
@@ -58,14 +59,14 @@ def ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
     monkeypatch.setattr(worker, "PeerWatch", lambda *_: ExitStack())  # test_health.py has it
 
-    def run(size, **sections):
+    def run(size, *, by_hand=False, **sections):
         job = job_for(tmp_path, **{"launch": {"num_ranks": size}, **sections})
         request = PreemptionRequest()
 
         def rank(world):
             here.world = world
             told, error = Told(world.rank), None
-            options = WorkerOptions(tmp_path / "job.json", "the-run", as_events=True)
+            options = WorkerOptions(tmp_path / "job.json", "the-run", as_events=not by_hand)
             with ExitStack() as stack:
                 try:
                     run_rank(job, options, request, told.reporter, stack)
@@ -103,6 +104,34 @@ class TestARank:
         assert summary["checkpoint"] == str(newest.path)
         for others, _ in found[1:]:
             assert others.events() == []
+
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_launched_by_hand_keeps_the_events_of_rank_0(self, ranks, size, tmp_path):
+        found = ranks(size, by_hand=True)
+
+        (path,) = tmp_path.rglob("events.jsonl")
+        assert path.parts[-3:-1] == ("line", "the-run")
+        records = list(read_events(path))
+        assert [error for _, error in found] == [None] * size
+        assert {record.rank for record in records} == {0}
+        kinds = [record.event.kind for record in records]
+        assert kinds[:3] == ["opened", "targets", "started"]
+        assert kinds[-1] == "summary"
+        assert kinds.count("started") == 1
+
+    def test_launched_by_hand_trains_on_where_events_cannot_be_kept(self, ranks, tmp_path):
+        (tmp_path / "runs" / "line").mkdir(parents=True)
+        (tmp_path / "runs" / "line" / "the-run").touch()
+
+        ((told, error),) = ranks(1, by_hand=True, run_dir=str(tmp_path / "runs"))
+
+        assert error is None
+        assert "no events.jsonl" in told.text
+
+    def test_started_by_a_launch_leaves_that_to_it(self, ranks, tmp_path):
+        ranks(1)
+
+        assert not list(tmp_path.rglob("events.jsonl"))
 
     def test_says_where_each_rank_can_be_watched(self, ranks):
         (told, _), _ = ranks(2)

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from horovod_train.config.load import dump_job
 from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError
+from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
+from horovod_train.events.types import StateChanged
 from horovod_train.files import make_folder
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, PolledLauncher, Submitted
 from horovod_train.launch.console import JobConsole
@@ -21,6 +23,7 @@ from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.jobs import LOG_FILE, StateFile, is_cancelled, mark_cancelled
 from horovod_train.launch.supervise.attempt import run_attempt
 from horovod_train.launch.supervise.elastic import run_elastic
+from horovod_train.launch.supervise.follow import WriteEvents
 from horovod_train.launch.supervise.signals import remembered_signals
 
 POLL_S = 0.2
@@ -47,17 +50,24 @@ class SupervisedLauncher(PolledLauncher):
         Raises:
             HorovodTrainError: Anything but a good end, explained.
         """
-        state = StateFile(request.log_dir, console.print)
         make_folder(request.run_dir, request.job.run_dir_access)
         request.log_dir.mkdir(exist_ok=True)
+        events = EventsFile(request.log_dir / EVENTS_FILE, lambda problem: state.remark(EVENTS_FILE, problem))
+        state = StateFile(
+            request.log_dir,
+            console.print,
+            lambda state, message: events.write(StateChanged(state=state, message=message)),
+        )
+        events.write(opened(request.job.name, request.run_id))
         state.write("starting")
+        followers = [WriteEvents(events)]
         try:
             with remembered_signals() as asked:
                 if (elastic := request.job.launch.elastic) is not None:
                     plan.write_files()  # each attempt has a plan of its own
-                    run_elastic(self, request, elastic, console, state, asked)
+                    run_elastic(self, request, elastic, console, state, asked, followers)
                 else:
-                    run_attempt(self, request, plan, console, state, asked=asked)
+                    run_attempt(self, request, plan, console, state, asked=asked, followers=followers)
         except PreemptedError as error:
             if is_cancelled(request.log_dir):
                 error.exit_code = 128 + signal.SIGTERM
@@ -70,8 +80,11 @@ class SupervisedLauncher(PolledLauncher):
         except BaseException as error:
             state.write("failed", 1, f"{type(error).__name__}: {error}")
             raise
-        state.write("succeeded", 0)
-        return 0
+        else:
+            state.write("succeeded", 0)
+            return 0
+        finally:
+            events.close()
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
         """Let a process of its own carry out the job; return its id."""

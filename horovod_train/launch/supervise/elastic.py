@@ -26,6 +26,7 @@ from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.hostlist import interface_towards
 from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.supervise.attempt import RankLauncher, run_attempt
+from horovod_train.launch.supervise.follow import Follower
 from horovod_train.launch.supervise.membership import Membership
 from horovod_train.launch.supervise.outcome import stopped_between
 from horovod_train.launch.supervise.signals import interrupted_by_signals
@@ -38,6 +39,7 @@ def run_elastic(
     console: JobConsole,
     state: StateFile,
     asked: Sequence[int],
+    followers: Sequence[Follower] = (),
 ) -> None:
     """Train to the end, on whatever hosts there are.
 
@@ -48,6 +50,7 @@ def run_elastic(
         console: Where to show it.
         state: Where to note how it stands.
         asked: Signals that came while nobody else listened.
+        followers: Who wants to see the output of all ranks.
 
     Raises:
         HorovodTrainError: Anything but a good end, explained; among it, for ``wait_s`` there were too few
@@ -69,7 +72,9 @@ def run_elastic(
         say(f"elastic: {attempt.num_ranks} ranks on {', '.join(host.name for host in attempt.hosts)}")
         alongside = partial(membership.watching, attempt)
         try:
-            run_attempt(launcher, attempt, launcher.plan(attempt), console, state, alongside, asked)
+            run_attempt(
+                launcher, attempt, launcher.plan(attempt), console, state, alongside, asked, followers
+            )
         except PreemptedError as error:
             # Whoever asks the launcher means the job. Who asks a rank means its host.
             if error.stopped_by is not None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
+from horovod_train.events.file import EventsFile
 from horovod_train.events.text import tagged
 from horovod_train.events.types import Event, Failure, Preempted
 from horovod_train.events.wire import Line, parse_line
@@ -112,6 +113,25 @@ class ShowOnConsole:
     def close(self) -> None:
         """Let go of the terminal."""
         self._console.close()
+
+
+class WriteEvents:
+    """Writes events to the file of the run.
+
+    Args:
+        events: The file; whoever has opened it closes it.
+    """
+
+    def __init__(self, events: EventsFile) -> None:
+        self._events = events
+
+    def see(self, line: Line) -> None:
+        """Write an event."""
+        if line.event is not None:
+            self._events.write(line.event, line.rank)
+
+    def close(self) -> None:
+        """Do nothing: ranks may be started again."""
 
 
 class RecordEvents:

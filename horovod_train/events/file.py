@@ -1,0 +1,153 @@
+"""``events.jsonl``: what happened in a run, for programs; an event on each line, oldest first.
+
+Each line is a JSON object with ``time_unix_s``, ``rank`` (null: whoever carries out the run), ``kind``, and
+the fields of that kind (``types.py``). The file stays below a size: when it would outgrow it, the kind with
+most lines, as a rule progress, loses every second one, and again, until there is room for as much once more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from time import time
+
+from horovod_train import __version__
+from horovod_train.events.types import KINDS, Event, Notice, Opened
+from horovod_train.files import LogFile, write_whole
+
+EVENTS_FILE = "events.jsonl"
+FORMAT_VERSION = 1
+MAX_BYTES = 16 * 2**20
+
+
+def opened(job: str, run_id: str) -> Opened:
+    """Return the first event of a start."""
+    return Opened(format_version=FORMAT_VERSION, package_version=__version__, job=job, run_id=run_id)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A line of the file.
+
+    Attributes:
+        time_unix_s: When it was written, by the clock of the host that wrote it.
+        rank: Whose event it is; None: of whoever carries out the run.
+        event: What happened.
+    """
+
+    time_unix_s: float
+    rank: int | None
+    event: Event
+
+
+class EventsFile:
+    """Adds events to a file. A disk that is full costs events and never the job.
+
+    Args:
+        path: The file; events of an earlier start of the run stay in it.
+        on_loss: Told what is wrong when events are lost, each problem once.
+        max_bytes: The size that the file stays below.
+        clock: Seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        on_loss: Callable[[str], None] = lambda _: None,
+        max_bytes: int = MAX_BYTES,
+        clock: Callable[[], float] = time,
+    ) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        self._clock = clock
+        self._on_loss = on_loss
+        self._log = LogFile(path, self._note_problem, self._describe_loss)
+        self._size_bytes = path.stat().st_size if path.exists() else 0
+        self._lock = Lock()
+        self._problem = ""
+        self._problems: set[str] = set()
+
+    def write(self, event: Event, rank: int | None = None) -> None:
+        """Add an event; from any thread."""
+        line = self._as_line(event, rank)
+        with self._lock:
+            if self._size_bytes + len(line) < self._max_bytes or self._make_room_for(line):
+                self._log.write(line)
+                self._size_bytes += len(line) + 1
+            problem, self._problem = self._problem, ""
+        # Whoever is told may write an event about it.
+        if problem and problem not in self._problems:
+            self._problems.add(problem)
+            self._on_loss(problem)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._log.close()
+
+    def _as_line(self, event: Event, rank: int | None) -> str:
+        # In ASCII: as many bytes as characters.
+        return json.dumps(
+            {"time_unix_s": self._clock(), "rank": rank, "kind": event.kind, **event.model_dump()}
+        )
+
+    def _note_problem(self, problem: str) -> None:
+        self._problem = problem
+
+    def _describe_loss(self, num_lines: int) -> str:
+        return self._as_line(Notice(text=f"{num_lines} events could not be written"), None)
+
+    def _make_room_for(self, line: str) -> bool:
+        if len(line) >= self._max_bytes // 2:
+            self._problem = f"{self._path.name} is incomplete: an event has {len(line)} bytes"
+            return False
+        self._log.close()
+        try:
+            lines = thinned(self._path.read_text(encoding="utf-8").splitlines(), self._max_bytes // 2)
+            write_whole(self._path, "".join(f"{line}\n" for line in lines))
+        except OSError as error:
+            self._problem = f"{self._path.name} is incomplete: {error.strerror}"
+            return False
+        self._size_bytes = sum(len(line) + 1 for line in lines)
+        return self._size_bytes <= self._max_bytes // 2
+
+
+def thinned(lines: list[str], max_bytes: int) -> list[str]:
+    """Return lines that fit into a size: of the kind with most of them every second one is left out.
+
+    The first and the last line of a kind stay as long as others of it are there.
+    """
+    kinds = [_kind_of(line) for line in lines]
+    while sum(len(line) + 1 for line in lines) > max_bytes and lines:
+        most, _ = Counter(kinds).most_common(1)[0]
+        places = [place for place, kind in enumerate(kinds) if kind == most]
+        dropped = set(places[1:-1:2] or places[:1])
+        lines = [line for place, line in enumerate(lines) if place not in dropped]
+        kinds = [kind for place, kind in enumerate(kinds) if place not in dropped]
+    return lines
+
+
+def read_events(path: Path) -> Iterator[Record]:
+    """Yield what stands in a file, as far as this version knows it; it may be written meanwhile.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                fields = json.loads(line)
+                event = KINDS[fields["kind"]].model_validate_json(line)
+                yield Record(float(fields["time_unix_s"]), fields["rank"], event)
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue  # half a line, or of another version
+
+
+def _kind_of(line: str) -> str:
+    try:
+        return str(json.loads(line)["kind"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""

@@ -1,0 +1,193 @@
+"""The file of a run's events: every line an event, never too large, never in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+import pytest
+from support.following import event
+
+from horovod_train import __version__
+from horovod_train.events.file import EventsFile, opened, read_events, thinned
+from horovod_train.events.types import Notice, Progress, StateChanged
+from horovod_train.events.wire import parse_line
+from horovod_train.launch import jobs
+
+FULL = "/dev/full"
+
+
+def progress(step):
+    return parse_line(event("progress", step=step)).event
+
+
+def test_events_are_read_as_they_were_written(tmp_path):
+    file = EventsFile(tmp_path / "events.jsonl", clock=lambda: 7.5)
+    written = [opened("j", "run-1"), progress(3), StateChanged(state="running", message="2 rank(s)")]
+    for number, each in enumerate(written):
+        file.write(each, number or None)
+    file.close()
+
+    found = list(read_events(tmp_path / "events.jsonl"))
+
+    assert [record.event for record in found] == written
+    assert [record.rank for record in found] == [None, 1, 2]
+    assert {record.time_unix_s for record in found} == {7.5}
+
+
+def test_a_start_says_what_wrote_the_file(tmp_path):
+    file = EventsFile(tmp_path / "events.jsonl")
+    file.write(opened("j", "run-1"))
+    file.close()
+
+    (line,) = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+
+    assert line.pop("time_unix_s") > 1e9
+    assert line == {
+        "rank": None,
+        "kind": "opened",
+        "format_version": 1,
+        "package_version": __version__,
+        "job": "j",
+        "run_id": "run-1",
+    }
+
+
+def test_a_second_start_adds_to_the_file(tmp_path):
+    for step in (1, 2):
+        file = EventsFile(tmp_path / "events.jsonl")
+        file.write(progress(step), 0)
+        file.close()
+
+    assert [record.event.step for record in read_events(tmp_path / "events.jsonl")] == [1, 2]
+
+
+def test_what_cannot_be_read_is_left_out(tmp_path):
+    path = tmp_path / "events.jsonl"
+    lines = ['{"kind": "notice", "rank"', "[]", "7", '{"kind": "of a later version"}', "\0", "[" * 5000]
+    file = EventsFile(path)
+    file.write(Notice(text="it has no time"), 0)
+    file.close()
+    good = path.read_text()
+    path.write_text("\n".join([*lines, '{"kind": "notice", "rank": 0, "text": "x"}', good]))
+
+    assert [record.event.text for record in read_events(path)] == ["it has no time"]
+
+
+@pytest.mark.parametrize("max_bytes", [3_000, 20_000])
+def test_a_file_stays_below_its_size_and_keeps_what_is_rare(tmp_path, max_bytes):
+    path = tmp_path / "events.jsonl"
+    file = EventsFile(path, max_bytes=max_bytes)
+    file.write(opened("j", "run-1"))
+    for step in range(2_000):
+        file.write(progress(step), 0)
+        if step % 500 == 0:
+            file.write(Notice(text=f"at {step}"), 0)
+        assert path.stat().st_size <= max_bytes
+    file.close()
+
+    found = [record.event for record in read_events(path)]
+
+    assert path.stat().st_size > max_bytes / 3
+    assert [each.text for each in found if isinstance(each, Notice)] == [
+        "at 0",
+        "at 500",
+        "at 1000",
+        "at 1500",
+    ]
+    steps = [each.step for each in found if isinstance(each, Progress)]
+    assert (steps[0], steps[-1]) == (0, 1_999)
+    assert steps == sorted(steps)
+    assert len(path.read_text().splitlines()) == len(found)
+
+
+@pytest.mark.parametrize("max_bytes", [0, 1, 150, 10_000])
+def test_thinning_ends_whatever_the_lines_are(max_bytes):
+    kinds = enumerate("abab" * 8)
+    lines = ["garbage", "{}", *(f'{{"kind": "{kind}", "of": "{place:40}"}}' for place, kind in kinds)]
+
+    kept = thinned(lines, max_bytes)
+
+    assert sum(len(line) + 1 for line in kept) <= max_bytes
+    assert [line for line in lines if line in kept] == kept
+
+
+def test_an_event_that_is_larger_than_the_file_may_be_is_left_out(tmp_path):
+    problems = []
+    file = EventsFile(tmp_path / "events.jsonl", problems.append, max_bytes=2_000)
+    file.write(progress(1), 0)
+    file.write(Notice(text="x" * 5_000), 0)
+    assert (tmp_path / "events.jsonl").stat().st_size <= 2_000
+    file.write(progress(2), 0)
+    file.close()
+
+    assert [record.event.step for record in read_events(tmp_path / "events.jsonl")] == [1, 2]
+    assert len(problems) == 1
+
+
+def test_a_disk_that_is_full_is_told_once_and_may_be_told_in_an_event(tmp_path):
+    problems = []
+
+    def warn(problem):
+        problems.append(problem)
+        file.write(Notice(text=problem))
+
+    (tmp_path / "events.jsonl").symlink_to(FULL)
+    file = EventsFile(tmp_path / "events.jsonl", warn)
+    for step in range(3):
+        file.write(progress(step), 0)
+    file.close()
+
+    assert problems == ["events.jsonl is incomplete: No space left on device"]
+
+
+def test_lost_events_leave_a_line_that_is_an_event(tmp_path, monkeypatch):
+    file = EventsFile(tmp_path / "events.jsonl")
+    write = os.write
+
+    def refuse(handle, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("horovod_train.files.os.write", refuse)
+    file.write(progress(1), 0)
+    file.write(progress(2), 0)
+    monkeypatch.setattr("horovod_train.files.os.write", write)
+    file.write(progress(3), 0)
+    file.close()
+
+    told, last = (record.event for record in read_events(tmp_path / "events.jsonl"))
+    assert told == Notice(text="2 events could not be written")
+    assert last == progress(3)
+
+
+def test_many_threads_may_write(tmp_path):
+    file = EventsFile(tmp_path / "events.jsonl", max_bytes=20_000)
+    threads = [
+        threading.Thread(target=lambda: [file.write(progress(step), 0) for step in range(100)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    file.close()
+
+    lines = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert len(lines) == len(list(read_events(tmp_path / "events.jsonl"))) > 20
+
+
+def test_each_change_of_state_is_told_once(tmp_path):
+    seen = []
+    state = jobs.StateFile(tmp_path, on_change=lambda *change: seen.append(change))
+
+    state.write("running", message="2 rank(s)")
+    state.write("running", message="2 rank(s)")
+    state.remark("run.log", "run.log is incomplete")
+    state.write("failed", 1, "no")
+
+    assert seen == [
+        ("running", "2 rank(s)"),
+        ("running", "2 rank(s); run.log is incomplete"),
+        ("failed", "no; run.log is incomplete"),
+    ]
