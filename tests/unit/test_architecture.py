@@ -54,7 +54,7 @@ ROOMS = {
         "frameworks.base",
     },
     "launch": set(),
-    "launch.hosts": BASICS | {"config", "horovod.fingerprint", "horovod.build"},
+    "launch.hosts": BASICS | {"__init__", "config", "horovod.fingerprint", "horovod.build"},
     "launch.base": BASICS | {"config", "launch.hosts"},
     "launch.jobs": BASICS | {"config", "launch.base"},
     "launch.console": BASICS | {"config", "events"},

@@ -21,6 +21,7 @@ import psutil
 import pytest
 from support.waiting import wait_until
 
+from horovod_train import __version__
 from horovod_train.config.schema import HostSettings, Job, Launch
 from horovod_train.errors import LaunchError, LostError, UserError
 from horovod_train.files import LogFile
@@ -512,6 +513,33 @@ class TestFleet:
         assert rank.wait(10) == -signal.SIGKILL
         wait_until(lambda: not stage.exists())
         connection.close()
+
+    @pytest.mark.parametrize(
+        ("greeting", "there"),
+        [("horovod_train agent 9.9.9", "9.9.9"), ("horovod_train agent", "of another version")],
+    )
+    def test_an_agent_of_another_version_is_refused_with_both_versions(self, tmp_path, greeting, there):
+        shell = ("sh", "-c", f"echo welcome; echo {greeting}; cat >/dev/null # ")
+
+        with pytest.raises(
+            LostError, match=f"a: horovod_train is {there} there and {__version__} here"
+        ) as caught:
+            RemoteHost(Host("a", 1), shell, str(tmp_path / "stage"), 20)
+
+        assert caught.value.hosts == ("a",)
+        assert "install the same version" in caught.value.hint
+
+    @pytest.mark.parametrize("module", ["launch/hosts.py", "launch/hosts/__init__.py"])
+    def test_a_version_that_has_its_agent_elsewhere_is_asked_which_it_is(self, tmp_path, module):
+        package = tmp_path / "horovod_train"
+        (package / module).parent.mkdir(parents=True)
+        (package / module).touch()
+        (package / "launch" / "__init__.py").touch()
+        (package / "__init__.py").write_text("__version__ = '0.0.7'\n")
+        shell = ("env", f"PYTHONPATH={tmp_path}", "sh", "-c")
+
+        with pytest.raises(LostError, match=f"horovod_train is 0.0.7 there and {__version__} here"):
+            RemoteHost(Host("a", 1), shell, str(tmp_path / "stage"), 20)
 
     def test_a_lost_host_is_noticed_once(self, tmp_path):
         connection = RemoteHost(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)

@@ -11,9 +11,10 @@ import sys
 import psutil
 import pytest
 
+from horovod_train import __version__
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan
-from horovod_train.launch.hosts.agent import READY, answer
+from horovod_train.launch.hosts.agent import GREETING, answer
 from horovod_train.launch.hosts.host_actions import RUN_VARIABLE, HostActions
 from horovod_train.launch.supervise.process import (
     _is_alive,
@@ -36,7 +37,7 @@ class TestAnAgent:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        assert process.stdout.readline().decode().strip() == READY
+        assert process.stdout.readline().decode() == f"{GREETING}{__version__}\n"
         yield process
         process.stdin.close()
         process.stdout.close()

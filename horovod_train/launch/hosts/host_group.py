@@ -17,12 +17,13 @@ from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
+from horovod_train import __version__
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.horovod.fingerprint import differing
-from horovod_train.launch.hosts.agent import READY
+from horovod_train.launch.hosts.agent import GREETING
 from horovod_train.launch.hosts.host_actions import HostActions
 from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.hosts.ssh import CONNECT_TIMEOUT_S, explain
+from horovod_train.launch.hosts.ssh import CONNECT_TIMEOUT_S, explain, is_of_another_version, other_version
 
 PING_INTERVAL_S = 2.0
 CALL_TIMEOUT_S = 25.0
@@ -112,17 +113,22 @@ class RemoteHost:
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the launcher to handle
         )
-        self._ready: Future[None] = Future()
+        self._version: Future[str] = Future()
         self._said: list[str] = []
         self._threads = [Thread(target=task, daemon=True) for task in (self._read_answers, self._read_errors)]
         for thread in self._threads:
             thread.start()
         try:
-            self._ready.result(CONNECT_TIMEOUT_S + CALL_TIMEOUT_S / 2)
+            version = self._version.result(CONNECT_TIMEOUT_S + CALL_TIMEOUT_S / 2)
         except (EOFError, FutureTimeoutError) as error:
             self._end()
             said = "".join(self._said) or ("timed out" if isinstance(error, FutureTimeoutError) else "")
+            if is_of_another_version(said):  # so much so that it has no agent where it is looked for
+                raise other_version(host.name, _version_there(shell, python)) from None
             raise explain(host.name, self._process.returncode, said, python) from None
+        if version != __version__:
+            self._end()
+            raise other_version(host.name, version)
 
     def call(self, name: str, /, **args: Any) -> Any:
         """Do it there."""
@@ -193,15 +199,16 @@ class RemoteHost:
         with self._process.stdout as stream:
             for line in stream:
                 self.heard_s = monotonic()
-                if not self._ready.done():
+                if not self._version.done():
                     # What a login script prints comes before.
-                    if line.decode(errors="replace").strip() == READY:
-                        self._ready.set_result(None)
+                    text = line.decode(errors="replace")
+                    if text.startswith(GREETING.strip()):
+                        self._version.set_result(text.removeprefix(GREETING.strip()).strip())
                     continue
                 self._take(json.loads(line))
-        if not self._ready.done():
+        if not self._version.done():
             self._process.wait()
-            self._ready.set_exception(EOFError())
+            self._version.set_exception(EOFError())
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for answer in waiting.values():
@@ -221,6 +228,23 @@ class RemoteHost:
         with self._process.stderr as stream:
             for line in stream:
                 self._said = [*self._said[-20:], line.decode(errors="replace")]
+
+
+def _version_there(shell: Sequence[str], python: str) -> str:
+    """Return the version of this package behind a shell; empty: it does not say."""
+    code = "import horovod_train; print(horovod_train.__version__)"
+    try:
+        done = subprocess.run(
+            [*shell, f"exec {shlex.quote(python)} -P -c {shlex.quote(code)}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CONNECT_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip().rpartition("\n")[2]
 
 
 class HostGroup:

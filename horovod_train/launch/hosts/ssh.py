@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+from horovod_train import __version__
 from horovod_train.config.schema import Ssh
 from horovod_train.errors import LostError
 
@@ -26,6 +29,23 @@ def ssh_config(ssh: Ssh) -> str:
     }
     lines = [f"{name} {value}" for name, value in {**wishes, **ssh.options}.items()]
     return "\n".join(["Host *", *lines, "Include ~/.ssh/config", "Include /etc/ssh/ssh_config", ""])
+
+
+def is_of_another_version(said: str) -> bool:
+    """Whether what Python wrote means that its horovod_train has no agent, or has it elsewhere."""
+    # Not there, or a module there that is a package here.
+    return re.search(r"(No module named|not found on) '?horovod_train\.", said) is not None
+
+
+def other_version(host: str, version: str) -> LostError:
+    """Return the error of a host that has another version of this package."""
+    there = version or "of another version"
+    return LostError(
+        f"{host}: horovod_train is {there} there and {__version__} here, and the two do not understand "
+        "each other",
+        hint="install the same version on all hosts",
+        hosts=[host],
+    )
 
 
 def explain(host: str, code: int, said: str, python: str) -> LostError:
