@@ -46,7 +46,7 @@ from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
 from horovod_train.health.desync import check_replicas_identical
 from horovod_train.health.preemption import PreemptionAgreement, PreemptionRequest
-from horovod_train.horovod.fingerprint import environment_facts
+from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
@@ -214,7 +214,7 @@ class Session:
             Checkpoint(keep_last=keep_last),
             self.world,
             self._job.model_dump(mode="json"),
-            environment=environment_facts(),
+            environment=environment_fingerprint(),
         )
         self._stack.callback(manager.close)
         return SessionCheckpoints(self.world, manager, replica, loader)

@@ -43,7 +43,7 @@ from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder, gi
 from horovod_train.health.preemption import PreemptionAgreement, PreemptionRequest
 from horovod_train.health.world_check import check_world
 from horovod_train.horovod.environment import from_slurm
-from horovod_train.horovod.fingerprint import environment_facts
+from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import FRAMEWORKS, find_task_here
 from horovod_train.streams import drop_what_cannot_be_shown
@@ -137,7 +137,7 @@ def run_rank(
         world = framework.connect(job)
     stack.callback(world.close)
     reporter.rank = world.rank
-    environment = environment_facts(job.task if ":" in job.task else None)
+    environment = environment_fingerprint(job.task if ":" in job.task else None)
     check_world(job, world, environment)
     if world.size > 1 and beat_folder(os.environ) is None:
         stack.callback(PeerWatch(world, job.health, tell, end).close)

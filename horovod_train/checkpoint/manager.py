@@ -156,7 +156,7 @@ class CheckpointManager:
         """
         if self._section.resume == "never":
             if self._world.rank == 0:
-                self._set_aside_all()
+                self._quarantine_all()
             return None
         found = self._newest_valid() if self._world.rank == 0 else None
         name, problem = broadcast_json(self._world, found)
@@ -311,14 +311,14 @@ class CheckpointManager:
 
     def _quarantine(self, damaged: list[tuple[store.StoredCheckpoint, list[str]]]) -> None:
         for checkpoint, problems in damaged:
-            aside = store.set_aside(checkpoint.path, store.DAMAGED)
+            aside = store.quarantine(checkpoint.path, store.DAMAGED)
             log.warning("skipping %s (kept as %s): %s", checkpoint.name, aside.name, "; ".join(problems))
 
-    def _set_aside_all(self) -> None:
+    def _quarantine_all(self) -> None:
         """Make room for a run that starts anew where another one has been."""
         found = store.list_checkpoints(self.directory)
         for path in [*(checkpoint.path for checkpoint in found), *store.list_damaged(self.directory)]:
-            store.set_aside(path, "earlier")
+            store.quarantine(path, "earlier")
         if found:
             log.warning("starting anew: %d earlier checkpoint(s) are kept as earlier-*", len(found))
 
@@ -366,7 +366,7 @@ class CheckpointManager:
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self._lock = os.open(self.directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
                 self._lock_file(self._lock)
-                store.sweep(self.directory)
+                store.remove_leftovers(self.directory)
             except BlockingIOError:
                 problem = f"another run is writing checkpoints to {self.directory}"
             except OSError as error:

@@ -140,7 +140,7 @@ def write_checkpoint(directory: Path, step: int, content: Content) -> Manifest:
     return manifest
 
 
-def sweep(directory: Path) -> None:
+def remove_leftovers(directory: Path) -> None:
     """Remove what an interrupted writer left behind. Only the one writer of a folder may call it."""
     for path in directory.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -160,7 +160,7 @@ def remove(checkpoint: StoredCheckpoint) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
-def set_aside(path: Path, reason: str) -> Path:
+def quarantine(path: Path, reason: str) -> Path:
     """Rename the folder of a checkpoint so that it is no longer listed, and return its new place."""
     number = 1
     while (aside := path.with_name(f"{reason}-{number}-{path.name}")).exists():
@@ -259,7 +259,7 @@ def _rename_over(temporary: Path, final: Path, step: int) -> None:
     """Rename a folder; an old one of that name (a damaged one, usually) makes way first."""
     replaced = final.with_name(_REPLACED + final.name)
     if final.exists() and _step_of(final, step) != step:
-        set_aside(final, "renamed")  # somebody's copy of another step
+        quarantine(final, "renamed")  # somebody's copy of another step
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)

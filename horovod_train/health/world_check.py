@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.config.schema import Job
 from horovod_train.errors import WorldError, describe_ranks
-from horovod_train.horovod.fingerprint import differing
+from horovod_train.horovod.fingerprint import mismatches
 
 MAX_NAMED = 4
 
@@ -23,7 +23,7 @@ def check_world(job: Job, world: Communicator, environment: Mapping[str, str]) -
     Args:
         job: What is asked for.
         world: The ranks.
-        environment: What this rank trains with (``environment_facts``).
+        environment: What this rank trains with (``environment_fingerprint``).
 
     Raises:
         WorldError: The number of ranks differs; or job, code, versions, engine or clocks do.
@@ -36,25 +36,25 @@ def check_world(job: Job, world: Communicator, environment: Mapping[str, str]) -
         )
     if world.size == 1:
         return
-    facts = {"job": _digest(job.model_dump_json()), **environment}
-    known = allgather_json(world, [world.host, facts])
+    mine = {"job": _digest(job.model_dump_json()), **environment}
+    known = allgather_json(world, [world.host, mine])
     hosts = [host for host, _ in known]
-    check_alike(hosts, [facts for _, facts in known])
+    check_fingerprints(hosts, [fingerprint for _, fingerprint in known])
     # The exchange above has brought the ranks together: what differs now is their clocks.
     check_clocks(hosts, allgather_json(world, time.time()), job.health.max_clock_offset_s)
 
 
-def check_alike(hosts: Sequence[str], facts: Sequence[Mapping[str, str]]) -> None:
+def check_fingerprints(hosts: Sequence[str], fingerprints: Sequence[Mapping[str, str]]) -> None:
     """Refuse ranks that differ.
 
     Args:
         hosts: Host of each rank.
-        facts: What each rank trains with.
+        fingerprints: Of the environment of each rank.
 
     Raises:
         WorldError: They differ; it names ranks, hosts and values.
     """
-    found = differing({str(rank): mine for rank, mine in enumerate(facts)})
+    found = mismatches({str(rank): each for rank, each in enumerate(fingerprints)})
     if not found:
         return
     lines = []

@@ -1,6 +1,7 @@
-"""What has to be alike wherever a rank of one job runs: versions, engine, code.
+"""The fingerprint of an environment: what has to be the same wherever a rank of one job runs.
 
-Hosts tell it before a launch, ranks once more before they train: a launch typed by hand is checked, too.
+Versions, engine, code. Hosts tell theirs before a launch, ranks once more before they train: a launch typed
+by hand is checked, too.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ PACKAGES = (
 MAX_CODE_FILES = 2000
 OUR_CODE = Path(__file__).parent.parent
 
-Facts = Mapping[str, str]
+Fingerprint = Mapping[str, str]
 
 
-def environment_facts(task: str | None = None) -> dict[str, str]:
+def environment_fingerprint(task: str | None = None) -> dict[str, str]:
     """Return what this environment would train with, by name.
 
     Args:
@@ -98,21 +99,21 @@ def code_digest(files: Sequence[Path]) -> str:
     return digest.hexdigest()[:12]
 
 
-def differing(all_facts: Mapping[str, Facts]) -> dict[str, dict[str, list[str]]]:
-    """Return what is not alike: for each fact, who has which value.
+def mismatches(fingerprints: Mapping[str, Fingerprint]) -> dict[str, dict[str, list[str]]]:
+    """Return for each part of a fingerprint that is not the same everywhere who has which value.
 
     Args:
-        all_facts: The facts of each host or rank, by its name.
+        fingerprints: Of each host or rank, by its name.
 
-    >>> differing({"a": {"torch": "2"}, "b": {"torch": "3"}, "c": {"torch": "2"}})
+    >>> mismatches({"a": {"torch": "2"}, "b": {"torch": "3"}, "c": {"torch": "2"}})
     {'torch': {'2': ['a', 'c'], '3': ['b']}}
     """
-    names = dict.fromkeys(name for facts in all_facts.values() for name in facts)
+    names = dict.fromkeys(name for each in fingerprints.values() for name in each)
     found: dict[str, dict[str, list[str]]] = {}
     for name in names:
         holders: dict[str, list[str]] = {}
-        for who, facts in all_facts.items():
-            holders.setdefault(facts.get(name, "missing"), []).append(who)
+        for who, each in fingerprints.items():
+            holders.setdefault(each.get(name, "missing"), []).append(who)
         if len(holders) > 1:
             found[name] = holders
     return found

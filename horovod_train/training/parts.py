@@ -84,7 +84,7 @@ def resume_from(
 
     Generators belong to a rank of a world; in another world they start anew.
     """
-    progress.take_over(resumed.progress)
+    progress.restore(resumed.progress)
     try:
         replica.load_state(resumed.state)
         if resumed.rng is not None:

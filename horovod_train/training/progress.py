@@ -68,7 +68,7 @@ class Progress:
         """Return plain JSON."""
         return asdict(self)
 
-    def take_over(self, document: Mapping[str, Any]) -> None:
+    def restore(self, document: Mapping[str, Any]) -> None:
         """Go on where a checkpoint stands.
 
         Raises:

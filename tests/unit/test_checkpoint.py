@@ -825,16 +825,16 @@ class TestAFolder:
 
     def test_what_is_set_aside_twice_has_two_names(self, folder):
         newest = store.list_checkpoints(folder)[0]
-        first = store.set_aside(newest.path, "earlier")
+        first = store.quarantine(newest.path, "earlier")
         shutil.copytree(first, newest.path)
 
-        second = store.set_aside(newest.path, "earlier")
+        second = store.quarantine(newest.path, "earlier")
 
         assert [first.name, second.name] == [f"earlier-{number}-step-000000000003" for number in (1, 2)]
 
     def test_that_was_set_aside_as_damaged_is_kept_when_a_run_starts_anew(self, folder):
         (folder / "step-000000000003" / "model.safetensors").write_bytes(b"")
-        store.set_aside(store.list_checkpoints(folder)[0].path, store.DAMAGED)
+        store.quarantine(store.list_checkpoints(folder)[0].path, store.DAMAGED)
 
         checkpoints = manager(folder, resume="never")
         assert checkpoints.latest() is None
@@ -848,7 +848,7 @@ class TestAFolder:
         replaced = folder / (store._REPLACED + "step-000000000003")
         shutil.copytree(folder / "step-000000000003", replaced)
 
-        store.sweep(folder)
+        store.remove_leftovers(folder)
 
         assert not replaced.exists()
         assert names(folder) == [3, 2, 1]

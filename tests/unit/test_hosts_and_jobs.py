@@ -34,7 +34,13 @@ from horovod_train.launch.hosts import host_group as fleet_module
 from horovod_train.launch.hosts import hostlist as hosts_module
 from horovod_train.launch.hosts import readings
 from horovod_train.launch.hosts.host_actions import RUN_VARIABLE, HostActions, can_read_memory, usable_cores
-from horovod_train.launch.hosts.host_group import HostGroup, LocalHost, RemoteHost, check_alike, connect_all
+from horovod_train.launch.hosts.host_group import (
+    HostGroup,
+    LocalHost,
+    RemoteHost,
+    check_fingerprints,
+    connect_all,
+)
 from horovod_train.launch.hosts.hostlist import Host, hosts_of, read_hostfile
 from horovod_train.launch.hosts.interfaces import Chosen, choose
 from horovod_train.launch.hosts.secrets import read_secrets, without_secrets
@@ -638,7 +644,7 @@ class TestFleet:
         alike = {"numpy version": "2.4", "task code": "x"}
 
         with pytest.raises(LaunchError, match="numpy version: 2.4 on a, c, 2.3 on b") as caught:
-            check_alike({"a": alike, "b": {**alike, "numpy version": "2.3"}, "c": alike})
+            check_fingerprints({"a": alike, "b": {**alike, "numpy version": "2.3"}, "c": alike})
 
         assert "bring b to the state of the others" in caught.value.hint
 
@@ -678,7 +684,7 @@ def test_where_nobody_knows_who_is_right_about_one_thing_all_are_asked():
     }
 
     with pytest.raises(LostError) as caught:
-        check_alike(facts)
+        check_fingerprints(facts)
 
     assert caught.value.hint.startswith("bring all to one state: ")
 
@@ -688,7 +694,7 @@ def test_hosts_that_differ_from_most_are_named_wherever_they_stand():
     facts["a"] = facts["d"] = {"numpy": "2.3"}
 
     with pytest.raises(LostError, match=r"numpy: 2\.3 on a, d, 2\.2 on b, c, e") as caught:
-        check_alike(facts)
+        check_fingerprints(facts)
 
     assert caught.value.hosts == ("a", "d")
     assert caught.value.hint.startswith("bring a, d to the state of the others: ")

@@ -52,7 +52,7 @@ def test_it_goes_on_where_a_checkpoint_stands():
     stood = Progress(ORDER, step=7, epoch=2, cursor=4, metrics={"loss": 0.5}, metrics_step=7, best_metric=0.4)
     progress = Progress(ORDER)
 
-    progress.take_over(stood.to_json())
+    progress.restore(stood.to_json())
 
     assert progress == stood
 
@@ -70,7 +70,7 @@ def test_a_half_used_epoch_does_not_go_on_in_another_order(now, said):
     progress = Progress(now)
 
     with pytest.raises(UserError, match="samples came in another order") as caught:
-        progress.take_over(Progress(ORDER, step=1, cursor=1).to_json())
+        progress.restore(Progress(ORDER, step=1, cursor=1).to_json())
 
     assert caught.value.message.endswith(f"in another order: {said}")
     assert "until the epoch is complete" in caught.value.hint
@@ -81,7 +81,7 @@ def test_a_whole_epoch_is_followed_by_one_in_any_order():
     now = replace(ORDER, seed=4)
     progress = Progress(now)
 
-    progress.take_over(Progress(ORDER, step=5, epoch=1).to_json())
+    progress.restore(Progress(ORDER, step=5, epoch=1).to_json())
 
     assert (progress.epoch, progress.step, progress.order) == (1, 5, now)
 

@@ -15,8 +15,8 @@ from horovod_train.config.schema import Job, Launch, Train
 from horovod_train.errors import UserError, WorldError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.health.preemption import MAX_STEPS_BETWEEN, PreemptionAgreement, PreemptionRequest
-from horovod_train.health.world_check import check_alike, check_clocks, check_world
-from horovod_train.horovod.fingerprint import code_digest, environment_facts, task_files
+from horovod_train.health.world_check import check_clocks, check_fingerprints, check_world
+from horovod_train.horovod.fingerprint import code_digest, environment_fingerprint, task_files
 
 ENDS_SLOWLY = """
 import sys, time
@@ -167,7 +167,7 @@ class TestTruth:
         old, new = {"torch version": "2.12"}, {"torch version": "2.13"}
 
         with pytest.raises(WorldError, match=r"torch version: 2.13 on ranks 0-1 \(a\); 2.12 on rank 2 \(b\)"):
-            check_alike(["a", "a", "b"], [new, new, old])
+            check_fingerprints(["a", "a", "b"], [new, new, old])
 
     def test_clocks_that_differ_are_refused(self):
         check_clocks(["a", "b"], [100.0, 104.9], 5)
@@ -182,10 +182,10 @@ class TestTruth:
         (tmp_path / "part").mkdir()
         (tmp_path / "part" / "__init__.py").write_text("")
         location = f"{tmp_path}/task.py:Task"
-        before = environment_facts(location)["task code"]
+        before = environment_fingerprint(location)["task code"]
         (tmp_path / "part" / "__init__.py").write_text("WIDTH = 3")
 
-        assert environment_facts(location)["task code"] != before
+        assert environment_fingerprint(location)["task code"] != before
         assert len(task_files(location)) == 2
 
     def test_a_task_in_a_module_is_all_of_its_package(self):

@@ -22,8 +22,8 @@ from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.jax.optax import broadcast
 from horovod_train.frameworks.jax.reducer import Exchange
 from horovod_train.frameworks.jax.task import JaxTask
+from horovod_train.frameworks.loss_scale import LossScale
 from horovod_train.frameworks.reader import batch_length
-from horovod_train.frameworks.scaling import LossScale
 from horovod_train.frameworks.task import check_is_one_number
 
 COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}

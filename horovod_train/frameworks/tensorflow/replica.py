@@ -27,8 +27,8 @@ from horovod_train.frameworks.arrays import (
     mean_over_ranks,
 )
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.loss_scale import LossScale
 from horovod_train.frameworks.reader import batch_length
-from horovod_train.frameworks.scaling import LossScale
 from horovod_train.frameworks.task import check_is_one_number
 from horovod_train.frameworks.tensorflow.reducer import Exchange
 from horovod_train.frameworks.tensorflow.task import TensorflowTask

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from horovod_train.horovod.fingerprint import environment_facts
+from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.pids import is_alive, waited_for_processor_s
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
@@ -75,9 +75,9 @@ class HostActions:
             "shared_memory_bytes": _free_bytes(SHARED_MEMORY),
         }
 
-    def facts(self, task: str | None) -> dict[str, str]:
+    def fingerprint(self, task: str | None) -> dict[str, str]:
         """Return what ranks of this host would train with."""
-        return environment_facts(task)
+        return environment_fingerprint(task)
 
     def examine(self, folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> dict[str, Any]:
         """Return what the doctor wants to know."""

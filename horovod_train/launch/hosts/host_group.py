@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 from horovod_train import __version__
 from horovod_train.errors import LaunchError, LostError
-from horovod_train.horovod.fingerprint import differing
+from horovod_train.horovod.fingerprint import mismatches
 from horovod_train.launch.hosts.agent import GREETING
 from horovod_train.launch.hosts.host_actions import HostActions
 from horovod_train.launch.hosts.hostlist import Host
@@ -387,11 +387,11 @@ def connect_all(
     return group
 
 
-def check_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
+def check_fingerprints(fingerprints: Mapping[str, Mapping[str, str]]) -> None:
     """Refuse hosts whose environments differ: ranks would crash, hang, or compute something else.
 
     Args:
-        facts: What each host would train with, by its name.
+        fingerprints: Of the environment of each host, by its name.
 
     Raises:
         LaunchError: They differ; it names the odd ones, with values.
@@ -399,9 +399,9 @@ def check_alike(facts: Mapping[str, Mapping[str, str]]) -> None:
     lines: list[str] = []
     odd: set[str] = set()
     is_known = True  # who is right; of two hosts, nobody knows
-    for name, holders in differing(facts).items():
+    for name, holders in mismatches(fingerprints).items():
         usual = max(holders.values(), key=len)
-        is_known = is_known and 2 * len(usual) > len(facts)
+        is_known = is_known and 2 * len(usual) > len(fingerprints)
         odd |= {host for hosts in holders.values() if hosts is not usual for host in hosts}
         lines.append(
             f"{name}: " + ", ".join(f"{value} on {', '.join(who)}" for value, who in holders.items())

@@ -12,7 +12,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts.host_group import HostConnection, HostGroup, check_alike
+from horovod_train.launch.hosts.host_group import HostConnection, HostGroup, check_fingerprints
 from horovod_train.launch.hosts.interfaces import Chosen, choose
 from horovod_train.launch.hosts.staging import pack_code, stage_files
 
@@ -45,7 +45,7 @@ def prepare(
     if request.is_remote:
         # Code that is shipped is the same everywhere.
         task = job.task if ":" in job.task and not job.launch.ship_code else None
-        check_alike(hosts.each("facts", lambda _: {"task": task}))
+        check_fingerprints(hosts.each("fingerprint", lambda _: {"task": task}))
         chosen = choose_interfaces(hosts, job, descriptions)
         check_clocks(descriptions, job.health.max_clock_offset_s)
         check_reach(hosts, chosen)
