@@ -14,6 +14,7 @@ from unit.test_architecture import ROOMS
 
 from horovod_train import __version__
 from horovod_train.cli.main import VERBS
+from horovod_train.config.schema import Job
 from horovod_train.events.file import FORMAT_VERSION, MAX_BYTES
 from horovod_train.telemetry.catalog import CATALOG
 
@@ -64,6 +65,20 @@ def test_the_table_of_rooms_names_every_room():
     }
 
     assert named == {room for room in ROOMS if not room.startswith("_")} - {"launch"}
+
+
+def test_the_glossary_names_files_and_settings_that_exist():
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    rows = re.findall(r"\| ([^|\n]*) \|$", text, re.MULTILINE)
+    places = [name for row in rows for name in re.findall(r"`(.*?)`", row)]
+
+    assert len(places) > 30
+    for place in places:
+        if "/" in place:
+            assert (ROOT / "horovod_train" / place).exists(), place
+        else:
+            section, field = place.split(".")
+            assert field in Job.model_fields[section].annotation.model_fields, place
 
 
 def test_the_readme_names_every_verb():
