@@ -56,8 +56,8 @@ class LazyGroup(click.Group):
 def cli() -> None:
     """Train with Horovod: one job description, one process or a thousand ranks.
 
-    Exit codes: 0 done, 1 something around the job failed, 2 something to correct in what was
-    asked, 3 the numbers went wrong (NaN), 75 asked to leave and all is saved: run it again.
+    Exit codes: 0 done, 1 the job failed, 2 usage or configuration error, 3 numerical error (NaN),
+    75 preempted, and all is saved: run it again.
     """
 
 
