@@ -20,6 +20,7 @@ import psutil
 
 from horovod_train.checkpoint.manager import CheckpointManager, WriteReport
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.cpu_affinity import bind
@@ -149,7 +150,7 @@ def run_rank(
     addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
 
     replica, train_reader, eval_reader = framework.prepare(job, world)
-    run = make_run(job, world, replica, train_reader, eval_reader)
+    run = make_run(job, Mesh.data_parallel(world), replica, train_reader, eval_reader)
     replica.broadcast()
     # Every rank has the same weights now; what is random from here on (dropout) is the rank's own.
     framework.seed(job.train.seed, world.rank + 1, 0)
@@ -206,18 +207,16 @@ def watchers(reporter: Reporter) -> tuple[Callable[[str], None], Callable[[str],
     return tell, end
 
 
-def make_run(
-    job: Job, world: Communicator, replica: Replica, train_reader: Reader, eval_reader: Reader | None
-) -> Run:
+def make_run(job: Job, mesh: Mesh, replica: Replica, train_reader: Reader, eval_reader: Reader | None) -> Run:
     """Put together what the loop needs."""
     return Run(
         job=job,
-        world=world,
+        mesh=mesh,
         replica=replica,
         train_reader=train_reader,
         eval_reader=eval_reader,
-        policy=LearningRatePolicy(job.lr, job.global_batch_size(world.size), job.train.epochs),
-        guard=FiniteGuard(job.health, world, scaler_skips=job.train.precision == "fp16"),
+        policy=LearningRatePolicy(job.lr, job.global_batch_size(mesh.data.size), job.train.epochs),
+        guard=FiniteGuard(job.health, mesh.world, scaler_skips=job.train.precision == "fp16"),
         progress=Progress(DataOrder(len(train_reader), job.train.seed, job.data.shuffle)),
     )
 

@@ -53,7 +53,7 @@ def begin(run: Run) -> None:
 def rest_of_epoch(run: Run) -> list[PlannedStep]:
     """Return the steps that are left in the current epoch, up to the job's limit."""
     return plan_epoch(
-        run.world,
+        run.mesh.data,
         run.train_reader,
         run.progress,
         batch_size_per_rank=run.job.train.batch_size_per_rank,
@@ -130,9 +130,10 @@ def evaluate(run: Run) -> dict[str, float]:
     run.replica.sync_buffers()
     num_samples = len(run.eval_reader)
     batch_size = run.job.evaluation.batch_size_per_rank or run.job.train.batch_size_per_rank
-    mine = eval_micro_batches(num_samples, batch_size, run.world.rank, run.world.size)
+    ranks = run.mesh.data
+    mine = eval_micro_batches(num_samples, batch_size, ranks.rank, ranks.size)
     batches = run.eval_reader.read(0, np.arange(num_samples), mine)
-    return mean_over_ranks(run.world, run.replica.evaluate(batches))
+    return mean_over_ranks(ranks, run.replica.evaluate(batches))
 
 
 def take_metrics(run: Run) -> None:

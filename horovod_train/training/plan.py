@@ -13,7 +13,7 @@ from horovod_train.training.progress import Progress
 
 
 def plan_epoch(
-    world: Communicator,
+    ranks: Communicator,
     reader: Reader,
     progress: Progress,
     *,
@@ -21,15 +21,24 @@ def plan_epoch(
     accumulation_steps: int,
     max_steps: int | None = None,
 ) -> list[PlannedStep]:
-    """Return the steps that the current epoch still has; at most so many of them."""
+    """Return the steps that the current epoch still has.
+
+    Args:
+        ranks: Those that share the samples.
+        reader: Reads them.
+        progress: Where the epoch stands.
+        batch_size_per_rank: Samples of a micro-batch.
+        accumulation_steps: Micro-batches of a step.
+        max_steps: At most so many steps; None: all.
+    """
     order = progress.order
     shares = steps_of_epoch(
         num_samples=order.num_samples,
         cursor=progress.cursor,
         batch_size_per_rank=batch_size_per_rank,
         accumulation_steps=accumulation_steps,
-        rank=world.rank,
-        size=world.size,
+        rank=ranks.rank,
+        size=ranks.size,
     )
     places = epoch_order(order.num_samples, order.seed, progress.epoch, shuffle=order.shuffle)
     return planned_steps(islice(shares, max_steps), partial(reader.read, progress.epoch, places))

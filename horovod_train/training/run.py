@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import StepShare, num_steps
 from horovod_train.frameworks.base import Reader, Replica, StepOutcome
@@ -19,7 +20,7 @@ class Run:
     """One rank's part of one run of a job."""
 
     job: Job
-    world: Communicator
+    mesh: Mesh
     replica: Replica
     train_reader: Reader
     eval_reader: Reader | None
@@ -29,9 +30,14 @@ class Run:
     hooks: list[Hook] = field(default_factory=list)
 
     @property
+    def world(self) -> Communicator:
+        """All ranks of the job."""
+        return self.mesh.world
+
+    @property
     def global_batch_size(self) -> int:
         """Samples per optimizer step."""
-        return self.job.global_batch_size(self.world.size)
+        return self.job.global_batch_size(self.mesh.data.size)
 
     @property
     def is_done(self) -> bool:

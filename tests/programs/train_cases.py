@@ -13,6 +13,7 @@ from pathlib import Path
 
 from frameworks.cases import NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of
 
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, UserError
@@ -30,7 +31,7 @@ def train(job: Job):
     if problems := broken_rules(job):
         raise UserError("; ".join(f"{problem.path} {problem.message}" for problem in problems))
     replica, train_reader, eval_reader = framework.prepare(job, world)
-    run = make_run(job, world, replica, train_reader, eval_reader)
+    run = make_run(job, Mesh.data_parallel(world), replica, train_reader, eval_reader)
     replica.broadcast()
     error = ""
     try:

@@ -14,6 +14,7 @@ from numpy_framework import NumpyReplica, Sgd
 
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.collectives.base import Communicator, SingleRank
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Data, Job
 from horovod_train.events.wire import Reporter, parse_line
 from horovod_train.frameworks.randomness import load_rng_state, rng_state
@@ -103,7 +104,12 @@ class Noted:
 
 
 def made(
-    world: Communicator | None = None, task: Task | None = None, *, has_eval: bool = True, **job: Any
+    world: Communicator | None = None,
+    task: Task | None = None,
+    *,
+    data_ranks: Communicator | None = None,
+    has_eval: bool = True,
+    **job: Any,
 ) -> Run:
     """A run that is ready to begin, with a hook that notes."""
     fields = {
@@ -118,13 +124,14 @@ def made(
     resolved = Job.model_validate(fields)
     task = task or Task()
     world = world or SingleRank()
-    replica = NumpyReplica(task, Sgd(0.5), world)
+    mesh = Mesh(world, data_ranks or world)
+    replica = NumpyReplica(task, Sgd(0.5), mesh.data)
 
     def reader(num_samples: int) -> NumpyReader:
         return NumpyReader(Line(num_samples), Data(), 0)
 
     run = make_run(
-        resolved, world, replica, reader(NUM_SAMPLES), reader(NUM_EVAL_SAMPLES) if has_eval else None
+        resolved, mesh, replica, reader(NUM_SAMPLES), reader(NUM_EVAL_SAMPLES) if has_eval else None
     )
     run.hooks = [Noted()]
     return run

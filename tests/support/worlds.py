@@ -24,6 +24,14 @@ class ThreadCommunicator:
     def allgather(self, data: bytes) -> list[bytes]:
         return self._exchange(data)
 
+    def split(self, color: int) -> ThreadCommunicator:
+        """The ranks with the same color, in their order, as MPI_Comm_split has it; all ranks call it."""
+        colors = self._exchange(color)
+        members = [rank for rank, other in enumerate(colors) if other == color]
+        with self._shared.lock:
+            shared = self._shared.parts.setdefault((color, *members), _Shared(len(members)))
+        return ThreadCommunicator(members.index(self.rank), len(members), shared, self.host)
+
     def close(self) -> None:
         pass
 
@@ -40,6 +48,8 @@ class _Shared:
     def __init__(self, size: int) -> None:
         self.slots: list[Any] = [None] * size
         self.barrier = threading.Barrier(size)
+        self.lock = threading.Lock()
+        self.parts: dict[tuple[int, ...], _Shared] = {}
 
 
 def on_ranks(size: int, function: Callable[[ThreadCommunicator], Any]) -> list[Any]:

@@ -9,6 +9,7 @@ import pytest
 from support.training import NUM_SAMPLES, Noted, Task, least_squares, made
 from support.worlds import on_ranks
 
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.errors import NumericError, UserError
 from horovod_train.training.bridge import LoopBridge
 from horovod_train.training.loop import evaluate, train
@@ -303,10 +304,10 @@ class TestTheBridge:
         assert [evaluates for _, evaluates in seen[::2]] == [False, True, False, True, True]
         assert [bool(metrics) for metrics in seen[1::2]] == [False, True, False, True, True]
 
-    @pytest.mark.parametrize(("limit", "planned"), [(None, 3), (5, 3), (4, 2), (2, 0), (1, 0)])
+    @pytest.mark.parametrize(("limit", "planned"), [(None, 5), (5, 3), (4, 2), (2, 0), (1, 0)])
     def test_is_given_no_steps_behind_the_limit(self, limit, planned):
         run = made(train={"max_steps": limit})
-        assert len(LoopBridge(made()).rest_of_epoch()) == 3
+        assert len(LoopBridge(made()).rest_of_epoch()) == 5
         run.progress.step = 2  # it may have been resumed behind a limit that was lowered
 
         assert len(LoopBridge(run).rest_of_epoch()) == planned
@@ -356,6 +357,44 @@ class TestThePlan:
         assert isinstance(runs[0].hooks[0], Noted)
 
 
+class TestAMesh:
+    """Ranks that share samples are not all the ranks of the world, as with tensor parallelism."""
+
+    def on_a_grid(self, num_data, num_copies, make=made):
+        """Train with ``num_copies`` ranks for each place of the data axis; return the runs."""
+
+        def rank(world):
+            run = make(world, Task(), data_ranks=world.split(world.rank % num_copies))
+            train(run)
+            return run
+
+        return on_ranks(num_data * num_copies, rank)
+
+    @pytest.mark.parametrize(("num_data", "num_copies"), [(2, 2), (3, 2), (1, 4)])
+    def test_trains_as_its_data_axis_does_alone(self, num_data, num_copies):
+        alone = trained(num_data)
+
+        runs = self.on_a_grid(num_data, num_copies)
+
+        assert [run.mesh.data.size for run in runs] == [num_data] * len(runs)
+        for rank, run in enumerate(runs):
+            expected = alone[rank // num_copies]
+            assert run.replica.params == expected.replica.params
+            assert run.replica.task.seen == expected.replica.task.seen
+            assert run.progress.metrics == expected.progress.metrics
+            assert [r.lr for r in run.hooks[0].reports] == [r.lr for r in expected.hooks[0].reports]
+            assert run.global_batch_size == expected.global_batch_size
+
+    def test_scales_the_learning_rate_with_its_data_axis(self):
+        def linear(*args, **kwargs):
+            section = {"base_lr": 0.01, "scaling": "linear", "reference_batch_size": 2}
+            return made(*args, lr=section, **kwargs)
+
+        runs = self.on_a_grid(2, 2, linear)
+
+        assert [run.hooks[0].reports[0].lr for run in runs] == [pytest.approx(0.02)] * 4
+
+
 def with_world(run, world):
-    run.world = world
+    run.mesh = Mesh.data_parallel(world)
     return run

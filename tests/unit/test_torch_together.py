@@ -14,6 +14,7 @@ from support.torch_threads import Board, Task, TorchThreads, on_torch_ranks
 from torch import nn
 
 from horovod_train.collectives.base import SingleRank
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Data, Health, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import LostError, PeerError, UserError, WorldError
@@ -57,7 +58,7 @@ def trained(case, size):
             for parameter in replica.model.parameters():
                 parameter.add_(world.rank)  # a task that draws its weights on each rank
         replica.broadcast()
-        run = make_run(job, world, replica, train_reader, eval_reader)
+        run = make_run(job, Mesh.data_parallel(world), replica, train_reader, eval_reader)
         train(run)
         return {
             "weights": torch.cat([p.detach().double().flatten() for p in replica.model.parameters()]),
