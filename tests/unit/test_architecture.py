@@ -48,6 +48,7 @@ ROOMS = {
         "lr",
         "data",
         "collectives.base",
+        "collectives.mesh",
         "checkpoint",
         "telemetry",
         "health",
