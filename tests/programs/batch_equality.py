@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from cases import CASES, Task
 
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.health.desync import fingerprints
@@ -32,7 +33,7 @@ for case in CASES:
     replica.broadcast()
     run = Run(
         job=job,
-        world=world,
+        mesh=Mesh.data_parallel(world),
         replica=replica,
         train_reader=train_reader,
         eval_reader=eval_reader,
