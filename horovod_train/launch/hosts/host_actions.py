@@ -48,6 +48,7 @@ class HostActions:
         self._listeners: list[socket.socket] = []
         self._is_ours = False
         self._last_busy: dict[int, tuple[float, float]] = {}
+        self._last_look: dict[int, float] = {}
 
     # -- looking
 
@@ -148,8 +149,11 @@ class HostActions:
         """Return when a process was last seen to compute, as far as the last look and this one tell."""
         times = process.cpu_times()
         busy_s = times.user + times.system + waited_for_processor_s(process.pid)
+        # Linux counts a wait when it is over. Who is ready and has not run at all since is still in it.
+        is_waiting = process.status() == psutil.STATUS_RUNNING and self._last_look.get(process.pid) == busy_s
+        self._last_look[process.pid] = busy_s
         last = self._last_busy.get(process.pid)
-        if last is None or busy_s - last[1] > BUSY * (now_s - last[0]):
+        if last is None or is_waiting or busy_s - last[1] > BUSY * (now_s - last[0]):
             self._last_busy[process.pid] = last = (now_s, busy_s)
         return last[0]
 
