@@ -104,7 +104,8 @@ EVENTS = """# Events of a run
 
 `events.jsonl` in the folder of a run (`runs/<name>/<run>`) says what happened in it, for programs: an event
 on each line, oldest first. `horovod-train run` and the launcher's pod on Kubernetes write it; of a launch
-that is typed by hand, rank 0 writes its own. Secrets of `launch.secrets` are hidden.
+that is typed by hand, rank 0 writes its own. `run` and the pod hide the values of `launch.secrets`, as in all
+logs; a launch by hand does not know them.
 
 ```text
 {"time_unix_s": 1763900000.25, "rank": 0, "kind": "progress", "step": 120, "loss": 0.31, ...}

@@ -106,7 +106,9 @@ class EventsFile:
             return False
         self._log.close()
         try:
-            lines = thinned(self._path.read_text(encoding="utf-8").splitlines(), self._max_bytes // 2)
+            # Whatever a disk has made of the file: what is no text any more counts as a line of its own.
+            text = self._path.read_text(encoding="ascii", errors="backslashreplace")
+            lines = thinned(text.splitlines(), self._max_bytes // 2)
             write_whole(self._path, "".join(f"{line}\n" for line in lines))
         except OSError as error:
             self._problem = f"{self._path.name} is incomplete: {error.strerror}"

@@ -113,6 +113,18 @@ def test_thinning_ends_whatever_the_lines_are(max_bytes):
     assert [line for line in lines if line in kept] == kept
 
 
+def test_bytes_that_are_no_text_are_in_nobodys_way(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"\xff\xfe\n" * 300)
+    file = EventsFile(path, max_bytes=3_000)
+    for step in range(50):
+        file.write(progress(step), 0)
+        assert path.stat().st_size <= 3_000
+    file.close()
+
+    assert [record.event.step for record in read_events(path)][-1] == 49
+
+
 def test_an_event_that_is_larger_than_the_file_may_be_is_left_out(tmp_path):
     problems = []
     file = EventsFile(tmp_path / "events.jsonl", problems.append, max_bytes=2_000)

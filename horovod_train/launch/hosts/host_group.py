@@ -285,7 +285,7 @@ class HostGroup:
         return ""
 
     def watch(self, timeout_s: float, on_lost: Callable[[str, str], None]) -> None:
-        """Call ``on_lost(host, why)`` once when a host stops answering; until the hosts is closed."""
+        """Call ``on_lost(host, why)`` once when a host stops answering; until the group is closed."""
         others = [connection for connection in self.connections if isinstance(connection, RemoteHost)]
 
         def look() -> None:
