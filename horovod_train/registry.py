@@ -191,6 +191,14 @@ def optimizers_of(framework: str) -> Registry:
     return OPTIMIZERS.get(framework, nothing)
 
 
+STRATEGIES = Registry(
+    kind="strategy",
+    group="horovod_train.strategies",
+    builtin={
+        "allreduce": "horovod_train.frameworks.torch.strategies.allreduce:allreduce",
+    },
+)
+
 TASKS = Registry(
     kind="task",
     group="horovod_train.tasks",

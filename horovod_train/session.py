@@ -40,10 +40,11 @@ from horovod_train.errors import PreemptedError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
-from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
+from horovod_train.frameworks.torch.framework import choose_device, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
+from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.health.desync import check_replicas_identical
 from horovod_train.health.preemption import PreemptionAgreement, PreemptionRequest
 from horovod_train.horovod.fingerprint import environment_fingerprint
@@ -130,10 +131,12 @@ class Session:
         """
         train = self._job.train.model_copy(update={"precision": precision, "clip_grad_norm": clip_grad_norm})
         allreduce = Allreduce(bucket_size_mib=bucket_size_mib, wire_dtype=wire_dtype)
+        strategy = summed_gradients(self.world, allreduce)
+        strategy.bind(model, optimizer)
         replica = TorchReplica(
             model=model,
             optimizer=optimizer,
-            gradients=make_gradients(allreduce, model, optimizer, self.world),
+            strategy=strategy,
             world=self.world,
             train=train,
         )
@@ -248,7 +251,7 @@ class Step:
         self._replica = replica
         self._progress = progress
         self._at = -1
-        replica.begin()
+        replica.begin(planned)
 
     def __iter__(self) -> Iterator[Any]:
         for number, (_, batch) in enumerate(self._planned):

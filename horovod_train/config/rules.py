@@ -11,10 +11,10 @@ from pathlib import Path
 
 from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.kubernetes_rules import LAUNCHER, kubernetes_rules
-from horovod_train.config.schema import Job
+from horovod_train.config.schema import Job, Strategy
 from horovod_train.config.support import SUPPORT
 from horovod_train.errors import Problem, UnknownNameError, did_you_mean
-from horovod_train.registry import FRAMEWORKS, LAUNCHERS, TASKS, Registry, optimizers_of
+from horovod_train.registry import FRAMEWORKS, LAUNCHERS, STRATEGIES, TASKS, Registry, optimizers_of
 
 LOCAL_HOSTS = {"localhost", "127.0.0.1"}
 
@@ -34,6 +34,8 @@ def names_are_known(job: Job) -> Iterator[Problem]:
     # Of a framework that nobody knows, nobody knows the optimizers.
     if ":" not in job.optimizer.name and job.framework in FRAMEWORKS.rows:
         yield from _known("optimizer.name", job.optimizer.name, optimizers_of(job.framework))
+    if ":" not in job.strategy.name:
+        yield from _known("strategy.name", job.strategy.name, STRATEGIES)
     if ":" not in job.task:
         yield from _known("task", job.task, TASKS)
 
@@ -236,6 +238,17 @@ def framework_can_do_it(job: Job) -> Iterator[Problem]:
             yield Problem(refused.field, repr(value), message, refused.instead)
 
 
+def strategy_can_be_chosen(job: Job) -> Iterator[Problem]:
+    """Strategies are PyTorch's; other frameworks sum gradients in each step."""
+    if job.framework != "torch" and job.strategy != Strategy():
+        yield Problem(
+            "strategy",
+            repr(job.strategy.name),
+            f"cannot be had with framework: {job.framework}, which sums gradients in each step",
+            "leave it out, or use framework: torch",
+        )
+
+
 RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     names_are_known,
     task_file_exists,
@@ -250,6 +263,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     stalls_are_reported_before_they_end_the_job,
     determinism_is_possible,
     framework_can_do_it,
+    strategy_can_be_chosen,
     kubernetes_rules,
 )
 

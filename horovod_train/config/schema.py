@@ -151,6 +151,16 @@ class Allreduce(Section):
     """How often Horovod's background thread looks for work."""
 
 
+class Strategy(Section):
+    """How ranks stay in step."""
+
+    name: ImportPath | Name = "allreduce"
+    """Which one (see docs/strategies.md), or an import path ``module:Class``."""
+
+    args: dict[str, Any] = {}
+    """Keyword arguments of the strategy."""
+
+
 class EarlyStopping(Section):
     """Stop when a metric of the evaluation no longer improves."""
 
@@ -428,6 +438,7 @@ class Job(Section):
     lr: LearningRate = LearningRate()
     data: Data = Data()
     allreduce: Allreduce = Allreduce()
+    strategy: Strategy = Strategy()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()

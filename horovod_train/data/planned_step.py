@@ -17,10 +17,12 @@ class PlannedStep:
 
     Attributes:
         share: This rank's part of the step's samples.
+        is_last: No other step follows before the end of the epoch, or of the job.
     """
 
     share: StepShare
     _stream: Iterator[Any]
+    is_last: bool = False
 
     def __len__(self) -> int:
         """Return the number of micro-batches; 0 when there are fewer samples than ranks."""
@@ -62,4 +64,5 @@ def planned_steps(
     """
     shares = list(shares)
     stream = read([micro_batch for share in shares for micro_batch in share.micro_batches])
-    return [PlannedStep(share, stream) for share in shares]
+    last = len(shares) - 1
+    return [PlannedStep(share, stream, place == last) for place, share in enumerate(shares)]

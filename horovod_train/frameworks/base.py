@@ -54,7 +54,8 @@ class StepOutcome:
     Attributes:
         loss: Mean loss over the samples of the step, over all ranks: equal on every rank.
         local_loss: This rank's part of that mean: its sum of share x loss.
-        grad_norm: L2 norm of the global gradient before clipping; None when it was not taken.
+        grad_norm: L2 norm of the gradient that the update uses, before clipping; None when it was not
+            taken.
         is_finite: False when loss or gradient is not finite. The weights were then left alone.
         bytes_reduced: Bytes this rank put on the wire.
         clock: Where the time went.
@@ -70,6 +71,14 @@ class StepOutcome:
 
 class Replica(Protocol):
     """The model and optimizer of one rank."""
+
+    @property
+    def replicas_identical(self) -> bool:
+        """Whether all ranks hold the same weights and optimizer state now.
+
+        Where they do not after each step, they do after the last one of an epoch, and then and when.
+        """
+        ...
 
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
         """Make one optimizer step with this rank's share of it; blocks until all ranks did.

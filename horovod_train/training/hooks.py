@@ -53,14 +53,19 @@ class RecordMetrics(Hook):
 class CheckReplicasIdentical(Hook):
     """Compares the whole state between ranks at start, resume, end, and every so many steps."""
 
+    def __init__(self) -> None:
+        self._is_due = False
+
     def on_start(self, run: Run) -> None:
         """Compare before the first step."""
         self._check(run, "before the first step")
 
     def on_step(self, run: Run, report: StepReport) -> None:
-        """Compare when it is due."""
+        """Compare when it is due, as soon as replicas should be identical."""
         every = run.job.health.sync_check_every_steps
-        if every and run.progress.step % every == 0:
+        self._is_due = self._is_due or bool(every and run.progress.step % every == 0)
+        if self._is_due and run.replica.replicas_identical:
+            self._is_due = False
             self._check(run, f"after step {run.progress.step}")
 
     def on_end(self, run: Run) -> None:
@@ -79,6 +84,7 @@ class SaveCheckpoints(Hook):
     def __init__(self, manager: CheckpointManager, framework: Framework) -> None:
         self._manager = manager
         self._framework = framework
+        self._is_due = False
 
     @property
     def last_write_s(self) -> float | None:
@@ -86,9 +92,11 @@ class SaveCheckpoints(Hook):
         return self._manager.last_write_s
 
     def on_step(self, run: Run, report: StepReport) -> None:
-        """Save when steps say so."""
+        """Save when steps say so, as soon as rank 0's replica is everyone's."""
         every = run.job.checkpoint.every_steps
-        if every and run.progress.step % every == 0:
+        self._is_due = self._is_due or bool(every and run.progress.step % every == 0)
+        if self._is_due and run.replica.replicas_identical:
+            self._is_due = False
             self.save(run)
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
@@ -122,22 +130,29 @@ class StopWhenPreempted(Hook):
         self._recorder = recorder
         self._reporter = reporter
         self._is_warned = False
+        self._is_leaving = False
+        self._since_identical_s = 0.0
 
     def on_step(self, run: Run, report: StepReport) -> None:
-        """Leave if the ranks agree to.
+        """Leave if the ranks agree to, as soon as their replicas are identical.
 
         Raises:
             PreemptedError: Everything is saved.
         """
-        if self._agreement.reached():
+        self._is_leaving = self._is_leaving or self._agreement.reached()
+        self._since_identical_s += sum(report.outcome.clock.seconds.values())
+        if not run.replica.replicas_identical:
+            return
+        if self._is_leaving:
             self._checkpoints.save(run, wait=True)
             # Before the first rank is gone: some launchers kill the others as soon as one has left.
             self._reporter.report(Preempted(step=run.progress.step, epoch=run.progress.epochs_passed))
             raise PreemptedError(f"asked to leave after step {run.progress.step}")
         write_s = self._checkpoints.last_write_s
         if write_s is not None and run.world.rank == 0:
-            step_s = sum(report.outcome.clock.seconds.values())
-            self._watch_grace(max(step_s, self._agreement.interval_s) + write_s, run.job.launch.grace_s)
+            stop_s = max(self._since_identical_s, self._agreement.interval_s)
+            self._watch_grace(stop_s + write_s, run.job.launch.grace_s)
+        self._since_identical_s = 0.0
 
     def _watch_grace(self, needed_s: float, granted_s: float) -> None:
         self._recorder.record_grace_needed(needed_s)

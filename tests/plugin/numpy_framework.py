@@ -185,6 +185,9 @@ class Sgd:
 class NumpyReplica:
     """Parameters and optimizer of one rank."""
 
+    replicas_identical = True
+    """Whether all ranks hold the same weights and optimizer state now."""
+
     def __init__(self, task: Any, optimizer: Sgd, world: Communicator) -> None:
         self.task = task
         self.params: Arrays = {name: np.asarray(array) for name, array in task.model().items()}

@@ -49,7 +49,7 @@ for case in CASES:
         "steps": run.progress.step,
     }
     # Reducers of earlier cases must not listen to later ones.
-    getattr(replica.gradients, "close", lambda: None)()
+    replica.strategy.close()
 assert Task is not None
 (Path(sys.argv[1]) / f"rank-{world.rank}.json").write_text(json.dumps(found))
 world.close()

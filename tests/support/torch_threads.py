@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
@@ -13,8 +12,7 @@ import torch
 from programs import cases
 
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
-
-TIMEOUT_S = 20
+from support.worlds import Board, on_ranks
 
 
 @cache
@@ -28,26 +26,6 @@ class Task(cases.Task):
 
     def model(self) -> torch.nn.Module:
         return copy.deepcopy(model_of(self.dtype, partly_used=self.partly_used))
-
-
-class Board:
-    """Where ranks put what they exchange; they find each other by names, as Horovod's do."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._given: dict[tuple[str, int], dict[int, torch.Tensor]] = {}
-        self._changed = threading.Condition()
-
-    def put(self, key: tuple[str, int], rank: int, tensor: torch.Tensor) -> None:
-        with self._changed:
-            self._given.setdefault(key, {})[rank] = tensor.clone()
-            self._changed.notify_all()
-
-    def all_of(self, key: tuple[str, int]) -> list[torch.Tensor]:
-        with self._changed:
-            is_complete = self._changed.wait_for(lambda: len(self._given[key]) == self.size, TIMEOUT_S)
-            assert is_complete, f"{key}: only ranks {sorted(self._given[key])} came"
-            return [self._given[key][rank] for rank in range(self.size)]
 
 
 class ThreadHvd:
@@ -87,7 +65,7 @@ class ThreadHvd:
 
     def _put(self, name: str, tensor: torch.Tensor) -> tuple[str, int]:
         number = self._counts[name] = self._counts.get(name, 0) + 1
-        self._board.put((name, number), self._rank, tensor.detach())
+        self._board.put((name, number), self._rank, tensor.detach().clone())
         return name, number
 
 
@@ -106,18 +84,4 @@ class TorchThreads(TorchCommunicator):
 
 def on_torch_ranks(size: int, function: Callable[[TorchThreads], Any]) -> list[Any]:
     """Call a function once per rank, in threads; return results by rank, errors as values."""
-    board = Board(size)
-    results: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = function(TorchThreads(rank, board))
-        except Exception as error:  # noqa: BLE001
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
+    return on_ranks(size, function, TorchThreads)

@@ -6,66 +6,103 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+TIMEOUT_S = 60
+
+
+class Board:
+    """Where ranks put what they exchange; they find each other by names, as Horovod's do."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._given: dict[Any, dict[int, Any]] = {}
+        self._parts: dict[tuple[int, ...], Board] = {}
+        self._changed = threading.Condition()
+
+    def put(self, key: Any, rank: int, value: Any) -> None:
+        with self._changed:
+            self._given.setdefault(key, {})[rank] = value
+            self._changed.notify_all()
+
+    def all_of(self, key: Any) -> list[Any]:
+        with self._changed:
+            is_complete = self._changed.wait_for(lambda: len(self._given[key]) == self.size, TIMEOUT_S)
+            assert is_complete, f"{key}: only ranks {sorted(self._given[key])} came"
+            return [self._given[key][rank] for rank in range(self.size)]
+
+    def part(self, members: Sequence[int]) -> Board:
+        with self._changed:
+            return self._parts.setdefault(tuple(members), Board(len(members)))
+
 
 class ThreadCommunicator:
-    """One rank of a world whose ranks are threads."""
+    """One rank of a world whose ranks are threads; it exchanges tensors, too.
 
-    def __init__(self, rank: int, size: int, shared: _Shared, host: str = "here") -> None:
-        self.rank = rank
-        self.size = size
-        self.local_rank = rank
+    Attributes:
+        sent: Names of the tensors whose sum was begun.
+    """
+
+    def __init__(self, rank: int, board: Board, host: str = "here") -> None:
+        self.rank = self.local_rank = rank
+        self.size = board.size
         self.host = host
         self.waiting_since_s = None
-        self._shared = shared
+        self.sent: list[str] = []
+        self._board = board
+        self._counts: dict[str, int] = {}
 
     def allreduce_sum(self, values: Sequence[float]) -> list[float]:
-        return [sum(column) for column in zip(*self._exchange(list(values)), strict=True)]
+        everyone = self._board.all_of(self._put("allreduce_sum", list(values)))
+        return [sum(column) for column in zip(*everyone, strict=True)]
 
     def allgather(self, data: bytes) -> list[bytes]:
-        return self._exchange(data)
+        return self._board.all_of(self._put("allgather", data))
+
+    def start_allreduce(self, tensor: Any, name: str) -> Any:
+        self.sent.append(name)
+        return tensor, self._put(name, tensor.detach().clone())
+
+    def wait(self, handle: Any) -> None:
+        tensor, key = handle
+        first, *others = self._board.all_of(key)
+        assert all(other.shape == first.shape and other.dtype == first.dtype for other in others)
+        for other in others:
+            first = first + other
+        tensor.copy_(first)
+
+    def broadcast(self, tensor: Any, name: str) -> None:
+        tensor.detach().copy_(self._board.all_of(self._put(name, tensor.detach().clone()))[0])
 
     def split(self, color: int) -> ThreadCommunicator:
         """The ranks with the same color, in their order, as MPI_Comm_split has it; all ranks call it."""
-        colors = self._exchange(color)
+        colors = self._board.all_of(self._put("split", color))
         members = [rank for rank, other in enumerate(colors) if other == color]
-        with self._shared.lock:
-            shared = self._shared.parts.setdefault((color, *members), _Shared(len(members)))
-        return ThreadCommunicator(members.index(self.rank), len(members), shared, self.host)
+        return ThreadCommunicator(members.index(self.rank), self._board.part(members), self.host)
 
     def close(self) -> None:
         pass
 
-    def _exchange(self, mine: Any) -> list[Any]:
-        shared = self._shared
-        shared.slots[self.rank] = mine
-        shared.barrier.wait(timeout=5)
-        result = list(shared.slots)
-        shared.barrier.wait(timeout=5)
-        return result
+    def _put(self, name: str, value: Any) -> tuple[str, int]:
+        number = self._counts[name] = self._counts.get(name, 0) + 1
+        self._board.put((name, number), self.rank, value)
+        return name, number
 
 
-class _Shared:
-    def __init__(self, size: int) -> None:
-        self.slots: list[Any] = [None] * size
-        self.barrier = threading.Barrier(size)
-        self.lock = threading.Lock()
-        self.parts: dict[tuple[int, ...], _Shared] = {}
-
-
-def on_ranks(size: int, function: Callable[[ThreadCommunicator], Any]) -> list[Any]:
+def on_ranks(
+    size: int, function: Callable[[Any], Any], kind: Callable[[int, Board], Any] = ThreadCommunicator
+) -> list[Any]:
     """Call a function once per rank, in threads; return results by rank, errors as values."""
-    shared = _Shared(size)
+    board = Board(size)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(ThreadCommunicator(rank, size, shared))
+            results[rank] = function(kind(rank, board))
         except Exception as error:  # noqa: BLE001
             results[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(2 * TIMEOUT_S)
     return results

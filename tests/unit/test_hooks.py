@@ -42,6 +42,18 @@ class At(Hook):
             self.do(run)
 
 
+def identical_every(num_steps, replica):
+    """Replicas that are identical after every so many steps, and at the end of an epoch."""
+    step, made = replica.step, []
+
+    def watched(planned, lr, *, want_norm):
+        made.append(planned)
+        replica.replicas_identical = len(made) % num_steps == 0 or planned.is_last
+        return step(planned, lr, want_norm=want_norm)
+
+    replica.step = watched
+
+
 def metrics_of(recorder):
     text = generate_latest(recorder.registry).decode()
     return {
@@ -124,6 +136,20 @@ class TestCheckReplicasIdentical:
 
         assert all("before the first step" in str(error) for error in on_ranks(2, rank))
 
+    def test_waits_until_replicas_should_be_identical(self):
+        def rank(world):
+            run = made(world, health={"sync_check_every_steps": 2}, train={"epochs": 1})
+            identical_every(4, run.replica)
+            looked = []
+            check = CheckReplicasIdentical()
+            check._check = lambda run, when: looked.append(when)
+            run.hooks = [check]
+            train(run)
+            return looked
+
+        # Five steps on one rank: due after 2 and 4, identical after 4 and at the end.
+        assert on_ranks(1, rank) == [["before the first step", "after step 4", "at the end"]]
+
     def test_reads_the_state_where_it_is(self):
         """A copy of a large model for each look would be felt."""
 
@@ -162,12 +188,13 @@ class TestCheckReplicasIdentical:
 
 
 class TestSaveCheckpoints:
-    def saved(self, folder, size=1, before=(), **job):
+    def saved(self, folder, size=1, before=(), identical_steps=1, **job):
         """Train on every rank with checkpoints; return the steps that were saved, and the runs."""
         section = {"every_epochs": None, "keep_last": 100, **job.pop("checkpoint", {})}
 
         def rank(world):
             run = made(world, checkpoint=section, **job)
+            identical_every(identical_steps, run.replica)
             manager = manager_of(folder, run)
             run.hooks = [*before, SaveCheckpoints(manager, Framework()), *run.hooks]
             try:
@@ -193,6 +220,12 @@ class TestSaveCheckpoints:
         found, _ = self.saved(tmp_path, checkpoint=section, train={"epochs": 3})
 
         assert found == steps
+
+    def test_saves_when_replicas_are_identical(self, tmp_path):
+        """Two epochs of five steps, identical after 3, 5, 6, 9, 10; due after 2, 4, 6, 8, 10."""
+        found, _ = self.saved(tmp_path, checkpoint={"every_steps": 2}, identical_steps=3)
+
+        assert found == [3, 5, 6, 9, 10]
 
     def test_saves_where_training_stands(self, tmp_path):
         _, (run,) = self.saved(tmp_path, checkpoint={"every_steps": 3})
@@ -341,10 +374,11 @@ class TestGoingOn:
 
 
 class TestLeaving:
-    def leaving(self, folder, size, asked_after, grace_s=30.0, **job):
+    def leaving(self, folder, size, asked_after, grace_s=30.0, identical_steps=1, **job):
         def rank(world):
             told, request = Told(world.rank), PreemptionRequest()
             run = made(world, launch={"grace_s": grace_s}, **job)
+            identical_every(identical_steps, run.replica)
             manager = manager_of(folder, run)
             recorder = Recorder("line", "run", world, size)
             checkpoints = SaveCheckpoints(manager, Framework())
@@ -372,6 +406,14 @@ class TestLeaving:
             (preempted,) = told.events("preempted")
             assert preempted["step"] == 2
         assert [found.step for found in list_checkpoints(tmp_path)] == [2]
+
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_waits_until_replicas_are_identical(self, tmp_path, size):
+        for run, *_ in self.leaving(
+            tmp_path, size, asked_after=1, identical_steps=3, train={"epochs": 9, "batch_size_per_rank": 1}
+        ):
+            assert run.progress.step == 3
+        assert [found.step for found in list_checkpoints(tmp_path)] == [3]
 
     def test_nobody_asked_stays(self, tmp_path):
         for run, told, _ in self.leaving(tmp_path, 2, asked_after=-1):

@@ -33,6 +33,10 @@ def test_all_ranks_together_read_every_sample_once(num_samples, size):
     assert len({len(mine) for mine in steps}) == 1
 
 
+def test_the_last_one_says_so():
+    assert [step.is_last for step in plan(47)] == [False, False, True]
+
+
 def test_shares_of_a_step_are_one():
     for steps in zip(*(plan(47, rank=rank) for rank in range(2)), strict=True):
         total = sum(micro_batch.share for step in steps for micro_batch, _ in step)

@@ -11,21 +11,18 @@ import pytest
 import torch
 from support.worlds import on_ranks
 from torch import nn
-from unit.test_reducer import ThreadWire
 
 from horovod_train.collectives.base import SingleRank
-from horovod_train.config.schema import Allreduce, Job, Train
+from horovod_train.config.schema import Job, Train
 from horovod_train.data.planned_step import PlannedStep, planned_steps
 from horovod_train.data.shard import share_of_step
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.torch.framework import (
-    OptimizedParameters,
     TorchFramework,
-    make_gradients,
     recompute_activations,
 )
-from horovod_train.frameworks.torch.reducer import GradientReducer, LocalGradients
 from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, SingleRankStrategy
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 BATCH = torch.randn(6, 3)
@@ -46,15 +43,13 @@ def replica(world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, g
     parameters = list(trained(model) if trained else model.parameters())
     world = world or SingleRank()
     made = optimizer(parameters, lr=0.1)
-    gradients = (
-        LocalGradients(made)
-        if world.size == 1
-        else GradientReducer(OptimizedParameters(model, made), ThreadWire(world), bucket_size_bytes=16)
-    )
+    alone = world.size == 1
+    strategy = SingleRankStrategy() if alone else AllreduceStrategy(world, bucket_size_bytes=16)
+    strategy.bind(model, made)
     return TorchReplica(
         model=model,
         optimizer=made,
-        gradients=gradients,
+        strategy=strategy,
         world=world,
         train=Train(**train),
         task=task or Task(),
@@ -94,7 +89,7 @@ def test_an_optimizer_of_something_outside_the_model_is_refused():
     optimizer = torch.optim.SGD([*MODEL.parameters(), outside], lr=0.1)
 
     with pytest.raises(UserError, match="not in the model"):
-        make_gradients(Allreduce(), MODEL, optimizer, SingleRank())
+        SingleRankStrategy().bind(MODEL, optimizer)
 
 
 def bad_gradient(loss):
@@ -134,11 +129,12 @@ def test_clipping_bounds_the_update():
 
 
 def test_groups_have_rates_of_their_own():
-    model = copy.deepcopy(MODEL)
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr_scale": 0.0}]
-    made = replica(trained=lambda _: model.parameters())
-    made.optimizer = torch.optim.SGD(groups, lr=0.1)
-    made.model = made.forward_model = model
+    made = replica(
+        trained=lambda model: [
+            {"params": model[0].parameters()},
+            {"params": model[2].parameters(), "lr_scale": 0.0},
+        ]
+    )
     before = weights(made)
 
     steps(made, 1)

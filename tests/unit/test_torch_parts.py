@@ -34,12 +34,11 @@ from horovod_train.frameworks.torch.collectives import TorchCommunicator, share_
 from horovod_train.frameworks.torch.framework import (
     TorchFramework,
     choose_device,
-    make_gradients,
     recompute_activations,
 )
 from horovod_train.frameworks.torch.reader import TorchReader, to_device
-from horovod_train.frameworks.torch.reducer import LocalGradients
 from horovod_train.frameworks.torch.replica import _scaler_state
+from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy, summed_gradients
 
 
 def job(**sections):
@@ -195,13 +194,10 @@ class TestGradients:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         with pytest.raises(UserError, match="the optimizer trains no parameter"):
-            make_gradients(Allreduce(), model, optimizer, SingleRank())
+            summed_gradients(SingleRank(), Allreduce()).bind(model, optimizer)
 
     def test_of_one_rank_need_no_exchange(self):
-        model = nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        assert isinstance(make_gradients(Allreduce(), model, optimizer, SingleRank()), LocalGradients)
+        assert isinstance(summed_gradients(SingleRank(), Allreduce()), SingleRankStrategy)
 
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  (what tasks have)
@@ -359,8 +355,8 @@ class TestTheBenchmarkWithMpi:
     def test_through_horovod_adds_up_as_many(self):
         def rank(world):
             seen = []
-            world.start_sum = lambda tensor, name: seen.append(tensor.numel() * tensor.element_size())
-            world.finish = lambda handle: None
+            world.start_allreduce = lambda tensor, name: seen.append(tensor.numel() * tensor.element_size())
+            world.wait = lambda handle: None
             add_up = benchmark.horovod_sum(world)
             for size in benchmark.SIZES_BYTES:
                 add_up(size)

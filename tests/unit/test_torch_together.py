@@ -10,7 +10,8 @@ import pytest
 import torch
 from programs.cases import CASES
 from support.reference import joint_batch_weights
-from support.torch_threads import Board, Task, TorchThreads, on_torch_ranks
+from support.torch_threads import Task, TorchThreads, on_torch_ranks
+from support.worlds import Board
 from torch import nn
 
 from horovod_train.collectives.base import SingleRank
@@ -24,10 +25,10 @@ from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.torch import allreduce_benchmark as benchmark
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.exchange import Exchange
-from horovod_train.frameworks.torch.framework import TorchFramework, make_gradients, optimizer_of
+from horovod_train.frameworks.torch.framework import TorchFramework, optimizer_of
 from horovod_train.frameworks.torch.reader import TorchReader
-from horovod_train.frameworks.torch.reducer import GradientReducer
 from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, summed_gradients
 from horovod_train.health.desync import fingerprints
 from horovod_train.tasks.digits import Digits
 from horovod_train.training.loop import evaluate, train
@@ -95,7 +96,7 @@ class TestTheWorld:
     def test_adds_up_complex_numbers(self):
         def rank(world):
             tensor = torch.tensor([1 + 2j, world.rank * 1j])
-            world.finish(world.start_sum(tensor, "t"))
+            world.wait(world.start_allreduce(tensor, "t"))
             return tensor.tolist()
 
         assert on_torch_ranks(2, rank) == [[2 + 4j, 1j]] * 2
@@ -238,10 +239,12 @@ class TestTheReplica:
     def replica(self, world, model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         job = Job(name="j", task="digits")
+        strategy = summed_gradients(world, job.allreduce)
+        strategy.bind(model, optimizer)
         return TorchReplica(
             model=model,
             optimizer=optimizer,
-            gradients=make_gradients(job.allreduce, model, optimizer, world),
+            strategy=strategy,
             world=world,
             train=job.train,
         )
@@ -269,8 +272,8 @@ class TestTheReplica:
     def test_sizes_of_buckets_are_the_jobs(self):
         def rank(world):
             replica = self.replica(world, nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))))
-            assert isinstance(replica.gradients, GradientReducer)
-            return len(replica.gradients.buckets)
+            assert isinstance(replica.strategy, AllreduceStrategy)
+            return len(replica.strategy.buckets)
 
         assert on_torch_ranks(2, rank) == [2, 2]  # 16 MiB, and biases, in buckets of 8
 

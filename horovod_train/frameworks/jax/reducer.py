@@ -27,7 +27,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.arrays import Array
 from horovod_train.frameworks.buckets import plan_buckets
 from horovod_train.frameworks.jax.in_place import in_place, shapes_of
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.collectives import with_tensors
 
 NARROW = (jnp.bfloat16, jnp.float16)  # summed in 32 bits: Horovod knows no bfloat16, and fp16 overflows
 
@@ -104,15 +104,14 @@ class Exchange:
     def _sum(self, name: str, buckets: Sequence[Array]) -> None:
         """Give all buckets to Horovod at once, and wait until the sums have taken their places."""
         started = perf_counter()
-        assert isinstance(self.world, TorchCommunicator)
-        world = self.world
+        world = with_tensors(self.world)
         try:
             handles = [
-                world.start_sum(torch.from_numpy(bucket), f"horovod_train.{name}.{number}")
+                world.start_allreduce(torch.from_numpy(bucket), f"horovod_train.{name}.{number}")
                 for number, bucket in enumerate(buckets)
             ]
             for handle in handles:
-                world.finish(handle)
+                world.wait(handle)
         except Exception as error:
             self.error = error
             raise

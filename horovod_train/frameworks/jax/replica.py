@@ -57,6 +57,9 @@ class JaxReplica:
         UserError: There is nothing to train.
     """
 
+    replicas_identical = True
+    """Whether all ranks hold the same weights and optimizer state now."""
+
     def __init__(
         self,
         *,

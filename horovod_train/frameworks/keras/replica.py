@@ -28,6 +28,9 @@ class KerasReplica:
         world: The ranks.
     """
 
+    replicas_identical = True
+    """Whether all ranks hold the same weights and optimizer state now."""
+
     def __init__(self, model: keras.Model, world: Communicator) -> None:
         self.model = model
         self._world = world

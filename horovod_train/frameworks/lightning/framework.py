@@ -33,8 +33,8 @@ from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import choose_device, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
-from horovod_train.frameworks.torch.reducer import LocalGradients
 from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
 
 
 class LightningReplica(TorchReplica):
@@ -91,10 +91,12 @@ class LightningFramework:
                 "needs one for each",
                 hint="use fewer ranks, or framework: torch",
             )
+        complete = SingleRankStrategy()  # gradients are when the replica sees them: Lightning's strategy sums
+        complete.bind(module, optimizer)
         self._replica = LightningReplica(
             module,
             optimizer=optimizer,
-            gradients=LocalGradients(optimizer),
+            strategy=complete,
             world=world,
             train=job.train,
         )

@@ -22,9 +22,9 @@ from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.exchange import Exchange
-from horovod_train.frameworks.torch.framework import make_gradients
-from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.state import pack_tensors, unpack_tensors
+from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
+from horovod_train.frameworks.torch.strategies.base import Strategy
 
 OPERATIONS = {"mean": "Average", "avg": "Average", "sum": "Sum", "min": "Min", "max": "Max"}
 NATIVE_DTYPES = {torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
@@ -135,7 +135,7 @@ class HorovodStrategy(ParallelStrategy):
             )
         self.lr_factor = rules[scale_learning_rate]
         self.share = 1.0 / self.world.size  # of a micro-batch in its step: all are alike
-        self.gradients: Gradients | None = None
+        self.gradients: Strategy | None = None
         self.loss: torch.Tensor | None = None
         self._weighted_loss: torch.Tensor | None = None
         self._is_blocked = False
@@ -175,13 +175,13 @@ class HorovodStrategy(ParallelStrategy):
             scale_rates(self.optimizers, [c.scheduler for c in self.lr_scheduler_configs], self.lr_factor)
             if self._is_automatic:
                 (optimizer,) = self.optimizers
-                self.gradients = make_gradients(self._allreduce, self.model, optimizer, self.world)
+                self.gradients = summed_gradients(self.world, self._allreduce)
+                self.gradients.bind(self.model, optimizer)
 
     def teardown(self) -> None:
         """Let go of the parameters."""
-        close = getattr(self.gradients, "close", None)
-        if close is not None:
-            close()
+        if self.gradients is not None:
+            self.gradients.close()
         self.gradients = None
         super().teardown()
 
@@ -210,7 +210,7 @@ class HorovodStrategy(ParallelStrategy):
         """Wait for the other ranks' gradients, after the last backward of a step."""
         if self.gradients is not None and not self._is_blocked:
             assert self._weighted_loss is not None
-            self.loss = self.gradients.finish(self._weighted_loss)
+            self.loss = self.gradients.reduce(self._weighted_loss)
             self._weighted_loss = None
 
     @contextmanager

@@ -53,6 +53,9 @@ class MxnetReplica:
         UserError: The block has nothing to train.
     """
 
+    replicas_identical = True
+    """Whether all ranks hold the same weights and optimizer state now."""
+
     def __init__(
         self,
         *,

@@ -50,6 +50,9 @@ class TensorflowReplica:
         UserError: The model has nothing to train.
     """
 
+    replicas_identical = True
+    """Whether all ranks hold the same weights and optimizer state now."""
+
     def __init__(
         self, *, model: Any, optimizer: keras.Optimizer, world: Communicator, job: Job, task: TensorflowTask
     ) -> None:

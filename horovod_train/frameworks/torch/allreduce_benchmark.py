@@ -21,7 +21,7 @@ from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.events.types import AllreduceTime, BenchmarkDone, PairTime
 from horovod_train.events.wire import Reporter
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
 from horovod_train.horovod.environment import from_slurm
 
 SIZES_BYTES = tuple(4**power for power in range(5, 14))
@@ -54,10 +54,9 @@ def main() -> None:
 
 def horovod_sum(world: Communicator) -> Callable[[int], None]:
     """Return what adds up so many bytes over ranks through Horovod."""
-    if not isinstance(world, TorchCommunicator):
-        return lambda _: None
+    ranks = with_tensors(world)
     buffers = {size: torch.zeros(size // 4) for size in SIZES_BYTES}
-    return lambda size: world.finish(world.start_sum(buffers[size], f"allreduce_benchmark.{size}"))
+    return lambda size: ranks.wait(ranks.start_allreduce(buffers[size], f"allreduce_benchmark.{size}"))
 
 
 def mpi_communicator() -> Any:

@@ -1,18 +1,65 @@
-"""The ranks of a job, through Horovod's PyTorch binding."""
+"""What ranks do together with tensors, in MPI's words: through Horovod's PyTorch binding, or alone."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from horovod_train.collectives.base import Communicator, SingleRank
 from horovod_train.collectives.horovod import Array, HorovodCommunicator
 
 
+@runtime_checkable
+class TensorCollectives(Communicator, Protocol):
+    """Ranks that exchange tensors besides numbers and bytes.
+
+    Ranks know a tensor by its name: a name stands for the same shape and type on all of them, for ever.
+    """
+
+    def start_allreduce(self, tensor: torch.Tensor, name: str) -> Any:
+        """Begin to sum a tensor over ranks, in place; returns at once with what ``wait`` needs."""
+        ...
+
+    def wait(self, handle: Any) -> None:
+        """Return when the sum is in the tensor."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, name: str) -> None:
+        """Overwrite a tensor with rank 0's, whatever its type."""
+        ...
+
+
+class TorchSingleRank(SingleRank):
+    """A process alone: every sum is there already."""
+
+    def start_allreduce(self, tensor: torch.Tensor, name: str) -> None:
+        """Do nothing."""
+
+    def wait(self, handle: None) -> None:
+        """Do nothing."""
+
+    def broadcast(self, tensor: torch.Tensor, name: str) -> None:
+        """Do nothing."""
+
+
+def with_tensors(ranks: Communicator) -> TensorCollectives:
+    """Return ranks as ranks that exchange tensors: those of PyTorch's binding, or one alone.
+
+    Raises:
+        TypeError: They are several, of another framework.
+    """
+    if isinstance(ranks, TensorCollectives):
+        return ranks
+    if ranks.size > 1:
+        raise TypeError(f"{type(ranks).__name__} does not exchange PyTorch's tensors")
+    return TorchSingleRank(host=ranks.host)
+
+
 class TorchCommunicator(HorovodCommunicator):
-    """A world of ranks; also the wire on which gradients travel."""
+    """The ranks of a job, through Horovod's PyTorch binding."""
 
     BINDING = "torch"
 
@@ -24,7 +71,7 @@ class TorchCommunicator(HorovodCommunicator):
     def allreduce_array(self, array: Array, name: str) -> Array:
         """Return the elementwise sum over ranks."""
         tensor = torch.from_numpy(array)
-        self.finish(self.start_sum(tensor, name))
+        self.wait(self.start_allreduce(tensor, name))
         return array
 
     def allgather_arrays(self, array: Array, name: str) -> Array:
@@ -32,14 +79,14 @@ class TorchCommunicator(HorovodCommunicator):
         joined: Array = self.hvd.allgather(torch.tensor(array), name=name).numpy()
         return joined
 
-    def start_sum(self, tensor: torch.Tensor, name: str) -> Any:
+    def start_allreduce(self, tensor: torch.Tensor, name: str) -> Any:
         """Begin to sum a tensor over ranks, in place; returns at once."""
         # Horovod knows no complex numbers; a sum of pairs is the same.
         reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return self.call(lambda: self.hvd.allreduce_async_(reals, name=name, op=self.hvd.Sum))
 
-    def finish(self, handle: Any) -> None:
-        """Return when a sum has arrived."""
+    def wait(self, handle: Any) -> None:
+        """Return when the sum is in the tensor."""
         self.call(lambda: self.hvd.synchronize(handle))
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:

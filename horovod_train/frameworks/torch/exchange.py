@@ -10,7 +10,7 @@ import torch
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.buckets import plan_buckets
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.collectives import with_tensors
 
 NARROW = (torch.bfloat16, torch.float16)  # summed in 32 bits: Horovod knows no bfloat16, fp16 overflows
 
@@ -42,7 +42,7 @@ class Exchange:
         """
         if self.world.size == 1:
             return list(tensors)
-        assert isinstance(self.world, TorchCommunicator)
+        ranks = with_tensors(self.world)
         dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors]
         kinds = [(self._type_on_wire(tensor.dtype), tensor.device) for tensor in dense]
         sizes = [tensor.numel() * kind.itemsize for tensor, (kind, _) in zip(dense, kinds, strict=True)]
@@ -51,11 +51,11 @@ class Exchange:
         for number, places in enumerate(plan):
             flat = [dense[place].reshape(-1).to(kinds[place][0]) for place in places]
             packed = torch.cat(flat) if len(flat) > 1 else flat[0]
-            waiting.append((packed, self.world.start_sum(packed, f"horovod_train.{name}.{number}")))
+            waiting.append((packed, ranks.start_allreduce(packed, f"horovod_train.{name}.{number}")))
         sums = dense
         for places, (packed, handle) in zip(plan, waiting, strict=True):
             started = perf_counter()
-            self.world.finish(handle)
+            ranks.wait(handle)
             self.seconds += perf_counter() - started
             pieces = torch.split(packed, [dense[place].numel() for place in places])
             for place, piece in zip(places, pieces, strict=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, cast
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
-from horovod_train.config.schema import Allreduce, Job
+from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.optimizers import make_optimizer
@@ -25,13 +24,11 @@ from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
 from horovod_train.frameworks.torch.reader import TorchReader
-from horovod_train.frameworks.torch.reducer import GradientReducer, Gradients, LocalGradients
 from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.strategies.base import make_strategy
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
-
-WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
 class TorchFramework:
@@ -54,18 +51,20 @@ class TorchFramework:
         device = choose_device(job, world)
         seed_generators(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, REQUIRED)
-        model = task.model().to(device)
+        strategy = make_strategy(job, with_tensors(world))
+        model = strategy.wrap(task.model().to(device))
         recompute_activations(model, job.train.activation_checkpointing)
         forward_model: torch.nn.Module = model
         if job.train.compile_backend is not None:
             forward_model = cast("torch.nn.Module", torch.compile(model, backend=job.train.compile_backend))
         optimizer = optimizer_of(job, task, model)
+        strategy.bind(model, optimizer)
         replica = TorchReplica(
             task=task,
             model=model,
             forward_model=forward_model,
             optimizer=optimizer,
-            gradients=make_gradients(job.allreduce, model, optimizer, world),
+            strategy=strategy,
             world=world,
             train=job.train,
             guard_gradients=job.health.non_finite == "skip",
@@ -146,52 +145,3 @@ def optimizer_of(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.opt
             f"optimizer {job.optimizer.name!r} is a {type(optimizer).__name__}, not a torch optimizer"
         )
     return optimizer
-
-
-@dataclass(frozen=True)
-class OptimizedParameters:
-    """What an optimizer has of a model, at any time."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def count(self) -> int:
-        """Return how many parameters the optimizer has."""
-        return sum(len(group["params"]) for group in self.optimizer.param_groups)
-
-    def named(self) -> dict[str, torch.nn.Parameter]:
-        """Return the optimizer's parameters by name, in the order of the model.
-
-        Raises:
-            UserError: The optimizer trains something that is not in the model.
-        """
-        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        found = {name: p for name, p in self.model.named_parameters() if id(p) in trained}
-        if len(trained) > len(found):
-            raise UserError(
-                "the optimizer trains parameters that are not in the model: ranks could not keep them equal",
-                hint="make them part of the model, as a submodule or with register_parameter",
-            )
-        return found
-
-
-def make_gradients(
-    allreduce: Allreduce, model: torch.nn.Module, optimizer: torch.optim.Optimizer, ranks: Communicator
-) -> Gradients:
-    """Return what completes the gradients of a step in this world: of what the optimizer trains.
-
-    Raises:
-        UserError: The optimizer trains something that is not in the model, or nothing.
-    """
-    optimized = OptimizedParameters(model, optimizer)
-    if not any(parameter.requires_grad for parameter in optimized.named().values()):
-        raise UserError("the optimizer trains no parameter", hint="does any parameter require a gradient?")
-    if ranks.size == 1:
-        return LocalGradients(optimizer)
-    assert isinstance(ranks, TorchCommunicator)
-    return GradientReducer(
-        optimized,
-        ranks,
-        bucket_size_bytes=int(allreduce.bucket_size_mib * 2**20),
-        wire_dtype=WIRE_DTYPES[allreduce.wire_dtype],
-    )

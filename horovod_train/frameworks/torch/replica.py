@@ -19,8 +19,7 @@ from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
-from horovod_train.frameworks.torch.reducer import Gradients
+from horovod_train.frameworks.torch.collectives import with_tensors
 from horovod_train.frameworks.torch.state import (
     blobs_of,
     from_blob,
@@ -28,6 +27,7 @@ from horovod_train.frameworks.torch.state import (
     to_blob,
     unpack_tensors,
 )
+from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.task import TorchTask
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,7 +39,7 @@ class TorchReplica:
     Args:
         model: On its device.
         optimizer: Over the model's parameters.
-        gradients: Completes the gradients of a step.
+        strategy: Keeps the replicas of all ranks in step; bound to model and optimizer.
         world: The ranks.
         train: The job's ``train`` section.
         task: Gives loss and metrics; None when the user's own loop does.
@@ -53,7 +53,7 @@ class TorchReplica:
         *,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        gradients: Gradients,
+        strategy: Strategy,
         world: Communicator,
         train: Train,
         task: TorchTask | None = None,
@@ -64,7 +64,7 @@ class TorchReplica:
         self.model = model
         self.forward_model = model if forward_model is None else forward_model
         self.optimizer = optimizer
-        self.gradients = gradients
+        self.strategy = strategy
         self._world = world
         self._train = train
         self._guard_gradients = guard_gradients
@@ -85,7 +85,7 @@ class TorchReplica:
         """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
         assert self.task is not None
         clock = StepClock()
-        self.begin()
+        self.begin(step)
         for place, (micro_batch, batch) in enumerate(step):
             clock.lap("data")
             with self.autocast():
@@ -95,8 +95,14 @@ class TorchReplica:
             clock.lap("backward")
         return self.finish(clock, lr, want_norm=want_norm)
 
-    def begin(self) -> None:
+    @property
+    def replicas_identical(self) -> bool:
+        """Whether all ranks hold the same weights and optimizer state now."""
+        return self.strategy.replicas_identical
+
+    def begin(self, step: PlannedStep) -> None:
         """Begin a step: no gradients yet."""
+        self.strategy.begin(step)
         self._local_loss = torch.zeros((), device=self._device)
         self.forward_model.train()
         # All of the model, not only what the optimizer has: what is frozen there must not pile up.
@@ -128,7 +134,7 @@ class TorchReplica:
         weighted = checked_loss(loss) * share
         self._local_loss += weighted.detach()
         if is_last:
-            self.gradients.expect_last()
+            self.strategy.expect_last()
         self.scaler.scale(weighted).backward()  # type: ignore[no-untyped-call]
 
     def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> StepOutcome:
@@ -142,11 +148,12 @@ class TorchReplica:
         Raises:
             PeerError: Another rank was lost.
         """
-        loss = float(self.gradients.finish(self._local_loss))
+        loss = float(self.strategy.reduce(self._local_loss))
         clock.lap("allreduce_wait")
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
         grad_norm, is_finite = self._update(loss, want_norm=want_norm or self._guard_gradients)
+        self.strategy.after_update(is_used=is_finite)
         if not is_finite:
             for buffer, before in zip(self._statistics, self._statistics_before, strict=False):
                 buffer.copy_(before)
@@ -156,7 +163,7 @@ class TorchReplica:
             local_loss=float(self._local_loss),
             grad_norm=grad_norm,
             is_finite=is_finite,
-            bytes_reduced=self.gradients.bytes_per_step,
+            bytes_reduced=self.strategy.bytes_per_step,
             clock=clock,
         )
 
@@ -171,9 +178,9 @@ class TorchReplica:
         norm: float | None = None
         limit = self._train.clip_grad_norm
         if want_norm or limit is not None:
-            gradients = self.gradients.gradients()
+            gradients = self.strategy.gradients()
             norm = float(get_total_norm(gradients)) if gradients else 0.0
-            if not math.isfinite(norm) and not self.scaler.is_enabled():
+            if not self.strategy.is_finite(norm) and not self.scaler.is_enabled():
                 return norm, False
             if limit is not None and norm > limit:
                 torch._foreach_mul_(gradients, limit / norm)
@@ -224,7 +231,7 @@ class TorchReplica:
         Raises:
             UserError: Ranks have made different models.
         """
-        if not isinstance(self._world, TorchCommunicator):
+        if self._world.size == 1:
             return
         tensors = self.model.state_dict()
         layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
@@ -235,8 +242,9 @@ class TorchReplica:
                     f"rank {rank} and rank {self._world.rank} have made different models: {differing[:2]}",
                     hint="a model must not depend on the rank or on its part of the data",
                 )
+        ranks = with_tensors(self._world)
         for name, tensor in tensors.items():
-            self._world.broadcast(tensor, f"horovod_train.model.{name}")
+            ranks.broadcast(tensor, f"horovod_train.model.{name}")
 
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers."""

@@ -29,10 +29,11 @@ from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
-from horovod_train.frameworks.torch.framework import choose_device, make_gradients, seed_generators
+from horovod_train.frameworks.torch.framework import choose_device, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
-from horovod_train.frameworks.torch.reducer import Gradients
 from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
+from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.transformers.task import REQUIRED, TransformersTask
 from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher
 
@@ -89,9 +90,10 @@ class TransformersFramework:
         eval_data = getattr(self._task, "eval_data", None)
         eval_set = eval_data() if eval_data else None
         self._train_reader = read(self._task.train_data())
-        self._gradients = make_gradients(job.allreduce, model, optimizer, world)
+        self._gradients = summed_gradients(world, job.allreduce)
+        self._gradients.bind(model, optimizer)
         self._replica = TransformersReplica(
-            model=model, optimizer=optimizer, gradients=self._gradients, world=world, train=job.train
+            model=model, optimizer=optimizer, strategy=self._gradients, world=world, train=job.train
         )
         self._trainer = _JobTrainer(
             world=world,
@@ -175,7 +177,7 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
     bridge: Bridge
     source: _Source
 
-    def __init__(self, *, world: Communicator, gradients: Gradients, **settings: Any) -> None:
+    def __init__(self, *, world: Communicator, gradients: Strategy, **settings: Any) -> None:
         super().__init__(world=world, **settings)
         self.gradients = gradients
         self.clock = StepClock()
@@ -212,7 +214,7 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
         self.clock.lap("allreduce_wait" if self.accelerator.sync_gradients else "backward")
         return found
 
-    def _complete(self, gradients: Gradients) -> torch.Tensor:
+    def _complete(self, gradients: Strategy) -> torch.Tensor:
         self.clock.lap("backward")
         loss = super()._complete(gradients)
         self.loss_of_step, self.local_loss_of_step = float(loss), float(self.local_loss)

@@ -29,9 +29,9 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.reader import batch_length, checked_length
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
-from horovod_train.frameworks.torch.framework import make_gradients
-from horovod_train.frameworks.torch.reducer import Gradients
+from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
+from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
+from horovod_train.frameworks.torch.strategies.base import Strategy
 
 _world: Communicator | None = None
 
@@ -90,7 +90,7 @@ class HorovodTrainerMixin:
         self._allreduce = Allreduce.model_validate(
             {"bucket_size_mib": bucket_size_mib, "wire_dtype": wire_dtype}
         )
-        self.gradients: Gradients | None = None
+        self.gradients: Strategy | None = None
         self.local_loss = torch.zeros(())
         self._weights: list[float] = []  # of the micro-batches that the current step still has
         given = kwargs.get("args") or next((a for a in args if isinstance(a, TrainingArguments)), None)
@@ -175,17 +175,18 @@ class HorovodTrainerMixin:
         # What Trainer logs is the sum over micro-batches: all of it is in the last.
         return loss.to(mine.dtype)
 
-    def _complete(self, gradients: Gradients) -> torch.Tensor:
+    def _complete(self, gradients: Strategy) -> torch.Tensor:
         """Wait for the sum over ranks; return the loss of the global batch."""
-        return gradients.finish(self.local_loss)
+        return gradients.reduce(self.local_loss)
 
     def _prepare_ranks(self, model: Any) -> None:
         """Take over rank 0's weights; make what sums gradients."""
-        if isinstance(self.world, TorchCommunicator):
-            for name, tensor in model.state_dict().items():
-                self.world.broadcast(tensor, f"horovod_train.model.{name}")
+        ranks = with_tensors(self.world)
+        for name, tensor in model.state_dict().items():
+            ranks.broadcast(tensor, f"horovod_train.model.{name}")
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        self.gradients = make_gradients(self._allreduce, model, optimizer, self.world)
+        self.gradients = summed_gradients(self.world, self._allreduce)
+        self.gradients.bind(model, optimizer)
 
     # -- evaluation
 

@@ -11,34 +11,12 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.framework import OptimizedParameters
-from horovod_train.frameworks.torch.reducer import (
-    GradientReducer,
-    LocalGradients,
-    check_same_trained,
+from horovod_train.frameworks.torch.strategies.allreduce import (
+    AllreduceStrategy,
+    SingleRankStrategy,
     make_buckets,
 )
-
-
-class ThreadWire:
-    """Sums tensors over the threads of a world."""
-
-    def __init__(self, world):
-        self.world = world
-        self.sent = []
-
-    def start_sum(self, tensor, name):
-        self.sent.append(name)
-        return tensor, name
-
-    def finish(self, handle):
-        tensor, _ = handle
-        pieces = self.world.allgather(tensor.double().numpy().tobytes())
-        total = sum(torch.frombuffer(bytearray(piece), dtype=torch.float64) for piece in pieces)
-        tensor.copy_(total)
-
-    def allgather(self, data):
-        return self.world.allgather(data)
+from horovod_train.frameworks.torch.trained import OptimizedParameters, check_same_trained
 
 
 class Given:
@@ -52,6 +30,12 @@ class Given:
 
     def named(self):
         return {f"p{number}": parameter for number, parameter in enumerate(self.parameters)}
+
+
+def reducer_of(optimized, ranks, **options):
+    strategy = AllreduceStrategy(ranks, **options)
+    strategy.sum_gradients_of(optimized)
+    return strategy
 
 
 MODEL = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -76,16 +60,14 @@ def test_uneven_ranks_get_the_gradient_of_the_joint_batch(size, bucket_size_byte
 
     def rank(world):
         model = make_model()
-        reducer = GradientReducer(
-            Given(model.parameters()), ThreadWire(world), bucket_size_bytes=bucket_size_bytes
-        )
+        reducer = reducer_of(Given(model.parameters()), world, bucket_size_bytes=bucket_size_bytes)
         loss = torch.zeros(())
         mine = pieces[world.rank]
         if len(mine):
             reducer.expect_last()
             loss = nn.functional.mse_loss(model(inputs[mine]), targets[mine]) * (len(mine) / 7)
             loss.backward()
-        total = reducer.finish(loss.detach())
+        total = reducer.reduce(loss.detach())
         return float(total), [p.grad.clone() for p in model.parameters()]
 
     expected = joint_gradient(inputs, targets)
@@ -99,15 +81,14 @@ def test_uneven_ranks_get_the_gradient_of_the_joint_batch(size, bucket_size_byte
 def test_only_the_last_micro_step_communicates():
     def rank(world):
         model = make_model()
-        wire = ThreadWire(world)
-        reducer = GradientReducer(Given(model.parameters()), wire, bucket_size_bytes=1)
+        reducer = reducer_of(Given(model.parameters()), world, bucket_size_bytes=1)
         model(torch.ones(1, 4)).sum().backward()
-        before = len(wire.sent)
+        before = len(world.sent)
         reducer.expect_last()
         model(torch.ones(1, 4)).sum().backward()
-        during = len(wire.sent)
-        reducer.finish(torch.zeros(()))
-        return before, during, len(wire.sent), len(reducer.buckets)
+        during = len(world.sent)
+        reducer.reduce(torch.zeros(()))
+        return before, during, len(world.sent), len(reducer.buckets)
 
     ((before, during, after, num_buckets),) = on_ranks(1, rank)
     assert before == 0
@@ -118,10 +99,10 @@ def test_only_the_last_micro_step_communicates():
 def test_a_parameter_that_no_rank_used_has_no_gradient():
     def rank(world):
         used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
-        reducer = GradientReducer(Given([used, unused]), ThreadWire(world), bucket_size_bytes=1)
+        reducer = reducer_of(Given([used, unused]), world, bucket_size_bytes=1)
         reducer.expect_last()
         used.sum().backward()
-        reducer.finish(torch.zeros(()))
+        reducer.reduce(torch.zeros(()))
         return used.grad, unused.grad
 
     for used, unused in on_ranks(2, rank):
@@ -132,10 +113,10 @@ def test_a_parameter_that_no_rank_used_has_no_gradient():
 def test_a_parameter_that_one_rank_used_has_its_gradient_on_all():
     def rank(world):
         always, sometimes = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
-        reducer = GradientReducer(Given([always, sometimes]), ThreadWire(world), bucket_size_bytes=1)
+        reducer = reducer_of(Given([always, sometimes]), world, bucket_size_bytes=1)
         reducer.expect_last()
         (always.sum() + (sometimes.sum() if world.rank == 1 else 0)).backward()
-        reducer.finish(torch.zeros(()))
+        reducer.reduce(torch.zeros(()))
         return sometimes.grad
 
     assert [gradient.tolist() for gradient in on_ranks(3, rank)] == [[1, 1]] * 3
@@ -144,13 +125,13 @@ def test_a_parameter_that_one_rank_used_has_its_gradient_on_all():
 def test_steps_do_not_leak_into_each_other():
     def rank(world):
         model = make_model()
-        reducer = GradientReducer(Given(model.parameters()), ThreadWire(world), bucket_size_bytes=64)
+        reducer = reducer_of(Given(model.parameters()), world, bucket_size_bytes=64)
         found = []
         for value in (1.0, 3.0):
             model.zero_grad()
             reducer.expect_last()
             model(torch.full((1, 4), value)).sum().backward()
-            reducer.finish(torch.zeros(()))
+            reducer.reduce(torch.zeros(()))
             found.append([p.grad.clone() for p in model.parameters()])
         return found
 
@@ -167,12 +148,12 @@ def test_both_ways_of_clearing_gradients_work(set_to_none):
     def rank(world):
         parameter = nn.Parameter(torch.ones(3))
         optimizer = torch.optim.SGD([parameter], lr=0)
-        reducer = GradientReducer(Given([parameter]), ThreadWire(world), bucket_size_bytes=1)
+        reducer = reducer_of(Given([parameter]), world, bucket_size_bytes=1)
         for _ in range(3):
             optimizer.zero_grad(set_to_none=set_to_none)
             reducer.expect_last()
             parameter.sum().backward()
-            reducer.finish(torch.zeros(()))
+            reducer.reduce(torch.zeros(()))
         return parameter.grad.tolist()
 
     assert on_ranks(2, rank) == [[2, 2, 2]] * 2
@@ -181,10 +162,10 @@ def test_both_ways_of_clearing_gradients_work(set_to_none):
 def test_sparse_gradients_are_summed_densely():
     def rank(world):
         embedding = nn.Embedding(4, 2, sparse=True)
-        reducer = GradientReducer(Given(embedding.parameters()), ThreadWire(world), bucket_size_bytes=1)
+        reducer = reducer_of(Given(embedding.parameters()), world, bucket_size_bytes=1)
         reducer.expect_last()
         embedding(torch.tensor([world.rank])).sum().backward()
-        reducer.finish(torch.zeros(()))
+        reducer.reduce(torch.zeros(()))
         return embedding.weight.grad.tolist()
 
     assert on_ranks(2, rank) == [[[1, 1], [1, 1], [0, 0], [0, 0]]] * 2
@@ -193,7 +174,7 @@ def test_sparse_gradients_are_summed_densely():
 def test_a_second_gradient_in_one_backward_is_refused():
     def rank(world):
         parameter, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-        reducer = GradientReducer(Given([parameter, other]), ThreadWire(world), bucket_size_bytes=1)
+        reducer = reducer_of(Given([parameter, other]), world, bucket_size_bytes=1)
         reducer.expect_last()
         parameter.sum().backward()
         parameter.sum().backward()
@@ -255,7 +236,7 @@ def train(world, change, num_steps=6, accumulation=1):
     """Train with momentum; ``change`` may change what is trained before a step. Returns the weights."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    reducer = GradientReducer(OptimizedParameters(model, optimizer), ThreadWire(world), bucket_size_bytes=16)
+    reducer = reducer_of(OptimizedParameters(model, optimizer), world, bucket_size_bytes=16)
     pieces = torch.arange(12).chunk(world.size * accumulation)
     mine = pieces[world.rank * accumulation : (world.rank + 1) * accumulation]
     for step in range(num_steps):
@@ -265,7 +246,7 @@ def train(world, change, num_steps=6, accumulation=1):
             if piece is mine[-1]:
                 reducer.expect_last()
             (loss_of(model, INPUTS[piece], TARGETS[piece]) * len(piece) / 12).backward()
-        reducer.finish(torch.zeros(()))
+        reducer.reduce(torch.zeros(()))
         optimizer.step()
     reducer.close()
     return [p.detach().clone() for p in model.parameters()]
@@ -341,13 +322,11 @@ class TestWhatIsTrainedMayChange:
         def rank(world):
             model = Model()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            reducer = GradientReducer(
-                OptimizedParameters(model, optimizer), ThreadWire(world), bucket_size_bytes=16
-            )
+            reducer = reducer_of(OptimizedParameters(model, optimizer), world, bucket_size_bytes=16)
             model.body.requires_grad_()
             reducer.expect_last()
             (loss_of(model, INPUTS, TARGETS) / world.size).backward()
-            reducer.finish(torch.zeros(()))
+            reducer.reduce(torch.zeros(()))
             return float(get_total_norm(reducer.gradients()))
 
         model = Model()
@@ -363,12 +342,12 @@ class TestWhatIsTrainedMayChange:
             used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2), requires_grad=False)
             head = nn.Parameter(torch.ones(3))
             used.requires_grad_(requires_grad=False)
-            reducer = GradientReducer(Given([head, used, unused]), ThreadWire(world), bucket_size_bytes=1)
+            reducer = reducer_of(Given([head, used, unused]), world, bucket_size_bytes=1)
             for parameter in (used, unused):
                 parameter.requires_grad_()
             reducer.expect_last()
             (head * used).sum().backward()
-            reducer.finish(torch.zeros(()))
+            reducer.reduce(torch.zeros(()))
             return used.grad.tolist(), unused.grad
 
         assert on_ranks(2, rank) == [([2, 2, 2], None)] * 2
@@ -376,9 +355,9 @@ class TestWhatIsTrainedMayChange:
     def test_but_not_to_nothing(self):
         def rank(world):
             parameter = nn.Parameter(torch.ones(2))
-            reducer = GradientReducer(Given([parameter]), ThreadWire(world), bucket_size_bytes=16)
+            reducer = reducer_of(Given([parameter]), world, bucket_size_bytes=16)
             parameter.requires_grad_(requires_grad=False)
-            reducer.finish(torch.zeros(()))
+            reducer.reduce(torch.zeros(()))
 
         assert all("nothing is trained any more" in str(error) for error in on_ranks(2, rank))
 
@@ -403,14 +382,12 @@ class TestComplexParameters:
 
         def rank(world):
             parameters = [nn.Parameter(tensor.clone()) for tensor in start]
-            reducer = GradientReducer(
-                Given(parameters), ThreadWire(world), bucket_size_bytes=1, wire_dtype=wire_dtype
-            )
+            reducer = reducer_of(Given(parameters), world, bucket_size_bytes=1, wire_dtype=wire_dtype)
             part = inputs.chunk(size)[world.rank]
             reducer.expect_last()
             loss = loss_of_part(parameters, part, len(part) / 6)
             loss.backward()
-            reducer.finish(loss.detach())
+            reducer.reduce(loss.detach())
             return [p.grad.clone() for p in parameters], float(get_total_norm(reducer.gradients()))
 
         alone = [nn.Parameter(tensor.clone()) for tensor in start]
@@ -427,10 +404,11 @@ class TestComplexParameters:
 def test_sparse_gradients_of_one_process_are_dense_as_on_several_ranks():
     embedding = nn.Embedding(4, 2, sparse=True)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1, momentum=0.9)
-    gradients = LocalGradients(optimizer)
+    gradients = SingleRankStrategy()
+    gradients.bind(embedding, optimizer)
 
     embedding(torch.tensor([1, 1])).sum().backward()
-    gradients.finish(torch.zeros(()))
+    gradients.reduce(torch.zeros(()))
 
     assert gradients.gradients()[0].tolist() == [[0, 0], [2, 2], [0, 0], [0, 0]]
     assert float(get_total_norm(gradients.gradients())) == pytest.approx(8**0.5)

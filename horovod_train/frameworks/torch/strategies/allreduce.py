@@ -1,4 +1,4 @@
-"""Sum gradients over ranks while backward still runs.
+"""All-reduce: gradients are summed over ranks while backward still runs, and all replicas are identical.
 
 Gradients are packed into flat buckets in the order backward makes them. When the last gradient of
 a bucket is there, the bucket leaves: one all-reduce, in place, no further copy. The layout follows from
@@ -22,65 +22,59 @@ A complex gradient travels as pairs of real numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from horovod_train.errors import UserError, describe_ranks
+from horovod_train.collectives.base import Communicator
+from horovod_train.config.schema import Allreduce, Job
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
+from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.torch.trained import Named, Optimized, OptimizedParameters, check_same_trained
 
-Named = Mapping[str, torch.nn.Parameter]
-
-
-class Optimized(Protocol):
-    """What an optimizer has, which may change between two steps: layers are unfrozen, groups added."""
-
-    def count(self) -> int:
-        """Return how many parameters the optimizer has; cheap, for it is asked in each step."""
-        ...
-
-    def named(self) -> Named:
-        """Return the optimizer's parameters by name, in the order of the model.
-
-        Raises:
-            UserError: The optimizer has parameters that are not in the model.
-        """
-        ...
+WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 
 
-class Gradients(Protocol):
-    """The gradients of one replica during a step."""
+def allreduce(ranks: TensorCollectives, job: Job) -> Strategy:
+    """Return the strategy ``allreduce``; its settings are the job's section of that name."""
+    return summed_gradients(ranks, job.allreduce)
 
-    bytes_per_step: int
 
-    def expect_last(self) -> None:
-        """The next backward is the last of this step."""
-        ...
+def summed_gradients(ranks: Communicator, section: Allreduce) -> Strategy:
+    """Return what completes the gradients of a step in this world."""
+    if ranks.size == 1:
+        return SingleRankStrategy()
+    return AllreduceStrategy(
+        with_tensors(ranks),
+        bucket_size_bytes=int(section.bucket_size_mib * 2**20),
+        wire_dtype=WIRE_DTYPES[section.wire_dtype],
+    )
 
-    def finish(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Complete the gradients of the step; return its loss."""
-        ...
+
+class SingleRankStrategy(Strategy):
+    """The gradients of a process alone: complete as they are."""
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what is trained."""
+        OptimizedParameters(model, optimizer).check()
+        self._optimizer = optimizer
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Make sparse gradients dense, as they are on several ranks; return the loss."""
+        for parameter in self._parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+        return weighted_loss
 
     def gradients(self) -> list[torch.Tensor]:
-        """Tensors that together are the gradient; writing to them changes ``parameter.grad``."""
-        ...
+        """Return the gradients there are."""
+        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
 
-
-class Wire(Protocol):
-    """Sums tensors over ranks, and exchanges bytes."""
-
-    def start_sum(self, tensor: torch.Tensor, name: str) -> Any:
-        """Begin to sum a tensor in place; returns at once with a handle."""
-        ...
-
-    def finish(self, handle: Any) -> None:
-        """Return when the sum is in the tensor."""
-        ...
-
-    def allgather(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank, by rank."""
-        ...
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
 
 
 @dataclass(frozen=True)
@@ -140,53 +134,47 @@ def _num_reals(parameter: torch.Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
-class GradientReducer:
+class AllreduceStrategy(Strategy):
     """Keeps the gradients of one replica equal to those of the whole step.
 
-    A step is: ``expect_last()`` before the last backward, then ``finish(loss)``. Backward passes
-    before that only accumulate. A rank without samples calls ``finish`` alone.
-
     Args:
-        optimized: What the optimizer has; of that, what requires a gradient is trained.
-        wire: Sums over ranks.
+        ranks: Those that share the samples of a step.
         bucket_size_bytes: About how much travels in one piece.
         wire_dtype: Type of 32-bit gradients on the way.
     """
 
     def __init__(
         self,
-        optimized: Optimized,
-        wire: Wire,
+        ranks: TensorCollectives,
         *,
         bucket_size_bytes: int,
         wire_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._optimized = optimized
-        self._wire = wire
+        self._ranks = ranks
         self._bucket_size_bytes = bucket_size_bytes
         self._wire_dtype = wire_dtype
         self._listening = False
         self._removers: list[Any] = []
         self._is_packed: list[bool] = []
         self._layout = -1
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what is trained."""
+        optimized = OptimizedParameters(model, optimizer)
+        optimized.check()
+        self.sum_gradients_of(optimized)
+
+    def sum_gradients_of(self, optimized: Optimized) -> None:
+        """Sum the gradients of what an optimizer has, and of that, what requires a gradient."""
+        self._optimized = optimized
         self._lay_out(optimized.named())
 
     def expect_last(self) -> None:
         """The next backward is the last of this step: buckets leave as they fill."""
         self._listening = True
 
-    def finish(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Send what has not left yet, wait for all, and put the sums into ``parameter.grad``.
-
-        Args:
-            weighted_loss: This rank's sum of share x loss, shape [].
-
-        Returns:
-            The sum over ranks, shape []: the mean loss over the samples of the step.
-
-        Raises:
-            UserError: Ranks train different parameters; all of them raise it.
-        """
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Send what has not left yet, wait for all, and put the sums into ``parameter.grad``."""
         self._listening = False
         extra = self.buckets[-1].extra
         flags = extra[:-2]
@@ -255,7 +243,9 @@ class GradientReducer:
         named, problem = self._named_now()
         trained = {name: p for name, p in named.items() if p.requires_grad}
         layout = [[name, list(p.shape), str(p.dtype)] for name, p in trained.items()]
-        everyone = [json.loads(data) for data in self._wire.allgather(json.dumps([problem, layout]).encode())]
+        everyone = [
+            json.loads(data) for data in self._ranks.allgather(json.dumps([problem, layout]).encode())
+        ]
         check_same_trained(everyone)
         before = set(map(id, self._trained))
         new = [parameter for parameter in trained.values() if id(parameter) not in before]
@@ -279,9 +269,9 @@ class GradientReducer:
             for slot in bucket.slots:
                 self._pack(slot)
             name = f"horovod_train.late.{self._layout}.{number}"
-            bucket.handle = self._wire.start_sum(bucket.packed, name)
+            bucket.handle = self._ranks.start_allreduce(bucket.packed, name)
         for bucket in buckets:
-            self._wire.finish(bucket.handle)
+            self._ranks.wait(bucket.handle)
         is_used = (flags > 0).tolist()
         for bucket in buckets:
             bucket.unpack()
@@ -307,7 +297,7 @@ class GradientReducer:
             self._is_packed[slot.index] = True
             slot.parameter.grad = None
             bucket.num_missing -= 1
-            # The last bucket waits for finish(): it carries what is only known then.
+            # The last bucket waits for reduce(): it carries what is only known then.
             if bucket.num_missing == 0 and not is_last:
                 self._send(number)
 
@@ -323,12 +313,14 @@ class GradientReducer:
     def _send(self, number: int) -> None:
         bucket = self.buckets[number]
         # Sizes follow the layout, and Horovod knows a tensor by its name.
-        bucket.handle = self._wire.start_sum(bucket.packed, f"horovod_train.bucket.{self._layout}.{number}")
+        bucket.handle = self._ranks.start_allreduce(
+            bucket.packed, f"horovod_train.bucket.{self._layout}.{number}"
+        )
 
     def _receive(self, flags: torch.Tensor | None) -> None:
         """Wait for every bucket. ``flags`` is read only by ranks that lack a gradient."""
         for bucket in self.buckets:
-            self._wire.finish(bucket.handle)
+            self._ranks.wait(bucket.handle)
         # Only a rank that lacks a gradient has to ask; the others know that it is used.
         is_used = None if flags is None else (flags > 0).tolist()
         for bucket in self.buckets:
@@ -345,64 +337,6 @@ def as_reals(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient densely, complex numbers as pairs."""
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-
-
-def check_same_trained(everyone: Sequence[tuple[str, list[list[Any]]]]) -> None:
-    """Refuse ranks that train different parameters.
-
-    Args:
-        everyone: For each rank, what is wrong with its optimizer, and [name, shape, type] of each
-            parameter that it trains.
-
-    Raises:
-        UserError: They do.
-    """
-    for rank, (problem, _) in enumerate(everyone):
-        if problem:
-            raise UserError(f"{describe_ranks([rank])}: {problem}")
-    trained = [{entry[0] for entry in layout} for _, layout in everyone]
-    if all(layout == everyone[0][1] for _, layout in everyone):
-        return
-    for name in sorted(set().union(*trained)):
-        having = [rank for rank, names in enumerate(trained) if name in names]
-        if len(having) < len(everyone):
-            lacking = [rank for rank in range(len(everyone)) if rank not in having]
-            verbs = ["train" if len(having) > 1 else "trains", "do" if len(lacking) > 1 else "does"]
-            raise UserError(
-                f"{describe_ranks(having)} {verbs[0]} {name!r} and {describe_ranks(lacking)} {verbs[1]} not",
-                hint="freeze and unfreeze parameters on all ranks in the same step",
-            )
-    raise UserError("ranks train parameters of different shapes, types or order")
-
-
-class LocalGradients:
-    """The gradients of a world of one: already complete.
-
-    Args:
-        optimizer: Its parameters are trained.
-    """
-
-    bytes_per_step = 0
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def expect_last(self) -> None:
-        """Do nothing."""
-
-    def finish(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Make sparse gradients dense, as they are on several ranks; return the loss."""
-        for parameter in self._parameters():
-            if parameter.grad is not None and parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.to_dense()
-        return weighted_loss
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The gradients there are."""
-        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
-
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
 
 
 def make_buckets(

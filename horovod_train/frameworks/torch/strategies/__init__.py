@@ -1,0 +1,1 @@
+"""How the ranks of a PyTorch job stay in step: a file per strategy."""

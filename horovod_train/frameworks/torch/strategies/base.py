@@ -1,0 +1,108 @@
+"""How ranks stay in step: what they exchange in each step, and which of them hold the same weights.
+
+A strategy is a file here (or in another package, see ``registry.py``) with a class and its arguments,
+and one row in the table. The replica calls it in this order:
+
+    made         with the ranks, the job and ``strategy.args``; refuses what it cannot do
+    wrap         the model, before its optimizer is made
+    bind         model and optimizer; what is trained is known now
+    then in each step
+      begin        which samples this rank has
+      expect_last  before the last backward
+      reduce       gradients are completed; returns the loss of the whole step
+      gradients    are scaled, clipped, measured by the replica
+      is_finite    whether the step may be used: the same on all ranks
+      after_update the optimizer has made its step, or has left it out
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from horovod_train.config.schema import Job
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.registry import STRATEGIES, load_attribute
+
+
+class Strategy:
+    """Keeps the replicas of ranks in step.
+
+    Attributes:
+        bytes_per_step: Bytes that this rank has put on the wire in the last step.
+        replicas_identical: Whether all ranks hold the same weights and optimizer state now. Where they
+            do not in each step, they do after a planned step that is the last; checkpoints, comparisons
+            and leaving wait for it.
+    """
+
+    bytes_per_step: int = 0
+    replicas_identical: bool = True
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the module that is trained in a model's place."""
+        return model
+
+    def close(self) -> None:
+        """Let go of the model. Safe to call twice."""
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what is trained.
+
+        Raises:
+            UserError: It cannot be trained in this way.
+        """
+        raise NotImplementedError
+
+    def begin(self, step: PlannedStep) -> None:
+        """A step begins."""
+
+    def expect_last(self) -> None:
+        """The next backward is the last of this step."""
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Complete the gradients of the step.
+
+        Args:
+            weighted_loss: This rank's sum of share x loss, shape [].
+
+        Returns:
+            The mean loss over the samples of the step, over all ranks, shape [].
+
+        Raises:
+            PeerError: Another rank was lost.
+            UserError: Ranks train different parameters; all of them raise it.
+        """
+        raise NotImplementedError
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return tensors that together are the gradient; writing to them changes ``parameter.grad``."""
+        raise NotImplementedError
+
+    def is_finite(self, norm: float) -> bool:
+        """Return whether the gradient is finite on all ranks, given the norm on this one."""
+        return math.isfinite(norm)
+
+    def after_update(self, *, is_used: bool) -> None:
+        """The optimizer has made its step; or the step was not used, and weights are as before."""
+
+
+def make_strategy(job: Job, ranks: TensorCollectives) -> Strategy:
+    """Return the job's strategy.
+
+    Raises:
+        UserError: There is no such strategy, or it refuses its arguments or the job.
+    """
+    name = job.strategy.name
+    location = name if ":" in name else STRATEGIES.location(name)
+    factory = load_attribute(location, what=f"strategy {name!r}")
+    try:
+        strategy: Strategy = factory(ranks, job, **job.strategy.args)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"strategy {name!r} cannot be made: {error}",
+            hint="strategy.args must fit the arguments of its class",
+        ) from error
+    return strategy
