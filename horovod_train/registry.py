@@ -196,6 +196,7 @@ STRATEGIES = Registry(
     group="horovod_train.strategies",
     builtin={
         "allreduce": "horovod_train.frameworks.torch.strategies.allreduce:allreduce",
+        "local-sgd": "horovod_train.frameworks.torch.strategies.local_sgd:LocalSgd",
     },
 )
 

@@ -88,6 +88,7 @@ class Case:
     bucket_mib: float = 0.0005  # several buckets, also for a model this small
     compile_backend: str | None = None
     recompute: tuple[str, ...] = ()
+    strategy: dict[str, Any] = field(default_factory=dict)
     epochs: int = 3
     tolerance: float = 1e-6
 
@@ -109,6 +110,7 @@ class Case:
             "lr": {"base_lr": self.lr, "scaling": "none"},
             "data": {"shuffle": False},
             "allreduce": {"bucket_size_mib": self.bucket_mib, "wire_dtype": self.wire},
+            "strategy": self.strategy,
         }
 
 
@@ -131,5 +133,7 @@ CASES = (
     Case("bf16 parameters", task_args={"dtype": "bfloat16"}, lr=0.02, tolerance=3e-2),
     Case("optimizer by import path", optimizer="torch.optim:SGD"),
     Case("lars", optimizer="lars", optimizer_args={"momentum": 0.9}, lr=0.5),
+    # Of an optimizer that is linear in the gradient, the mean of what ranks do is what the mean does.
+    Case("a mean of weights", strategy={"name": "local-sgd", "args": {"every_steps": 1}}),
     Case("lamb", optimizer="lamb", optimizer_args={}, lr=2e-3),
 )

@@ -37,6 +37,7 @@ LAUNCHES = {
 # Real Horovod, real gradients and loader processes; what launchers and signals do is the same without.
 WITH_HOROVOD = [
     ("torch", "horovodrun over mpi"),
+    ("torch with local-sgd", "horovodrun over mpi"),
     pytest.param("torch", "horovodrun over gloo", marks=pytest.mark.campaign),
 ]
 CASES = [*(("numpy", launch) for launch in LAUNCHES), *WITH_HOROVOD]
@@ -47,6 +48,7 @@ TIMES_OF_ASKING = [0, *(pytest.param(number, marks=pytest.mark.campaign) for num
 
 
 def job(folder, name, launch, pause_s, framework="numpy", num_workers=1):
+    framework, _, strategy = framework.partition(" with ")
     path = folder / f"{name}.yaml"
     return write_job(
         path,
@@ -56,6 +58,7 @@ def job(folder, name, launch, pause_s, framework="numpy", num_workers=1):
         task_args={"notes": str(folder), "pause_s": pause_s},
         run_dir=str(folder / "runs"),
         train={"epochs": EPOCHS, "batch_size_per_rank": 4},
+        strategy={"name": strategy, "args": {"every_steps": 7}} if strategy else {},
         optimizer={"name": "adam"} if framework == "torch" else {"args": {"momentum": 0.9}},
         data={"num_workers": num_workers if framework == "torch" else 0},
         checkpoint={"every_epochs": None, "keep_last": 100},
@@ -83,7 +86,7 @@ def undisturbed(tmp_path_factory):
 
     @functools.cache
     def train(framework, num_ranks):
-        name = f"{framework}-{num_ranks}"
+        name = f"{framework.replace(' ', '-')}-{num_ranks}"
         launch = LAUNCHES["mpirun" if num_ranks > 1 else "alone"]
         cli("run", str(job(folder, name, launch, 0.0, framework, num_workers=0)), cwd=folder)
         return state(folder, name)

@@ -1,0 +1,168 @@
+"""Local SGD: each rank trains by itself, and every so many steps weights become their mean over ranks.
+
+    every_steps times: the gradient of this rank's own samples -> the optimizer's step
+    then:              weights and the optimizer's state <- their mean over ranks
+
+What travels is the model and the optimizer's state once in ``every_steps`` steps, in place of the
+gradient in each; besides, one number per step, so that every rank sees the loss of the whole step and
+decides alike about one that is not finite. For networks that are slow beside the model.
+
+A rank counts in the mean by the samples that it has trained since the last one. With
+``every_steps: 1``, and an optimizer that is linear in the gradient (SGD, with momentum or weight
+decay), the mean is therefore the step of the joint batch. The last step of an epoch is always
+followed by a mean: what is evaluated, saved and compared is the same on all ranks.
+
+Sources: Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767; with the mean of
+momentum, too: Yu, Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum
+SGD", arXiv:1905.03817; samples as weights: McMahan et al., "Communication-Efficient Learning of Deep
+Networks from Decentralized Data", arXiv:1602.05629.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from horovod_train.checkpoint.tree import pack_tree
+from horovod_train.collectives.base import allgather_json
+from horovod_train.config.schema import Job
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.frameworks.torch.exchange import NARROW, Exchange
+from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.torch.trained import Named, OptimizedParameters, check_same_trained
+
+
+class LocalSgd(Strategy):
+    """Averages weights and optimizer state over ranks, in place of gradients.
+
+    Clipping is of each rank's own gradient. A parameter that a rank did not use in a step has a
+    gradient of zeros there, so that optimizers of all ranks keep the same state.
+
+    Args:
+        ranks: Those that share the samples of a step.
+        job: Its precision must not be fp16, nor its wire.
+        every_steps: So many steps are made between two means.
+
+    Raises:
+        UserError: ``every_steps`` is no count, or the job cannot be trained in this way.
+    """
+
+    def __init__(self, ranks: TensorCollectives, job: Job, *, every_steps: int) -> None:
+        if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
+            raise UserError(
+                f"strategy.args.every_steps is {every_steps!r}",
+                hint="use a whole number of steps, at least 1",
+            )
+        if job.train.precision == "fp16":
+            raise UserError(
+                "local-sgd cannot train with train.precision: fp16: each rank would have its own loss scale",
+                hint="use bf16 or fp32",
+            )
+        if job.allreduce.wire_dtype == "fp16":
+            raise UserError(
+                "local-sgd cannot use allreduce.wire_dtype: fp16: it would round the weights themselves",
+                hint="use fp32",
+            )
+        self._ranks = ranks
+        self._every_steps = every_steps
+        self._exchange = Exchange(ranks, int(job.allreduce.bucket_size_mib * 2**20))
+        self._num_steps = 0
+        self._samples = [0, 0]  # since the last mean: this rank's, and all ranks'
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what is trained."""
+        self._optimizer = optimizer
+        self._optimized = OptimizedParameters(model, optimizer)
+        self._optimized.check()
+
+    def begin(self, step: PlannedStep) -> None:
+        """Note which samples this rank has."""
+        self._step = step
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Make the gradient that of this rank's own samples; return the loss of all."""
+        for parameter in self._trained():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+        own_share = sum(micro_batch.share for micro_batch in self._step.share.micro_batches)
+        if own_share:
+            torch._foreach_div_(self.gradients(), own_share)
+        (loss,) = self._ranks.allreduce_sum([float(weighted_loss)])
+        self.bytes_per_step = 8 if self._ranks.size > 1 else 0
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank."""
+        return [parameter.grad for parameter in self._trained() if parameter.grad is not None]
+
+    def is_finite(self, norm: float) -> bool:
+        """Return whether all ranks' gradients are finite: a step is used by all ranks or by none."""
+        return self._ranks.allreduce_sum([float(not math.isfinite(norm))])[0] == 0
+
+    def after_update(self, *, is_used: bool) -> None:
+        """Take the mean over ranks when it is due."""
+        if is_used:
+            share = self._step.share
+            self._num_steps += 1
+            self._samples[0] += sum(map(len, share.micro_batches))
+            self._samples[1] += share.num_samples
+            self.replicas_identical = self._ranks.size == 1
+        if self._num_steps and (self._num_steps >= self._every_steps or self._step.is_last):
+            if self._ranks.size > 1:
+                self._average(self._samples[0] / self._samples[1])
+            self._num_steps, self._samples = 0, [0, 0]
+            self.replicas_identical = True
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    @torch.no_grad()
+    def _average(self, weight: float) -> None:
+        """Replace weights and optimizer state by their mean over ranks.
+
+        Args:
+            weight: How much this rank counts; the sum over ranks is 1.
+        """
+        named = self._optimized.named()
+        document = self._optimizer.state_dict()
+        settings, state = pack_tree(document, lambda leaf: isinstance(leaf, torch.Tensor))
+        self._check_alike(named, settings, state)
+        # What optimizers count (steps) is equal on all ranks, and stays a whole number.
+        counts = [t for t in state.values() if not t.ndim and t.is_floating_point()]
+        whole = [*named.values(), *(t for t in state.values() if t.ndim)]
+        numbers = [t for t in whole if t.is_floating_point() or t.is_complex()]
+        parts = [(t.float() if t.dtype in NARROW else t) * weight for t in numbers]
+        self.bytes_per_step += self._exchange.bytes_on_wire(parts)
+        for tensor, mean in zip(numbers, self._exchange.sum(parts, "local_sgd"), strict=True):
+            tensor.copy_(mean)
+        everyone = allgather_json(self._ranks, [weight, [float(count) for count in counts]])
+        for place, count in enumerate(counts):
+            values = [(rank_weight, found[place]) for rank_weight, found in everyone]
+            if len({value for _, value in values}) > 1:
+                count.fill_(math.fsum(rank_weight * value for rank_weight, value in values))
+
+    def _check_alike(self, named: Named, settings: Any, state: Mapping[str, torch.Tensor]) -> None:
+        """Refuse ranks that could not be averaged.
+
+        Raises:
+            UserError: They train different parameters, or their optimizers are in different states.
+        """
+        trained = [[name, list(p.shape), str(p.dtype)] for name, p in named.items() if p.requires_grad]
+        shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+        whole = json.dumps([trained, sorted(named), settings, shapes]).encode()
+        if len(set(self._ranks.allgather(hashlib.sha256(whole).digest()))) == 1:
+            return
+        check_same_trained([("", layout) for layout in allgather_json(self._ranks, trained)])
+        raise UserError(
+            "optimizers of different ranks have different settings or state, which local-sgd cannot average",
+            hint="use an optimizer whose settings are the same on all ranks, or strategy: {name: allreduce}",
+        )

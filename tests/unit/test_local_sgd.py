@@ -1,0 +1,323 @@
+"""Local SGD on ranks that are threads: weights are those of the same algorithm, written down once more."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from programs.cases import BATCH_SIZE, NUM_SAMPLES, Case, data
+from support.reference import FACTORIES, joint_batch_weights
+from support.torch_threads import Task, on_torch_ranks
+from support.training import Told, manager_of
+from support.worlds import on_ranks
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from horovod_train.collectives.base import SingleRank
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Job
+from horovod_train.errors import NumericError, UserError
+from horovod_train.frameworks.torch.collectives import with_tensors
+from horovod_train.frameworks.torch.framework import TorchFramework
+from horovod_train.frameworks.torch.strategies.base import make_strategy
+from horovod_train.frameworks.torch.strategies.local_sgd import LocalSgd
+from horovod_train.health.desync import fingerprints
+from horovod_train.training.hooks import CheckReplicasIdentical, Hook, SaveCheckpoints
+from horovod_train.training.loop import train
+from horovod_train.worker import make_run, resume
+
+TASK = "support.torch_threads:Task"
+ADAMW = {"optimizer": "adamw", "optimizer_args": {"weight_decay": 0.05}, "lr": 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As many threads as ranks are there already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run_of(case, world, every_steps, **job):
+    """A run of a case with local SGD, ready to begin."""
+    framework = TorchFramework()
+    strategy = {"name": "local-sgd", "args": {"every_steps": every_steps}}
+    resolved = Job.model_validate({**case.job(TASK), "strategy": strategy, **job})
+    replica, train_reader, eval_reader = framework.prepare(resolved, world)
+    replica.broadcast()
+    return framework, make_run(resolved, Mesh.data_parallel(world), replica, train_reader, eval_reader)
+
+
+def weights_of(model):
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+
+
+def trained(case, size, every_steps, *hooks):
+    Task(**case.task_args).model()
+
+    def rank(world):
+        _, run = run_of(case, world, every_steps)
+        run.hooks = [CheckReplicasIdentical(), *(hook(run) for hook in hooks)]
+        train(run)
+        return weights_of(run.replica.model), fingerprints(run.replica.state(copy=False))
+
+    return on_torch_ranks(size, rank)
+
+
+def written_down_once_more(case, size, every_steps):
+    """Return the weights: a plain loop over models of all ranks, one after the other."""
+    models = [Task(**case.task_args).model() for _ in range(size)]
+    optimizers = [
+        FACTORIES[case.optimizer](model.parameters(), lr=case.lr, **case.optimizer_args) for model in models
+    ]
+    inputs, labels = data(NUM_SAMPLES, 1)
+    batch = BATCH_SIZE * case.accumulation
+    for _ in range(case.epochs):
+        num_steps, counts = 0, [0] * size
+        for start in range(0, NUM_SAMPLES, batch * size):
+            step = torch.arange(start, min(start + batch * size, NUM_SAMPLES))
+            num_busy = min(size, max(-(-len(step) // batch), len(step) // 2, 1))
+            for rank, mine in enumerate([*step.tensor_split(num_busy), *[step[:0]] * (size - num_busy)]):
+                optimizers[rank].zero_grad(set_to_none=False)
+                loss = sum(p.sum() for p in models[rank].parameters()) * 0.0
+                if len(mine):
+                    loss = loss + Task(**case.task_args).loss(models[rank], (inputs[mine], labels[mine]))
+                loss.backward()
+                if case.clip is not None:
+                    clip_grad_norm_(models[rank].parameters(), case.clip)
+                optimizers[rank].step()
+                counts[rank] += len(mine)
+            num_steps += 1
+            if num_steps == every_steps or int(step[-1]) == NUM_SAMPLES - 1:
+                average(models, optimizers, counts)
+                num_steps, counts = 0, [0] * size
+    return weights_of(models[0])
+
+
+@torch.no_grad()
+def average(models, optimizers, counts):
+    shares = [count / sum(counts) for count in counts]
+
+    def mean_of(tensors):
+        mean = sum(share * tensor.double() for share, tensor in zip(shares, tensors, strict=True))
+        for tensor in tensors:
+            tensor.copy_(mean)
+
+    for alike in zip(*(model.parameters() for model in models), strict=True):
+        mean_of(alike)
+        states = [optimizer.state[p] for optimizer, p in zip(optimizers, alike, strict=True)]
+        for key in states[0]:
+            mean_of([state[key] for state in states])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("momentum, weights of its own", optimizer_args={"momentum": 0.9, "nesterov": True}),
+        Case("partly used", task_args={"partly_used": True}, accumulation=3),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_mean_after_every_step_of_sgd_is_the_step_of_the_joint_batch(case, size):
+    expected, _ = joint_batch_weights(case, size)
+
+    for weights, _ in trained(case, size, 1):
+        assert float((weights - expected).abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("every_steps", [2, 3, 100])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("sgd"),
+        Case("adamw", **ADAMW),
+        Case("clipped", clip=0.3, task_args={"partly_used": True}),
+        Case("accumulated", accumulation=3),
+    ],
+    ids=lambda case: case.name,
+)
+def test_ranks_train_as_the_algorithm_says(case, every_steps, size):
+    expected = written_down_once_more(case, size, every_steps)
+
+    found = trained(case, size, every_steps)
+
+    for weights, prints in found:
+        assert float((weights - expected).abs().max()) <= 1e-6
+        assert prints == found[0][1]
+
+
+def test_it_is_another_algorithm_than_a_sum_of_gradients():
+    case = Case("sgd")
+    ((weights, _), _) = trained(case, 2, 3)
+
+    assert float((weights - joint_batch_weights(case, 2)[0]).abs().max()) > 1e-4
+
+
+def test_what_travels_is_the_model_and_its_state_once_in_a_while():
+    case = Case("sgd", epochs=1)  # 7 steps on 2 ranks: means after 3, 6, and at the end
+
+    class Bytes(Hook):
+        def __init__(self, run):
+            self.found = run.replica.bytes = []
+
+        def on_step(self, run, report):
+            self.found.append((report.outcome.bytes_reduced, run.replica.replicas_identical))
+
+    def rank(world):
+        _, run = run_of(case, world, 3)
+        run.hooks = [Bytes(run)]
+        train(run)
+        size_bytes = sum(p.numel() * 4 for p in run.replica.model.parameters())
+        return run.replica.bytes, size_bytes
+
+    for found, size_bytes in on_torch_ranks(2, rank):
+        little, all_of_it = (8, False), (8 + 2 * size_bytes, True)
+        assert found == [little, little, all_of_it] * 2 + [all_of_it]
+
+
+def test_state_of_one_number_becomes_its_mean_too():
+    """As the step size that Prodigy learns; what optimizers count is equal, and stays as it is."""
+
+    def rank(world):
+        weight = nn.Parameter(torch.ones(2))
+        model = nn.Module()
+        model.register_parameter("weight", weight)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        optimizer.state[weight] = {"d": torch.tensor(4.0 * world.rank), "step": torch.tensor(3.0)}
+        strategy = LocalSgd(world, Job(name="j", task="digits"), every_steps=1)
+        strategy.bind(model, optimizer)
+        strategy._average([0.1, 0.2, 0.7][world.rank])
+        return {key: float(value) for key, value in optimizer.state[weight].items()}
+
+    assert on_ranks(3, rank) == [{"d": pytest.approx(0.8 + 5.6), "step": 3.0}] * 3
+
+
+class TestResume:
+    def test_is_exact_wherever_training_was_interrupted(self, tmp_path):
+        case = Case("adamw", epochs=2, **ADAMW)
+
+        class Fall(Hook):
+            def on_step(self, run, report):
+                if run.progress.step == 6:
+                    raise RuntimeError("killed")
+
+        def rank(world, *, falls):
+            framework, run = run_of(case, world, 3, checkpoint={"every_steps": 2, "background": False})
+            manager = manager_of(tmp_path, run)
+            try:
+                resume(run, manager, framework, Told().reporter)
+                begun = run.progress.step
+                run.hooks = [SaveCheckpoints(manager, framework), *([Fall()] if falls else [])]
+                train(run)
+            finally:
+                manager.close()
+            return begun, fingerprints(run.replica.state(copy=False))
+
+        Task().model()
+        undisturbed = trained(case, 2, 3)
+        assert [str(error) for error in on_torch_ranks(2, lambda world: rank(world, falls=True))] == [
+            "killed"
+        ] * 2
+
+        # Due after 2 and 4, saved after 3 and 6, where replicas are identical.
+        assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{n:012d}" for n in (3, 6)]
+        for begun, prints in on_torch_ranks(2, lambda world: rank(world, falls=False)):
+            assert begun == 6
+            assert prints == undisturbed[0][1]
+
+
+class TestAStepThatIsNotFinite:
+    def trained(self, poison, **health):
+        """Two ranks; the gradient of one becomes poisoned in its second step."""
+
+        def rank(world):
+            _, run = run_of(
+                Case("sgd", epochs=1), world, 3, health=health, metrics={"grad_norm_every_steps": 1}
+            )
+            seen = []
+            loss = run.replica.task.loss
+
+            def poisoned(model, batch):
+                seen.append(weights_of(model))
+                found = loss(model, batch)
+                return poison(found) if world.rank == 1 and len(seen) == 2 else found
+
+            run.replica.task.loss = poisoned
+            train(run)
+            return seen
+
+        return on_torch_ranks(2, rank)
+
+    @pytest.mark.parametrize(
+        "poison",
+        [
+            lambda loss: loss * float("nan"),
+            lambda loss: loss + (loss - loss.detach()).abs().sqrt(),  # finite, its gradient is not
+        ],
+        ids=["loss", "gradient"],
+    )
+    def test_is_left_out_on_all_ranks(self, poison):
+        for seen in self.trained(poison, non_finite="skip"):
+            assert not torch.equal(seen[0], seen[1])
+            assert torch.equal(seen[1], seen[2])
+            assert not torch.equal(seen[2], seen[3])
+
+    def test_ends_the_job_on_all_ranks(self):
+        errors = self.trained(lambda loss: loss * float("nan"))
+
+        assert all(isinstance(error, NumericError) for error in errors)
+        assert all("because of rank 1" in str(error) for error in errors)
+
+
+class TestWhatItRefuses:
+    def made(self, args, **job):
+        fields = {"name": "j", "task": "digits", "strategy": {"name": "local-sgd", "args": args}, **job}
+        return make_strategy(Job.model_validate(fields), with_tensors(SingleRank()))
+
+    @pytest.mark.parametrize("every_steps", [0, -1, 1.5, "4", True, None])
+    def test_is_what_is_no_number_of_steps(self, every_steps):
+        with pytest.raises(UserError, match="every_steps is .*"):
+            self.made({"every_steps": every_steps})
+
+    @pytest.mark.parametrize("args", [{}, {"every_step": 4}, {"every_steps": 4, "more": 1}])
+    def test_is_what_it_does_not_know(self, args):
+        with pytest.raises(UserError, match="'local-sgd' cannot be made: .*every_steps|more|every_step"):
+            self.made(args)
+
+    def test_is_a_loss_scale_of_each_rank(self):
+        with pytest.raises(UserError, match="precision: fp16"):
+            self.made({"every_steps": 4}, train={"precision": "fp16"})
+
+    def test_is_rounding_the_weights(self):
+        with pytest.raises(UserError, match="wire_dtype: fp16"):
+            self.made({"every_steps": 4}, allreduce={"wire_dtype": "fp16"})
+
+    def refused(self, differ):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+
+        def rank(world):
+            mine = copy.deepcopy(model)
+            optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+            job = Job(name="j", task="digits")
+            strategy = LocalSgd(world, job, every_steps=1)
+            strategy.bind(mine, optimizer)
+            if world.rank == 1:
+                differ(mine, optimizer)
+            strategy._average(0.5)
+
+        return on_ranks(2, rank)
+
+    def test_is_ranks_that_train_different_parameters(self):
+        for error in self.refused(lambda model, _: model[0].requires_grad_(requires_grad=False)):
+            assert "rank 0 trains '0.bias' and rank 1 does not" in str(error)
+
+    def test_is_optimizers_that_differ(self):
+        def differ(_, optimizer):
+            optimizer.param_groups[0]["momentum"] = 0.5
+
+        for error in self.refused(differ):
+            assert "different settings or state" in str(error)
