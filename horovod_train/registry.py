@@ -191,6 +191,16 @@ def optimizers_of(framework: str) -> Registry:
     return OPTIMIZERS.get(framework, nothing)
 
 
+CODECS = Registry(
+    kind="codec",
+    group="horovod_train.codecs",
+    builtin={
+        "fp32": "horovod_train.frameworks.torch.codecs.whole:fp32",
+        "fp16": "horovod_train.frameworks.torch.codecs.whole:fp16",
+        "top-k": "horovod_train.frameworks.torch.codecs.top_k:TopK",
+    },
+)
+
 STRATEGIES = Registry(
     kind="strategy",
     group="horovod_train.strategies",

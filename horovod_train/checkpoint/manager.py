@@ -23,7 +23,7 @@ from horovod_train.checkpoint import store
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.checkpoint.changes import document_changes, job_changes
 from horovod_train.checkpoint.schema import StateDocument, checked
-from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
+from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json, gather_to_rank_0
 from horovod_train.config.schema import Checkpoint
 from horovod_train.errors import CheckpointError, OperationalError, describe_ranks
 
@@ -60,6 +60,7 @@ class Resumed:
         state: Of the replica.
         progress: Where training stands, plain JSON.
         rng: This rank's random generators; None: those of another world.
+        own: What else each rank alone had, by rank; empty where there was nothing.
         changes: What is not as it was when it was written, a line each; the order of samples aside.
     """
 
@@ -67,6 +68,7 @@ class Resumed:
     state: ReplicaState
     progress: Mapping[str, Any]
     rng: bytes | None
+    own: tuple[bytes, ...] = ()
     changes: tuple[str, ...] = ()
 
 
@@ -118,6 +120,7 @@ class CheckpointManager:
         rng: bytes,
         progress: Mapping[str, Any],
         summary: Mapping[str, Any],
+        own: bytes = b"",
         wait: bool = False,
     ) -> None:
         """Save a checkpoint; in the background unless the job or ``wait`` says otherwise.
@@ -131,16 +134,18 @@ class CheckpointManager:
             rng: This rank's random generators.
             progress: Where training stands, plain JSON.
             summary: What lists show.
+            own: What else this rank alone has.
             wait: Return only when the checkpoint is on disk.
 
         Raises:
             CheckpointError: With ``wait``: it could not be written.
         """
         generators = self._world.allgather(rng)
+        owns = gather_to_rank_0(self._world, own) if self._saved != progress else []
         if self._saved != progress and self._world.rank == 0:
             self._collect()
             in_background = self._section.background and not wait
-            content = self._content(take_state(in_background), generators, progress, summary)
+            content = self._content(take_state(in_background), generators, owns, progress, summary)
             self._pending = self._writer.submit(self._write, step, content)
             if not in_background:
                 self._collect()
@@ -206,12 +211,13 @@ class CheckpointManager:
         self,
         state: ReplicaState,
         generators: list[bytes],
+        owns: list[bytes],
         progress: Mapping[str, Any],
         summary: Mapping[str, Any],
     ) -> store.Content:
-        rng = {f"rank.{rank}": ArrayBlob("uint8", (len(data),), data) for rank, data in enumerate(generators)}
+        arrays = {"model": state.model, "optimizer": state.optimizer, "rng": _by_rank(generators)}
         return store.Content(
-            arrays={"model": state.model, "optimizer": state.optimizer, "rng": rng},
+            arrays={**arrays, "own": _by_rank(owns)} if any(owns) else arrays,
             documents={
                 "state": {
                     "progress": dict(progress),
@@ -339,7 +345,8 @@ class CheckpointManager:
         )
         history = [entry.model_dump() for entry in known.history]
         changes = tuple(self._changes(content.documents["config"], known.environment))
-        return Resumed(name, state, document["progress"], rng, changes), history, ""
+        own = tuple(bytes(blob.data) for blob in content.arrays.get("own", {}).values())
+        return Resumed(name, state, document["progress"], rng, own, changes), history, ""
 
     def _own_generators(self, content: store.Content) -> bytes | None:
         """Return this rank's generators. They belong to a rank of a world; another world starts fresh."""
@@ -388,6 +395,10 @@ class CheckpointManager:
             if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
                 raise
             log.warning("%s has no locks: start one run of this name at a time", self.directory)
+
+
+def _by_rank(pieces: Sequence[bytes]) -> dict[str, ArrayBlob]:
+    return {f"rank.{rank}": ArrayBlob("uint8", (len(data),), data) for rank, data in enumerate(pieces)}
 
 
 def _give_way() -> None:

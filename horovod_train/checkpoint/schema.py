@@ -12,7 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from horovod_train.errors import CheckpointError
 
 FileName = Literal[
-    "model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "config.json"
+    "model.safetensors",
+    "optimizer.safetensors",
+    "rng.safetensors",
+    "own.safetensors",
+    "state.json",
+    "config.json",
 ]
 Count = Annotated[int, Field(ge=0, le=10**12 - 1)]
 

@@ -5,6 +5,7 @@
         model.safetensors          weights and buffers
         optimizer.safetensors      optimizer state
         rng.safetensors            random generators, one array of bytes for each rank
+    own.safetensors            what else a rank alone has, in the same way; absent where there is nothing
         state.json                 progress, loss scaler, shape of the optimizer's state
         config.json                the resolved job
 
@@ -33,7 +34,8 @@ from horovod_train.errors import CheckpointError
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"
-ARRAY_FILES = ("model", "optimizer", "rng")
+ARRAY_FILES = ("model", "optimizer", "rng", "own")
+OPTIONAL_FILES = ("own",)
 JSON_FILES = ("state", "config")
 _NAME = re.compile(r"^step-(\d{12})$")
 MAX_MANIFEST_BYTES = 16 * 2**20
@@ -46,7 +48,8 @@ class Content:
     """Everything in a checkpoint.
 
     Attributes:
-        arrays: For each of ``model``, ``optimizer`` and ``rng``, arrays by name.
+        arrays: For each of ``model``, ``optimizer`` and ``rng``, and where there is some ``own``, arrays by
+            name.
         documents: For each of ``state`` and ``config``, plain JSON.
         summary: What lists show: epoch, metrics, world size, time.
     """
@@ -203,6 +206,8 @@ def read_checkpoint(path: Path, only: Iterable[str] = (*ARRAY_FILES, *JSON_FILES
     arrays: dict[str, Mapping[str, ArrayBlob]] = {}
     documents: dict[str, Any] = {}
     for stem in only:
+        if stem in OPTIONAL_FILES and f"{stem}.safetensors" not in manifest.files:
+            continue
         if stem in ARRAY_FILES:
             arrays[stem] = parse_arrays(_read_checked(path, f"{stem}.safetensors", manifest))
         else:

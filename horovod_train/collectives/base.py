@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+PIECE_BYTES = 64 * 2**20
+
 
 class Communicator(Protocol):
     """The ranks of a job, seen from one of them.
@@ -89,6 +91,23 @@ def allgather_json(world: Communicator, message: Any) -> list[Any]:
 def broadcast_json(world: Communicator, message: Any) -> Any:
     """Return rank 0's message on every rank; what other ranks pass is ignored."""
     return allgather_json(world, message if world.rank == 0 else None)[0]
+
+
+def gather_to_rank_0(world: Communicator, data: bytes) -> list[bytes]:
+    """Return the bytes of every rank, by rank, on rank 0, and nothing on others; for data that is large.
+
+    One rank's after the other, and in pieces: no rank but 0 ever holds more than one piece of another.
+    """
+    lengths = [int(length) for length in allgather_json(world, len(data))]
+    gathered = []
+    for rank, length in enumerate(lengths):
+        pieces = []
+        for at in range(0, length, PIECE_BYTES):
+            mine = data[at : at + PIECE_BYTES] if rank == world.rank else b""
+            piece = world.allgather(mine)[rank]
+            pieces += [piece] if world.rank == 0 else []
+        gathered += [b"".join(pieces)] if world.rank == 0 else []
+    return gathered
 
 
 def any_rank(world: Communicator, *, flag: bool) -> bool:

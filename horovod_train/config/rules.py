@@ -14,7 +14,7 @@ from horovod_train.config.kubernetes_rules import LAUNCHER, kubernetes_rules
 from horovod_train.config.schema import Job, Strategy
 from horovod_train.config.support import SUPPORT
 from horovod_train.errors import Problem, UnknownNameError, did_you_mean
-from horovod_train.registry import FRAMEWORKS, LAUNCHERS, STRATEGIES, TASKS, Registry, optimizers_of
+from horovod_train.registry import CODECS, FRAMEWORKS, LAUNCHERS, STRATEGIES, TASKS, Registry, optimizers_of
 
 LOCAL_HOSTS = {"localhost", "127.0.0.1"}
 
@@ -34,6 +34,9 @@ def names_are_known(job: Job) -> Iterator[Problem]:
     # Of a framework that nobody knows, nobody knows the optimizers.
     if ":" not in job.optimizer.name and job.framework in FRAMEWORKS.rows:
         yield from _known("optimizer.name", job.optimizer.name, optimizers_of(job.framework))
+    codec = job.allreduce.codec
+    if codec is not None and ":" not in codec.name:
+        yield from _known("allreduce.codec.name", codec.name, CODECS)
     if ":" not in job.strategy.name:
         yield from _known("strategy.name", job.strategy.name, STRATEGIES)
     if ":" not in job.task:
@@ -249,6 +252,27 @@ def strategy_can_be_chosen(job: Job) -> Iterator[Problem]:
         )
 
 
+def codec_can_be_chosen(job: Job) -> Iterator[Problem]:
+    """A codec is PyTorch's, and says itself in which type numbers travel."""
+    codec = job.allreduce.codec
+    if codec is None:
+        return
+    if job.framework != "torch" or job.strategy.name != "allreduce":
+        yield Problem(
+            "allreduce.codec",
+            repr(codec.name),
+            f"cannot be had with framework: {job.framework} and strategy: {job.strategy.name}",
+            "leave it out, or use framework: torch and strategy: {name: allreduce}",
+        )
+    if job.allreduce.wire_dtype != "fp32":
+        yield Problem(
+            "allreduce.wire_dtype",
+            repr(job.allreduce.wire_dtype),
+            "cannot be combined with allreduce.codec, which says how numbers travel",
+            "leave one of them out",
+        )
+
+
 RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     names_are_known,
     task_file_exists,
@@ -264,6 +288,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     determinism_is_possible,
     framework_can_do_it,
     strategy_can_be_chosen,
+    codec_can_be_chosen,
     kubernetes_rules,
 )
 

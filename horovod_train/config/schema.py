@@ -138,6 +138,16 @@ class Data(Section):
     """A new order each epoch, from seed and epoch."""
 
 
+class Codec(Section):
+    """How gradients are encoded on their way, where not as whole numbers of ``allreduce.wire_dtype``."""
+
+    name: ImportPath | Name
+    """top-k (only the largest numbers travel, the rest later), or an import path ``module:Class``."""
+
+    args: dict[str, Any] = {}
+    """Keyword arguments of the codec, such as ``keep: 0.01``."""
+
+
 class Allreduce(Section):
     """How gradients travel between ranks."""
 
@@ -146,6 +156,9 @@ class Allreduce(Section):
 
     wire_dtype: Literal["fp32", "fp16"] = "fp32"
     """Type on the wire. fp16 halves the bytes and rounds the gradients."""
+
+    codec: Codec | None = None
+    """An encoding that sends less; null: all numbers travel, in ``wire_dtype``."""
 
     cycle_time_ms: Annotated[float, Field(gt=0, le=1000)] = 0.5
     """How often Horovod's background thread looks for work."""

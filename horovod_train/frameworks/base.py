@@ -6,7 +6,7 @@ one step and how to show its state as plain arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol
@@ -112,6 +112,18 @@ class Replica(Protocol):
         """
         ...
 
+    def own_state(self) -> Mapping[str, ArrayBlob]:
+        """Return what this rank alone has, and a checkpoint has to keep; most have nothing."""
+        ...
+
+    def load_own_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
+        """Take over what ``own_state`` returned on each rank, of as many ranks as there were then.
+
+        Raises:
+            LookupError: It belongs to another model.
+        """
+        ...
+
     def broadcast(self) -> None:
         """Take over rank 0's weights and buffers."""
         ...
@@ -123,6 +135,19 @@ class Replica(Protocol):
     def num_parameters(self) -> int:
         """Return how many numbers are trained."""
         ...
+
+
+class IdenticalReplica:
+    """What a replica says that is the same on all ranks after each step."""
+
+    replicas_identical = True
+
+    def own_state(self) -> Mapping[str, ArrayBlob]:
+        """Return nothing: no rank has something of its own."""
+        return {}
+
+    def load_own_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
+        """Do nothing."""
 
 
 class Reader(Protocol):

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from time import time
 from typing import Any
 
-from horovod_train.checkpoint.arrays import parse_state
+from horovod_train.checkpoint.arrays import dump_state, parse_state
 from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.manager import CheckpointManager, Resumed
 from horovod_train.collectives.base import Communicator
@@ -59,10 +59,12 @@ def save_checkpoint(
         )
     if world.size > 1:
         check_before_saving(world, replica.state(copy=False), progress.step)
+    own = replica.own_state()
     manager.save(
         progress.step,
         take_state=lambda copy: replica.state(copy=copy),
         rng=rng,
+        own=dump_state(None, own) if own else b"",
         progress=progress.to_json(),
         summary={
             "epochs": progress.epochs_passed,
@@ -87,6 +89,7 @@ def resume_from(
     progress.restore(resumed.progress)
     try:
         replica.load_state(resumed.state)
+        replica.load_own_states([parse_state(data)[1] for data in resumed.own])
         if resumed.rng is not None:
             load_rng(*parse_state(resumed.rng))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -42,7 +42,7 @@ from horovod_train.frameworks.arrays import (
     from_rank_0,
     to_blob,
 )
-from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, batch_length
@@ -182,11 +182,8 @@ class Sgd:
             params[name] = params[name] - lr * velocity
 
 
-class NumpyReplica:
+class NumpyReplica(IdenticalReplica):
     """Parameters and optimizer of one rank."""
-
-    replicas_identical = True
-    """Whether all ranks hold the same weights and optimizer state now."""
 
     def __init__(self, task: Any, optimizer: Sgd, world: Communicator) -> None:
         self.task = task

@@ -89,6 +89,7 @@ class Case:
     compile_backend: str | None = None
     recompute: tuple[str, ...] = ()
     strategy: dict[str, Any] = field(default_factory=dict)
+    codec: dict[str, Any] | None = None
     epochs: int = 3
     tolerance: float = 1e-6
 
@@ -109,7 +110,11 @@ class Case:
             "optimizer": {"name": self.optimizer, "args": self.optimizer_args},
             "lr": {"base_lr": self.lr, "scaling": "none"},
             "data": {"shuffle": False},
-            "allreduce": {"bucket_size_mib": self.bucket_mib, "wire_dtype": self.wire},
+            "allreduce": {
+                "bucket_size_mib": self.bucket_mib,
+                "wire_dtype": self.wire,
+                "codec": self.codec,
+            },
             "strategy": self.strategy,
         }
 
@@ -135,5 +140,6 @@ CASES = (
     Case("lars", optimizer="lars", optimizer_args={"momentum": 0.9}, lr=0.5),
     # Of an optimizer that is linear in the gradient, the mean of what ranks do is what the mean does.
     Case("a mean of weights", strategy={"name": "local-sgd", "args": {"every_steps": 1}}),
+    Case("all numbers by top-k", codec={"name": "top-k", "args": {"keep": 1.0}}),
     Case("lamb", optimizer="lamb", optimizer_args={}, lr=2e-3),
 )

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 TIMEOUT_S = 60
 
 
@@ -61,13 +63,19 @@ class ThreadCommunicator:
         self.sent.append(name)
         return tensor, self._put(name, tensor.detach().clone())
 
-    def wait(self, handle: Any) -> None:
+    def start_allgather(self, tensor: Any, name: str) -> Any:
+        self.sent.append(name)
+        return None, self._put(name, tensor.detach().clone())
+
+    def wait(self, handle: Any) -> Any:
         tensor, key = handle
         first, *others = self._board.all_of(key)
         assert all(other.shape == first.shape and other.dtype == first.dtype for other in others)
+        if tensor is None:
+            return torch.cat([first, *others])
         for other in others:
             first = first + other
-        tensor.copy_(first)
+        return tensor.copy_(first)
 
     def broadcast(self, tensor: Any, name: str) -> None:
         tensor.detach().copy_(self._board.all_of(self._put(name, tensor.detach().clone()))[0])

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.codecs.whole import Whole
 from horovod_train.frameworks.torch.strategies.allreduce import (
     AllreduceStrategy,
     SingleRankStrategy,
@@ -32,8 +33,8 @@ class Given:
         return {f"p{number}": parameter for number, parameter in enumerate(self.parameters)}
 
 
-def reducer_of(optimized, ranks, **options):
-    strategy = AllreduceStrategy(ranks, **options)
+def reducer_of(optimized, ranks, *, wire_dtype=torch.float32, **options):
+    strategy = AllreduceStrategy(ranks, codec=Whole(wire_dtype), **options)
     strategy.sum_gradients_of(optimized)
     return strategy
 
@@ -187,10 +188,10 @@ def test_buckets_keep_types_apart_and_the_last_one_wide():
         nn.Parameter(torch.ones(10, dtype=d)) for d in (torch.float32, torch.float64, torch.bfloat16)
     ]
 
-    buckets = make_buckets(parameters, 10**6, torch.float16)
+    buckets = make_buckets(parameters, 10**6, Whole(torch.float16))
 
     assert [b.gradients.dtype for b in buckets] == [torch.bfloat16, torch.float64, torch.float32]
-    assert [b.packed.dtype for b in buckets] == [torch.float16, torch.float64, torch.float32]
+    assert [b.message.body.dtype for b in buckets] == [torch.float16, torch.float64, torch.float32]
     assert len(buckets[-1].extra) == len(parameters) + 2
 
 
@@ -198,7 +199,7 @@ def test_neighbours_of_one_type_share_a_bucket_whatever_came_before():
     dtypes = [torch.float64, torch.float64, torch.float32, torch.float64, torch.float32, torch.float32]
     parameters = [nn.Parameter(torch.ones(10, dtype=dtype)) for dtype in dtypes]
 
-    buckets = make_buckets(parameters, 10**6, torch.float32)
+    buckets = make_buckets(parameters, 10**6, Whole(torch.float32))
 
     assert [[slot.index for slot in bucket.slots] for bucket in buckets] == [[5, 4], [3], [2], [1, 0]]
 
@@ -207,7 +208,7 @@ def test_a_bucket_is_full_with_its_size():
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(6)]
 
     for size_bytes, widths in ((16, [2, 2, 2]), (17, [3, 3]), (8, [1] * 6)):
-        buckets = make_buckets(parameters, size_bytes, torch.float32)
+        buckets = make_buckets(parameters, size_bytes, Whole(torch.float32))
         assert [len(bucket.slots) for bucket in buckets] == widths
 
 

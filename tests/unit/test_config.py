@@ -198,6 +198,19 @@ class TestProblems:
             ({"metrics": {"port": 65535}, "launch": {"hosts": [], "num_ranks": 2}}, "metrics.port"),
             ({"train": {"deterministic": True, "compile_backend": "inductor"}}, "train.compile_backend"),
             ({"health": {"stall_shutdown_s": 5}}, "health.stall_shutdown_s"),
+            ({"strategy": {"name": "local-sdg"}}, "strategy.name"),
+            ({"strategy": {"name": "local-sgd"}, "framework": "jax"}, "strategy"),
+            ({"strategy": {"args": {"every_steps": 2}}, "framework": "keras"}, "strategy"),
+            ({"allreduce": {"codec": {"name": "topk"}}}, "allreduce.codec.name"),
+            ({"allreduce": {"codec": {"name": "top-k"}}, "framework": "jax"}, "allreduce.codec"),
+            (
+                {"allreduce": {"codec": {"name": "top-k"}}, "strategy": {"name": "local-sgd"}},
+                "allreduce.codec",
+            ),
+            (
+                {"allreduce": {"codec": {"name": "top-k"}, "wire_dtype": "fp16"}},
+                "allreduce.wire_dtype",
+            ),
             ({"launch": {"host_settings": {"c": {"python": "/opt/python"}}}}, "launch.host_settings.c"),
             ({"launch": {"elastic": {"min_ranks": 9}}}, "launch.elastic"),
             (

@@ -17,6 +17,7 @@ from horovod_train.config.schema import Job, Train
 from horovod_train.data.planned_step import PlannedStep, planned_steps
 from horovod_train.data.shard import share_of_step
 from horovod_train.errors import CheckpointError, UserError
+from horovod_train.frameworks.torch.codecs.whole import fp32
 from horovod_train.frameworks.torch.framework import (
     TorchFramework,
     recompute_activations,
@@ -44,7 +45,7 @@ def replica(world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, g
     world = world or SingleRank()
     made = optimizer(parameters, lr=0.1)
     alone = world.size == 1
-    strategy = SingleRankStrategy() if alone else AllreduceStrategy(world, bucket_size_bytes=16)
+    strategy = SingleRankStrategy() if alone else AllreduceStrategy(world, codec=fp32(), bucket_size_bytes=16)
     strategy.bind(model, made)
     return TorchReplica(
         model=model,

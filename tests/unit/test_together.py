@@ -10,6 +10,7 @@ import sys
 import pytest
 from support.worlds import on_ranks
 
+from horovod_train.collectives import base
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job, Launch, Train
 from horovod_train.errors import UserError, WorldError
@@ -38,6 +39,16 @@ PreemptionRequest().listen()
 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 """
 FACTS = {"python": "3.11.7", "torch version": "2.13.0"}
+
+
+@pytest.mark.parametrize("lengths", [(0, 0, 0), (3, 0, 17), (8, 8, 8)])
+def test_rank_0_gathers_what_is_large_in_pieces(monkeypatch, lengths):
+    monkeypatch.setattr(base, "PIECE_BYTES", 8)
+    given = [bytes(range(rank, rank + length)) for rank, length in enumerate(lengths)]
+
+    found = on_ranks(3, lambda world: base.gather_to_rank_0(world, given[world.rank]))
+
+    assert found == [given, [], []]
 
 
 class TestLeaving:

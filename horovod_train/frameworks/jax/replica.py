@@ -18,7 +18,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.arrays import check_fits, from_blob, to_blob
-from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.jax.optax import broadcast
 from horovod_train.frameworks.jax.reducer import Exchange
 from horovod_train.frameworks.jax.task import JaxTask
@@ -42,7 +42,7 @@ class Keys:
         return key
 
 
-class JaxReplica:
+class JaxReplica(IdenticalReplica):
     """The parameters and the optimizer's state of one rank.
 
     Args:
@@ -56,9 +56,6 @@ class JaxReplica:
     Raises:
         UserError: There is nothing to train.
     """
-
-    replicas_identical = True
-    """Whether all ranks hold the same weights and optimizer state now."""
 
     def __init__(
         self,

@@ -15,21 +15,18 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.arrays import check_same_optimizer, from_rank_0, mean_over_ranks
-from horovod_train.frameworks.base import StepOutcome
+from horovod_train.frameworks.base import IdenticalReplica, StepOutcome
 from horovod_train.frameworks.keras.callbacks import broadcast, exact_metrics
 from horovod_train.frameworks.keras.feed import as_keras_reads
 
 
-class KerasReplica:
+class KerasReplica(IdenticalReplica):
     """The compiled model of one rank.
 
     Args:
         model: Compiled, with a distributed optimizer.
         world: The ranks.
     """
-
-    replicas_identical = True
-    """Whether all ranks hold the same weights and optimizer state now."""
 
     def __init__(self, model: keras.Model, world: Communicator) -> None:
         self.model = model

@@ -17,7 +17,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
-from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.mxnet.collectives import Exchange, size_bytes, to_arrays
 from horovod_train.frameworks.mxnet.task import MxnetTask
 from horovod_train.frameworks.randomness import mix
@@ -37,7 +37,7 @@ class Seeds:
         self.state = (seed, number + 1)
 
 
-class MxnetReplica:
+class MxnetReplica(IdenticalReplica):
     """The block and optimizer of one rank.
 
     Args:
@@ -52,9 +52,6 @@ class MxnetReplica:
     Raises:
         UserError: The block has nothing to train.
     """
-
-    replicas_identical = True
-    """Whether all ranks hold the same weights and optimizer state now."""
 
     def __init__(
         self,

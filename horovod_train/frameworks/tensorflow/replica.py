@@ -26,7 +26,7 @@ from horovod_train.frameworks.arrays import (
     from_rank_0,
     mean_over_ranks,
 )
-from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.loss_scale import LossScale
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
@@ -36,7 +36,7 @@ from horovod_train.frameworks.tensorflow.task import TensorflowTask
 WIRE_DTYPES = {"fp32": tf.float32, "fp16": tf.float16}
 
 
-class TensorflowReplica:
+class TensorflowReplica(IdenticalReplica):
     """The model and optimizer of one rank.
 
     Args:
@@ -49,9 +49,6 @@ class TensorflowReplica:
     Raises:
         UserError: The model has nothing to train.
     """
-
-    replicas_identical = True
-    """Whether all ranks hold the same weights and optimizer state now."""
 
     def __init__(
         self, *, model: Any, optimizer: keras.Optimizer, world: Communicator, job: Job, task: TensorflowTask

@@ -56,7 +56,11 @@ def horovod_sum(world: Communicator) -> Callable[[int], None]:
     """Return what adds up so many bytes over ranks through Horovod."""
     ranks = with_tensors(world)
     buffers = {size: torch.zeros(size // 4) for size in SIZES_BYTES}
-    return lambda size: ranks.wait(ranks.start_allreduce(buffers[size], f"allreduce_benchmark.{size}"))
+
+    def add_up(size: int) -> None:
+        ranks.wait(ranks.start_allreduce(buffers[size], f"allreduce_benchmark.{size}"))
+
+    return add_up
 
 
 def mpi_communicator() -> Any:

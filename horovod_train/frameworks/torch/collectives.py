@@ -23,8 +23,12 @@ class TensorCollectives(Communicator, Protocol):
         """Begin to sum a tensor over ranks, in place; returns at once with what ``wait`` needs."""
         ...
 
-    def wait(self, handle: Any) -> None:
-        """Return when the sum is in the tensor."""
+    def start_allgather(self, tensor: torch.Tensor, name: str) -> Any:
+        """Begin to gather flat tensors of the same length; returns at once with what ``wait`` needs."""
+        ...
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        """Return when it is done: the sum, or the tensors of all ranks, one after the other."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
@@ -35,11 +39,17 @@ class TensorCollectives(Communicator, Protocol):
 class TorchSingleRank(SingleRank):
     """A process alone: every sum is there already."""
 
-    def start_allreduce(self, tensor: torch.Tensor, name: str) -> None:
-        """Do nothing."""
+    def start_allreduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
 
-    def wait(self, handle: None) -> None:
-        """Do nothing."""
+    def start_allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def wait(self, handle: torch.Tensor) -> torch.Tensor:
+        """Return the tensor."""
+        return handle
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
         """Do nothing."""
@@ -85,9 +95,14 @@ class TorchCommunicator(HorovodCommunicator):
         reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return self.call(lambda: self.hvd.allreduce_async_(reals, name=name, op=self.hvd.Sum))
 
-    def wait(self, handle: Any) -> None:
-        """Return when the sum is in the tensor."""
-        self.call(lambda: self.hvd.synchronize(handle))
+    def start_allgather(self, tensor: torch.Tensor, name: str) -> Any:
+        """Begin to gather flat tensors of the same length; returns at once."""
+        return self.call(lambda: self.hvd.allgather_async(tensor, name=name))
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        """Return when it is done: the sum, or the tensors of all ranks, one after the other."""
+        result: torch.Tensor = self.call(lambda: self.hvd.synchronize(handle))
+        return result
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
         """Overwrite a tensor with rank 0's, whatever its type."""

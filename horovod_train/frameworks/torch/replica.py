@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -288,6 +288,16 @@ class TorchReplica:
             group.update(own)
         if self.scaler.is_enabled() and state.scaler:
             self.scaler.load_state_dict(_scaler_state(state.scaler))
+
+    def own_state(self) -> Mapping[str, ArrayBlob]:
+        """Return what this rank's strategy keeps for itself."""
+        return blobs_of(self.strategy.state(), None, prefix="")
+
+    def load_own_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
+        """Take over what strategies of all ranks had kept for themselves."""
+        self.strategy.load_state(
+            [{name: from_blob(blob).to(self._device) for name, blob in state.items()} for state in of_ranks]
+        )
 
     def device_name(self) -> str:
         """Return where the model lives, for a person."""

@@ -22,7 +22,7 @@ A complex gradient travels as pairs of real numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,27 +31,41 @@ import torch
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
+from horovod_train.frameworks.buckets import plan_buckets
+from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
+from horovod_train.frameworks.torch.codecs.kept_back import KeptBack
 from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import Named, Optimized, OptimizedParameters, check_same_trained
 
-WIRE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-
 
 def allreduce(ranks: TensorCollectives, job: Job) -> Strategy:
-    """Return the strategy ``allreduce``; its settings are the job's section of that name."""
-    return summed_gradients(ranks, job.allreduce)
+    """Return the strategy ``allreduce``; its settings are the job's section of that name.
+
+    Raises:
+        UserError: The codec cannot be made, or the job cannot be trained with it.
+    """
+    strategy = summed_gradients(ranks, job.allreduce)
+    if job.train.precision == "fp16" and job.allreduce.codec is not None:
+        raise UserError(
+            f"codec {job.allreduce.codec.name!r} cannot be had with train.precision: fp16: what is kept back "
+            "would have another loss scale when it is sent",
+            hint="use bf16 or fp32",
+        )
+    return strategy
 
 
 def summed_gradients(ranks: Communicator, section: Allreduce) -> Strategy:
-    """Return what completes the gradients of a step in this world."""
-    if ranks.size == 1:
+    """Return what completes the gradients of a step in this world.
+
+    Raises:
+        UserError: The codec cannot be made.
+    """
+    codec = make_codec(section)
+    if ranks.size == 1 and not codec.has_memory:
         return SingleRankStrategy()
-    return AllreduceStrategy(
-        with_tensors(ranks),
-        bucket_size_bytes=int(section.bucket_size_mib * 2**20),
-        wire_dtype=WIRE_DTYPES[section.wire_dtype],
-    )
+    size_bytes = int(section.bucket_size_mib * 2**20)
+    return AllreduceStrategy(with_tensors(ranks), codec=codec, bucket_size_bytes=size_bytes)
 
 
 class SingleRankStrategy(Strategy):
@@ -91,22 +105,20 @@ class Bucket:
     """Some parameters' gradients in one piece of memory.
 
     Attributes:
-        packed: What travels, flat, in the wire's type; in the last bucket, flags and loss follow.
+        message: What travels; in the last bucket, flags and loss with it.
         gradients: The gradients in the parameters' type: the same memory when the types agree. Of
             complex parameters, pairs of real and imaginary part.
     """
 
     def __init__(
-        self, members: Sequence[tuple[int, torch.nn.Parameter]], wire_dtype: torch.dtype, num_extra: int
+        self, members: Sequence[tuple[int, torch.nn.Parameter]], codec: Codec, num_extra: int
     ) -> None:
         first = members[0][1]
         own_dtype = first.dtype.to_real()
         length = sum(map(_num_reals, (parameter for _, parameter in members)))
-        self.packed = torch.zeros(length + num_extra, dtype=wire_dtype, device=first.device)
-        self.extra = self.packed[length:]
-        body = self.packed[:length]
-        self.gradients = body if wire_dtype == own_dtype else torch.zeros_like(body, dtype=own_dtype)
-        self._body = body
+        self.message = codec.message(length, num_extra, own_dtype, first.device)
+        self.extra, body = self.message.extra, self.message.body
+        self.gradients = body if body.dtype == own_dtype else torch.zeros_like(body, dtype=own_dtype)
         self.slots: list[Slot] = []
         at = 0
         for index, parameter in members:
@@ -122,12 +134,19 @@ class Bucket:
                     Slot(parameter, index, self.gradients[piece].view(shape), body[piece].view(shape))
                 )
         self.num_missing = len(self.slots)
-        self.handle: Any = None
+        self.is_sent = False
 
     def unpack(self) -> None:
         """Bring the sum into the parameters' type."""
-        if self.gradients is not self._body:
-            self.gradients.copy_(self._body)
+        if self.gradients is not self.message.body:
+            self.gradients.copy_(self.message.body)
+
+    def memory(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Yield what was not sent yet of each parameter's gradient, flat; nothing where all is sent."""
+        if self.message.memory is not None:
+            parameters = [slot.parameter for slot in self.slots]
+            pieces = torch.split(self.message.memory, list(map(_num_reals, parameters)))
+            yield from zip(parameters, pieces, strict=True)
 
 
 def _num_reals(parameter: torch.Tensor) -> int:
@@ -139,20 +158,16 @@ class AllreduceStrategy(Strategy):
 
     Args:
         ranks: Those that share the samples of a step.
-        bucket_size_bytes: About how much travels in one piece.
-        wire_dtype: Type of 32-bit gradients on the way.
+        codec: How gradients travel.
+        bucket_size_bytes: About how much is one message.
     """
 
-    def __init__(
-        self,
-        ranks: TensorCollectives,
-        *,
-        bucket_size_bytes: int,
-        wire_dtype: torch.dtype = torch.float32,
-    ) -> None:
+    def __init__(self, ranks: TensorCollectives, *, codec: Codec, bucket_size_bytes: int) -> None:
         self._ranks = ranks
+        self._codec = codec
         self._bucket_size_bytes = bucket_size_bytes
-        self._wire_dtype = wire_dtype
+        self.buckets: list[Bucket] = []
+        self._kept_back = KeptBack()
         self._listening = False
         self._removers: list[Any] = []
         self._is_packed: list[bool] = []
@@ -178,16 +193,21 @@ class AllreduceStrategy(Strategy):
         self._listening = False
         extra = self.buckets[-1].extra
         flags = extra[:-2]
+        is_changed = self._trains_others_than_before()
+        if is_changed:
+            not_sent = self._not_sent(self.buckets)
+            self._kept_back.set_aside({n: p for n, p in not_sent.items() if not self._named[n].requires_grad})
+        comes_later = self._codec.has_memory  # of what is not used now, something may have been kept
         has_gradient = [
-            packed or parameter.grad is not None
+            packed or parameter.grad is not None or (comes_later and parameter.requires_grad)
             for packed, parameter in zip(self._is_packed, self._trained, strict=True)
         ]
         all_used = all(has_gradient)
         flags[:] = 1.0 if all_used else torch.tensor(has_gradient).to(flags)
-        extra[-2] = float(self._trains_others_than_before())
+        extra[-2] = float(is_changed)
         extra[-1] = weighted_loss
         for number, bucket in enumerate(self.buckets):
-            if bucket.handle is None:
+            if not bucket.is_sent:
                 for slot in bucket.slots:
                     if not self._is_packed[slot.index]:
                         self._pack(slot)
@@ -203,6 +223,28 @@ class AllreduceStrategy(Strategy):
         """The summed gradients, a flat tensor per bucket; writing to them changes ``parameter.grad``."""
         return self._summed
 
+    def after_update(self, *, is_used: bool) -> None:
+        """Let messages remember what they have kept back, if the step was used."""
+        for bucket in self.buckets:
+            bucket.message.settle(is_used=is_used)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return what this rank has not sent yet of each gradient, flat, by the names of parameters."""
+        return self._kept_back.state(self._not_sent(self.buckets))
+
+    def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Take over what ranks had not sent yet."""
+        if not self._codec.has_memory:
+            super().load_state(of_ranks)
+            return
+        self._kept_back.load_state(of_ranks, self._ranks.rank, self._ranks.size)
+        self._kept_back.hand_out(self._not_sent(self.buckets))
+
+    def _not_sent(self, buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        pieces = (found for bucket in buckets for found in bucket.memory())
+        return {names[id(parameter)]: piece for parameter, piece in pieces if id(parameter) in names}
+
     def close(self) -> None:
         """Let go of the parameters."""
         for remover in self._removers:
@@ -214,16 +256,18 @@ class AllreduceStrategy(Strategy):
     def _lay_out(self, named: Named) -> None:
         """Lay out buckets for what is trained now."""
         self.close()
+        self._named = named
         self._candidates = list(named.values())
         self._required = [parameter.requires_grad for parameter in self._candidates]
         self._trained = [parameter for parameter in self._candidates if parameter.requires_grad]
         if not self._trained:
             raise UserError("nothing is trained any more: no parameter requires a gradient")
         self._layout += 1
-        self.buckets = make_buckets(self._trained, self._bucket_size_bytes, self._wire_dtype)
+        self.buckets = make_buckets(self._trained, self._bucket_size_bytes, self._codec)
+        self._kept_back.hand_out(self._not_sent(self.buckets))
         self._summed = [bucket.gradients for bucket in self.buckets]
         self._is_packed = [False] * len(self._trained)
-        self.bytes_per_step = sum(b.packed.numel() * b.packed.element_size() for b in self.buckets)
+        self.bytes_per_step = sum(bucket.message.size_bytes for bucket in self.buckets)
         self._removers = [
             slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._make_hook(bucket, slot)
@@ -247,10 +291,15 @@ class AllreduceStrategy(Strategy):
             json.loads(data) for data in self._ranks.allgather(json.dumps([problem, layout]).encode())
         ]
         check_same_trained(everyone)
+        self._named = named
         before = set(map(id, self._trained))
         new = [parameter for parameter in trained.values() if id(parameter) not in before]
         late = self._sum_late(new) if new else []
-        summed = [*self._summed, *late]
+        summed = [*self._summed, *(bucket.gradients for bucket in late)]
+        for bucket in (*self.buckets, *late):
+            bucket.message.settle(is_used=True)
+        not_sent = self._not_sent([*self.buckets, *late])
+        self._kept_back.set_aside({name: piece for name, piece in not_sent.items() if name in trained})
         self._lay_out(named)
         self._summed = summed
 
@@ -260,24 +309,24 @@ class AllreduceStrategy(Strategy):
         except UserError as error:
             return {}, str(error)
 
-    def _sum_late(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    def _sum_late(self, parameters: Sequence[torch.nn.Parameter]) -> list[Bucket]:
         """Sum gradients that are in no bucket yet, as the buckets to come will."""
-        buckets = make_buckets(parameters, self._bucket_size_bytes, self._wire_dtype)
+        buckets = make_buckets(parameters, self._bucket_size_bytes, self._codec)
+        self._kept_back.hand_out(self._not_sent(buckets))
         flags = buckets[-1].extra[:-2]
         flags[:] = torch.tensor([p.grad is not None for p in parameters]).to(flags)
         for number, bucket in enumerate(buckets):
             for slot in bucket.slots:
                 self._pack(slot)
-            name = f"horovod_train.late.{self._layout}.{number}"
-            bucket.handle = self._ranks.start_allreduce(bucket.packed, name)
+            bucket.message.send(self._ranks, f"horovod_train.late.{self._layout}.{number}")
         for bucket in buckets:
-            self._ranks.wait(bucket.handle)
+            bucket.message.receive(self._ranks)
         is_used = (flags > 0).tolist()
         for bucket in buckets:
             bucket.unpack()
             for slot in bucket.slots:
                 slot.parameter.grad = slot.gradient if is_used[slot.index] else None
-        return [bucket.gradients for bucket in buckets]
+        return buckets
 
     # -- one step
 
@@ -312,20 +361,19 @@ class AllreduceStrategy(Strategy):
 
     def _send(self, number: int) -> None:
         bucket = self.buckets[number]
+        bucket.is_sent = True
         # Sizes follow the layout, and Horovod knows a tensor by its name.
-        bucket.handle = self._ranks.start_allreduce(
-            bucket.packed, f"horovod_train.bucket.{self._layout}.{number}"
-        )
+        bucket.message.send(self._ranks, f"horovod_train.bucket.{self._layout}.{number}")
 
     def _receive(self, flags: torch.Tensor | None) -> None:
         """Wait for every bucket. ``flags`` is read only by ranks that lack a gradient."""
         for bucket in self.buckets:
-            self._ranks.wait(bucket.handle)
+            bucket.message.receive(self._ranks)
         # Only a rank that lacks a gradient has to ask; the others know that it is used.
         is_used = None if flags is None else (flags > 0).tolist()
         for bucket in self.buckets:
             bucket.unpack()
-            bucket.handle = None
+            bucket.is_sent = False
             bucket.num_missing = len(bucket.slots)
             for slot in bucket.slots:
                 used = is_used is None or is_used[slot.index]
@@ -340,32 +388,20 @@ def as_reals(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def make_buckets(
-    parameters: Sequence[torch.nn.Parameter], bucket_size_bytes: int, wire_dtype: torch.dtype
+    parameters: Sequence[torch.nn.Parameter], bucket_size_bytes: int, codec: Codec
 ) -> list[Bucket]:
     """Lay parameters out in buckets, last parameter first: about the order backward makes them.
 
-    A bucket holds one type on one device. 64-bit gradients stay 64-bit on the wire, and the last
-    bucket is never narrower than 32 bits: it carries the loss.
+    A bucket holds one type on one device; the last one carries what rides along.
     """
-    groups: list[list[tuple[int, torch.nn.Parameter]]] = []
-    size_bytes = 0
+    kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
+    sizes_bytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    plan = plan_buckets(kinds, sizes_bytes, bucket_size_bytes, in_a_row=True)
     # After the flags of all: whether this rank has changed what it trains, and the loss.
     num_extra = len(parameters) + 2
-    for index, parameter in reversed(list(enumerate(parameters))):
-        same = groups and _kind(groups[-1][0][1]) == _kind(parameter)
-        if not same or size_bytes >= bucket_size_bytes:
-            groups.append([])
-            size_bytes = 0
-        groups[-1].append((index, parameter))
-        size_bytes += parameter.numel() * parameter.element_size()
-    buckets = []
-    for group in groups:
-        is_last = group is groups[-1]
-        is_wide = group[0][1].dtype.to_real() == torch.float64
-        dtype = torch.float64 if is_wide else torch.float32 if is_last else wire_dtype
-        buckets.append(Bucket(group, dtype, num_extra if is_last else 0))
-    return buckets
-
-
-def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device]:
-    return parameter.dtype, parameter.device
+    return [
+        Bucket(
+            [(place, parameters[place]) for place in places], codec, num_extra if places is plan[-1] else 0
+        )
+        for places in plan
+    ]

@@ -17,7 +17,9 @@ and one row in the table. The replica calls it in this order:
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -26,6 +28,8 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import TensorCollectives
 from horovod_train.registry import STRATEGIES, load_attribute
+
+log = logging.getLogger(__name__)
 
 
 class Strategy:
@@ -87,6 +91,15 @@ class Strategy:
 
     def after_update(self, *, is_used: bool) -> None:
         """The optimizer has made its step; or the step was not used, and weights are as before."""
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Return what this rank alone has, and has to be in a checkpoint; it may still change."""
+        return {}
+
+    def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Take over what ``state`` returned on each rank, of as many ranks as there were then."""
+        if any(of_ranks):
+            log.warning("the checkpoint holds gradients that were to be sent later: they are dropped")
 
 
 def make_strategy(job: Job, ranks: TensorCollectives) -> Strategy:

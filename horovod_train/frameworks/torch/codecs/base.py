@@ -1,0 +1,84 @@
+"""How the gradients of a bucket travel: whole, rounded, or only the largest of them.
+
+A codec is a file here (or in another package, see ``registry.py``) and one row in the table. For each
+bucket it makes a message, once; in each step, gradients are written into the message's ``body``,
+``send`` lets it go, and after ``receive`` the sum over ranks is where the gradients were.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from horovod_train.config.schema import Allreduce
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.registry import CODECS, load_attribute
+
+
+class Message:
+    """The gradients of one bucket on their way, and numbers that ride along.
+
+    Attributes:
+        body: The gradients, flat; after ``receive`` their sum over ranks, the same bits on all of them.
+        extra: Flags and the loss; summed too, never encoded, in 32 bits at least.
+        memory: What this rank has not sent yet, as long as ``body``; None: nothing is ever kept back.
+        size_bytes: What this rank gives away.
+    """
+
+    body: torch.Tensor
+    extra: torch.Tensor
+    memory: torch.Tensor | None = None
+    size_bytes: int
+
+    def send(self, ranks: TensorCollectives, name: str) -> None:
+        """Let it go; returns at once."""
+        raise NotImplementedError
+
+    def receive(self, ranks: TensorCollectives) -> None:
+        """Return when the sums are in ``body`` and ``extra``."""
+        raise NotImplementedError
+
+    def settle(self, *, is_used: bool) -> None:
+        """The step was made with the sum; or it was left out, and ``memory`` is as it was before."""
+
+
+class Codec:
+    """Makes messages.
+
+    Attributes:
+        has_memory: Messages keep back what they have not sent, and send it later.
+    """
+
+    has_memory: bool = False
+
+    def message(self, length: int, num_extra: int, dtype: torch.dtype, device: torch.device) -> Message:
+        """Return the message of a bucket.
+
+        Args:
+            length: How many numbers its gradients have.
+            num_extra: How many ride along.
+            dtype: Type of the gradients, real.
+            device: Where they are.
+        """
+        raise NotImplementedError
+
+
+def make_codec(section: Allreduce) -> Codec:
+    """Return the codec of a job: the one it names, or else the one that sends its ``wire_dtype``.
+
+    Raises:
+        UserError: There is no such codec, or it refuses its arguments.
+    """
+    name, args = (
+        (section.wire_dtype, {}) if section.codec is None else (section.codec.name, section.codec.args)
+    )
+    location = name if ":" in name else CODECS.location(name)
+    factory = load_attribute(location, what=f"codec {name!r}")
+    try:
+        codec: Codec = factory(**args)
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"codec {name!r} cannot be made: {error}",
+            hint="allreduce.codec.args must fit the arguments of its class",
+        ) from error
+    return codec
