@@ -19,6 +19,7 @@ from time import monotonic, strftime
 import psutil
 
 from horovod_train.checkpoint.manager import CheckpointManager, WriteReport
+from horovod_train.checkpoint.manager import Resumed as Checkpointed
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.load import load_job
@@ -155,6 +156,7 @@ def run_rank(
     # Every rank has the same weights now; what is random from here on (dropout) is the rank's own.
     framework.seed(job.train.seed, world.rank + 1, 0)
     resume(run, manager, framework, reporter)
+    run.restore = lambda step: take_over(run, manager.at(step), framework)
 
     run.hooks = [
         CheckReplicasIdentical(),
@@ -290,13 +292,7 @@ def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter:
     if resumed is None:
         return
     changes = changes_since(resumed, run.progress.order)
-    resume_from(
-        resumed,
-        run.replica,
-        run.progress,
-        framework.load_rng_state,
-        lambda: framework.seed(run.job.train.seed, run.world.rank + 1, run.progress.step),
-    )
+    take_over(run, resumed, framework)
     manager.note_resumed(resumed.name, changes)
     if run.world.rank == 0:
         progress = run.progress
@@ -307,6 +303,17 @@ def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter:
             reporter.report(Notice(text=f"changed since {resumed.name}: {change}"))
         if len(changes) > MAX_CHANGES:
             reporter.report(Notice(text=f"and {len(changes) - MAX_CHANGES} other changes"))
+
+
+def take_over(run: Run, resumed: Checkpointed, framework: Framework) -> None:
+    """Go on where a checkpoint stands."""
+    resume_from(
+        resumed,
+        run.replica,
+        run.progress,
+        framework.load_rng_state,
+        lambda: framework.seed(run.job.train.seed, run.world.rank + 1, run.progress.step),
+    )
 
 
 def tell_start(run: Run, reporter: Reporter) -> None:

@@ -177,6 +177,29 @@ class CheckpointManager:
                     f"checkpoint.resume is required, but {self.directory} holds no valid checkpoint"
                 )
             return None
+        resumed, self._history = self._read_on_all_ranks(name)
+        return resumed
+
+    def at(self, step: int) -> Resumed:
+        """Return the checkpoint of a step, read and checked by this rank. Waits for a write under way.
+
+        Raises:
+            CheckpointError: There is none, or a rank cannot read it.
+        """
+        problem = ""
+        name = f"step-{step:012d}"
+        if self._world.rank == 0:
+            self._collect()
+            found = [stored.name for stored in store.list_checkpoints(self.directory)]
+            problem = "" if name in found else f"{self.directory} has no {name}"
+        problem = broadcast_json(self._world, problem)
+        if problem:
+            raise CheckpointError(problem)
+        resumed, _ = self._read_on_all_ranks(name)
+        self._saved = resumed.progress
+        return resumed
+
+    def _read_on_all_ranks(self, name: str) -> tuple[Resumed, list[dict[str, Any]]]:
         resumed, history, problem = self._read(name)
         problems = allgather_json(self._world, problem)
         failed = [rank for rank, found in enumerate(problems) if found]
@@ -185,8 +208,7 @@ class CheckpointManager:
                 f"{describe_ranks(failed)} cannot read {name}: {problems[failed[0]]}",
                 hint="checkpoint.dir must be a folder that every host shares",
             )
-        self._history = history
-        return resumed
+        return resumed, history
 
     def note_resumed(self, name: str, changes: Sequence[str]) -> None:
         """Write into the checkpoints to come that training has gone on from one, and what was changed."""

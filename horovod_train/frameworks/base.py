@@ -68,6 +68,30 @@ class StepOutcome:
     bytes_reduced: int
     clock: StepClock
 
+    def is_ready(self) -> bool:
+        """Return that it is known at once (see ``Reading``)."""
+        return True
+
+    def outcome(self) -> StepOutcome:
+        """Return it."""
+        return self
+
+
+class Reading(Protocol):
+    """What a step turned out to be, perhaps later. A ``StepOutcome`` is one that is there at once."""
+
+    def is_ready(self) -> bool:
+        """Return whether it is known; never waits."""
+        ...
+
+    def outcome(self) -> StepOutcome:
+        """Return it; waits until it is known.
+
+        Raises:
+            PeerError: Another rank was lost.
+        """
+        ...
+
 
 class Replica(Protocol):
     """The model and optimizer of one rank."""
@@ -80,8 +104,10 @@ class Replica(Protocol):
         """
         ...
 
-    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
-        """Make one optimizer step with this rank's share of it; blocks until all ranks did.
+    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Reading:
+        """Make one optimizer step with this rank's share of it.
+
+        A step that is not finite is left out where it is made: its reading may come when others follow.
 
         Raises:
             PeerError: Another rank was lost.
@@ -203,7 +229,7 @@ class Bridge(Protocol):
         """Return the steps that are left in the current epoch, up to the job's limit."""
         ...
 
-    def after_step(self, step: PlannedStep, outcome: StepOutcome, lr: float) -> None:
+    def after_step(self, step: PlannedStep, reading: Reading, lr: float) -> None:
         """An optimizer step was made."""
         ...
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from horovod_train.data.planned_step import PlannedStep
-from horovod_train.frameworks.base import StepOutcome
+from horovod_train.errors import UserError
+from horovod_train.frameworks.base import Reading
 from horovod_train.training import loop
+from horovod_train.training.actions import Action, GoBack, Leave, Stop
 from horovod_train.training.run import Run
 
 
@@ -54,14 +56,34 @@ class LoopBridge:
         """Return the steps that are left in the current epoch, up to the job's limit."""
         return loop.rest_of_epoch(self.run)
 
-    def after_step(self, step: PlannedStep, outcome: StepOutcome, lr: float) -> None:
-        """An optimizer step was made."""
-        loop.after_step(self.run, step, outcome, lr)
+    def after_step(self, step: PlannedStep, reading: Reading, lr: float) -> None:
+        """An optimizer step was made.
+
+        Raises:
+            PreemptedError: This process is to leave; everything is saved.
+            UserError: A hook answers what this loop cannot do.
+        """
+        self._follow(loop.after_step(self.run, step, reading, lr))
 
     def after_epoch(self) -> dict[str, float]:
-        """All steps of an epoch were made; return the evaluation, empty when none was due."""
-        loop.after_epoch(self.run)
+        """All steps of an epoch were made; return the evaluation, empty when none was due.
+
+        Raises:
+            As ``after_step``.
+        """
+        self._follow(loop.after_epoch(self.run))
         return self.run.progress.current_metrics
+
+    def _follow(self, answer: Action | None) -> None:
+        match answer:
+            case Leave():
+                raise loop.left(answer)
+            case GoBack() | Stop():
+                raise UserError(
+                    f"training is to {'stop' if isinstance(answer, Stop) else 'go back'} at step "
+                    f"{answer.step} ({answer.why}), which {self.run.job.framework}'s own loop cannot",
+                    hint="use framework: torch",
+                )
 
     def end(self) -> None:
         """Training is complete."""

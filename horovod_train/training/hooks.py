@@ -7,15 +7,16 @@ from time import monotonic
 
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.errors import PreemptedError
 from horovod_train.events.types import Evaluation, Notice, Preempted, Progress
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework
 from horovod_train.health.desync import check_replicas_identical
 from horovod_train.health.preemption import PreemptionAgreement
 from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.actions import Action, Leave
 from horovod_train.training.parts import record_step, save_checkpoint
-from horovod_train.training.run import Run, StepReport
+from horovod_train.training.readings import StepReport
+from horovod_train.training.run import Run
 
 
 class Hook:
@@ -24,11 +25,17 @@ class Hook:
     def on_start(self, run: Run) -> None:
         """Training begins."""
 
-    def on_step(self, run: Run, report: StepReport) -> None:
-        """An optimizer step was made."""
+    def on_reading(self, run: Run, report: StepReport) -> Action | None:
+        """It is known what a step did."""
+        return None
 
-    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
+    def on_step(self, run: Run) -> Action | None:
+        """An optimizer step was made."""
+        return None
+
+    def on_epoch(self, run: Run, *, evaluated: bool) -> Action | None:
         """An epoch is complete."""
+        return None
 
     def on_end(self, run: Run) -> None:
         """Training is complete."""
@@ -40,9 +47,9 @@ class RecordMetrics(Hook):
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def on_step(self, run: Run, report: StepReport) -> None:
+    def on_reading(self, run: Run, report: StepReport) -> None:
         """Record the step."""
-        record_step(self._recorder, report.share, report.outcome, report.lr, run.progress.epochs_passed)
+        record_step(self._recorder, report.share, report.outcome, report.lr, report.epochs_passed)
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
         """Record the evaluation."""
@@ -60,7 +67,7 @@ class CheckReplicasIdentical(Hook):
         """Compare before the first step."""
         self._check(run, "before the first step")
 
-    def on_step(self, run: Run, report: StepReport) -> None:
+    def on_step(self, run: Run) -> None:
         """Compare when it is due, as soon as replicas should be identical."""
         every = run.job.health.sync_check_every_steps
         self._is_due = self._is_due or bool(every and run.progress.step % every == 0)
@@ -91,7 +98,7 @@ class SaveCheckpoints(Hook):
         """Time the last checkpoint took to write, in seconds; None: there is none yet."""
         return self._manager.last_write_s
 
-    def on_step(self, run: Run, report: StepReport) -> None:
+    def on_step(self, run: Run) -> None:
         """Save when steps say so, as soon as rank 0's replica is everyone's."""
         every = run.job.checkpoint.every_steps
         self._is_due = self._is_due or bool(every and run.progress.step % every == 0)
@@ -110,7 +117,8 @@ class SaveCheckpoints(Hook):
         self.save(run, wait=True)
 
     def save(self, run: Run, *, wait: bool = False) -> None:
-        """Save now; with ``wait`` it is on disk afterwards."""
+        """Save now; with ``wait`` it is on disk afterwards. All steps have turned out to be usable."""
+        run.tell_all()
         rng = dump_state(*self._framework.rng_state())
         save_checkpoint(self._manager, run.world, run.replica, run.progress, rng, wait=wait)
 
@@ -133,26 +141,26 @@ class StopWhenPreempted(Hook):
         self._is_leaving = False
         self._since_identical_s = 0.0
 
-    def on_step(self, run: Run, report: StepReport) -> None:
-        """Leave if the ranks agree to, as soon as their replicas are identical.
-
-        Raises:
-            PreemptedError: Everything is saved.
-        """
-        self._is_leaving = self._is_leaving or self._agreement.reached()
+    def on_reading(self, run: Run, report: StepReport) -> None:
+        """Count how long ranks compute until their replicas are identical."""
         self._since_identical_s += sum(report.outcome.clock.seconds.values())
+
+    def on_step(self, run: Run) -> Leave | None:
+        """Leave if the ranks agree to, as soon as their replicas are identical and saved."""
+        self._is_leaving = self._is_leaving or self._agreement.reached()
         if not run.replica.replicas_identical:
-            return
+            return None
         if self._is_leaving:
             self._checkpoints.save(run, wait=True)
             # Before the first rank is gone: some launchers kill the others as soon as one has left.
             self._reporter.report(Preempted(step=run.progress.step, epoch=run.progress.epochs_passed))
-            raise PreemptedError(f"asked to leave after step {run.progress.step}")
+            return Leave(run.progress.step)
         write_s = self._checkpoints.last_write_s
         if write_s is not None and run.world.rank == 0:
             stop_s = max(self._since_identical_s, self._agreement.interval_s)
             self._watch_grace(stop_s + write_s, run.job.launch.grace_s)
         self._since_identical_s = 0.0
+        return None
 
     def _watch_grace(self, needed_s: float, granted_s: float) -> None:
         self._recorder.record_grace_needed(needed_s)
@@ -183,7 +191,7 @@ class ReportProgress(Hook):
         self._num_steps = run.planned_steps()
         self._recent.append((monotonic(), 0))
 
-    def on_step(self, run: Run, report: StepReport) -> None:
+    def on_reading(self, run: Run, report: StepReport) -> None:
         """Report when the interval has passed."""
         self._samples += report.share.num_samples
         now = monotonic()
@@ -195,12 +203,12 @@ class ReportProgress(Hook):
             self._recent.popleft()
         since, before = self._recent[0]
         samples_per_s = (self._samples - before) / max(1e-9, now - since)
-        samples_left = (self._num_steps - run.progress.step) * run.global_batch_size
+        samples_left = (self._num_steps - report.step) * run.global_batch_size
         self._reporter.report(
             Progress(
-                step=run.progress.step,
+                step=report.step,
                 num_steps=self._num_steps,
-                epoch=min(int(run.progress.epochs_passed), run.job.train.epochs - 1),
+                epoch=min(int(report.epochs_passed), run.job.train.epochs - 1),
                 num_epochs=run.job.train.epochs,
                 loss=report.outcome.loss,
                 lr=report.lr,

@@ -6,34 +6,67 @@ Transformers) calls the same functions at the same moments, through ``bridge.py`
 
 from __future__ import annotations
 
+import logging
 import math
+from contextlib import suppress
 
 import numpy as np
 
 from horovod_train.collectives.base import any_rank, mean_over_ranks
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import eval_micro_batches
-from horovod_train.errors import UserError, did_you_mean
-from horovod_train.frameworks.base import StepOutcome
+from horovod_train.errors import PreemptedError, UserError, did_you_mean
+from horovod_train.frameworks.base import Reading
+from horovod_train.training.actions import Action, GoBack, Leave, Stop
 from horovod_train.training.plan import plan_epoch
-from horovod_train.training.run import Run, StepReport
+from horovod_train.training.readings import StepMade
+from horovod_train.training.run import Run
+
+log = logging.getLogger(__name__)
 
 
 def train(run: Run) -> None:
     """Train until the job is done; from where ``run.progress`` stands.
 
     Every rank makes the same steps in the same order, because everything that decides (progress,
-    losses, metrics) is equal on all of them.
+    losses, metrics, what hooks answer) is equal on all of them.
+
+    Raises:
+        PreemptedError: A hook says that this process is to leave; everything is saved.
     """
     begin(run)
-    while not run.is_done:
-        for step in rest_of_epoch(run):
-            lr = run.policy.at(run.progress.epochs_passed)
-            after_step(run, step, run.replica.step(step, lr, want_norm=wants_norm(run)), lr)
-        if not run.is_epoch_complete:
-            break
-        after_epoch(run)
+    try:
+        leave = train_until_done(run)
+    except BaseException:
+        tell_what_is_outstanding(run)
+        raise
+    if leave is not None:
+        raise left(leave)
     end(run)
+
+
+def train_until_done(run: Run) -> Leave | None:
+    """Train epoch after epoch, and follow what hooks answer; return that this process is to leave."""
+    while not run.is_done:
+        match train_epoch(run):
+            case Leave() as leave:
+                return leave
+            case GoBack(step, why):
+                go_back(run, step, why)
+            case Stop(step, why):
+                log.warning("training ends after step %d: %s", step, why)
+                run.is_stopped = True
+    return None
+
+
+def train_epoch(run: Run) -> Action | None:
+    """Make the steps that are left in an epoch, until a hook has another answer than to go on."""
+    for step in rest_of_epoch(run):
+        lr = run.policy.at(run.progress.epochs_passed)
+        reading = run.replica.step(step, lr, want_norm=wants_norm(run))
+        if (answer := after_step(run, step, reading, lr)) is not None:
+            return answer
+    return after_epoch(run) if run.is_epoch_complete else None
 
 
 def begin(run: Run) -> None:
@@ -68,37 +101,69 @@ def wants_norm(run: Run) -> bool:
     return metrics.enabled and run.progress.step % metrics.grad_norm_every_steps == 0
 
 
-def after_step(run: Run, step: PlannedStep, outcome: StepOutcome, lr: float) -> None:
-    """Note one optimizer step.
+def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Action | None:
+    """Note one optimizer step, tell hooks what is known by now, and return what they answer.
 
     Raises:
-        NumericError: It was not finite, and the job does not allow that.
+        NumericError: A step was not finite, and the job does not allow that.
     """
-    run.progress.advance(step.share.num_samples)
-    run.guard.check(
-        run.progress.step,
-        is_finite=outcome.is_finite,
-        loss=outcome.loss,
-        local_loss=outcome.local_loss,
-    )
-    report = StepReport(step.share, outcome, lr)
-    for hook in run.hooks:
-        hook.on_step(run, report)
+    progress = run.progress
+    progress.advance(step.share.num_samples)
+    run.readings.add(StepMade(progress.step, progress.epochs_passed, step.share, lr, reading))
+    run.tell(run.readings.arrived())
+    run.note(hook.on_step(run) for hook in run.hooks)
+    return first_answer(run)
 
 
-def after_epoch(run: Run) -> None:
-    """Note the end of an epoch: evaluate when it is due, and consider stopping."""
+def first_answer(run: Run) -> Action | None:
+    """Return what the first hook has answered since it was last asked; None: go on."""
+    answers, run.answers = run.answers, []
+    return answers[0] if answers else None
+
+
+def tell_what_is_outstanding(run: Run) -> None:
+    """Tell hooks of the last steps of a training that has failed; whatever goes wrong, it failed already."""
+    with suppress(Exception):
+        for report in run.readings.all():
+            for hook in run.hooks:
+                hook.on_reading(run, report)
+
+
+def left(leave: Leave) -> PreemptedError:
+    """Return what ends this process with its exit code."""
+    return PreemptedError(f"asked to leave after step {leave.step}")
+
+
+def go_back(run: Run, step: int, why: str) -> None:
+    """Go on from the checkpoint of a step.
+
+    Raises:
+        UserError: There are no checkpoints.
+        CheckpointError: There is none of this step, or it cannot be read.
+    """
+    if run.restore is None:
+        raise UserError(f"training is to go back to step {step} ({why}), and has no checkpoints")
+    log.warning("training goes back from step %d to step %d: %s", run.progress.step, step, why)
+    run.tell_all()
+    run.answers.clear()
+    run.restore(step)
+
+
+def after_epoch(run: Run) -> Action | None:
+    """Note the end of an epoch: evaluate when it is due, and consider stopping; return hooks' answer."""
+    run.tell_all()
     run.progress.finish_epoch()
     evaluated = is_evaluation_due(run)
     if evaluated:
         take_metrics(run)
         consider_stopping(run)
-    for hook in run.hooks:
-        hook.on_epoch(run, evaluated=evaluated)
+    run.note(hook.on_epoch(run, evaluated=evaluated) for hook in run.hooks)
+    return first_answer(run)
 
 
 def end(run: Run) -> None:
     """Note the end of training: evaluate what will be kept."""
+    run.tell_all()
     if not run.progress.current_metrics and run.eval_reader is not None:
         take_metrics(run)
     for hook in run.hooks:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.data.shard import StepShare, num_steps
-from horovod_train.frameworks.base import Reader, Replica, StepOutcome
+from horovod_train.data.shard import num_steps
+from horovod_train.frameworks.base import Reader, Replica
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.training.actions import Action
 from horovod_train.training.progress import Progress
+from horovod_train.training.readings import Readings, StepReport
 
 
 @dataclass
 class Run:
-    """One rank's part of one run of a job."""
+    """One rank's part of one run of a job.
+
+    Attributes:
+        hooks: Look at training from outside.
+        readings: Steps whose outcome nobody has heard of yet.
+        restore: Takes over the checkpoint of a step; None: this run has no checkpoints.
+        is_stopped: A hook has ended training.
+        answers: What hooks have answered that the loop has not followed yet.
+    """
 
     job: Job
     mesh: Mesh
@@ -28,6 +39,10 @@ class Run:
     guard: FiniteGuard
     progress: Progress
     hooks: list[Hook] = field(default_factory=list)
+    readings: Readings = field(default_factory=Readings)
+    restore: Callable[[int], None] | None = None
+    is_stopped: bool = False
+    answers: list[Action] = field(default_factory=list)
 
     @property
     def world(self) -> Communicator:
@@ -43,7 +58,8 @@ class Run:
     def is_done(self) -> bool:
         """Whether there is nothing left to train."""
         return (
-            self.progress.epoch >= self.job.train.epochs
+            self.is_stopped
+            or self.progress.epoch >= self.job.train.epochs
             or (self.progress.stopped_early and self.job.evaluation.early_stopping is not None)
             or self.num_steps_left == 0
         )
@@ -59,6 +75,27 @@ class Run:
         """Whether every sample of the current epoch was used."""
         return self.progress.cursor >= len(self.train_reader)
 
+    def tell(self, reports: Iterable[StepReport]) -> None:
+        """Tell hooks what steps did, in their order.
+
+        Raises:
+            NumericError: A step was not finite, and the job does not allow that.
+        """
+        for report in reports:
+            outcome = report.outcome
+            self.guard.check(
+                report.step, is_finite=outcome.is_finite, loss=outcome.loss, local_loss=outcome.local_loss
+            )
+            self.note(hook.on_reading(self, report) for hook in self.hooks)
+
+    def tell_all(self) -> None:
+        """Tell hooks what all steps did that were made; waits until it is known."""
+        self.tell(self.readings.all())
+
+    def note(self, answers: Iterable[Action | None]) -> None:
+        """Note what hooks answer."""
+        self.answers += [answer for answer in answers if answer is not None]
+
     def planned_steps(self) -> int:
         """Return the step at which the job will end, if nothing stops it early."""
         progress, train = self.progress, self.job.train
@@ -71,32 +108,25 @@ class Run:
         return total if train.max_steps is None else min(total, max(train.max_steps, progress.step))
 
 
-@dataclass(frozen=True)
-class StepReport:
-    """What hooks learn of a step, after ``run.progress`` has moved on."""
-
-    share: StepShare
-    outcome: StepOutcome
-    lr: float
-
-    @property
-    def num_local_samples(self) -> int:
-        """Samples of the step that this rank read."""
-        return sum(map(len, self.share.micro_batches))
-
-
 class Hook(Protocol):
-    """Looks at training from outside. All hooks run on all ranks, in the order of ``run.hooks``."""
+    """Looks at training from outside. All hooks run on all ranks, in the order of ``run.hooks``.
+
+    What a hook answers is the same on all ranks; None: go on.
+    """
 
     def on_start(self, run: Run) -> None:
         """Training begins, after a resume if there is one."""
         ...
 
-    def on_step(self, run: Run, report: StepReport) -> None:
-        """An optimizer step was made."""
+    def on_reading(self, run: Run, report: StepReport) -> Action | None:
+        """It is known what a step did; ``run.progress`` may be further already."""
         ...
 
-    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
+    def on_step(self, run: Run) -> Action | None:
+        """An optimizer step was made, the one that ``run.progress`` counts; its outcome may come later."""
+        ...
+
+    def on_epoch(self, run: Run, *, evaluated: bool) -> Action | None:
         """An epoch is complete; ``run.progress.metrics`` is new if it was evaluated."""
         ...
 

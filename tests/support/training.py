@@ -19,7 +19,8 @@ from horovod_train.config.schema import Data, Job
 from horovod_train.events.wire import Reporter, parse_line
 from horovod_train.frameworks.randomness import load_rng_state, rng_state
 from horovod_train.frameworks.reader import NumpyReader
-from horovod_train.training.run import Run, StepReport
+from horovod_train.training.readings import StepReport
+from horovod_train.training.run import Run
 from horovod_train.worker import make_run
 
 NUM_SAMPLES, NUM_EVAL_SAMPLES = 10, 5
@@ -90,9 +91,11 @@ class Noted:
     def on_start(self, run: Run) -> None:
         self.moments.append("start")
 
-    def on_step(self, run: Run, report: StepReport) -> None:
-        self.moments.append(run.progress.step)
+    def on_reading(self, run: Run, report: StepReport) -> None:
         self.reports.append(report)
+
+    def on_step(self, run: Run) -> None:
+        self.moments.append(run.progress.step)
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
         self.moments.append(f"epoch {run.progress.epoch}{' evaluated' if evaluated else ''}")

@@ -258,7 +258,7 @@ class TestTraining:
         Task().model()
 
         class Fall(Hook):
-            def on_step(self, run, report):
+            def on_step(self, run):
                 if run.progress.step == 4:
                     raise RuntimeError("killed")
 

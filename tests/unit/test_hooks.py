@@ -37,7 +37,7 @@ class At(Hook):
     def __init__(self, step, do):
         self.step, self.do = step, do
 
-    def on_step(self, run, report):
+    def on_step(self, run):
         if run.progress.step == self.step:
             self.do(run)
 
@@ -455,7 +455,7 @@ class TestProgress:
         run = made(world or SingleRank(), **job)
 
         class Pass(Hook):
-            def on_step(self, run, report):
+            def on_reading(self, run, report):
                 clock[0] += step_s(run.progress.step) if callable(step_s) else step_s
 
         run.hooks = [Pass(), ReportProgress(told.reporter, interval_s)]

@@ -164,7 +164,7 @@ def test_what_travels_is_the_model_and_its_state_once_in_a_while():
         def __init__(self, run):
             self.found = run.replica.bytes = []
 
-        def on_step(self, run, report):
+        def on_reading(self, run, report):
             self.found.append((report.outcome.bytes_reduced, run.replica.replicas_identical))
 
     def rank(world):
@@ -201,7 +201,7 @@ class TestResume:
         case = Case("adamw", epochs=2, **ADAMW)
 
         class Fall(Hook):
-            def on_step(self, run, report):
+            def on_step(self, run):
                 if run.progress.step == 6:
                     raise RuntimeError("killed")
 

@@ -1,0 +1,50 @@
+"""What a hook answers when training is not simply to go on.
+
+Every rank gives the same answer at the same step: it follows from what is equal on all of them (losses,
+metrics, progress), or they have asked each other. The loop asks hooks in their order, and follows the
+first answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Leave:
+    """End this process with exit code 75: everything is saved, and another start goes on.
+
+    Attributes:
+        step: Optimizer steps made.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Training is complete: evaluate, save and end as after the last epoch.
+
+    Attributes:
+        step: Optimizer steps made.
+        why: Words for the log.
+    """
+
+    step: int
+    why: str
+
+
+@dataclass(frozen=True)
+class GoBack:
+    """Go on from a checkpoint of this run.
+
+    Attributes:
+        step: The step of the checkpoint.
+        why: Words for the log.
+    """
+
+    step: int
+    why: str
+
+
+Action = Leave | Stop | GoBack
