@@ -266,7 +266,7 @@ def open_checkpoints(
     """Return the manager of the run's checkpoints."""
 
     def on_written(report: WriteReport) -> None:
-        recorder.record_checkpoint(report)
+        recorder.record(report)
         reporter.report(CheckpointWritten(path=report.path, seconds=report.seconds, error=report.error))
 
     run_dir = Path(job.run_dir).expanduser() / job.name

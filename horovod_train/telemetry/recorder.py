@@ -5,17 +5,15 @@ Recording costs a few microseconds and never raises into training.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from horovod_train.checkpoint.manager import WriteReport
 from horovod_train.collectives.base import Communicator
-from horovod_train.telemetry import catalog
-from horovod_train.telemetry.catalog import CATALOG, RANK_LABELS, Metric
+from horovod_train.telemetry.catalog import CATALOG, RANK_LABELS, Metric, WorldRecord
+
+TAKES = {"counter": "inc", "gauge": "set", "clock": "set_function", "histogram": "observe"}
 
 
 class Recorder:
@@ -26,70 +24,45 @@ class Recorder:
         run: Name of this run of it.
         world: Gives rank, local rank and host.
         world_size_wanted: Ranks the job asked for.
+        metrics: What is recorded.
     """
 
-    def __init__(self, job: str, run: str, world: Communicator, world_size_wanted: int) -> None:
+    def __init__(
+        self,
+        job: str,
+        run: str,
+        world: Communicator,
+        world_size_wanted: int,
+        metrics: tuple[Metric, ...] = CATALOG,
+    ) -> None:
         self.registry = CollectorRegistry()
         self._rank_labels = (job, run, str(world.rank), str(world.local_rank), world.host)
-        self._metrics = {metric.name: self._make(metric) for metric in CATALOG}
+        self._families = {metric.name: self._make(metric) for metric in metrics}
+        self._fed_by: dict[type, list[Metric]] = {}
+        for metric in metrics:
+            self._fed_by.setdefault(metric.source, []).append(metric)
+        self._kinds = {metric.name: metric.kind for metric in metrics}
         # Looking a child up by labels costs more than using it.
-        self._child = cache(self._labelled)
-        self._child(catalog.WORLD_WANTED).set(world_size_wanted)
-        self._child(catalog.WORLD_PRESENT).set(world.size)
-        for metric in CATALOG:
-            if metric.kind == "counter" and not metric.labels:
-                self._child(metric)  # zero from the start: a rate needs a value before the first event
+        self._take = cache(self._taker)
+        self.record(WorldRecord(num_wanted=world_size_wanted, num_present=world.size))
+        for metric in metrics:
+            if metric.kind == "counter" and metric.label is None:
+                self._take(metric.name)  # zero from the start: a rate needs a value before the first event
 
-    def record_step(
-        self,
-        *,
-        phase_seconds: Mapping[str, float],
-        num_samples: int,
-        epochs: float,
-        loss: float,
-        local_loss: float,
-        lr: float,
-        grad_norm: float | None,
-        bytes_reduced: int,
-        is_finite: bool,
-    ) -> None:
-        """Record one optimizer step."""
-        for phase, seconds in phase_seconds.items():
-            self._child(catalog.STEP_PHASE, phase).observe(seconds)
-        self._child(catalog.STEP).observe(sum(phase_seconds.values()))
-        self._child(catalog.STEPS).inc()
-        self._child(catalog.SAMPLES).inc(num_samples)
-        self._child(catalog.EPOCH).set(epochs)
-        self._child(catalog.LOSS).set(loss)
-        self._child(catalog.LOCAL_LOSS).set(local_loss)
-        self._child(catalog.LEARNING_RATE).set(lr)
-        self._child(catalog.BYTES_REDUCED).inc(bytes_reduced)
-        if grad_norm is not None:
-            self._child(catalog.GRAD_NORM).set(grad_norm)
-        if not is_finite:
-            self._child(catalog.NON_FINITE).inc()
-
-    def record_evaluation(self, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one evaluation."""
-        for name, value in metrics.items():
-            self._child(catalog.EVALUATION, name).set(value)
-
-    def record_checkpoint(self, report: WriteReport) -> None:
-        """Record an attempt to write a checkpoint; may be called from another thread."""
-        if report.error:
-            self._child(catalog.CHECKPOINT_FAILURES).inc()
-            return
-        written_s = time.monotonic()
-        self._child(catalog.CHECKPOINT_WRITE).observe(report.seconds)
-        self._child(catalog.CHECKPOINT_BYTES).set(report.size_bytes)
-        self._child(catalog.CHECKPOINT_AGE).set_function(lambda: time.monotonic() - written_s)
-
-    def record_grace_needed(self, seconds: float) -> None:
-        """Record how long leaving would take."""
-        self._child(catalog.GRACE_NEEDED).set(seconds)
+    def record(self, source: object) -> None:
+        """Record a step, an evaluation, a write, whatever the catalog has a class for; from any thread."""
+        for metric in self._fed_by.get(type(source), ()):
+            value = metric.value(source)
+            if value is None:
+                continue
+            if metric.label is None:
+                self._take(metric.name)(value)
+            else:
+                for label, number in value.items():
+                    self._take(metric.name, label)(number)
 
     def _make(self, metric: Metric) -> Counter | Gauge | Histogram:
-        labels = (*RANK_LABELS, *metric.labels)
+        labels = (*RANK_LABELS, *([metric.label] if metric.label else []))
         if metric.kind == "histogram":
             return Histogram(
                 metric.name, metric.help, labels, registry=self.registry, buckets=metric.buckets_s
@@ -97,5 +70,7 @@ class Recorder:
         kind = Counter if metric.kind == "counter" else Gauge
         return kind(metric.name, metric.help, labels, registry=self.registry)
 
-    def _labelled(self, metric: Metric, *values: str) -> Any:
-        return self._metrics[metric.name].labels(*self._rank_labels, *values)
+    def _taker(self, name: str, *label: str) -> Callable[..., None]:
+        """Return what a value is given to."""
+        child = self._families[name].labels(*self._rank_labels, *label)
+        return getattr(child, TAKES[self._kinds[name]])  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework
 from horovod_train.health.desync import check_replicas_identical
 from horovod_train.health.preemption import PreemptionAgreement
+from horovod_train.telemetry.catalog import EvaluationRecord, GraceRecord
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.actions import Action, Leave
 from horovod_train.training.parts import record_step, save_checkpoint
@@ -54,7 +55,7 @@ class RecordMetrics(Hook):
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
         """Record the evaluation."""
         if evaluated:
-            self._recorder.record_evaluation(run.progress.metrics)
+            self._recorder.record(EvaluationRecord(run.progress.metrics))
 
 
 class CheckReplicasIdentical(Hook):
@@ -163,7 +164,7 @@ class StopWhenPreempted(Hook):
         return None
 
     def _watch_grace(self, needed_s: float, granted_s: float) -> None:
-        self._recorder.record_grace_needed(needed_s)
+        self._recorder.record(GraceRecord(needed_s))
         if needed_s > granted_s and not self._is_warned:
             self._is_warned = True
             text = (

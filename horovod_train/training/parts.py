@@ -15,22 +15,25 @@ from horovod_train.data.shard import StepShare
 from horovod_train.errors import CheckpointError, NumericError
 from horovod_train.frameworks.base import Replica, StepOutcome
 from horovod_train.health.desync import check_before_saving
+from horovod_train.telemetry.catalog import StepRecord
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.progress import DataOrder, Progress
 
 
 def record_step(recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: float, epochs: float) -> None:
     """Record one step as metrics of this rank."""
-    recorder.record_step(
-        phase_seconds=outcome.clock.seconds,
-        num_samples=sum(map(len, share.micro_batches)),
-        epochs=epochs,
-        loss=outcome.loss,
-        local_loss=outcome.local_loss,
-        lr=lr,
-        grad_norm=outcome.grad_norm,
-        bytes_reduced=outcome.bytes_reduced,
-        is_finite=outcome.is_finite,
+    recorder.record(
+        StepRecord(
+            phase_seconds=outcome.clock.seconds,
+            num_samples=sum(map(len, share.micro_batches)),
+            epochs=epochs,
+            loss=outcome.loss,
+            local_loss=outcome.local_loss,
+            lr=lr,
+            grad_norm=outcome.grad_norm,
+            bytes_reduced=outcome.bytes_reduced,
+            is_finite=outcome.is_finite,
+        )
     )
 
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from horovod_train.checkpoint.manager import WriteReport
 from horovod_train.collectives.base import SingleRank
 from horovod_train.frameworks.base import PHASES, StepClock
-from horovod_train.telemetry.catalog import CATALOG, RANK_LABELS
+from horovod_train.telemetry.catalog import CATALOG, PREFIX, RANK_LABELS, Metric, StepRecord
 from horovod_train.telemetry.exporter import PORT_STEP, Exporter
 from horovod_train.telemetry.recorder import Recorder
 
@@ -41,7 +41,7 @@ def record(recorder, **changes):
         "bytes_reduced": 1000,
         "is_finite": True,
     }
-    recorder.record_step(**{**fields, **changes})
+    recorder.record(StepRecord(**{**fields, **changes}))
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_a_step_moves_every_metric_it_speaks_of(recorder):
 
 def test_before_the_first_step_only_what_is_known_is_shown(recorder):
     """Counters are zero, since a rate needs a value before the first event; the rest is absent."""
-    counters = {metric.name for metric in CATALOG if metric.kind == "counter" and not metric.labels}
+    counters = {metric.name for metric in CATALOG if metric.kind == "counter" and metric.label is None}
     known = {name.removesuffix("_total") for (name, *_) in samples(recorder) if not name.endswith("_created")}
 
     sizes = {"horovod_train_world_size_wanted", "horovod_train_world_size_present"}
@@ -96,9 +96,25 @@ def test_names_follow_the_conventions_of_prometheus():
     assert len({metric.name for metric in CATALOG}) == len(CATALOG)
 
 
+def test_a_metric_more_is_one_row():
+    """Its name, kind and meaning, and what feeds it."""
+    per_second = Metric(
+        PREFIX + "samples_per_second",
+        "gauge",
+        "Samples of this rank in a second of the last step.",
+        StepRecord,
+        lambda step: step.num_samples / sum(step.phase_seconds.values()),
+    )
+    recorder = Recorder("job", "run", SingleRank(), 1, metrics=(*CATALOG, per_second))
+
+    record(recorder, num_samples=10, phase_seconds={"compute": 0.5})
+
+    assert samples(recorder)["horovod_train_samples_per_second",] == 20.0
+
+
 def test_a_checkpoint_has_an_age_and_a_failed_one_is_counted(recorder):
-    recorder.record_checkpoint(WriteReport(1, "path", 0.5, 1234))
-    recorder.record_checkpoint(WriteReport(2, "path", 0.5, 0, "disk full"))
+    recorder.record(WriteReport(1, "path", 0.5, 1234))
+    recorder.record(WriteReport(2, "path", 0.5, 0, "disk full"))
 
     found = samples(recorder)
     assert found["horovod_train_checkpoint_size_bytes",] == 1234
