@@ -45,6 +45,8 @@ class Registry:
         Raises:
             UnknownNameError: The name is in no row.
         """
+        if name in self.builtin:  # without a look at all installed packages, which takes long
+            return self.builtin[name]
         try:
             return self.rows[name]
         except KeyError:

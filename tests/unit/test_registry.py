@@ -1,0 +1,80 @@
+"""What can be named in a job: rows of ours, rows of other packages, and what it takes to add one."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from horovod_train import registry
+from horovod_train.errors import UnknownNameError, UserError
+from horovod_train.registry import CODECS, LAUNCHERS, STRATEGIES, Registry
+
+PACKAGE = Path(registry.__file__).parent
+
+
+@pytest.fixture
+def table():
+    return Registry("codec", "horovod_train.codecs", {"ours": "json:dumps"})
+
+
+def offered(monkeypatch, **rows):
+    def entry_points(group):
+        return [EntryPoint(name, value, group) for name, value in rows.items()]
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+
+
+def test_a_row_of_ours_needs_no_look_at_other_packages(monkeypatch, table):
+    monkeypatch.setattr(registry, "entry_points", lambda **_: pytest.fail("that takes long"))
+
+    assert table.location("ours") == "json:dumps"
+
+
+def test_other_packages_add_rows_and_replace_none(monkeypatch, table):
+    offered(monkeypatch, theirs="json:loads", ours="os:remove")
+
+    assert table.load("theirs")("[1]") == [1]
+    assert table.location("ours") == "json:dumps"
+    assert table.rows == {"theirs": "json:loads", "ours": "json:dumps"}
+
+
+def test_a_name_that_nobody_has_is_answered_with_those_there_are(monkeypatch, table):
+    offered(monkeypatch, theirs="json:loads")
+
+    with pytest.raises(UnknownNameError, match=r"(?s)our.*"):
+        table.location("our")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [("no_such_module:X", "cannot import"), ("json:no_such", "has no 'no_such'")]
+)
+def test_a_broken_row_is_an_error_for_who_names_it(monkeypatch, table, value, said):
+    offered(monkeypatch, theirs=value)
+
+    with pytest.raises(UserError, match=f"codec 'theirs'.*{said}"):
+        table.load("theirs")
+    assert table.load("ours")([1]) == "[1]"
+
+
+@pytest.mark.parametrize(
+    ("table", "name"), [(STRATEGIES, "local-sgd"), (CODECS, "top-k"), (LAUNCHERS, "slurm-allocation")]
+)
+def test_what_is_added_is_one_file_and_one_row(table, name):
+    """No other file of the package knows the module; so the next one takes as much."""
+    module = table.location(name).partition(":")[0]
+    own = PACKAGE.parent / Path(*module.split(".")).with_suffix(".py")
+    pattern = re.compile(rf"\b{re.escape(module.rpartition('.')[2])}\b")
+
+    knowing = {
+        file for file in PACKAGE.rglob("*.py") if any(map(pattern.search, imports_and_rows(file.read_text())))
+    }
+
+    assert own.is_file()
+    assert knowing - {own} == {PACKAGE / "registry.py"}
+
+
+def imports_and_rows(text):
+    return [line for line in text.splitlines() if "import" in line or '": "horovod_train.' in line]
