@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from horovod_train.collectives.log import Collective
+
 PIECE_BYTES = 64 * 2**20
 
 
@@ -48,6 +50,11 @@ class Communicator(Protocol):
         """Since when this rank waits in a collective, by ``monotonic``; None: it does not."""
         ...
 
+    @property
+    def waiting_in(self) -> Collective | None:
+        """The collective that this rank waits in; None: it does not, or nobody knows."""
+        ...
+
     def allreduce_sum(self, values: Sequence[float]) -> list[float]:
         """Return the elementwise sum over ranks, in double precision; same length on all ranks."""
         ...
@@ -70,6 +77,7 @@ class SingleRank:
     local_rank: int = 0
     host: str = field(default_factory=socket.gethostname)
     waiting_since_s: float | None = None
+    waiting_in: Collective | None = None
 
     def allreduce_sum(self, values: Sequence[float]) -> list[float]:
         """Return the values."""

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from horovod_train.collectives.base import Communicator, SingleRank
+from horovod_train.collectives.log import Collective, CollectiveLog
 from horovod_train.config.schema import Job
 from horovod_train.errors import EngineError, PeerError, WorldError
 from horovod_train.horovod.environment import horovod_settings, started_as_one_of_many
@@ -65,21 +66,26 @@ class HorovodCommunicator:
         self.host = socket.gethostname()
         self.waiting_since_s: float | None = None
         """Since when this rank waits in a collective, by ``monotonic``; None: it does not."""
+        self.waiting_in: Collective | None = None
+        """The collective that it waits in."""
+        self.log = CollectiveLog()
+        """The last collectives of this rank."""
         self.at_close = ExitStack()
         """What ends with the world."""
 
     def allreduce_sum(self, values: Sequence[float]) -> list[float]:
         """Return the elementwise sum over ranks, in double precision."""
-        total = self.call(
-            lambda: self.allreduce_array(np.array(values, np.float64), "horovod_train.allreduce_sum")
-        )
+        name = "horovod_train.allreduce_sum"
+        array = np.array(values, np.float64)
+        total = self.call(lambda: self.allreduce_array(array, name), name, array.nbytes)
         result: list[float] = total.tolist()
         return result
 
     def allgather(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, by rank."""
         framed = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8)
-        everything = self.call(lambda: self.allgather_arrays(framed, "horovod_train.allgather")).tobytes()
+        name = "horovod_train.allgather"
+        everything = self.call(lambda: self.allgather_arrays(framed, name), name, framed.nbytes).tobytes()
         pieces, at = [], 0
         for _ in range(self.size):
             (length,) = struct.unpack_from("<q", everything, at)
@@ -101,30 +107,42 @@ class HorovodCommunicator:
         if self.hvd.is_initialized():
             self.hvd.shutdown()
 
-    def call(self, collective: Callable[[], Result]) -> Result:
+    def call(self, collective: Callable[[], Result], name: str, size_bytes: int) -> Result:
         """Call a collective; what Horovod raises becomes an error of ours.
+
+        Args:
+            collective: Returns when it is done.
+            name: Names it for a person.
+            size_bytes: What this rank gives.
 
         Raises:
             PeerError: Another rank was lost.
             WorldError: Ranks do not exchange the same.
         """
-        self.waiting_since_s = monotonic()
+        entry = self.log.begin(name, size_bytes)
+        result = self.wait_in(entry, collective)
+        entry.ended_s = monotonic()
+        return result
+
+    def wait_in(self, entry: Collective, collective: Callable[[], Result]) -> Result:
+        """Call what belongs to a collective that is noted already; raises as ``call`` does."""
+        self.waiting_in, self.waiting_since_s = entry, monotonic()
         try:
             return collective()
         except self.lost as error:
-            raise explained(error) from error
+            raise explained(error, entry) from error
         finally:
-            self.waiting_since_s = None
+            self.waiting_since_s = self.waiting_in = None
 
 
-def explained(error: Exception) -> PeerError | WorldError:
+def explained(error: Exception, entry: Collective) -> PeerError | WorldError:
     """Return our error for one that a collective raised."""
     if "mismatched" in str(error).lower():
         return WorldError(
             f"ranks disagree about what they exchange: {error}",
             hint="models and code must be the same on every rank",
         )
-    return PeerError(f"a collective was ended because another rank left: {error}")
+    return PeerError(f"a collective was ended because another rank left, in {entry}: {error}")
 
 
 def connect(

@@ -137,12 +137,16 @@ class PeerWatch:
         waiting_since_s = self._world.waiting_since_s  # nobody is missed before somebody waits
         if waiting_since_s is None:
             return
+        waiting_in = self._world.waiting_in
+        where = f" in {waiting_in}" if waiting_in is not None else ""
         for rank, heard_s in self._heard_s.items():
             silent_s = now_s - max(heard_s, waiting_since_s)
             what = f"rank {rank} on {self._hosts[rank]} has shown no sign of life for {silent_s:.0f} s"
             if silent_s > self._warning_s and rank not in self._named:
                 self._named.add(rank)
-                self._tell(f"{what}, and this rank waits for it: was it stopped, does its host swap or hang?")
+                self._tell(
+                    f"{what}, and this rank waits for it{where}: was it stopped, does its host swap or hang?"
+                )
             if silent_s > self._shutdown_s:
                 # Not over MPI: mpirun needs no help, and would report that signal as the job's exit code.
                 if os.environ.get("HOROVOD_CONTROLLER") == "gloo" and kill(self._processes[rank]):

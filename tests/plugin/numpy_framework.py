@@ -66,6 +66,7 @@ class SocketCommunicator:
         self.local_rank = number_of("LOCAL_RANK", environ)
         self.host = socket.gethostname()
         self.waiting_since_s: float | None = None
+        self.waiting_in = None
         self._folder = Path(job.run_dir).expanduser() / job.name
         self._folder.mkdir(parents=True, exist_ok=True)
         self._place = self._folder / f".ranks-of-{launch_of(environ)}.json"

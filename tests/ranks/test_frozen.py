@@ -214,5 +214,6 @@ class TestAMachineWithoutOurLauncher:
         took_s, output = self.stop_one(tmp_path, script, controller, 2)
 
         assert SHUTDOWN_S - 1 < took_s < SHUTDOWN_S + LATE_S
-        assert "this rank waits for it: was it stopped, does its host swap or hang?" in output
+        assert "this rank waits for it in horovod_train." in output
+        assert "was it stopped, does its host swap or hang?" in output
         assert "this rank ends" in output

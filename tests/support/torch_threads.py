@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from programs import cases
 
+from horovod_train.collectives.log import CollectiveLog
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from support.worlds import Board, on_ranks
 
@@ -83,7 +84,8 @@ class TorchThreads(TorchCommunicator):
         self.rank = self.local_rank = rank
         self.size = board.size
         self.host = host
-        self.waiting_since_s = None
+        self.waiting_since_s = self.waiting_in = None
+        self.log = CollectiveLog()
         self.at_close = ExitStack()
 
 

@@ -47,7 +47,7 @@ class ThreadCommunicator:
         self.rank = self.local_rank = rank
         self.size = board.size
         self.host = host
-        self.waiting_since_s = None
+        self.waiting_since_s = self.waiting_in = None
         self.sent: list[str] = []
         self._board = board
         self._counts: dict[str, int] = {}

@@ -13,6 +13,7 @@ from support.waiting import wait_until
 from support.worlds import on_ranks
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.collectives.log import Collective
 from horovod_train.config.schema import Health
 from horovod_train.errors import DesyncError, NumericError
 from horovod_train.health import heartbeat
@@ -236,6 +237,7 @@ class TestPeers:
         def rank(world):
             told, ended = [], []
             world.waiting_since_s = time.monotonic() if waits(world.rank) else None
+            world.waiting_in = Collective("horovod_train.bucket.0.3", 8 * 2**20, 0.0)
             watch = PeerWatch(world, self.QUICK, told.append, ended.append)
             die(world.rank, watch)
             deadline = time.monotonic() + seconds
@@ -262,6 +264,7 @@ class TestPeers:
             if rank in watchers:
                 assert len(told) == 1
                 assert "rank 1 on here has shown no sign of life" in told[0]
+                assert "this rank waits for it in horovod_train.bucket.0.3 (8.0 MiB)" in told[0]
                 assert "rank 1 on here has shown no sign of life" in ended[0]
             else:
                 assert not told

@@ -15,6 +15,7 @@ from support.worlds import Board
 from torch import nn
 
 from horovod_train.collectives.base import SingleRank
+from horovod_train.collectives.log import CollectiveLog
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Data, Health, Job
 from horovod_train.data.shard import MicroBatch
@@ -114,18 +115,52 @@ class TestTheWorld:
     def test_knows_since_when_it_waits(self):
         def rank(world):
             seen = []
-            world.call(lambda: seen.append(world.waiting_since_s))
-            return seen[0], world.waiting_since_s
+            world.call(lambda: seen.append((world.waiting_since_s, str(world.waiting_in))), "t", 2**20)
+            return seen[0], world.waiting_since_s, world.waiting_in
 
-        ((during, after),) = on_torch_ranks(1, rank)
-        assert during > 0
-        assert after is None
+        ((during, *after),) = on_torch_ranks(1, rank)
+        assert during[0] > 0
+        assert during[1] == "t (1.0 MiB)"
+        assert after == [None, None]
+
+    def test_remembers_its_last_collectives(self):
+        """What has begun and not ended is what a rank is stuck in."""
+
+        def rank(world):
+            world.allreduce_sum([1.0, 2.0])
+            first = world.start_allreduce(torch.zeros(4), "a")
+            world.start_allgather(torch.zeros(2, dtype=torch.uint8), "b")
+            world.wait(first)
+            world.broadcast(torch.zeros(3), "c")
+            return world.log.entries()
+
+        for entries in on_torch_ranks(2, rank):
+            assert [(entry.name.rpartition(".")[2], entry.size_bytes) for entry in entries] == [
+                ("allreduce_sum", 16),
+                ("a", 16),
+                ("b", 2),
+                ("c", 12),
+            ]
+            ended = [entry.ended_s for entry in entries]
+            assert ended[2] is None
+            assert entries[0].begun_s <= ended[0] <= entries[1].begun_s <= ended[1] <= ended[3]
+
+    def test_forgets_the_oldest_ones(self):
+        log = CollectiveLog(length=3)
+        for number in range(5):
+            log.begin(str(number), 1)
+
+        assert [entry.name for entry in log.entries()] == ["2", "3", "4"]
 
     @pytest.mark.parametrize(
         ("said", "kind", "expected"),
         [
             ("Mismatched allreduce tensor shapes", WorldError, "models and code must be the same"),
-            ("Horovod has been shut down", PeerError, "a collective was ended because another rank left"),
+            (
+                "Horovod has been shut down",
+                PeerError,
+                "another rank left, in horovod_train.bucket.0.3 (8.0 MiB): ",
+            ),
         ],
     )
     def test_explains_what_a_collective_raises(self, said, kind, expected):
@@ -135,7 +170,7 @@ class TestTheWorld:
             def collective():
                 raise RuntimeError(said)
 
-            world.call(collective)
+            world.call(collective, "horovod_train.bucket.0.3", 8 * 2**20)
 
         (error,) = on_torch_ranks(1, rank)
         assert isinstance(error, kind)

@@ -20,7 +20,7 @@ from horovod_train.collectives.base import Communicator, barrier
 from horovod_train.config.schema import Allreduce
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.join import join
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.collectives import TorchCommunicator, size_bytes_of
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.state import pack_tensors, unpack_tensors
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
@@ -256,7 +256,9 @@ class HorovodStrategy(ParallelStrategy):
         )
         sent = tensor.detach() if is_native else tensor.detach().float()
         hvd = self._horovod.hvd
-        total = self._horovod.call(lambda: hvd.allreduce(sent, op=getattr(hvd, OPERATIONS[name])))
+        total = self._horovod.call(
+            lambda: hvd.allreduce(sent, op=getattr(hvd, OPERATIONS[name])), "reduce", size_bytes_of(sent)
+        )
         return total.to(tensor.dtype) if tensor.is_floating_point() else total
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
@@ -265,7 +267,9 @@ class HorovodStrategy(ParallelStrategy):
             return tensor.unsqueeze(0)
         sent = tensor if sync_grads else tensor.detach()
         hvd = self._horovod.hvd
-        gathered: torch.Tensor = self._horovod.call(lambda: hvd.allgather(sent.unsqueeze(0).contiguous()))
+        gathered: torch.Tensor = self._horovod.call(
+            lambda: hvd.allgather(sent.unsqueeze(0).contiguous()), "all_gather", size_bytes_of(sent)
+        )
         return gathered
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -128,7 +128,9 @@ class MxnetReplica(IdenticalReplica):
             return float(values[-1].asscalar())
 
         world = self._world
-        return world.call(exchange) if isinstance(world, HorovodCommunicator) else exchange()
+        if not isinstance(world, HorovodCommunicator):
+            return exchange()
+        return world.call(exchange, "the gradients of a step", self._bytes_per_step)
 
     def _finish(
         self, gradients: list[Any], loss: float, lr: float, *, want_norm: bool

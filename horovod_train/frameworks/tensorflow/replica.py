@@ -238,7 +238,7 @@ class TensorflowReplica(IdenticalReplica):
     def _call(self, exchange: Callable[..., Any], *arguments: Any) -> Any:
         world = self._world
         return (
-            world.call(lambda: exchange(*arguments))
+            world.call(lambda: exchange(*arguments), "the gradients of a step", self._bytes_per_step)
             if isinstance(world, HorovodCommunicator)
             else exchange(*arguments)
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
+from time import monotonic
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -81,7 +83,7 @@ class TorchCommunicator(HorovodCommunicator):
     def allreduce_array(self, array: Array, name: str) -> Array:
         """Return the elementwise sum over ranks."""
         tensor = torch.from_numpy(array)
-        self.wait(self.start_allreduce(tensor, name))
+        self.hvd.synchronize(self.hvd.allreduce_async_(tensor, name=name, op=self.hvd.Sum))
         return array
 
     def allgather_arrays(self, array: Array, name: str) -> Array:
@@ -93,15 +95,20 @@ class TorchCommunicator(HorovodCommunicator):
         """Begin to sum a tensor over ranks, in place; returns at once."""
         # Horovod knows no complex numbers; a sum of pairs is the same.
         reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        return self.call(lambda: self.hvd.allreduce_async_(reals, name=name, op=self.hvd.Sum))
+        entry = self.log.begin(name, size_bytes_of(reals))
+        start = partial(self.hvd.allreduce_async_, reals, name=name, op=self.hvd.Sum)
+        return self.wait_in(entry, start), entry
 
     def start_allgather(self, tensor: torch.Tensor, name: str) -> Any:
         """Begin to gather flat tensors of the same length; returns at once."""
-        return self.call(lambda: self.hvd.allgather_async(tensor, name=name))
+        entry = self.log.begin(name, size_bytes_of(tensor))
+        return self.wait_in(entry, partial(self.hvd.allgather_async, tensor, name=name)), entry
 
     def wait(self, handle: Any) -> torch.Tensor:
         """Return when it is done: the sum, or the tensors of all ranks, one after the other."""
-        result: torch.Tensor = self.call(lambda: self.hvd.synchronize(handle))
+        started, entry = handle
+        result: torch.Tensor = self.wait_in(entry, partial(self.hvd.synchronize, started))
+        entry.ended_s = monotonic()
         return result
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
@@ -109,9 +116,14 @@ class TorchCommunicator(HorovodCommunicator):
         # Horovod knows no bfloat16 and no bool; bytes are bytes.
         whole = tensor.detach().contiguous()
         view = whole.reshape(-1).view(torch.uint8)
-        self.call(lambda: self.hvd.broadcast_(view, root_rank=0, name=name))
+        self.call(lambda: self.hvd.broadcast_(view, root_rank=0, name=name), name, size_bytes_of(view))
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
+
+
+def size_bytes_of(tensor: torch.Tensor) -> int:
+    """Return the size of a tensor in bytes."""
+    return tensor.numel() * tensor.element_size()
 
 
 def share_cores(num_ranks: int) -> None:
