@@ -26,6 +26,7 @@ from horovod_train.checkpoint.arrays import (
     parse_arrays,
     parse_state,
 )
+from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.inspect import (
     as_float64,
     describe,
@@ -985,3 +986,28 @@ class TestAFolder:
     def test_numbers_that_numpy_does_not_know_are_compared_as_bytes(self):
         assert as_float64(ArrayBlob("float8_e5m2", (2,), b"\x01\x02")).tolist() == [1.0, 2.0]
         assert as_float64(ArrayBlob("complex32", (1,), b"\x01\x02\x03\x04")).tolist() == [1, 2, 3, 4]
+
+
+def test_what_one_rank_cannot_read_is_an_error_on_all(tmp_path):
+    def rank(world):
+        checkpoints = manager(tmp_path, world)
+        save(checkpoints, 1)
+        checkpoints.close()
+        again = manager(tmp_path, world)
+        if world.rank == 1:
+            again._read = lambda name: (None, [], f"{name}: is missing")
+        try:
+            return again.latest()
+        finally:
+            again.close()
+
+    for error in on_ranks(3, rank):
+        assert isinstance(error, CheckpointError)
+        assert "rank 1 cannot read step-000000000001: step-000000000001: is missing" in str(error)
+
+
+def test_a_long_value_is_shown_shortened():
+    (line,) = document_changes({"a": "x" * 500}, {"a": "y"}, "data")
+
+    assert "xxx..." in line
+    assert len(line) < 400

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,7 +17,7 @@ from support.mpijobs import described
 
 from horovod_train.config.schema import Job
 from horovod_train.doctor.kubernetes import NEEDED, examine_cluster, examine_pods
-from horovod_train.launch.launchers.mpijob.cluster import _namespace_of_context
+from horovod_train.launch.launchers.mpijob.cluster import _namespace_of_context, _time_of
 from horovod_train.launch.submit import resolve
 
 WISHES = {
@@ -220,3 +222,14 @@ def test_the_documented_role_is_what_the_doctor_asks_for():
     }
 
     assert allowed == {*NEEDED, ("create", "networking.k8s.io", "networkpolicies")}
+
+
+@pytest.mark.parametrize("given", ["last_timestamp", "event_time", "creation_timestamp"])
+def test_the_time_of_an_event_is_the_latest_that_it_says(given):
+    """Events of newer kinds have an event_time only, and some have nothing but their creation."""
+    order = ["last_timestamp", "event_time", "creation_timestamp"]
+    times = {name: datetime(2026, 1, 9 - place, tzinfo=UTC) for place, name in enumerate(order)}
+    known = {name: times[name] if order.index(name) >= order.index(given) else None for name in order}
+    metadata = SimpleNamespace(creation_timestamp=known.pop("creation_timestamp"))
+
+    assert _time_of(SimpleNamespace(metadata=metadata, **known)) == times[given]

@@ -136,9 +136,10 @@ class TestCheckReplicasIdentical:
 
         assert all("before the first step" in str(error) for error in on_ranks(2, rank))
 
-    def test_waits_until_replicas_should_be_identical(self):
+    @pytest.mark.parametrize(("every_steps", "moments"), [(2, ["after step 4"]), (0, [])])
+    def test_waits_until_replicas_should_be_identical(self, every_steps, moments):
         def rank(world):
-            run = made(world, health={"sync_check_every_steps": 2}, train={"epochs": 1})
+            run = made(world, health={"sync_check_every_steps": every_steps}, train={"epochs": 1})
             identical_every(4, run.replica)
             looked = []
             check = CheckReplicasIdentical()
@@ -147,8 +148,8 @@ class TestCheckReplicasIdentical:
             train(run)
             return looked
 
-        # Five steps on one rank: due after 2 and 4, identical after 4 and at the end.
-        assert on_ranks(1, rank) == [["before the first step", "after step 4", "at the end"]]
+        # Five steps on one rank; due after 2 and 4, identical after 4 and at the end.
+        assert on_ranks(1, rank) == [["before the first step", *moments, "at the end"]]
 
     def test_reads_the_state_where_it_is(self):
         """A copy of a large model for each look would be felt."""
@@ -271,6 +272,16 @@ class TestSaveCheckpoints:
         )
 
         assert steps == [9, 10]
+
+    def test_a_result_that_cannot_be_written_is_an_error(self, tmp_path, monkeypatch):
+        def refuse(*_):
+            raise CheckpointError("the disk is full")
+
+        monkeypatch.setattr(store, "write_checkpoint", refuse)
+        steps, errors = self.saved(tmp_path, size=2)
+
+        assert steps == []
+        assert all("the last checkpoint was not written: the disk is full" in str(error) for error in errors)
 
     def test_keeps_the_generators_of_each_rank(self, tmp_path):
         self.saved(tmp_path, size=3)

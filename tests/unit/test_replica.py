@@ -178,6 +178,17 @@ class TestState:
         assert other.scaler.state_dict() == made.scaler.state_dict()
         assert other.scaler.get_scale() == 128.0
 
+    def test_without_a_loss_scale_begins_with_the_usual_one(self):
+        """Trained in bf16 until now."""
+        state = replica(precision="bf16").state(copy=False)
+        other = replica(precision="fp16")
+        usual = other.scaler.state_dict()
+
+        other.load_state(state)
+
+        assert state.scaler == {}
+        assert other.scaler.state_dict() == usual
+
     def test_of_another_optimizer_is_refused(self):
         made, other = replica(optimizer=torch.optim.SGD), replica(optimizer=torch.optim.AdamW)
         steps(made, 1)

@@ -15,6 +15,7 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job, Launch, Train
 from horovod_train.errors import UserError, WorldError
 from horovod_train.frameworks.devices import own_gpu
+from horovod_train.health import world_check
 from horovod_train.health.preemption import MAX_STEPS_BETWEEN, PreemptionAgreement, PreemptionRequest
 from horovod_train.health.world_check import check_clocks, check_fingerprints, check_world
 from horovod_train.horovod.fingerprint import code_digest, environment_fingerprint, task_files
@@ -154,15 +155,26 @@ class TestTruth:
         for error in on_ranks(2, lambda world: check_world(job, world, FACTS)):
             assert "the job asks for 4 ranks, but this world has 2" in str(error)
 
-    def test_another_job_on_one_rank_is_named_on_all(self):
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_another_job_on_one_rank_is_named_on_all(self, size):
         def check(world):
-            job = Job(name="j", task="digits", train=Train(seed=int(world.rank == 2)))
+            job = Job(name="j", task="digits", train=Train(seed=int(world.rank == size - 1)))
             check_world(job, world, FACTS)
 
-        for error in on_ranks(3, check):
+        for error in on_ranks(size, check):
             assert isinstance(error, WorldError)
             assert "job: " in str(error)
-            assert "rank 2 (here)" in str(error)
+            assert f"rank {size - 1} (here)" in str(error)
+
+    @pytest.mark.parametrize("num_more", [0, 1, 2 * world_check.MAX_NAMED])
+    def test_many_differences_are_counted(self, num_more):
+        names = [f"package {number:02d}" for number in range(world_check.MAX_NAMED + num_more)]
+
+        with pytest.raises(WorldError) as caught:
+            check_fingerprints(["a", "b"], [dict.fromkeys(names, "1"), dict.fromkeys(names, "2")])
+
+        assert (f"; and {num_more} more" in str(caught.value)) == (num_more > 0)
+        assert str(caught.value).count(" on rank 0 (a)") == world_check.MAX_NAMED
 
     def test_another_version_on_one_rank_is_named_on_all(self):
         job = Job(name="j", task="digits")
