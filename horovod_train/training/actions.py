@@ -23,7 +23,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Stop:
-    """Training is complete: evaluate, save and end as after the last epoch.
+    """Training ends: evaluate and save as after the last epoch; another start goes on from there.
 
     Attributes:
         step: Optimizer steps made.

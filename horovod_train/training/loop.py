@@ -116,7 +116,12 @@ def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Acti
 
 
 def first_answer(run: Run) -> Action | None:
-    """Return what the first hook has answered since it was last asked; None: go on."""
+    """Return what the first hook has answered since it was last asked; None: go on.
+
+    An answer waits until replicas are identical: what is evaluated, saved or left behind is all ranks'.
+    """
+    if not run.replica.replicas_identical:
+        return None
     answers, run.answers = run.answers, []
     return answers[0] if answers else None
 

@@ -165,6 +165,20 @@ class TestWhatIsKept:
             if size == 3:
                 assert all(torch.equal(mine[name], old[name]) for mine, old in zip(found, kept, strict=True))
 
+    @pytest.mark.parametrize("kept", [[], [{"a": torch.ones(20)}]])
+    def test_is_that_of_the_checkpoint_when_training_goes_back(self, kept):
+        def rank(world):
+            strategy, model = bound(world, TopK(keep=0.2))
+            step(strategy, model, gradients_of(1, 1)[0][0])
+            before = everything(strategy)
+            strategy.load_state(kept)
+            return before, everything(strategy)
+
+        ((before, after),) = on_ranks(1, rank)
+        assert before["a"]
+        assert before["b"]
+        assert after == {"a": 20.0 if kept else 0.0, "b": 0.0, "c": 0.0}
+
     def test_of_what_is_frozen_waits_until_it_is_trained(self):
         def rank(world):
             model = Model()

@@ -223,6 +223,22 @@ class TestStop:
         assert [report.step for report in run.hooks[0].reports] == [1, 2, 3, 4]
 
 
+class TestReplicasThatDifferBetweenMeans:
+    def test_are_identical_again_before_training_stops(self):
+        run = made()
+        step = run.replica.step
+
+        def differing(planned, lr, *, want_norm):
+            run.replica.replicas_identical = (run.progress.step + 1) % 3 == 0 or planned.is_last
+            return step(planned, lr, want_norm=want_norm)
+
+        run.replica.step = differing
+        run.hooks.append(Answer("step", 1, Stop(1, "enough")))
+        train(run)
+
+        assert run.progress.step == 3
+
+
 class TestGoBack:
     def run_of(self, folder, world, *hooks, lag=0, restored=lambda run: None):
         run = late(made(world, checkpoint={"every_steps": 2, "every_epochs": None, "keep_last": 9}), lag)

@@ -33,6 +33,7 @@ class KeptBack:
 
     def load_state(self, of_ranks: Sequence[Pieces], rank: int, size: int) -> None:
         """Take over what ranks had; of another number of ranks, each takes an equal part of all."""
+        self._waiting = {}
         if len(of_ranks) == size:
             self._waiting = dict(of_ranks[rank])
         elif of_ranks:

@@ -237,6 +237,7 @@ class AllreduceStrategy(Strategy):
         if not self._codec.has_memory:
             super().load_state(of_ranks)
             return
+        self._kept_back.set_aside(self._not_sent(self.buckets))  # of steps that are taken back
         self._kept_back.load_state(of_ranks, self._ranks.rank, self._ranks.size)
         self._kept_back.hand_out(self._not_sent(self.buckets))
 
