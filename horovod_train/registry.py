@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
@@ -60,6 +60,28 @@ class Registry:
             UserError: The row's module cannot be imported or lacks the attribute.
         """
         return load_attribute(self.location(name), what=f"{self.kind} {name!r}")
+
+    def make(self, name: str, call: Callable[[Any], Any], *, args_field: str) -> Any:
+        """Return what a job names, made: a row's, or one that is given as ``module:Class``.
+
+        Args:
+            name: The row or import path.
+            call: Calls what it stands for, with its arguments.
+            args_field: The job's field that holds them, for the message of an error.
+
+        Raises:
+            UnknownNameError: The name is in no row.
+            UserError: It cannot be imported, or refuses its arguments.
+        """
+        location = name if ":" in name else self.location(name)
+        factory = load_attribute(location, what=f"{self.kind} {name!r}")
+        try:
+            return call(factory)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.kind} {name!r} cannot be made: {error}",
+                hint=f"{args_field} must fit the arguments of its class",
+            ) from error
 
 
 def load_attribute(location: str, *, what: str) -> Any:

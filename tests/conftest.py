@@ -213,3 +213,14 @@ def leaves_nothing_behind(request, tmp_path_factory):
 @pytest.fixture(params=["mpi", "gloo"])
 def controller(request):
     return request.param
+
+
+@pytest.fixture
+def one_thread():
+    """PyTorch computes on one thread: ranks that are threads are as many already."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -5,7 +5,7 @@
         model.safetensors          weights and buffers
         optimizer.safetensors      optimizer state
         rng.safetensors            random generators, one array of bytes for each rank
-    own.safetensors            what else a rank alone has, in the same way; absent where there is nothing
+        own.safetensors            what else a rank alone has, in the same way; absent where there is nothing
         state.json                 progress, loss scaler, shape of the optimizer's state
         config.json                the resolved job
 

@@ -142,7 +142,7 @@ class Codec(Section):
     """How gradients are encoded on their way, where not as whole numbers of ``allreduce.wire_dtype``."""
 
     name: ImportPath | Name
-    """top-k (only the largest numbers travel, the rest later), or an import path ``module:Class``."""
+    """Which one (see docs/strategies.md), or an import path ``module:Class``."""
 
     args: dict[str, Any] = {}
     """Keyword arguments of the codec, such as ``keep: 0.01``."""

@@ -56,6 +56,11 @@ class StepShare:
     num_samples: int
     micro_batches: tuple[MicroBatch, ...]
 
+    @property
+    def num_local_samples(self) -> int:
+        """Samples of the step that this rank reads."""
+        return sum(map(len, self.micro_batches))
+
 
 def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> npt.NDArray[np.int64]:
     """Return the order of an epoch, shape [num_samples]: a permutation of 0 .. num_samples - 1.

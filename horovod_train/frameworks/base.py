@@ -100,7 +100,7 @@ class Replica(Protocol):
     def replicas_identical(self) -> bool:
         """Whether all ranks hold the same weights and optimizer state now.
 
-        Where they do not after each step, they do after the last one of an epoch, and then and when.
+        Where they do not after each step, they do after a planned step that is the last.
         """
         ...
 

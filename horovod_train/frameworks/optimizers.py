@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from horovod_train.config.schema import Job
-from horovod_train.errors import UserError
-from horovod_train.registry import load_attribute, optimizers_of
+from horovod_train.registry import optimizers_of
 
 
 def make_optimizer(job: Job, make: Callable[[Any, Mapping[str, Any]], Any]) -> Any:
@@ -20,16 +19,10 @@ def make_optimizer(job: Job, make: Callable[[Any, Mapping[str, Any]], Any]) -> A
     Raises:
         UserError: There is no such optimizer, or it refuses its arguments.
     """
-    name = job.optimizer.name
-    location = name if ":" in name else optimizers_of(job.framework).location(name)
-    factory = load_attribute(location, what=f"optimizer {name!r}")
-    try:
-        return make(factory, _with_tuples(job.optimizer.args))
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"optimizer {name!r} cannot be made: {error}",
-            hint="optimizer.args must fit the arguments of its class",
-        ) from error
+    args = _with_tuples(job.optimizer.args)
+    return optimizers_of(job.framework).make(
+        job.optimizer.name, lambda factory: make(factory, args), args_field="optimizer.args"
+    )
 
 
 def _with_tuples(args: Mapping[str, Any]) -> dict[str, Any]:

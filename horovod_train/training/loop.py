@@ -19,7 +19,7 @@ from horovod_train.errors import PreemptedError, UserError, did_you_mean
 from horovod_train.frameworks.base import Reading
 from horovod_train.training.actions import Action, GoBack, Leave, Stop
 from horovod_train.training.plan import plan_epoch
-from horovod_train.training.readings import StepMade
+from horovod_train.training.readings import StepReport
 from horovod_train.training.run import Run
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Acti
     """
     progress = run.progress
     progress.advance(step.share.num_samples)
-    run.readings.add(StepMade(progress.step, progress.epochs_passed, step.share, lr, reading))
+    run.readings.add(StepReport(progress.step, progress.epochs_passed, step.share, lr, reading))
     run.tell(run.readings.arrived())
     run.note(hook.on_step(run) for hook in run.hooks)
     return first_answer(run)

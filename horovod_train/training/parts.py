@@ -25,7 +25,7 @@ def record_step(recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: 
     recorder.record(
         StepRecord(
             phase_seconds=outcome.clock.seconds,
-            num_samples=sum(map(len, share.micro_batches)),
+            num_samples=share.num_local_samples,
             epochs=epochs,
             loss=outcome.loss,
             local_loss=outcome.local_loss,

@@ -26,24 +26,8 @@ class StepReport:
         epochs_passed: Epochs passed then, with the fraction of the current one.
         share: This rank's part of it.
         lr: Its learning rate.
-        outcome: What it did.
+        reading: What it did, once that is known.
     """
-
-    step: int
-    epochs_passed: float
-    share: StepShare
-    lr: float
-    outcome: StepOutcome
-
-    @property
-    def num_local_samples(self) -> int:
-        """Samples of the step that this rank read."""
-        return sum(map(len, self.share.micro_batches))
-
-
-@dataclass(frozen=True)
-class StepMade:
-    """A step whose outcome may not be known yet; attributes as in ``StepReport``."""
 
     step: int
     epochs_passed: float
@@ -51,28 +35,29 @@ class StepMade:
     lr: float
     reading: Reading
 
-    def report(self) -> StepReport:
-        """Return the report; waits until the outcome is known."""
-        return StepReport(self.step, self.epochs_passed, self.share, self.lr, self.reading.outcome())
+    @property
+    def outcome(self) -> StepOutcome:
+        """What it did; waits until that is known, which it is when hooks are told."""
+        return self.reading.outcome()
 
 
 class Readings:
     """Steps that nobody has heard of yet."""
 
     def __init__(self) -> None:
-        self._outstanding: deque[StepMade] = deque()
+        self._outstanding: deque[StepReport] = deque()
 
-    def add(self, made: StepMade) -> None:
+    def add(self, report: StepReport) -> None:
         """Add a step that was just made."""
-        self._outstanding.append(made)
+        self._outstanding.append(report)
 
     def arrived(self) -> Iterator[StepReport]:
         """Yield what is known now, in the order of steps; wait for those that are too late."""
         waiting = self._outstanding
         while waiting and (waiting[0].reading.is_ready() or len(waiting) > MAX_OUTSTANDING):
-            yield waiting.popleft().report()
+            yield waiting.popleft()
 
     def all(self) -> Iterator[StepReport]:
         """Yield everything that is outstanding; wait for it."""
         while self._outstanding:
-            yield self._outstanding.popleft().report()
+            yield self._outstanding.popleft()

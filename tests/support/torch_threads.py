@@ -12,7 +12,12 @@ import torch
 from programs import cases
 
 from horovod_train.collectives.log import CollectiveLog
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Job
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.framework import TorchFramework
+from horovod_train.training.run import Run
+from horovod_train.worker import make_run
 from support.worlds import Board, on_ranks
 
 
@@ -92,3 +97,16 @@ class TorchThreads(TorchCommunicator):
 def on_torch_ranks(size: int, function: Callable[[TorchThreads], Any]) -> list[Any]:
     """Call a function once per rank, in threads; return results by rank, errors as values."""
     return on_ranks(size, function, TorchThreads)
+
+
+def run_of(world: Any, fields: dict[str, Any], **more: Any) -> tuple[TorchFramework, Run]:
+    """A run of a job on this rank, ready to begin, with rank 0's weights."""
+    framework = TorchFramework()
+    job = Job.model_validate({**fields, **more})
+    replica, train_reader, eval_reader = framework.prepare(job, world)
+    replica.broadcast()
+    return framework, make_run(job, Mesh.data_parallel(world), replica, train_reader, eval_reader)
+
+
+def weights_of(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()])

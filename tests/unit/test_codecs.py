@@ -9,38 +9,28 @@ import pytest
 import torch
 from programs.cases import Case
 from support.reference import joint_batch_weights
-from support.torch_threads import Task, on_torch_ranks
+from support.torch_threads import Task, on_torch_ranks, run_of, weights_of
 from support.training import Told, manager_of
 from support.worlds import on_ranks
 from torch import nn
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
 from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
 from horovod_train.frameworks.torch.codecs.top_k import TopK
 from horovod_train.frameworks.torch.codecs.whole import Whole
 from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, allreduce
 from horovod_train.health.desync import fingerprints
 from horovod_train.training.hooks import CheckReplicasIdentical, Hook, SaveCheckpoints
 from horovod_train.training.loop import train
-from horovod_train.worker import make_run, resume
+from horovod_train.worker import resume
 
 TASK = "support.torch_threads:Task"
+pytestmark = pytest.mark.usefixtures("one_thread")
 SHAPES = {"a": (5, 4), "b": (7,), "c": ()}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As many threads as ranks are there already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Model(nn.Module):
@@ -224,18 +214,6 @@ def case_with(codec, **case):
     return found, {**found.job(TASK), "allreduce": {"bucket_size_mib": 0.0005, "codec": codec}}
 
 
-def run_of(fields, world, **job):
-    framework = TorchFramework()
-    resolved = Job.model_validate({**fields, **job})
-    replica, train_reader, eval_reader = framework.prepare(resolved, world)
-    replica.broadcast()
-    return framework, make_run(resolved, Mesh.data_parallel(world), replica, train_reader, eval_reader)
-
-
-def weights_of(run):
-    return torch.cat([p.detach().double().flatten() for p in run.replica.model.parameters()])
-
-
 class TestTraining:
     @pytest.mark.parametrize("size", [1, 2, 3])
     def test_with_all_numbers_is_that_of_the_joint_batch(self, size):
@@ -243,9 +221,9 @@ class TestTraining:
         Task().model()
 
         def rank(world):
-            _, run = run_of(fields, world)
+            _, run = run_of(world, fields)
             train(run)
-            return weights_of(run)
+            return weights_of(run.replica.model)
 
         expected, _ = joint_batch_weights(case, size)
         for weights in on_torch_ranks(size, rank):
@@ -256,10 +234,10 @@ class TestTraining:
         Task().model()
 
         def rank(world):
-            _, run = run_of(fields, world)
+            _, run = run_of(world, fields)
             run.hooks = [CheckReplicasIdentical()]
             train(run)
-            return weights_of(run), fingerprints(run.replica.state(copy=False))
+            return weights_of(run.replica.model), fingerprints(run.replica.state(copy=False))
 
         (weights, prints), (_, others) = on_torch_ranks(2, rank)
         assert prints == others
@@ -277,7 +255,7 @@ class TestTraining:
                     raise RuntimeError("killed")
 
         def rank(world, hook=None, folder=tmp_path):
-            framework, run = run_of(fields, world, checkpoint={"every_steps": 3, "background": False})
+            framework, run = run_of(world, fields, checkpoint={"every_steps": 3, "background": False})
             manager = manager_of(folder, run)
             try:
                 resume(run, manager, framework, Told().reporter)
@@ -303,7 +281,7 @@ class TestTraining:
 
     def test_of_whole_numbers_writes_nothing_for_ranks_alone(self, tmp_path):
         def rank(world):
-            framework, run = run_of(Case("sgd", epochs=1).job(TASK), world)
+            framework, run = run_of(world, Case("sgd", epochs=1).job(TASK))
             manager = manager_of(tmp_path, run)
             run.hooks = [SaveCheckpoints(manager, framework)]
             train(run)

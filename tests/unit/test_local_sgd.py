@@ -8,57 +8,38 @@ import pytest
 import torch
 from programs.cases import BATCH_SIZE, NUM_SAMPLES, Case, data
 from support.reference import FACTORIES, joint_batch_weights
-from support.torch_threads import Task, on_torch_ranks
+from support.torch_threads import Task, on_torch_ranks, run_of, weights_of
 from support.training import Told, manager_of
 from support.worlds import on_ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from horovod_train.collectives.base import SingleRank
-from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, UserError
 from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.frameworks.torch.strategies.base import make_strategy
 from horovod_train.frameworks.torch.strategies.local_sgd import LocalSgd
 from horovod_train.health.desync import fingerprints
 from horovod_train.training.hooks import CheckReplicasIdentical, Hook, SaveCheckpoints
 from horovod_train.training.loop import train
-from horovod_train.worker import make_run, resume
+from horovod_train.worker import resume
 
 TASK = "support.torch_threads:Task"
+pytestmark = pytest.mark.usefixtures("one_thread")
 ADAMW = {"optimizer": "adamw", "optimizer_args": {"weight_decay": 0.05}, "lr": 2e-3}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As many threads as ranks are there already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def run_of(case, world, every_steps, **job):
-    """A run of a case with local SGD, ready to begin."""
-    framework = TorchFramework()
-    strategy = {"name": "local-sgd", "args": {"every_steps": every_steps}}
-    resolved = Job.model_validate({**case.job(TASK), "strategy": strategy, **job})
-    replica, train_reader, eval_reader = framework.prepare(resolved, world)
-    replica.broadcast()
-    return framework, make_run(resolved, Mesh.data_parallel(world), replica, train_reader, eval_reader)
-
-
-def weights_of(model):
-    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+def locally(case, every_steps):
+    """The job of a case with local SGD."""
+    return {**case.job(TASK), "strategy": {"name": "local-sgd", "args": {"every_steps": every_steps}}}
 
 
 def trained(case, size, every_steps, *hooks):
     Task(**case.task_args).model()
 
     def rank(world):
-        _, run = run_of(case, world, every_steps)
+        _, run = run_of(world, locally(case, every_steps))
         run.hooks = [CheckReplicasIdentical(), *(hook(run) for hook in hooks)]
         train(run)
         return weights_of(run.replica.model), fingerprints(run.replica.state(copy=False))
@@ -168,7 +149,7 @@ def test_what_travels_is_the_model_and_its_state_once_in_a_while():
             self.found.append((report.outcome.bytes_reduced, run.replica.replicas_identical))
 
     def rank(world):
-        _, run = run_of(case, world, 3)
+        _, run = run_of(world, locally(case, 3))
         run.hooks = [Bytes(run)]
         train(run)
         size_bytes = sum(p.numel() * 4 for p in run.replica.model.parameters())
@@ -206,7 +187,9 @@ class TestResume:
                     raise RuntimeError("killed")
 
         def rank(world, *, falls):
-            framework, run = run_of(case, world, 3, checkpoint={"every_steps": 2, "background": False})
+            framework, run = run_of(
+                world, locally(case, 3), checkpoint={"every_steps": 2, "background": False}
+            )
             manager = manager_of(tmp_path, run)
             try:
                 resume(run, manager, framework, Told().reporter)
@@ -236,7 +219,7 @@ class TestAStepThatIsNotFinite:
 
         def rank(world):
             _, run = run_of(
-                Case("sgd", epochs=1), world, 3, health=health, metrics={"grad_norm_every_steps": 1}
+                world, locally(Case("sgd", epochs=1), 3), health=health, metrics={"grad_norm_every_steps": 1}
             )
             seen = []
             loss = run.replica.task.loss

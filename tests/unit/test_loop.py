@@ -351,7 +351,7 @@ class TestThePlan:
     def test_tells_hooks_how_many_samples_were_this_ranks(self):
         runs = trained(2)
 
-        per_step = [[report.num_local_samples for report in run.hooks[0].reports] for run in runs]
+        per_step = [[report.share.num_local_samples for report in run.hooks[0].reports] for run in runs]
         # Two samples are left for the third step: too few to give each rank a batch.
         assert per_step == [[2, 2, 2] * 2, [2, 2, 0] * 2]
         assert isinstance(runs[0].hooks[0], Noted)

@@ -10,13 +10,12 @@ import pytest
 import torch
 from programs.cases import CASES
 from support.reference import joint_batch_weights
-from support.torch_threads import Task, TorchThreads, on_torch_ranks
+from support.torch_threads import Task, TorchThreads, on_torch_ranks, run_of, weights_of
 from support.worlds import Board
 from torch import nn
 
 from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.log import CollectiveLog
-from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Data, Health, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import LostError, PeerError, UserError, WorldError
@@ -33,19 +32,10 @@ from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrateg
 from horovod_train.health.desync import fingerprints
 from horovod_train.tasks.digits import Digits
 from horovod_train.training.loop import evaluate, train
-from horovod_train.worker import make_run
 
 TASK = "support.torch_threads:Task"
+pytestmark = pytest.mark.usefixtures("one_thread")
 HERE = [case for case in CASES if case.compile_backend is None]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As many threads as ranks are there already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def trained(case, size):
@@ -53,18 +43,15 @@ def trained(case, size):
     Task(**case.task_args).model()
 
     def rank(world):
-        framework = TorchFramework()
-        job = Job.model_validate(case.job(TASK))
-        replica, train_reader, eval_reader = framework.prepare(job, world)
+        _, run = run_of(world, case.job(TASK))
         with torch.no_grad():
-            for parameter in replica.model.parameters():
+            for parameter in run.replica.model.parameters():
                 parameter.add_(world.rank)  # a task that draws its weights on each rank
-        replica.broadcast()
-        run = make_run(job, Mesh.data_parallel(world), replica, train_reader, eval_reader)
+        run.replica.broadcast()
         train(run)
         return {
-            "weights": torch.cat([p.detach().double().flatten() for p in replica.model.parameters()]),
-            "fingerprints": fingerprints(replica.state(copy=False)),
+            "weights": weights_of(run.replica.model),
+            "fingerprints": fingerprints(run.replica.state(copy=False)),
             "metrics": evaluate(run),
         }
 

@@ -27,7 +27,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.arrays import Array
 from horovod_train.frameworks.buckets import plan_buckets
 from horovod_train.frameworks.jax.in_place import in_place, shapes_of
-from horovod_train.frameworks.torch.collectives import with_tensors
+from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
 
 NARROW = (jnp.bfloat16, jnp.float16)  # summed in 32 bits: Horovod knows no bfloat16, and fp16 overflows
 
@@ -51,6 +51,10 @@ class Exchange:
     wire_dtype: Any = jnp.float32
     seconds: float = field(default=0.0, init=False)
     error: Exception | None = field(default=None, init=False)
+    _ranks: TensorCollectives = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ranks = with_tensors(self.world)  # once: it takes long beside a step
 
     def sum(self, arrays: Sequence[jax.Array], name: str = "gradients") -> list[jax.Array]:
         """Return the elementwise sums over ranks, in the types and shapes of the arrays.
@@ -104,14 +108,13 @@ class Exchange:
     def _sum(self, name: str, buckets: Sequence[Array]) -> None:
         """Give all buckets to Horovod at once, and wait until the sums have taken their places."""
         started = perf_counter()
-        world = with_tensors(self.world)
         try:
             handles = [
-                world.start_allreduce(torch.from_numpy(bucket), f"horovod_train.{name}.{number}")
+                self._ranks.start_allreduce(torch.from_numpy(bucket), f"horovod_train.{name}.{number}")
                 for number, bucket in enumerate(buckets)
             ]
             for handle in handles:
-                world.wait(handle)
+                self._ranks.wait(handle)
         except Exception as error:
             self.error = error
             raise

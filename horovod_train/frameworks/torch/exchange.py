@@ -10,7 +10,7 @@ import torch
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.buckets import plan_buckets
-from horovod_train.frameworks.torch.collectives import with_tensors
+from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
 
 NARROW = (torch.bfloat16, torch.float16)  # summed in 32 bits: Horovod knows no bfloat16, fp16 overflows
 
@@ -32,6 +32,10 @@ class Exchange:
     bucket_size_bytes: int = 8 * 2**20
     wire_dtype: torch.dtype = torch.float32
     seconds: float = field(default=0.0, init=False)
+    _ranks: TensorCollectives = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ranks = with_tensors(self.world)  # once: it takes long beside a step
 
     @torch.no_grad()
     def sum(self, tensors: Sequence[torch.Tensor], name: str = "gradients") -> list[torch.Tensor]:
@@ -42,7 +46,6 @@ class Exchange:
         """
         if self.world.size == 1:
             return list(tensors)
-        ranks = with_tensors(self.world)
         dense = [tensor.to_dense() if tensor.is_sparse else tensor for tensor in tensors]
         kinds = [(self._type_on_wire(tensor.dtype), tensor.device) for tensor in dense]
         sizes = [tensor.numel() * kind.itemsize for tensor, (kind, _) in zip(dense, kinds, strict=True)]
@@ -51,11 +54,11 @@ class Exchange:
         for number, places in enumerate(plan):
             flat = [dense[place].reshape(-1).to(kinds[place][0]) for place in places]
             packed = torch.cat(flat) if len(flat) > 1 else flat[0]
-            waiting.append((packed, ranks.start_allreduce(packed, f"horovod_train.{name}.{number}")))
+            waiting.append((packed, self._ranks.start_allreduce(packed, f"horovod_train.{name}.{number}")))
         sums = dense
         for places, (packed, handle) in zip(plan, waiting, strict=True):
             started = perf_counter()
-            ranks.wait(handle)
+            self._ranks.wait(handle)
             self.seconds += perf_counter() - started
             pieces = torch.split(packed, [dense[place].numel() for place in places])
             for place, piece in zip(places, pieces, strict=True):

@@ -7,12 +7,13 @@ bucket it makes a message, once; in each step, gradients are written into the me
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from horovod_train.config.schema import Allreduce
-from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import TensorCollectives
-from horovod_train.registry import CODECS, load_attribute
+from horovod_train.registry import CODECS
 
 
 class Message:
@@ -69,16 +70,9 @@ def make_codec(section: Allreduce) -> Codec:
     Raises:
         UserError: There is no such codec, or it refuses its arguments.
     """
-    name, args = (
-        (section.wire_dtype, {}) if section.codec is None else (section.codec.name, section.codec.args)
-    )
-    location = name if ":" in name else CODECS.location(name)
-    factory = load_attribute(location, what=f"codec {name!r}")
-    try:
-        codec: Codec = factory(**args)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"codec {name!r} cannot be made: {error}",
-            hint="allreduce.codec.args must fit the arguments of its class",
-        ) from error
+    name: str = section.wire_dtype
+    args: dict[str, Any] = {}
+    if section.codec is not None:
+        name, args = section.codec.name, section.codec.args
+    codec: Codec = CODECS.make(name, lambda factory: factory(**args), args_field="allreduce.codec.args")
     return codec

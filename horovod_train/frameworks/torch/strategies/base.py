@@ -25,9 +25,8 @@ import torch
 
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
-from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import TensorCollectives
-from horovod_train.registry import STRATEGIES, load_attribute
+from horovod_train.registry import STRATEGIES
 
 log = logging.getLogger(__name__)
 
@@ -108,14 +107,9 @@ def make_strategy(job: Job, ranks: TensorCollectives) -> Strategy:
     Raises:
         UserError: There is no such strategy, or it refuses its arguments or the job.
     """
-    name = job.strategy.name
-    location = name if ":" in name else STRATEGIES.location(name)
-    factory = load_attribute(location, what=f"strategy {name!r}")
-    try:
-        strategy: Strategy = factory(ranks, job, **job.strategy.args)
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"strategy {name!r} cannot be made: {error}",
-            hint="strategy.args must fit the arguments of its class",
-        ) from error
+    strategy: Strategy = STRATEGIES.make(
+        job.strategy.name,
+        lambda factory: factory(ranks, job, **job.strategy.args),
+        args_field="strategy.args",
+    )
     return strategy

@@ -113,7 +113,7 @@ class LocalSgd(Strategy):
         if is_used:
             share = self._step.share
             self._num_steps += 1
-            self._samples[0] += sum(map(len, share.micro_batches))
+            self._samples[0] += share.num_local_samples
             self._samples[1] += share.num_samples
             self.replicas_identical = self._ranks.size == 1
         if self._num_steps and (self._num_steps >= self._every_steps or self._step.is_last):
