@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from horovod_train import worker
-from horovod_train.training.hooks import RecordMetrics
+from horovod_train.training.hooks.metrics import RecordMetrics
 from horovod_train.training.run import Run, StepReport
 
 BLOCK_STEPS = 5

@@ -234,6 +234,18 @@ STRATEGIES = Registry(
     },
 )
 
+HOOKS = Registry(
+    kind="hook",
+    group="horovod_train.hooks",
+    builtin={  # in the order in which they are called
+        "replicas": "horovod_train.training.hooks.replicas:CheckReplicasIdentical",
+        "metrics": "horovod_train.training.hooks.metrics:RecordMetrics",
+        "progress": "horovod_train.training.hooks.progress:ReportProgress",
+        "checkpoints": "horovod_train.training.hooks.checkpoints:SaveCheckpoints",
+        "preemption": "horovod_train.training.hooks.preemption:StopWhenPreempted",
+    },
+)
+
 TASKS = Registry(
     kind="task",
     group="horovod_train.tasks",

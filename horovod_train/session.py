@@ -46,11 +46,11 @@ from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.health.desync import check_replicas_identical
-from horovod_train.health.preemption import PreemptionAgreement, PreemptionRequest
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest
 from horovod_train.training.parts import changes_since, record_step, resume_from, save_checkpoint
 from horovod_train.training.plan import plan_epoch
 from horovod_train.training.progress import DataOrder, Progress
@@ -230,7 +230,7 @@ class Session:
         """
         request = PreemptionRequest()
         request.listen()
-        return SessionPreemption(checkpoints, PreemptionAgreement(self.world, request))
+        return SessionPreemption(checkpoints, PreemptionAgreement(self.world, lambda: request.is_made))
 
     def leaving(self, *_: object) -> NoReturn:
         """Tell the name that this method has now."""

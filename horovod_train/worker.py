@@ -42,7 +42,6 @@ from horovod_train.files import make_folder
 from horovod_train.frameworks.base import Framework, Reader, Replica
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder, give_signs_of_life
-from horovod_train.health.preemption import PreemptionAgreement, PreemptionRequest
 from horovod_train.health.world_check import check_world
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
@@ -52,13 +51,8 @@ from horovod_train.streams import drop_what_cannot_be_shown
 from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.bridge import LoopBridge
-from horovod_train.training.hooks import (
-    CheckReplicasIdentical,
-    RecordMetrics,
-    ReportProgress,
-    SaveCheckpoints,
-    StopWhenPreempted,
-)
+from horovod_train.training.hooks.base import HookParts, make_hooks
+from horovod_train.training.hooks.preemption import PreemptionRequest
 from horovod_train.training.loop import train
 from horovod_train.training.parts import changes_since, resume_from
 from horovod_train.training.progress import DataOrder, Progress
@@ -158,13 +152,10 @@ def run_rank(
     resume(run, manager, framework, reporter)
     run.restore = lambda step: take_over(run, manager.at(step), framework)
 
-    run.hooks = [
-        CheckReplicasIdentical(),
-        *([RecordMetrics(recorder)] if job.metrics.enabled else []),
-        ReportProgress(reporter, interval_s=0.2 if options.as_events else 5.0),
-        checkpoints := SaveCheckpoints(manager, framework),
-        StopWhenPreempted(PreemptionAgreement(world, request), checkpoints, recorder, reporter),
-    ]
+    interval_s = 0.2 if options.as_events else 5.0
+    run.hooks += make_hooks(
+        HookParts(job, world, framework, manager, recorder, reporter, lambda: request.is_made, interval_s)
+    )
     if world.rank == 0:
         tell_start(run, reporter)
     before, started = run.progress.epochs_passed, monotonic()

@@ -10,6 +10,7 @@ import errno
 import json
 import os
 import re
+import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -20,10 +21,11 @@ from typing import Any, get_args
 
 import psutil
 
-from horovod_train.errors import UserError, did_you_mean
+from horovod_train.errors import HorovodTrainError, PreemptedError, UserError, did_you_mean
 from horovod_train.files import state_dir, write_whole
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
 from horovod_train.pids import boot_id, is_alive, start_ticks
+from horovod_train.signals import exit_code_of
 
 STATE_FILE = "state.json"
 CANCELLED_FILE = "cancelled"
@@ -113,11 +115,6 @@ def mark_cancelled(log_dir: Path) -> None:
         (log_dir / CANCELLED_FILE).touch()
 
 
-def is_cancelled(log_dir: Path) -> bool:
-    """Return whether somebody has cancelled a run."""
-    return (log_dir / CANCELLED_FILE).exists()
-
-
 class StateFile:
     """How one run stands, for whoever asks. A disk that refuses is told, and never ends the run.
 
@@ -134,6 +131,7 @@ class StateFile:
         on_change: Callable[[State, str], None] = lambda *_: None,
     ) -> None:
         self._path = log_dir / STATE_FILE
+        self._cancelled = log_dir / CANCELLED_FILE
         self._tell = tell
         self._on_change = on_change
         self._last_change: tuple[State, str] | None = None
@@ -171,6 +169,17 @@ class StateFile:
             if not self._is_unwritable:
                 self._is_unwritable = True
                 self._tell(f"warning: {self._path} could not be written: {error.strerror}")
+
+    def end(self, error: BaseException) -> None:
+        """Note an end other than a good one. Who has left, and was cancelled, is not to be run again."""
+        if not isinstance(error, HorovodTrainError):
+            self.write("failed", 1, f"{type(error).__name__}: {error}")
+        elif isinstance(error, PreemptedError):
+            if self._cancelled.exists():
+                error.exit_code = exit_code_of(signal.SIGTERM)
+            self.write("cancelled" if error.exit_code > 128 else "preempted", error.exit_code, error.message)
+        else:
+            self.write("cancelled" if error.exit_code > 128 else "failed", error.exit_code, str(error))
 
     def remark(self, subject: str, text: str) -> None:
         """Say something of a subject along with whatever is noted from now on."""

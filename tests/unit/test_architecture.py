@@ -11,13 +11,14 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "horovod_train"
 
-BASICS = {"errors", "registry", "files", "streams", "pids"}
+BASICS = {"errors", "registry", "files", "streams", "pids", "signals"}
 ROOMS = {
     # room: rooms of ours it may import
     "errors": set(),
     "files": set(),
     "streams": set(),
     "pids": set(),
+    "signals": set(),
     "registry": {"errors"},
     "events": {"files", "__init__"},
     "config": BASICS,

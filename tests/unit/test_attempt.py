@@ -241,7 +241,7 @@ class TestAsked:
         assert (run.state.state, run.state.exit_code) == ("preempted", 75)
 
     def test_by_cancel_it_is_cancelled(self, run, tmp_path, monkeypatch):
-        monkeypatch.setattr("horovod_train.launch.launchers.supervised.is_cancelled", lambda _: True)
+        monkeypatch.setattr("horovod_train.launch.jobs.CANCELLED_FILE", ".")
         signals(tmp_path, signal.SIGTERM)
 
         with pytest.raises(PreemptedError) as caught:
@@ -382,14 +382,14 @@ class TestCancel:
 
         assert sent[::2] == [(os.getpid(), number) for number in expected]
         assert sent[1::2] == ["a pause"] * len(expected)
-        assert jobs.is_cancelled(job.log_dir) == (how != "drain")
+        assert (job.log_dir / jobs.CANCELLED_FILE).exists() == (how != "drain")
 
     def test_of_a_job_that_has_ended_does_nothing(self, job):
         jobs.StateFile(job.log_dir).write("succeeded", 0)
 
         Scripted().cancel(job, "stop")
 
-        assert not jobs.is_cancelled(job.log_dir)
+        assert not (job.log_dir / jobs.CANCELLED_FILE).exists()
 
     def test_of_a_job_elsewhere_says_where_to_ask(self, job):
         state = jobs.StateFile(job.log_dir)

@@ -16,17 +16,14 @@ from horovod_train.checkpoint import store
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
 from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import CheckpointError, DesyncError, NumericError, PreemptedError
-from horovod_train.health.preemption import PreemptionAgreement, PreemptionRequest
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.training import hooks as hooks_module
-from horovod_train.training.hooks import (
-    CheckReplicasIdentical,
-    Hook,
-    RecordMetrics,
-    ReportProgress,
-    SaveCheckpoints,
-    StopWhenPreempted,
-)
+from horovod_train.training.hooks import progress as progress_module
+from horovod_train.training.hooks.base import Hook
+from horovod_train.training.hooks.checkpoints import SaveCheckpoints, save
+from horovod_train.training.hooks.metrics import RecordMetrics
+from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest, StopWhenPreempted
+from horovod_train.training.hooks.progress import ReportProgress
+from horovod_train.training.hooks.replicas import CheckReplicasIdentical
 from horovod_train.training.loop import train
 from horovod_train.worker import resume
 
@@ -253,7 +250,7 @@ class TestSaveCheckpoints:
         run.replica.state = lambda copy: (called.append("state"), state(copy=copy))[1]
         manager = manager_of(tmp_path, run)
 
-        SaveCheckpoints(manager, Framework()).save(run, wait=True)
+        save(run, manager, Framework(), wait=True)
         manager.close()
 
         assert called == ["sync", "state"]
@@ -397,8 +394,10 @@ class TestLeaving:
             def ask(run):
                 request.is_made = run.world.rank == size - 1
 
-            agreement = PreemptionAgreement(world, request, clock=lambda: 1.0 * run.progress.step)
-            leave = StopWhenPreempted(agreement, checkpoints, recorder, told.reporter)
+            agreement = PreemptionAgreement(
+                world, lambda: request.is_made, clock=lambda: 1.0 * run.progress.step
+            )
+            leave = StopWhenPreempted(agreement, manager, Framework(), recorder, told.reporter)
             run.hooks = [At(asked_after, ask), checkpoints, leave]
             try:
                 train(run)
@@ -458,7 +457,7 @@ class TestProgress:
     @pytest.fixture
     def clock(self, monkeypatch):
         now = [100.0]
-        monkeypatch.setattr(hooks_module, "monotonic", lambda: now[0])
+        monkeypatch.setattr(progress_module, "monotonic", lambda: now[0])
         return now
 
     def reported(self, clock, step_s, interval_s, world=None, **job):

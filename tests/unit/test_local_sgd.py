@@ -21,7 +21,9 @@ from horovod_train.frameworks.torch.collectives import with_tensors
 from horovod_train.frameworks.torch.strategies.base import make_strategy
 from horovod_train.frameworks.torch.strategies.local_sgd import LocalSgd
 from horovod_train.health.desync import fingerprints
-from horovod_train.training.hooks import CheckReplicasIdentical, Hook, SaveCheckpoints
+from horovod_train.training.hooks.base import Hook
+from horovod_train.training.hooks.checkpoints import SaveCheckpoints
+from horovod_train.training.hooks.replicas import CheckReplicasIdentical
 from horovod_train.training.loop import train
 from horovod_train.worker import resume
 

@@ -15,11 +15,12 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import CheckpointError, NumericError, PeerError, PreemptedError, UserError
 from horovod_train.frameworks.arrays import from_blob
 from horovod_train.frameworks.base import StepOutcome
-from horovod_train.health.preemption import PreemptionAgreement, PreemptionRequest
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.actions import GoBack, Leave, Stop
 from horovod_train.training.bridge import LoopBridge
-from horovod_train.training.hooks import Hook, SaveCheckpoints, StopWhenPreempted
+from horovod_train.training.hooks.base import Hook
+from horovod_train.training.hooks.checkpoints import SaveCheckpoints
+from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest, StopWhenPreempted
 from horovod_train.training.loop import train
 from horovod_train.training.readings import MAX_OUTSTANDING
 from horovod_train.worker import resume, take_over
@@ -119,12 +120,13 @@ class TestLateReadings:
         def rank(world):
             run = late(made(world, train={"epochs": 9}), 3)
             manager = manager_of(tmp_path, run)
-            checkpoints = SaveCheckpoints(manager, Framework())
             request = PreemptionRequest()
             request.is_made = True
-            agreement = PreemptionAgreement(world, request, clock=lambda: float(run.progress.step))
+            agreement = PreemptionAgreement(
+                world, lambda: request.is_made, clock=lambda: float(run.progress.step)
+            )
             recorder = Recorder("line", "run", world, world.size)
-            run.hooks.append(StopWhenPreempted(agreement, checkpoints, recorder, Told().reporter))
+            run.hooks.append(StopWhenPreempted(agreement, manager, Framework(), recorder, Told().reporter))
             with pytest.raises(PreemptedError):
                 train(run)
             manager.close()

@@ -16,13 +16,13 @@ from horovod_train.config.schema import Job, Launch, Train
 from horovod_train.errors import UserError, WorldError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.health import world_check
-from horovod_train.health.preemption import MAX_STEPS_BETWEEN, PreemptionAgreement, PreemptionRequest
 from horovod_train.health.world_check import check_clocks, check_fingerprints, check_world
 from horovod_train.horovod.fingerprint import code_digest, environment_fingerprint, task_files
+from horovod_train.training.hooks.preemption import MAX_STEPS_BETWEEN, PreemptionAgreement, PreemptionRequest
 
 ENDS_SLOWLY = """
 import sys, time
-from horovod_train.health.preemption import PreemptionRequest
+from horovod_train.training.hooks.preemption import PreemptionRequest
 
 class Slow:
     def __del__(self, write=sys.__stdout__.write, flush=sys.__stdout__.flush, sleep=time.sleep):
@@ -33,7 +33,7 @@ PreemptionRequest().listen()
 """
 HAS_ANOTHER_HANDLER = """
 import atexit, signal
-from horovod_train.health.preemption import PreemptionRequest
+from horovod_train.training.hooks.preemption import PreemptionRequest
 
 atexit.register(lambda: print(*map(signal.getsignal, (signal.SIGTERM, signal.SIGUSR1))))
 PreemptionRequest().listen()
@@ -58,7 +58,7 @@ class TestLeaving:
 
         def train(world):
             request, now = PreemptionRequest(), [0.0]
-            agreement = PreemptionAgreement(world, request, clock=lambda: now[0])
+            agreement = PreemptionAgreement(world, lambda: request.is_made, clock=lambda: now[0])
             for step in range(num_steps):
                 if world.rank == asked_rank and step == asked_at:
                     request.is_made = True
@@ -94,7 +94,7 @@ class TestLeaving:
 
         def rank(world):
             request, now = PreemptionRequest(), [0.0]
-            agreement = PreemptionAgreement(world, request, clock=lambda: now[0])
+            agreement = PreemptionAgreement(world, lambda: request.is_made, clock=lambda: now[0])
             for step in range(1, 200):
                 now[0] += 0.001 if step % 5 == 0 else 0.4
                 request.is_made = step >= 20
@@ -106,7 +106,7 @@ class TestLeaving:
 
     def test_one_rank_alone_leaves_at_once(self):
         request = PreemptionRequest()
-        agreement = PreemptionAgreement(SingleRank(), request)
+        agreement = PreemptionAgreement(SingleRank(), lambda: request.is_made)
 
         assert not agreement.reached()
         request.is_made = True

@@ -22,8 +22,8 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, PeerError, PreemptedError, UserError, WorldError
 from horovod_train.events.file import read_events
-from horovod_train.health.preemption import PreemptionRequest
 from horovod_train.registry import Registry
+from horovod_train.training.hooks.preemption import PreemptionRequest
 from horovod_train.worker import WorkerOptions, run_rank
 
 

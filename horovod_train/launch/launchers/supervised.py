@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,21 +12,21 @@ from time import monotonic, sleep
 from typing import Any, Literal
 
 from horovod_train.config.load import dump_job
-from horovod_train.errors import HorovodTrainError, LaunchError, PreemptedError
+from horovod_train.errors import LaunchError
 from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import StateChanged
 from horovod_train.files import make_folder
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, PolledLauncher, Submitted
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.hostlist import Host
-from horovod_train.launch.jobs import LOG_FILE, StateFile, is_cancelled, mark_cancelled
+from horovod_train.launch.jobs import LOG_FILE, StateFile, mark_cancelled
 from horovod_train.launch.supervise.attempt import run_attempt
 from horovod_train.launch.supervise.elastic import run_elastic
 from horovod_train.launch.supervise.follow import WriteEvents
 from horovod_train.launch.supervise.signals import remembered_signals
+from horovod_train.signals import SENT_TO_END
 
 POLL_S = 0.2
-_SIGNALS = {"drain": (signal.SIGUSR1,), "stop": (signal.SIGTERM,), "kill": (signal.SIGTERM, signal.SIGTERM)}
 
 
 class SupervisedLauncher(PolledLauncher):
@@ -68,17 +67,8 @@ class SupervisedLauncher(PolledLauncher):
                     run_elastic(self, request, elastic, console, state, asked, followers)
                 else:
                     run_attempt(self, request, plan, console, state, asked=asked, followers=followers)
-        except PreemptedError as error:
-            if is_cancelled(request.log_dir):
-                error.exit_code = 128 + signal.SIGTERM
-            state.write("cancelled" if error.exit_code > 128 else "preempted", error.exit_code, error.message)
-            raise
-        except HorovodTrainError as error:
-            is_stopped = error.exit_code > 128
-            state.write("cancelled" if is_stopped else "failed", error.exit_code, str(error))
-            raise
         except BaseException as error:
-            state.write("failed", 1, f"{type(error).__name__}: {error}")
+            state.end(error)
             raise
         else:
             state.write("succeeded", 0)
@@ -135,7 +125,7 @@ class SupervisedLauncher(PolledLauncher):
             )
         if how != "drain":
             mark_cancelled(job.log_dir)
-        for number in _SIGNALS[how]:
+        for number in SENT_TO_END[how]:
             with suppress(ProcessLookupError):  # it may have left after the first signal
                 os.kill(pid, number)
             sleep(POLL_S)

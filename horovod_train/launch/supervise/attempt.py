@@ -7,7 +7,6 @@ reach hosts -> compare them -> choose interfaces -> lay out files -> start the c
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -17,17 +16,17 @@ from horovod_train.files import LogFile
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.host_actions import RUN_VARIABLE
-from horovod_train.launch.hosts.host_group import HostGroup, connect_all
+from horovod_train.launch.hosts.host_group import connect_all
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.secrets import Mask, read_secrets, too_short_to_hide, without_secrets
 from horovod_train.launch.jobs import LOG_FILE, StateFile
 from horovod_train.launch.supervise.follow import Follower, Output, RunLog, ShowOnConsole
-from horovod_train.launch.supervise.frozen_ranks import Frozen, watching_ranks
+from horovod_train.launch.supervise.frozen_ranks import watching_ranks
 from horovod_train.launch.supervise.outcome import Ended, Outcome, stopped_early
 from horovod_train.launch.supervise.preflight import prepare
-from horovod_train.launch.supervise.process import adopting_orphans, execute, guarded, kill_descendants
+from horovod_train.launch.supervise.process import adopting_orphans, execute, guarded
 from horovod_train.launch.supervise.rank_logs import RankLogs
-from horovod_train.launch.supervise.signals import Stopper, interrupted_by_signals
+from horovod_train.launch.supervise.signals import RunControl, interrupted_by_signals
 from horovod_train.launch.supervise.stalls import Stalls
 from horovod_train.launch.supervise.targets import TargetFiles, target_paths
 
@@ -160,50 +159,3 @@ class Following:
 
     def _note_loss(self, problem: str) -> None:
         self._state.remark(problem.partition(" ")[0], problem)
-
-
-class RunControl:
-    """Ends the ranks of one attempt for whoever has a reason to, and remembers the reason.
-
-    Args:
-        hosts: Where they run.
-        state: Where to note how the run stands.
-        guard: Process that clears up if this one is killed; it is not to be killed.
-        grace_s: Time that ranks get to save, in seconds.
-
-    Attributes:
-        stopper: Turns signals into an orderly end.
-        lost: The host that stopped answering, and why that is thought; None: none did.
-        frozen: Ranks that were given up because they showed no sign of life.
-    """
-
-    def __init__(self, hosts: HostGroup, state: StateFile, guard: int, grace_s: float) -> None:
-        self._hosts = hosts
-        self._state = state
-        self._guard = guard
-        self.stopper = Stopper(self._ask, self._kill, grace_s)
-        self.lost: tuple[str, str] | None = None
-        self.frozen: list[Frozen] = []
-
-    @property
-    def has_ended_them(self) -> bool:
-        """Whether the ranks were ended for a reason that is known."""
-        return self.lost is not None or bool(self.frozen)
-
-    def lose(self, host: str, why: str) -> None:
-        """End the ranks because a host has stopped answering; from any thread."""
-        self.lost = self.lost or (host, why)
-        self.stopper.stop()
-
-    def give_up(self, ranks: Sequence[Frozen]) -> None:
-        """End the ranks because some show no sign of life; from any thread."""
-        self.frozen.extend(ranks)
-        self.stopper.stop()
-
-    def _ask(self) -> None:
-        self._state.write("leaving", message="its ranks were asked to save and leave after their step")
-        self._hosts.signal_ranks(signal.SIGUSR1)
-
-    def _kill(self) -> None:
-        self._hosts.kill()
-        kill_descendants(keep={self._guard, *self._hosts.pids})

@@ -13,6 +13,7 @@ from horovod_train.events.wire import Line
 from horovod_train.launch.supervise.follow import CHATTER
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.stalls import Stalls
+from horovod_train.signals import exit_code_of
 
 NUM_LAST_LINES = 20
 
@@ -128,13 +129,13 @@ class Outcome:
         if self._causes:
             cause = self._explain_causes()
             message = f"stopped by signal {number}, and not saved: {cause.message}"
-            return _with_code(LaunchError(message, hint=cause.hint), 128 + number)
+            return _with_code(LaunchError(message, hint=cause.hint), exit_code_of(number))
         error = LaunchError(
             f"stopped by signal {number}, before the ranks had saved",
             hint="steps since the last checkpoint are lost; was launch.grace_s "
             f"({self._grace_s:g} s) too short?",
         )
-        return _with_code(error, 128 + number)
+        return _with_code(error, exit_code_of(number))
 
     def _explain_silence(self, code: int) -> LostError:
         if self._stalls.missing and not self._killed:
@@ -190,7 +191,7 @@ def stopped_early(number: int, attempt: int) -> HorovodTrainError:
     if attempt:
         return stopped_between(number)
     error = LaunchError(f"stopped by signal {number}, before the ranks had begun to train")
-    return _with_code(error, 128 + number)
+    return _with_code(error, exit_code_of(number))
 
 
 def stopped_between(number: int) -> PreemptedError:

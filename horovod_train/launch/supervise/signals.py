@@ -1,11 +1,7 @@
 """Ending a run from outside: first the ranks are asked to save and leave, then what is left is killed.
 
-    SIGUSR1, SIGUSR2             ask, and wait as long as it takes
-    SIGTERM, SIGINT, SIGHUP      ask, and kill when the grace is over
-    the second of them           kill at once (SIGHUP does not count: a terminal that is closed sends two)
-
-Launchers are not relied on for this: mpirun kills its ranks a second after SIGTERM, horovodrun five
-seconds after.
+What each signal means is in ``horovod_train/signals.py``. Launchers are not relied on for this: mpirun
+kills its ranks a second after SIGTERM, horovodrun five seconds after.
 """
 
 from __future__ import annotations
@@ -19,16 +15,19 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
+from horovod_train.launch.hosts.host_group import HostGroup
+from horovod_train.launch.jobs import StateFile
+from horovod_train.launch.supervise.frozen_ranks import Frozen
+from horovod_train.launch.supervise.process import kill_descendants
+from horovod_train.signals import ASK_RANKS, HURRIED_SIGNALS, KILLS_AT_ONCE, LAUNCH_SIGNALS, PATIENT_SIGNALS
+
 ASK_AGAIN_S = 1.0
-_PATIENT = (signal.SIGUSR1, signal.SIGUSR2)
-_IN_A_HURRY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_SIGNALS = (*_PATIENT, *_IN_A_HURRY)
 
 
 @contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """While the block runs, a handler gets every signal that ends a run; main thread only."""
-    before: dict[int, Any] = {number: signal.signal(number, handler) for number in _SIGNALS}
+    before: dict[int, Any] = {number: signal.signal(number, handler) for number in LAUNCH_SIGNALS}
     try:
         yield
     finally:
@@ -49,7 +48,7 @@ def heard_at_once(note: Callable[[int], None]) -> Iterator[None]:
     def hear() -> None:
         while numbers := os.read(reading, 64):  # nothing: the other end is closed
             for number in numbers:
-                if number in _SIGNALS:
+                if number in LAUNCH_SIGNALS:
                     note(number)
 
     thread = Thread(target=hear, daemon=True)
@@ -102,7 +101,7 @@ class AskedTo(BaseException):
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
-        self.is_patient = number in _PATIENT
+        self.is_patient = number in PATIENT_SIGNALS
 
 
 class Stopper:
@@ -147,12 +146,12 @@ class Stopper:
         self._wake.set()
 
     def _note(self, number: int) -> None:
-        if number in _IN_A_HURRY:
+        if number in HURRIED_SIGNALS:
             if self._deadline_s == float("inf"):
                 self._deadline_s = monotonic() + self._grace_s
-            elif number != signal.SIGHUP:
+            elif number in KILLS_AT_ONCE:
                 self._deadline_s = 0.0
-        if self.received is None or self.received in _PATIENT:
+        if self.received is None or self.received in PATIENT_SIGNALS:
             self.received = number
         self._wake.set()
 
@@ -166,3 +165,50 @@ class Stopper:
                 # Again and again: a rank that has just been started does not listen yet.
                 self._ask()
             self._wake.wait(min(ASK_AGAIN_S, max(0.05, self._deadline_s - monotonic())))
+
+
+class RunControl:
+    """Ends the ranks of one attempt for whoever has a reason to, and remembers the reason.
+
+    Args:
+        hosts: Where they run.
+        state: Where to note how the run stands.
+        guard: Process that clears up if this one is killed; it is not to be killed.
+        grace_s: Time that ranks get to save, in seconds.
+
+    Attributes:
+        stopper: Turns signals into an orderly end.
+        lost: The host that stopped answering, and why that is thought; None: none did.
+        frozen: Ranks that were given up because they showed no sign of life.
+    """
+
+    def __init__(self, hosts: HostGroup, state: StateFile, guard: int, grace_s: float) -> None:
+        self._hosts = hosts
+        self._state = state
+        self._guard = guard
+        self.stopper = Stopper(self._ask, self._kill, grace_s)
+        self.lost: tuple[str, str] | None = None
+        self.frozen: list[Frozen] = []
+
+    @property
+    def has_ended_them(self) -> bool:
+        """Whether the ranks were ended for a reason that is known."""
+        return self.lost is not None or bool(self.frozen)
+
+    def lose(self, host: str, why: str) -> None:
+        """End the ranks because a host has stopped answering; from any thread."""
+        self.lost = self.lost or (host, why)
+        self.stopper.stop()
+
+    def give_up(self, ranks: Sequence[Frozen]) -> None:
+        """End the ranks because some show no sign of life; from any thread."""
+        self.frozen.extend(ranks)
+        self.stopper.stop()
+
+    def _ask(self) -> None:
+        self._state.write("leaving", message="its ranks were asked to save and leave after their step")
+        self._hosts.signal_ranks(ASK_RANKS)
+
+    def _kill(self) -> None:
+        self._hosts.kill()
+        kill_descendants(keep={self._guard, *self._hosts.pids})

@@ -1,0 +1,31 @@
+"""Prometheus metrics of this rank."""
+
+from __future__ import annotations
+
+from horovod_train.telemetry.catalog import EvaluationRecord
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.hooks.base import Hook, HookParts
+from horovod_train.training.parts import record_step
+from horovod_train.training.readings import StepReport
+from horovod_train.training.run import Run
+
+
+class RecordMetrics(Hook):
+    """Keeps the rank's Prometheus metrics."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    @classmethod
+    def of(cls, parts: HookParts) -> RecordMetrics | None:
+        """Return the hook, if the job has metrics."""
+        return cls(parts.recorder) if parts.job.metrics.enabled else None
+
+    def on_reading(self, run: Run, report: StepReport) -> None:
+        """Record the step."""
+        record_step(self._recorder, report.share, report.outcome, report.lr, report.epochs_passed)
+
+    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
+        """Record the evaluation."""
+        if evaluated:
+            self._recorder.record(EvaluationRecord(run.progress.metrics))

@@ -1,0 +1,160 @@
+"""Preemption without losing work: a signal to any rank, and all ranks stop after the same step.
+
+    signal on one rank -> flag -> all-reduced at a step boundary -> all save -> all end with 75
+
+The all-reduce costs about a millisecond, so it is done about twice a second, not after every step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import signal
+from collections.abc import Callable
+from time import monotonic
+from types import FrameType
+
+from horovod_train.checkpoint.manager import CheckpointManager
+from horovod_train.collectives.base import Communicator
+from horovod_train.events.types import Notice, Preempted
+from horovod_train.events.wire import Reporter
+from horovod_train.frameworks.base import Framework
+from horovod_train.signals import PREEMPTION_SIGNALS
+from horovod_train.telemetry.catalog import GraceRecord
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.actions import Leave
+from horovod_train.training.hooks.base import Hook, HookParts
+from horovod_train.training.hooks.checkpoints import save
+from horovod_train.training.readings import StepReport
+from horovod_train.training.run import Run
+
+ASK_INTERVAL_S = 0.5
+# Steps may become slower: so many of the fast ones are made at most before asking again.
+MAX_STEPS_BETWEEN = 64
+
+
+class PreemptionRequest:
+    """Notes that this process was asked to leave.
+
+    Signals are noted from ``listen`` on; nothing else happens by itself.
+    """
+
+    def __init__(self) -> None:
+        self.is_made = False
+
+    def listen(self) -> None:
+        """Take SIGTERM and SIGUSR1 for the wish that this process leaves; main thread only."""
+        for number in PREEMPTION_SIGNALS:
+            signal.signal(number, self._note)
+        atexit.register(self._ignore)
+
+    def _ignore(self) -> None:
+        """Keep a late signal from killing a process that ends: Python restores default handlers then."""
+        for number in PREEMPTION_SIGNALS:
+            if signal.getsignal(number) == self._note:
+                signal.signal(number, signal.SIG_IGN)
+
+    def _note(self, _number: int, _frame: FrameType | None) -> None:
+        self.is_made = True
+
+
+class PreemptionAgreement:
+    """All-reduces the preemption flag: once it is set on any rank, all stop after the same step.
+
+    Args:
+        world: The ranks.
+        is_asked: Whether this rank was asked to leave.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self, world: Communicator, is_asked: Callable[[], bool], clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._world = world
+        self._is_asked = is_asked
+        self._clock = clock
+        self._asked_s = clock()
+        self._num_steps = 0
+        self._ask_after = 1
+        self.interval_s = 0.0
+        """Time between the last two questions: so long a request may have to wait, in seconds."""
+
+    def reached(self) -> bool:
+        """Return whether the ranks leave now; every rank calls it after each of its steps.
+
+        Raises:
+            PeerError: Another rank was lost.
+        """
+        if self._world.size == 1:
+            return self._is_asked()
+        self._num_steps += 1
+        if self._num_steps < self._ask_after:
+            return False
+        now = self._clock()
+        self.interval_s = now - self._asked_s
+        # Every rank sees the same sums, and so asks again after the same number of steps.
+        wishes, seconds = self._world.allreduce_sum([float(self._is_asked()), self.interval_s])
+        step_s = seconds / self._world.size / self._num_steps
+        wanted = min(MAX_STEPS_BETWEEN, int(ASK_INTERVAL_S / max(step_s, 1e-9)))
+        # A few steps in a row may be quick, those whose batches were read ahead; the next are not.
+        self._ask_after = max(1, min(wanted, 2 * self._ask_after))
+        self._num_steps = 0
+        self._asked_s = now
+        return wishes > 0
+
+
+class StopWhenPreempted(Hook):
+    """Saves and ends training when any rank was asked to leave; watches how long that would take."""
+
+    def __init__(
+        self,
+        agreement: PreemptionAgreement,
+        manager: CheckpointManager,
+        framework: Framework,
+        recorder: Recorder,
+        reporter: Reporter,
+    ) -> None:
+        self._agreement = agreement
+        self._manager = manager
+        self._framework = framework
+        self._recorder = recorder
+        self._reporter = reporter
+        self._is_warned = False
+        self._is_leaving = False
+        self._since_identical_s = 0.0
+
+    @classmethod
+    def of(cls, parts: HookParts) -> StopWhenPreempted:
+        """Return the hook."""
+        agreement = PreemptionAgreement(parts.world, parts.is_asked_to_leave)
+        return cls(agreement, parts.manager, parts.framework, parts.recorder, parts.reporter)
+
+    def on_reading(self, run: Run, report: StepReport) -> None:
+        """Count how long ranks compute until their replicas are identical."""
+        self._since_identical_s += sum(report.outcome.clock.seconds.values())
+
+    def on_step(self, run: Run) -> Leave | None:
+        """Leave if the ranks agree to, as soon as their replicas are identical and saved."""
+        self._is_leaving = self._is_leaving or self._agreement.reached()
+        if not run.replica.replicas_identical:
+            return None
+        if self._is_leaving:
+            save(run, self._manager, self._framework, wait=True)
+            # Before the first rank is gone: some launchers kill the others as soon as one has left.
+            self._reporter.report(Preempted(step=run.progress.step, epoch=run.progress.epochs_passed))
+            return Leave(run.progress.step)
+        write_s = self._manager.last_write_s
+        if write_s is not None and run.world.rank == 0:
+            stop_s = max(self._since_identical_s, self._agreement.interval_s)
+            self._watch_grace(stop_s + write_s, run.job.launch.grace_s)
+        self._since_identical_s = 0.0
+        return None
+
+    def _watch_grace(self, needed_s: float, granted_s: float) -> None:
+        self._recorder.record(GraceRecord(needed_s))
+        if needed_s > granted_s and not self._is_warned:
+            self._is_warned = True
+            text = (
+                f"leaving without losing work would take {needed_s:.1f} s, but launch.grace_s is "
+                f"{granted_s:g}: raise it, and the grace that Slurm or Kubernetes gives"
+            )
+            self._reporter.report(Notice(text=text))

@@ -1,0 +1,73 @@
+"""How far training is, for a person."""
+
+from __future__ import annotations
+
+from collections import deque
+from time import monotonic
+
+from horovod_train.events.types import Evaluation, Notice, Progress
+from horovod_train.events.wire import Reporter
+from horovod_train.training.hooks.base import Hook, HookParts
+from horovod_train.training.readings import StepReport
+from horovod_train.training.run import Run
+
+
+class ReportProgress(Hook):
+    """Tells a person how far it is; on rank 0 only."""
+
+    WINDOW_S = 10.0
+
+    def __init__(self, reporter: Reporter, interval_s: float) -> None:
+        self._reporter = reporter
+        self._interval_s = interval_s
+        self._next = 0.0
+        self._recent: deque[tuple[float, int]] = deque()
+        self._samples = 0
+        self._num_steps = 0
+
+    @classmethod
+    def of(cls, parts: HookParts) -> ReportProgress:
+        """Return the hook."""
+        return cls(parts.reporter, parts.report_interval_s)
+
+    def on_start(self, run: Run) -> None:
+        """Begin to count."""
+        self._num_steps = run.planned_steps()
+        self._recent.append((monotonic(), 0))
+
+    def on_reading(self, run: Run, report: StepReport) -> None:
+        """Report when the interval has passed."""
+        self._samples += report.share.num_samples
+        now = monotonic()
+        if now < self._next or run.world.rank != 0:
+            return
+        self._next = now + self._interval_s
+        self._recent.append((now, self._samples))
+        while len(self._recent) > 2 and now - self._recent[0][0] > self.WINDOW_S:
+            self._recent.popleft()
+        since, before = self._recent[0]
+        samples_per_s = (self._samples - before) / max(1e-9, now - since)
+        samples_left = (self._num_steps - report.step) * run.global_batch_size
+        self._reporter.report(
+            Progress(
+                step=report.step,
+                num_steps=self._num_steps,
+                epoch=min(int(report.epochs_passed), run.job.train.epochs - 1),
+                num_epochs=run.job.train.epochs,
+                loss=report.outcome.loss,
+                lr=report.lr,
+                samples_per_s=samples_per_s,
+                eta_s=samples_left / samples_per_s,
+            )
+        )
+
+    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
+        """Report the evaluation."""
+        if evaluated and run.world.rank == 0:
+            metrics = run.progress.metrics
+            self._reporter.report(Evaluation(epoch=run.progress.epoch, metrics=metrics))
+            if run.progress.stopped_early:
+                rule = run.job.evaluation.early_stopping
+                assert rule is not None
+                text = f"stopping early: {rule.metric} did not improve in {rule.patience} evaluations"
+                self._reporter.report(Notice(text=text))
