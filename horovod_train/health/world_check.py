@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.config.schema import Job
+from horovod_train.consistency import CLOCK_HINT, clock_mismatch, fingerprint_mismatch
 from horovod_train.errors import WorldError, describe_ranks
-from horovod_train.horovod.fingerprint import mismatches
-
-MAX_NAMED = 4
 
 
 def check_world(job: Job, world: Communicator, environment: Mapping[str, str]) -> None:
@@ -54,22 +52,18 @@ def check_fingerprints(hosts: Sequence[str], fingerprints: Sequence[Mapping[str,
     Raises:
         WorldError: They differ; it names ranks, hosts and values.
     """
-    found = mismatches({str(rank): each for rank, each in enumerate(fingerprints)})
-    if not found:
-        return
-    lines = []
-    for name, holders in list(found.items())[:MAX_NAMED]:
-        parts = []
-        for value, ranks in holders.items():
-            numbers = [int(rank) for rank in ranks]
-            where = ", ".join(sorted({hosts[rank] for rank in numbers}))
-            parts.append(f"{value} on {describe_ranks(numbers)} ({where})")
-        lines.append(f"{name}: {'; '.join(parts)}")
-    more = f"; and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-    raise WorldError(
-        "ranks do not run the same. " + " | ".join(lines) + more,
-        hint="bring the same job, code, packages and engine to every host",
-    )
+
+    def named(ranks: Sequence[str]) -> str:
+        numbers = [int(rank) for rank in ranks]
+        where = ", ".join(sorted({hosts[rank] for rank in numbers}))
+        return f"{describe_ranks(numbers)} ({where})"
+
+    found = fingerprint_mismatch({str(rank): each for rank, each in enumerate(fingerprints)}, named)
+    if found is not None:
+        raise WorldError(
+            "ranks do not run the same. " + " | ".join(found.lines),
+            hint="bring the same job, code, packages and engine to every host",
+        )
 
 
 def check_clocks(hosts: Sequence[str], times_s: Sequence[float], max_offset_s: float) -> None:
@@ -83,15 +77,10 @@ def check_clocks(hosts: Sequence[str], times_s: Sequence[float], max_offset_s: f
     Raises:
         WorldError: They differ by more.
     """
-    latest = max(range(len(times_s)), key=lambda rank: times_s[rank])
-    earliest = min(range(len(times_s)), key=lambda rank: times_s[rank])
-    offset_s = times_s[latest] - times_s[earliest]
-    if offset_s > max_offset_s:
-        raise WorldError(
-            f"the clock of {hosts[latest]} (rank {latest}) is {offset_s:.1f} s ahead of that of "
-            f"{hosts[earliest]} (rank {earliest}); {max_offset_s:g} s are allowed",
-            hint="synchronize the clocks (chrony, systemd-timesyncd), or raise health.max_clock_offset_s",
-        )
+    by_rank = {str(rank): time_s for rank, time_s in enumerate(times_s)}
+    found = clock_mismatch(by_rank, max_offset_s, named=lambda rank: f"{hosts[int(rank)]} (rank {rank})")
+    if found is not None:
+        raise WorldError(found.lines[0], hint=CLOCK_HINT)
 
 
 def _digest(text: str) -> str:

@@ -99,26 +99,6 @@ def code_digest(files: Sequence[Path]) -> str:
     return digest.hexdigest()[:12]
 
 
-def mismatches(fingerprints: Mapping[str, Fingerprint]) -> dict[str, dict[str, list[str]]]:
-    """Return for each part of a fingerprint that is not the same everywhere who has which value.
-
-    Args:
-        fingerprints: Of each host or rank, by its name.
-
-    >>> mismatches({"a": {"torch": "2"}, "b": {"torch": "3"}, "c": {"torch": "2"}})
-    {'torch': {'2': ['a', 'c'], '3': ['b']}}
-    """
-    names = dict.fromkeys(name for each in fingerprints.values() for name in each)
-    found: dict[str, dict[str, list[str]]] = {}
-    for name in names:
-        holders: dict[str, list[str]] = {}
-        for who, each in fingerprints.items():
-            holders.setdefault(each.get(name, "missing"), []).append(who)
-        if len(holders) > 1:
-            found[name] = holders
-    return found
-
-
 def package_version(name: str) -> str | None:
     """Return the version of an installed distribution; None: it is not installed."""
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -11,33 +11,37 @@ from horovod_train.doctor.findings import Finding, clock, examine
 from horovod_train.doctor.network import AllreduceBenchmark, History, judge
 from horovod_train.doctor.run import report
 from horovod_train.events.types import AllreduceTime, PairTime
-from horovod_train.launch.hosts import readings as readings_module
-from horovod_train.launch.hosts.readings import take_readings
+from horovod_train.horovod import build
+from horovod_train.launch.hosts.host_actions import HostActions
+from horovod_train.launch.hosts.host_group import result_of
+from horovod_train.launch.hosts.readings import EngineReading, Gpu, HostReadings, take_readings
 
-GOOD = {
-    "python": {"version": "3.11.7", "path": "/v/bin/python"},
-    "engine": {"horovod": "0.28.1", "wanted": "0.28.1", "build": "abc", "nccl": "", "patches_differ": []},
-    "mpi": "4.1.8",
-    "names": {"b": "10.0.0.2"},
-    "disks": {"/runs": 100 << 30},
-    "shared_memory_bytes": 8 << 30,
-    "limits": {"open_files": 65536, "locked_memory": -1},
-    "cores": 8,
-    "load": 0.1,
-    "gpus": [],
-    "infiniband": [],
-    "busy_ports": [],
-}
-GPU = {"index": "0", "name": "H100", "driver_version": "580", "uuid": "u"}
+GOOD = HostReadings(
+    python_version="3.11.7",
+    python="/v/bin/python",
+    engine=EngineReading(horovod="0.28.1", wanted="0.28.1", build="abc", nccl="", patches_differ=[]),
+    mpi="4.1.8",
+    names={"b": "10.0.0.2"},
+    disks={"/runs": 100 << 30},
+    shared_memory_bytes=8 << 30,
+    open_files=65536,
+    locked_memory_bytes=-1,
+    cores=8,
+    load=0.1,
+    gpus=[],
+    infiniband=[],
+    speeds_mbit_s={},
+    busy_ports=[],
+)
+GPU = Gpu(index="0", name="H100", driver_version="580", uuid="u")
 
 
-def changed(path, value):
-    readings = copy.deepcopy(GOOD)
-    node = readings
-    for part in path[:-1]:
-        node = node[part]
-    node[path[-1]] = value
-    return readings
+def changed(**changes):
+    return replace(GOOD, **changes)
+
+
+def engine(**changes):
+    return replace(GOOD.engine, **changes)
 
 
 def findings(readings, device="auto", ranks=2):
@@ -54,10 +58,10 @@ def findings(readings, device="auto", ranks=2):
     ],
 )
 def test_an_engine_of_other_patches_is_noticed(monkeypatch, plan, expected):
-    monkeypatch.setattr(readings_module, "own_patches", lambda: {"own.patch": "a", "other.patch": "b"})
-    monkeypatch.setattr(readings_module, "installed_plan", lambda: plan)
+    monkeypatch.setattr(build, "own_patches", lambda: {"own.patch": "a", "other.patch": "b"})
+    monkeypatch.setattr(build, "installed_plan", lambda: plan and {"key": "k", **plan})
 
-    assert set(take_readings([], [], [])["engine"]["patches_differ"]) == expected
+    assert set(take_readings([], [], []).engine.patches_differ) == expected
 
 
 def test_a_good_host_is_fine():
@@ -65,38 +69,42 @@ def test_a_good_host_is_fine():
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "what", "level", "fix"),
+    ("changes", "what", "level", "fix"),
     [
-        (("engine", "horovod"), "", "engine", "fail", "engine build"),
-        (("engine", "build"), None, "engine", "fail", "engine build"),
-        (("engine", "patches_differ"), ["0014-initialize-again.patch"], "engine", "warn", "engine build"),
-        (("mpi",), "", "mpi", "warn", "gloo"),
-        (("mpi",), "5.0.7", "mpi", "fail", "Open MPI 4.1"),
-        (("names", "b"), "", "names", "fail", "/etc/hosts"),
-        (("names", "b"), "127.0.1.1", "names", "fail", "loopback"),
-        (("disks", "/runs"), 1 << 30, "disk", "warn", "run_dir"),
-        (("shared_memory_bytes",), 64 << 20, "shared memory", "warn", "--shm-size"),
-        (("limits", "open_files"), 1024, "open files", "warn", "ulimit -n"),
-        (("cores",), 1, "cores", "warn", "at most 1"),
-        (("load",), 30.0, "cores", "warn", "top"),
-        (("gpus",), [GPU], "gpu", "fail", "at most 1 ranks"),
-        (("gpus",), [GPU, GPU], "nccl", "warn", "--force"),
-        (("busy_ports",), [9400], "ports", "warn", "metrics.port"),
+        ({"engine": engine(horovod="")}, "engine", "fail", "engine build"),
+        ({"engine": engine(build=None)}, "engine", "fail", "engine build"),
+        (
+            {"engine": engine(patches_differ=["0014-initialize-again.patch"])},
+            "engine",
+            "warn",
+            "engine build",
+        ),
+        ({"mpi": ""}, "mpi", "warn", "gloo"),
+        ({"mpi": "5.0.7"}, "mpi", "fail", "Open MPI 4.1"),
+        ({"names": {"b": ""}}, "names", "fail", "/etc/hosts"),
+        ({"names": {"b": "127.0.1.1"}}, "names", "fail", "loopback"),
+        ({"disks": {"/runs": 1 << 30}}, "disk", "warn", "run_dir"),
+        ({"shared_memory_bytes": 64 << 20}, "shared memory", "warn", "--shm-size"),
+        ({"open_files": 1024}, "open files", "warn", "ulimit -n"),
+        ({"cores": 1}, "cores", "warn", "at most 1"),
+        ({"load": 30.0}, "cores", "warn", "top"),
+        ({"gpus": [GPU]}, "gpu", "fail", "at most 1 ranks"),
+        ({"gpus": [GPU, GPU]}, "nccl", "warn", "--force"),
+        ({"busy_ports": [9400]}, "ports", "warn", "metrics.port"),
     ],
 )
-def test_what_is_wrong_is_found_with_its_fix(path, value, what, level, fix):
-    found = findings(changed(path, value))[what]
+def test_what_is_wrong_is_found_with_its_fix(changes, what, level, fix):
+    found = findings(changed(**changes))[what]
 
     assert (found.level, found.host) == (level, "a")
     assert fix in found.fix
 
 
 def test_locked_memory_matters_with_infiniband_only():
-    readings = changed(("limits", "locked_memory"), 65536)
+    readings = changed(locked_memory_bytes=65536)
     assert "locked memory" not in findings(readings)
 
-    readings["infiniband"] = ["mlx5_0"]
-    assert findings(readings)["locked memory"].level == "fail"
+    assert findings(replace(readings, infiniband=["mlx5_0"]))["locked memory"].level == "fail"
 
 
 def test_gpus_that_a_job_wants_and_are_not_there_keep_it_from_running():
@@ -104,7 +112,7 @@ def test_gpus_that_a_job_wants_and_are_not_there_keep_it_from_running():
 
 
 def test_hosts_that_differ_are_named_with_values():
-    other = changed(("python", "version"), "3.12.1")
+    other = changed(python_version="3.12.1")
 
     found = [f for f in examine({"a": GOOD, "b": other}, {"a": 1, "b": 1}, "auto") if not f.host]
 
@@ -177,10 +185,11 @@ class TestNetwork:
 def test_this_machine_can_be_read(tmp_path):
     readings = take_readings([str(tmp_path / "not" / "there")], ["localhost"], [1])
 
-    assert readings["names"] == {"localhost": "127.0.0.1"}
-    assert next(iter(readings["disks"].values())) > 0
-    assert readings["engine"]["horovod"] == readings["engine"]["wanted"]
-    json.dumps(readings)
+    assert readings.names == {"localhost": "127.0.0.1"}
+    assert next(iter(readings.disks.values())) > 0
+    assert readings.engine.horovod == readings.engine.wanted
+    sent = json.loads(json.dumps(readings, default=asdict))
+    assert result_of(HostActions.examine, sent) == readings
 
 
 def test_a_report_ends_with_what_it_comes_to():

@@ -19,6 +19,7 @@ from threading import Event, Timer
 
 import psutil
 import pytest
+from support.hosts import described
 from support.waiting import wait_until
 
 from horovod_train import __version__
@@ -29,13 +30,13 @@ from horovod_train.health.heartbeat import beat_name, give_signs_of_life
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.launch import jobs
 from horovod_train.launch.base import JobStatus
-from horovod_train.launch.hosts import host_actions, host_group, hostlist, readings
-from horovod_train.launch.hosts.host_actions import RUN_VARIABLE, HostActions, can_read_memory, usable_cores
+from horovod_train.launch.hosts import description, host_actions, host_group, hostlist, readings
+from horovod_train.launch.hosts.description import can_read_memory, usable_cores
+from horovod_train.launch.hosts.host_actions import RUN_VARIABLE, HostActions
 from horovod_train.launch.hosts.host_group import (
     HostGroup,
     LocalHost,
     RemoteHost,
-    check_fingerprints,
     connect_all,
 )
 from horovod_train.launch.hosts.hostlist import Host, hosts_of, read_hostfile
@@ -47,7 +48,7 @@ from horovod_train.launch.launchers.mpijob.render import inner_job
 from horovod_train.launch.launchers.slurm_allocation import tasks_per_node
 from horovod_train.launch.submit import make_plan, note_job, resolve
 from horovod_train.launch.supervise import preflight as prepare
-from horovod_train.launch.supervise.preflight import check_shared_memory, rank_variables
+from horovod_train.launch.supervise.preflight import check_fingerprints, check_shared_memory, rank_variables
 from horovod_train.launch.supervise.process import guarded
 from horovod_train.launch.supervise.signals import Stopper
 
@@ -103,11 +104,11 @@ class TestHosts:
             read_hostfile(tmp_path / "hosts")
 
 
-DESCRIPTION = {
-    "addresses": {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "ib0": ["10.1.0.1"], "eth1": []},
-    "reached_at": "10.0.0.1",
-    "ways": {"b": "10.1.0.1"},
-}
+DESCRIPTION = described(
+    addresses={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "ib0": ["10.1.0.1"], "eth1": []},
+    reached_at="10.0.0.1",
+    ways={"b": "10.1.0.1"},
+)
 
 
 class TestInterface:
@@ -132,7 +133,7 @@ class TestInterface:
         assert "did you mean 'ib0'?" in caught.value.hint
 
     def test_that_cannot_be_told_has_to_be_named(self):
-        unknown = {**DESCRIPTION, "reached_at": "192.0.2.1", "ways": {}}
+        unknown = replace(DESCRIPTION, reached_at="192.0.2.1", ways={})
 
         with pytest.raises(LaunchError, match="cannot tell"):
             choose(Host("a", 1), None, unknown, [])
@@ -276,7 +277,7 @@ class TestCores:
 
     def variables(self, host, *, reads_memory=True, **launch):
         job = Job(name="j", task="digits", launch=Launch(**launch))
-        found = {"cores": 8, "has_mpi": False, "prefix": "/p", "path": "/bin", "reads_memory": reads_memory}
+        found = described(reads_memory=reads_memory)
         return rank_variables(job, LocalHost(host, "no-stage"), found, None, {})
 
     def test_are_shared_by_the_ranks_of_a_host(self):
@@ -304,7 +305,7 @@ class TestCores:
         there = rank_variables(
             Job(name="j", task="digits"),
             LocalHost(Host("a", 2), "no-stage"),
-            {"cores": 8, "has_mpi": False, "prefix": "/p", "path": "/bin"},
+            described(),
             chosen,
             {},
         )
@@ -326,7 +327,7 @@ class TestCores:
     def test_share_memory_that_has_to_have_room(self, num_ranks, free_bytes, is_refused):
         hosts = HostGroup([LocalHost(Host("a", num_ranks, is_here=True), "no-stage")])
         with pytest.raises(LostError) if is_refused else nullcontext() as caught:
-            check_shared_memory(hosts, {"a": {"shared_memory_bytes": free_bytes}})
+            check_shared_memory(hosts, {"a": described(shared_memory_bytes=free_bytes)})
 
         if is_refused:
             assert "a: /dev/shm has room for 10.0 MiB, and 2 ranks need 10 MiB" in str(caught.value)
@@ -373,8 +374,8 @@ class TestSignsOfLife:
             process.kill()
 
         assert first == [], "whether it computes is known at the second look"
-        assert (found["rank"], found["pid"], found["doing"]) == (3, process.pid, "stopped")
-        assert 0.3 <= found["silent_s"] < 90
+        assert (found.rank, found.pid, found.doing) == (3, process.pid, "stopped")
+        assert 0.3 <= found.silent_s < 90
 
     def test_a_rank_that_gives_some_is_not(self, host):
         with self.sleeper() as process:
@@ -448,7 +449,7 @@ class TestSignsOfLife:
             found = host.silent_ranks(0.2)
             stopped.kill()
 
-        assert [each["pid"] for each in found] == [stopped.pid]
+        assert [each.pid for each in found] == [stopped.pid]
 
     def test_are_given_until_the_process_has_ended(self, host):
         """It is stopped when it has nothing more to do, and Python clears up."""
@@ -464,7 +465,7 @@ class TestSignsOfLife:
             process.kill()
 
         assert abs(first - time.monotonic()) < 30
-        assert (found["rank"], found["doing"]) == (5, "stopped")
+        assert (found.rank, found.doing) == (5, "stopped")
         assert host.silent_ranks(0.3) == []
         assert not file.exists()
 
@@ -472,17 +473,17 @@ class TestSignsOfLife:
         give_signs_of_life(tmp_path / "gone", 0)
 
 
-class TestFleet:
+class TestHostGroup:
     """A shell of this machine in place of ssh: agents are real."""
 
     def test_an_agent_does_what_it_is_told(self, tmp_path):
         hosts = connect_all([Host("a", 1), Host("b", 1)], lambda _: A_SHELL, str(tmp_path / "stage"), 20)
 
-        found = hosts.each("describe", lambda _: {"others": []})
+        found = hosts.each(HostActions.describe, lambda _: {"others": []})
         hosts.close()
 
-        assert found["a"]["python"] == found["b"]["python"] == sys.executable
-        assert found["a"]["cores"] == len(os.sched_getaffinity(0))
+        assert found["a"].python == found["b"].python == sys.executable
+        assert found["a"].cores == len(os.sched_getaffinity(0))
 
     def test_hosts_that_cannot_be_used_are_all_named_and_one_as_it_is(self, tmp_path):
         def shell(host):
@@ -507,13 +508,13 @@ class TestFleet:
         hosts = connect_all([Host("a", 1)], lambda _: A_SHELL, str(tmp_path / "stage"), 20)
 
         with pytest.raises(LaunchError, match="a: FileExistsError"):
-            hosts.each("put", lambda _: {"files": {}})
+            hosts.each(HostActions.put, lambda _: {"files": {}})
         hosts.close()
 
     def test_an_agent_whose_launcher_is_silent_kills_what_is_there(self, tmp_path):
         stage = tmp_path / "stage"
         connection = RemoteHost(Host("a", 1), A_SHELL, str(stage), silence_s=0.5)
-        connection.call("put", files={})
+        connection.call(HostActions.put, files={})
         rank = subprocess.Popen(["sleep", "60"], env={RUN_VARIABLE: str(stage)})
 
         assert rank.wait(10) == -signal.SIGKILL
@@ -643,7 +644,7 @@ class TestFleet:
     def test_hosts_that_differ_are_named_with_values(self):
         alike = {"numpy version": "2.4", "task code": "x"}
 
-        with pytest.raises(LaunchError, match="numpy version: 2.4 on a, c, 2.3 on b") as caught:
+        with pytest.raises(LaunchError, match="numpy version: 2.4 on a, c; 2.3 on b") as caught:
             check_fingerprints({"a": alike, "b": {**alike, "numpy version": "2.3"}, "c": alike})
 
         assert "bring b to the state of the others" in caught.value.hint
@@ -693,7 +694,7 @@ def test_hosts_that_differ_from_most_are_named_wherever_they_stand():
     facts = {host: {"numpy": "2.2"} for host in "abcde"}
     facts["a"] = facts["d"] = {"numpy": "2.3"}
 
-    with pytest.raises(LostError, match=r"numpy: 2\.3 on a, d, 2\.2 on b, c, e") as caught:
+    with pytest.raises(LostError, match=r"numpy: 2\.3 on a, d; 2\.2 on b, c, e") as caught:
         check_fingerprints(facts)
 
     assert caught.value.hosts == ("a", "d")
@@ -1070,12 +1071,12 @@ class TestWhatAHostSaysOfItself:
         assert not host_actions._is_rank(known)
 
     def test_folders_that_are_not_there_have_no_room(self, tmp_path):
-        assert host_actions._free_bytes(tmp_path / "nowhere") is None
-        assert host_actions._free_bytes(tmp_path) > 0
+        assert description._free_bytes(tmp_path / "nowhere") is None
+        assert description._free_bytes(tmp_path) > 0
 
     def test_packets_to_this_machine_leave_from_it(self):
-        assert host_actions.source_towards("127.0.0.1") == "127.0.0.1"
-        assert host_actions.source_towards("host.invalid") == ""
+        assert description.source_towards("127.0.0.1") == "127.0.0.1"
+        assert description.source_towards("host.invalid") == ""
 
     def test_an_address_is_reached_if_whoever_answers_is_meant(self, tmp_path):
         host = HostActions(str(tmp_path / "stage"))
@@ -1091,18 +1092,18 @@ class TestWhatAHostSaysOfItself:
     def test_readings_are_taken_there(self, tmp_path):
         found = HostActions(str(tmp_path / "stage")).examine([str(tmp_path)], ["localhost"], [9])
 
-        assert isinstance(found, dict)
-        assert found
+        assert found.cores == len(os.sched_getaffinity(0))
+        assert found.engine.horovod == found.engine.wanted
 
     def test_a_failure_of_this_machine_is_a_lost_host(self, tmp_path):
         (tmp_path / "stage").mkdir()
         here = LocalHost(Host("localhost", 1, is_here=True), str(tmp_path / "stage"))
 
         with pytest.raises(LostError, match="localhost: put: .*File exists") as caught:
-            here.call("put", files={})
+            here.call(HostActions.put, files={})
         assert caught.value.hosts == ("localhost",)
         with pytest.raises(LostError, match="localhost: put"):
-            here.ask("put", files={}).result()
+            here.ask(HostActions.put, files={}).result()
 
     def test_an_agent_that_does_not_answer_in_time_is_a_lost_host(self, tmp_path, monkeypatch):
         connection = RemoteHost(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
@@ -1110,7 +1111,7 @@ class TestWhatAHostSaysOfItself:
         os.kill(connection.pid, signal.SIGSTOP)
 
         with pytest.raises(LostError, match=r"a: no answer for 0\.3 s") as caught:
-            connection.call("describe", others=[])
+            connection.call(HostActions.describe, others=[])
 
         assert caught.value.hosts == ("a",)
         os.kill(connection.pid, signal.SIGCONT)
@@ -1132,7 +1133,7 @@ class TestWhatAHostSaysOfItself:
         connection._process.wait()
 
         with pytest.raises(LostError, match="a: the connection ended: ssh ended with code -9"):
-            connection.call("describe", others=[])
+            connection.call(HostActions.describe, others=[])
         connection.close()
 
 

@@ -17,6 +17,7 @@ from typing import ClassVar
 import pytest
 from rich.console import Console
 from support.following import Followed, event
+from support.hosts import described
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, PreemptedError
@@ -446,9 +447,9 @@ class TestHostsBeforeALaunch:
         def __init__(self, name, says):
             self.host, self.says, self.asked = Host(name, 1), says, []
 
-        def call(self, name, /, **args):
-            self.asked.append((name, args))
-            return self.says.get(name)
+        def call(self, do, /, **args):
+            self.asked.append((do.__name__, args))
+            return self.says.get(do.__name__)
 
     def hosts(self, **says):
         return HostGroup([self.HostConnection(name, each) for name, each in says.items()])
@@ -482,17 +483,17 @@ class TestHostsBeforeALaunch:
 
     @pytest.mark.parametrize(("times_s", "is_fine"), [((100, 100, 109.9), True), ((100, 100, 110.1), False)])
     def test_clocks_may_be_as_far_apart_as_the_job_says_and_a_little(self, times_s, is_fine):
-        descriptions = {name: {"time_s": time_s} for name, time_s in zip("abc", times_s, strict=True)}
+        descriptions = {name: described(time_s=time_s) for name, time_s in zip("abc", times_s, strict=True)}
 
-        with nullcontext() if is_fine else pytest.raises(LostError, match=r"clock of c is \+10 s off"):
+        with (
+            nullcontext()
+            if is_fine
+            else pytest.raises(LostError, match=r"clock of c is 10\.1 s ahead of that of")
+        ):
             check_clocks(descriptions, 5)
 
     def test_interfaces_are_chosen_by_what_hosts_say(self):
-        ways = {"addresses": {"eth0": ["10.0.0.7"], "lo": ["127.0.0.1"]}, "ways": {}}
-        descriptions = {
-            "a": {**ways, "reached_at": "10.0.0.7"},
-            "b": {**ways, "reached_at": "127.0.0.1"},
-        }
+        descriptions = {"a": described(reached_at="10.0.0.1"), "b": described(reached_at="127.0.0.1")}
 
         chosen = choose_interfaces(self.hosts(a={}, b={}), Job(name="j", task="digits"), descriptions)
 

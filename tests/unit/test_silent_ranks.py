@@ -7,6 +7,7 @@ from threading import Event
 import pytest
 
 from horovod_train.config.schema import Health
+from horovod_train.launch.hosts.host_actions import SilentRank
 from horovod_train.launch.supervise import frozen_ranks as module
 from horovod_train.launch.supervise.frozen_ranks import Frozen, find_frozen, watching_ranks
 
@@ -22,7 +23,7 @@ class HostGroup:
         silent_s = self.silences_s.pop(0) if len(self.silences_s) > 1 else self.silences_s[0]
         if len(self.silences_s) == 1:
             self.over.set()
-        entry = {"rank": 1, "pid": 7, "silent_s": silent_s, "doing": "stopped"}
+        entry = SilentRank(1, 7, silent_s, "stopped")
         return {"a": [entry] if silent_s >= limit_s else [], "b": []}
 
 
@@ -64,11 +65,10 @@ def test_nobody_is_missed_for_signs_that_come_late(silent_s, is_named, is_lost):
 def test_ranks_are_named_in_order_with_what_to_do():
     class Two:
         def silent_ranks(self, limit_s):
-            entry = {"pid": 7, "silent_s": limit_s}
             return {
-                "b": [{"rank": 2, "doing": "disk-sleep", **entry}, {"rank": 9, "doing": "running", **entry}],
-                "c": [{"rank": 10, "doing": "sleeping", **entry}],
-                "a": [{"rank": 1, "doing": "stopped", **entry}],
+                "b": [SilentRank(2, 7, limit_s, "disk-sleep"), SilentRank(9, 7, limit_s, "running")],
+                "c": [SilentRank(10, 7, limit_s, "sleeping")],
+                "a": [SilentRank(1, 7, limit_s, "stopped")],
             }
 
     found = find_frozen(Two(), 5.0)

@@ -13,9 +13,9 @@ from support.worlds import on_ranks
 from horovod_train.collectives import base
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job, Launch, Train
+from horovod_train.consistency import MAX_NAMED
 from horovod_train.errors import UserError, WorldError
 from horovod_train.frameworks.devices import own_gpu
-from horovod_train.health import world_check
 from horovod_train.health.world_check import check_clocks, check_fingerprints, check_world
 from horovod_train.horovod.fingerprint import code_digest, environment_fingerprint, task_files
 from horovod_train.training.hooks.preemption import MAX_STEPS_BETWEEN, PreemptionAgreement, PreemptionRequest
@@ -166,15 +166,15 @@ class TestTruth:
             assert "job: " in str(error)
             assert f"rank {size - 1} (here)" in str(error)
 
-    @pytest.mark.parametrize("num_more", [0, 1, 2 * world_check.MAX_NAMED])
+    @pytest.mark.parametrize("num_more", [0, 1, 2 * MAX_NAMED])
     def test_many_differences_are_counted(self, num_more):
-        names = [f"package {number:02d}" for number in range(world_check.MAX_NAMED + num_more)]
+        names = [f"package {number:02d}" for number in range(MAX_NAMED + num_more)]
 
         with pytest.raises(WorldError) as caught:
             check_fingerprints(["a", "b"], [dict.fromkeys(names, "1"), dict.fromkeys(names, "2")])
 
-        assert (f"; and {num_more} more" in str(caught.value)) == (num_more > 0)
-        assert str(caught.value).count(" on rank 0 (a)") == world_check.MAX_NAMED
+        assert (f" | and {num_more} more" in str(caught.value)) == (num_more > 0)
+        assert str(caught.value).count(" on rank 0 (a)") == MAX_NAMED
 
     def test_another_version_on_one_rank_is_named_on_all(self):
         job = Job(name="j", task="digits")

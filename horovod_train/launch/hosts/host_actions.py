@@ -1,39 +1,54 @@
 """What a launch does on one host: look at it, lay out files, signal and kill the processes of a run.
 
-On this machine it is called directly; on other hosts an agent does it (``agent.py``). Arguments and
-results are anything JSON can say.
+On this machine it is called directly; on other hosts an agent does it (``agent.py``). Arguments are
+what JSON can say; results are that, and dataclasses of it.
 """
 
 from __future__ import annotations
 
 import base64
-import ctypes
 import io
-import math
 import os
 import shutil
 import socket
-import sys
 import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
 import psutil
 
 from horovod_train.horovod.fingerprint import environment_fingerprint
+from horovod_train.launch.hosts.description import HostDescription, describe_host
+from horovod_train.launch.hosts.readings import HostReadings, take_readings
 from horovod_train.pids import is_alive, waited_for_processor_s
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
 """In the environment of every process of a run: its stage, by which it is known."""
 
 CONNECT_TIMEOUT_S = 4.0
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 BUSY = 0.2
 """A process that computes, or waits for a processor, for this part of the time is not frozen."""
+
+
+@dataclass(frozen=True)
+class SilentRank:
+    """A rank that shows no sign of life.
+
+    Attributes:
+        rank: Which one.
+        pid: Its process.
+        silent_s: For how long, in seconds.
+        doing: What Linux calls the state of its process, such as ``stopped``.
+    """
+
+    rank: int
+    pid: int
+    silent_s: float
+    doing: str
 
 
 class HostActions:
@@ -52,38 +67,24 @@ class HostActions:
 
     # -- looking
 
-    def describe(self, others: Sequence[str]) -> dict[str, Any]:
+    def ping(self) -> bool:
+        """Return that this host is there."""
+        return True
+
+    def describe(self, others: Sequence[str]) -> HostDescription:
         """Return what this host is and has.
 
         Args:
             others: Names of other hosts, to tell from which address they would be reached.
         """
-        return {
-            "hostname": socket.gethostname(),
-            "python": sys.executable,
-            "prefix": sys.prefix,
-            # Open MPI from its wheel lives in the environment, and has to be told so.
-            "has_mpi": (Path(sys.prefix) / "bin" / "orted").exists(),
-            "path": os.environ.get("PATH", os.defpath),
-            "cores": usable_cores(),
-            "reads_memory": can_read_memory(),
-            "addresses": addresses_by_interface(),
-            # "client port server port": the server's is the address that ssh came in through.
-            "reached_at": (os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
-            "ways": {name: way for name in others if (way := source_towards(name))},
-            "time_s": time.time(),
-            "free_bytes": shutil.disk_usage(self.stage.parent).free,
-            "shared_memory_bytes": _free_bytes(SHARED_MEMORY),
-        }
+        return describe_host(others)
 
     def fingerprint(self, task: str | None) -> dict[str, str]:
         """Return what ranks of this host would train with."""
         return environment_fingerprint(task)
 
-    def examine(self, folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> dict[str, Any]:
+    def examine(self, folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> HostReadings:
         """Return what the doctor wants to know."""
-        from horovod_train.launch.hosts.readings import take_readings
-
         return take_readings(folders, names, ports)
 
     def listen(self, address: str, name: str) -> int:
@@ -124,7 +125,7 @@ class HostActions:
                 failed[name] = f"{address} is {answered or 'something else'} from here"
         return failed
 
-    def silent_ranks(self, limit_s: float) -> list[dict[str, Any]]:
+    def silent_ranks(self, limit_s: float) -> list[SilentRank]:
         """Return the ranks of this host that have shown no sign of life, and done nothing, for so long.
 
         A rank whose Python is busy with one long call gives no sign either, but uses its processor, or
@@ -142,7 +143,7 @@ class HostActions:
                 process = psutil.Process(pid)
                 silent_s = now_s - max(float(file.read_text()), self._busy_until_s(process, now_s))
                 if silent_s >= limit_s:
-                    found.append({"rank": rank, "pid": pid, "silent_s": silent_s, "doing": process.status()})
+                    found.append(SilentRank(rank, pid, silent_s, process.status()))
         return found
 
     def _busy_until_s(self, process: psutil.Process, now_s: float) -> float:
@@ -228,62 +229,3 @@ def _is_rank(process: psutil.Process) -> bool:
     with suppress(psutil.NoSuchProcess):
         return process.cmdline()[1:5] == ["-P", "-m", "horovod_train", "worker"]
     return False
-
-
-def _free_bytes(folder: Path) -> int | None:
-    """Return the room in a folder; None: there is no such folder."""
-    with suppress(OSError):
-        return shutil.disk_usage(folder).free
-    return None
-
-
-def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many cores this process may use: as it is bound, and as its container is limited."""
-    cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds in each period
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        return max(1, min(cores, math.ceil(int(quota) / int(period))))
-    with suppress(OSError, ValueError, ZeroDivisionError):  # cgroup v1; -1: no limit
-        quota_us = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())
-        period_us = int((cgroup / "cpu" / "cpu.cfs_period_us").read_text())
-        if quota_us > 0:
-            return max(1, min(cores, math.ceil(quota_us / period_us)))
-    return cores
-
-
-class _Piece(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
-def can_read_memory() -> bool:
-    """Return whether a process may read another's memory here; containers forbid the call by default."""
-    source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
-    pieces = [_Piece(ctypes.cast(buffer, ctypes.c_void_p), 1) for buffer in (target, source)]
-    libc = ctypes.CDLL(None, use_errno=True)
-    try:
-        count = libc.process_vm_readv(os.getpid(), ctypes.byref(pieces[0]), 1, ctypes.byref(pieces[1]), 1, 0)
-    except AttributeError:
-        return False
-    return int(count) == 1
-
-
-def source_towards(host: str) -> str:
-    """Return the address of this machine from which packets to a host leave; empty: there is no way."""
-    try:
-        # Nothing is sent: connecting a datagram socket only asks for the route.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))
-            source: str = probe.getsockname()[0]
-            return source
-    except OSError:
-        return ""
-
-
-def addresses_by_interface() -> dict[str, list[str]]:
-    """Return the IPv4 addresses of each interface that is up."""
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    return {
-        name: [found.address for found in addresses if found.family == socket.AF_INET]
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in up
-    }

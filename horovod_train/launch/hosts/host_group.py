@@ -13,15 +13,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter
 
 from horovod_train import __version__
 from horovod_train.errors import LaunchError, LostError
-from horovod_train.horovod.fingerprint import mismatches
 from horovod_train.launch.hosts.agent import GREETING
-from horovod_train.launch.hosts.host_actions import HostActions
+from horovod_train.launch.hosts.host_actions import HostActions, SilentRank
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.ssh import CONNECT_TIMEOUT_S, explain, is_of_another_version, other_version
 
@@ -30,6 +32,32 @@ CALL_TIMEOUT_S = 25.0
 LOOK_TIMEOUT_S = 2.0
 MAX_AT_ONCE = 32
 Result = TypeVar("Result")
+Subject = TypeVar("Subject")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an agent answers.
+
+    Attributes:
+        id: Number of the question.
+        result: What was done has returned, as JSON.
+        error: What went wrong; empty: nothing.
+    """
+
+    id: int
+    result: object = None
+    error: str = ""
+
+
+def result_of(do: Callable[..., Result], document: object) -> Result:
+    """Return what a method of ``HostActions`` has returned, from JSON.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    result: Result = TypeAdapter(get_type_hints(do)["return"]).validate_python(document)
+    return result
 
 
 class HostConnection(Protocol):
@@ -37,15 +65,15 @@ class HostConnection(Protocol):
 
     host: Host
 
-    def call(self, name: str, /, **args: Any) -> Any:
-        """Do what the method of ``HostActions`` of this name does, there.
+    def call(self, do: Callable[..., Result], /, **args: object) -> Result:
+        """Do what a method of ``HostActions`` does, there.
 
         Raises:
             LaunchError: It failed, or the host does not answer.
         """
         ...
 
-    def ask(self, name: str, /, **args: Any) -> Future[Any]:
+    def ask(self, do: Callable[..., Result], /, **args: object) -> Future[Result]:
         """Begin to do it."""
         ...
 
@@ -61,18 +89,18 @@ class LocalHost:
         self.host = host
         self._actions = HostActions(stage)
 
-    def call(self, name: str, /, **args: Any) -> Any:
+    def call(self, do: Callable[..., Result], /, **args: object) -> Result:
         """Do it in this process."""
         try:
-            return getattr(self._actions, name)(**args)
+            return do(self._actions, **args)
         except OSError as error:
-            raise LostError(f"{self.host.name}: {name}: {error}", hosts=[self.host.name]) from error
+            raise LostError(f"{self.host.name}: {do.__name__}: {error}", hosts=[self.host.name]) from error
 
-    def ask(self, name: str, /, **args: Any) -> Future[Any]:
+    def ask(self, do: Callable[..., Result], /, **args: object) -> Future[Result]:
         """Do it in this process."""
-        answer: Future[Any] = Future()
+        answer: Future[Result] = Future()
         try:
-            answer.set_result(self.call(name, **args))
+            answer.set_result(self.call(do, **args))
         except LostError as error:
             answer.set_exception(error)
         return answer
@@ -100,7 +128,7 @@ class RemoteHost:
         self.host = host
         self.heard_s = monotonic()
         self._lock = Lock()
-        self._waiting: dict[int, Future[Any]] = {}
+        self._waiting: dict[int, Callable[[Reply | None], None]] = {}
         self._next = 0
         python = host.settings.python or sys.executable
         self._process = subprocess.Popen(
@@ -130,9 +158,9 @@ class RemoteHost:
             self._end()
             raise other_version(host.name, version)
 
-    def call(self, name: str, /, **args: Any) -> Any:
+    def call(self, do: Callable[..., Result], /, **args: object) -> Result:
         """Do it there."""
-        answer = self.ask(name, **args)
+        answer = self.ask(do, **args)
         try:
             return answer.result(CALL_TIMEOUT_S)
         except FutureTimeoutError:
@@ -144,20 +172,33 @@ class RemoteHost:
                 f"{self.host.name}: the connection ended: {self._last_words()}", hosts=[self.host.name]
             ) from None
 
-    def ask(self, name: str, /, **args: Any) -> Future[Any]:
+    def ask(self, do: Callable[..., Result], /, **args: object) -> Future[Result]:
         """Begin to do it there."""
-        answer: Future[Any] = Future()
+        answer: Future[Result] = Future()
+
+        def settle(reply: Reply | None) -> None:
+            if reply is None:
+                answer.set_exception(EOFError())
+            elif reply.error:
+                answer.set_exception(LostError(f"{self.host.name}: {reply.error}", hosts=[self.host.name]))
+            else:
+                try:
+                    answer.set_result(result_of(do, reply.result))
+                except ValueError as error:
+                    answer.set_exception(
+                        LostError(f"{self.host.name}: {do.__name__}: {error}", hosts=[self.host.name])
+                    )
+
         with self._lock:
             self._next += 1
-            self._waiting[self._next] = answer
-            line = json.dumps({"id": self._next, "do": name, "args": args}).encode() + b"\n"
+            self._waiting[self._next] = settle
+            line = json.dumps({"id": self._next, "do": do.__name__, "args": args}).encode() + b"\n"
             try:
                 assert self._process.stdin is not None
                 self._process.stdin.write(line)
                 self._process.stdin.flush()
             except (OSError, ValueError):
-                self._waiting.pop(self._next)
-                answer.set_exception(EOFError())
+                self._waiting.pop(self._next)(None)
         return answer
 
     @property
@@ -205,23 +246,17 @@ class RemoteHost:
                     if text.startswith(GREETING.strip()):
                         self._version.set_result(text.removeprefix(GREETING.strip()).strip())
                     continue
-                self._take(json.loads(line))
+                reply = Reply(**json.loads(line))
+                with self._lock:
+                    settle = self._waiting.pop(reply.id)
+                settle(reply)
         if not self._version.done():
             self._process.wait()
             self._version.set_exception(EOFError())
         with self._lock:
             waiting, self._waiting = self._waiting, {}
-        for answer in waiting.values():
-            answer.set_exception(EOFError())
-
-    def _take(self, message: Mapping[str, Any]) -> None:
-        with self._lock:
-            answer = self._waiting.pop(message["id"])
-        if "error" in message:
-            error = LostError(f"{self.host.name}: {message['error']}", hosts=[self.host.name])
-            answer.set_exception(error)
-        else:
-            answer.set_result(message["result"])
+        for settle in waiting.values():
+            settle(None)
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
@@ -260,14 +295,14 @@ class HostGroup:
         self._watch: Thread | None = None
 
     def each(
-        self, name: str, args: Callable[[HostConnection], dict[str, Any]] = lambda _: {}
-    ) -> dict[str, Any]:
+        self, do: Callable[..., Result], args: Callable[[HostConnection], Mapping[str, object]] = lambda _: {}
+    ) -> dict[str, Result]:
         """Do the same on all hosts at once; return each host's result by its name.
 
         Raises:
             LaunchError: It failed on a host.
         """
-        results = _all_at_once(lambda connection: connection.call(name, **args(connection)), self.connections)
+        results = _all_at_once(lambda connection: connection.call(do, **args(connection)), self.connections)
         return {
             connection.host.name: result for connection, result in zip(self.connections, results, strict=True)
         }
@@ -276,7 +311,7 @@ class HostGroup:
         """Return the name of a host that does not answer now; empty: all do."""
         others = [connection for connection in self.connections if isinstance(connection, RemoteHost)]
         deadline_s = monotonic() + timeout_s
-        for connection, answer in [(connection, connection.ask("ping")) for connection in others]:
+        for connection, answer in [(connection, connection.ask(HostActions.ping)) for connection in others]:
             try:
                 answer.result(max(0.0, deadline_s - monotonic()))
             except (EOFError, FutureTimeoutError):
@@ -301,17 +336,18 @@ class HostGroup:
                         connection.abandon()
                         on_lost(connection.host.name, why)
                         return
-                    connection.ask("ping")
+                    connection.ask(HostActions.ping)
 
         if others:
             self._watch = Thread(target=look, daemon=True)
             self._watch.start()
 
-    def silent_ranks(self, limit_s: float) -> dict[str, list[dict[str, Any]]]:
+    def silent_ranks(self, limit_s: float) -> dict[str, list[SilentRank]]:
         """Return what ``HostActions.silent_ranks`` says on each host that answers soon, by its name."""
         found = {}
         answers = [
-            (connection, connection.ask("silent_ranks", limit_s=limit_s)) for connection in self.connections
+            (connection, connection.ask(HostActions.silent_ranks, limit_s=limit_s))
+            for connection in self.connections
         ]
         for connection, answer in answers:
             # A host that does not answer is another matter: see ``watch``.
@@ -326,11 +362,11 @@ class HostGroup:
 
     def signal_ranks(self, number: int) -> int:
         """Send a signal to all ranks that can be reached; returns how many."""
-        return sum(self._as_far_as_possible("signal_ranks", number=number))
+        return sum(self._as_far_as_possible(HostActions.signal_ranks, number=number))
 
     def kill(self) -> None:
         """Kill all processes of the run on all hosts that can be reached."""
-        self._as_far_as_possible("kill")
+        self._as_far_as_possible(HostActions.kill)
 
     def close(self) -> None:
         """Kill what is left, remove the run's files, let go of all hosts. Safe to call twice."""
@@ -340,10 +376,10 @@ class HostGroup:
         _all_at_once(lambda connection: connection.close(), self.connections)
         self.connections = []
 
-    def _as_far_as_possible(self, name: str, /, **args: Any) -> list[int]:
+    def _as_far_as_possible(self, do: Callable[..., int], /, **args: object) -> list[int]:
         def attempt(connection: HostConnection) -> int:
             with suppress(LaunchError):
-                return int(connection.call(name, **args))
+                return connection.call(do, **args)
             return 0
 
         return _all_at_once(attempt, self.connections)
@@ -387,36 +423,7 @@ def connect_all(
     return group
 
 
-def check_fingerprints(fingerprints: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse hosts whose environments differ: ranks would crash, hang, or compute something else.
-
-    Args:
-        fingerprints: Of the environment of each host, by its name.
-
-    Raises:
-        LaunchError: They differ; it names the odd ones, with values.
-    """
-    lines: list[str] = []
-    odd: set[str] = set()
-    is_known = True  # who is right; of two hosts, nobody knows
-    for name, holders in mismatches(fingerprints).items():
-        usual = max(holders.values(), key=len)
-        is_known = is_known and 2 * len(usual) > len(fingerprints)
-        odd |= {host for hosts in holders.values() if hosts is not usual for host in hosts}
-        lines.append(
-            f"{name}: " + ", ".join(f"{value} on {', '.join(who)}" for value, who in holders.items())
-        )
-    if lines:
-        who = f"{', '.join(sorted(odd))} to the state of the others" if is_known else "all to one state"
-        raise LostError(
-            "the hosts do not have the same:\n" + "\n".join(f"  {line}" for line in lines),
-            hint=f"bring {who}: same packages, `horovod-train engine build`, same code "
-            "(or launch.ship_code: true)",
-            hosts=sorted(odd),
-        )
-
-
-def _all_at_once(do: Callable[[Any], Result], subjects: Iterable[Any]) -> list[Result]:
+def _all_at_once(do: Callable[[Subject], Result], subjects: Iterable[Subject]) -> list[Result]:
     everything = list(subjects)
     if len(everything) <= 1:
         return [do(subject) for subject in everything]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from horovod_train.errors import LostError, did_you_mean
-from horovod_train.launch.hosts.host_actions import source_towards
+from horovod_train.launch.hosts.description import HostDescription, source_towards
 from horovod_train.launch.hosts.hostlist import Host
 
 
@@ -26,7 +25,7 @@ class Chosen:
     reason: str
 
 
-def choose(host: Host, wanted: str | None, description: Mapping[str, Any], others: Sequence[str]) -> Chosen:
+def choose(host: Host, wanted: str | None, description: HostDescription, others: Sequence[str]) -> Chosen:
     """Return the interface of one host.
 
     Args:
@@ -38,8 +37,7 @@ def choose(host: Host, wanted: str | None, description: Mapping[str, Any], other
     Raises:
         LostError: There is no such interface, or none that can be told.
     """
-    addresses: Mapping[str, list[str]] = description["addresses"]
-    usable = {name: found for name, found in addresses.items() if found}
+    usable = {name: found for name, found in description.addresses.items() if found}
     asked = host.settings.network_interface or wanted
     if asked is not None:
         if asked not in usable:
@@ -51,10 +49,10 @@ def choose(host: Host, wanted: str | None, description: Mapping[str, Any], other
                 hosts=[host.name],
             )
         return Chosen(asked, usable[asked][0], "asked for")
-    candidates = [(way, f"the way to {other}") for other, way in description["ways"].items()]
+    candidates = [(way, f"the way to {other}") for other, way in description.ways.items()]
     # What this process itself was reached through says nothing about the way to the others.
-    if description["reached_at"] and not host.is_here:
-        candidates.insert(0, (description["reached_at"], "ssh came in through it"))
+    if description.reached_at and not host.is_here:
+        candidates.insert(0, (description.reached_at, "ssh came in through it"))
     elif host.is_here:
         candidates += [(way, f"the way to {other}") for other in others if (way := source_towards(other))]
     for address, reason in candidates:

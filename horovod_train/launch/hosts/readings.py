@@ -10,21 +10,87 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from horovod_train.horovod.build import HOROVOD_VERSION, installed_key, installed_plan, own_patches
 from horovod_train.horovod.fingerprint import package_version
 
 COMMAND_TIMEOUT_S = 10.0
 
 
-def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class EngineReading:
+    """The Horovod of a host.
+
+    Attributes:
+        horovod: Its version; empty: there is none.
+        wanted: The version that it should have.
+        build: What identifies the build; None: this product has not built it.
+        nccl: Version of NCCL in it; empty: it is without.
+        patches_differ: Names of patches that are not those of this version of the product.
+    """
+
+    horovod: str
+    wanted: str
+    build: str | None
+    nccl: str
+    patches_differ: list[str]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, as ``nvidia-smi`` has it."""
+
+    index: str
+    name: str
+    driver_version: str
+    uuid: str
+
+
+@dataclass(frozen=True)
+class HostReadings:
+    """What a host is like.
+
+    Attributes:
+        python_version: Its version.
+        python: Its path.
+        engine: Its Horovod.
+        mpi: Version of Open MPI; empty: there is none.
+        names: Address of each host that has to be known; empty: it is not.
+        disks: Free bytes of each folder.
+        shared_memory_bytes: Room in shared memory.
+        open_files: Limit of open files of a process.
+        locked_memory_bytes: Limit of locked memory of a process; -1: none.
+        cores: Cores that may be used.
+        load: Processes that ran or wanted to, the mean of a minute.
+        gpus: Its GPUs.
+        infiniband: Names of InfiniBand adapters.
+        speeds_mbit_s: Speed of each network interface that is up; 0: unknown.
+        busy_ports: TCP ports that are wanted and taken.
+    """
+
+    python_version: str
+    python: str
+    engine: EngineReading
+    mpi: str
+    names: dict[str, str]
+    disks: dict[str, int]
+    shared_memory_bytes: int
+    open_files: int
+    locked_memory_bytes: int
+    cores: int
+    load: float
+    gpus: list[Gpu]
+    infiniband: list[str]
+    speeds_mbit_s: dict[str, int]
+    busy_ports: list[int]
+
+
+def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> HostReadings:
     """Return what this host is like.
 
     Args:
@@ -32,40 +98,38 @@ def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[
         names: Hosts whose names have to be known here.
         ports: TCP ports that are wanted.
     """
-    plan = installed_plan()
-    return {
-        "hostname": socket.gethostname(),
-        "python": {"version": platform.python_version(), "path": sys.executable},
-        "engine": {
-            "horovod": package_version("horovod") or "",
-            "wanted": HOROVOD_VERSION,
-            "build": installed_key(),
-            "nccl": (plan or {}).get("nccl", ""),
-            "patches_differ": sorted(
-                {name for name, _ in own_patches().items() ^ (plan or {}).get("patches", {}).items()}
-            ),
-        },
-        "mpi": _mpi_version(),
-        "names": {name: _address(name) for name in names},
-        "time_s": time.time(),
-        "disks": {folder: _free_bytes(folder) for folder in folders},
-        "shared_memory_bytes": _free_bytes("/dev/shm"),  # noqa: S108
-        "limits": {
-            "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-            "locked_memory": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        },
-        "cores": len(os.sched_getaffinity(0)),
-        "load": os.getloadavg()[0],
-        "memory_bytes": psutil.virtual_memory().available,
-        "gpus": _gpus(),
-        "infiniband": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
-        "interfaces": {
-            name: {"speed_mbit_s": stats.speed, "mtu": stats.mtu}
-            for name, stats in psutil.net_if_stats().items()
-            if stats.isup
-        },
-        "busy_ports": [port for port in ports if not _is_free(port)],
-    }
+    up = {name: stats for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return HostReadings(
+        python_version=platform.python_version(),
+        python=sys.executable,
+        engine=_engine(),
+        mpi=_mpi_version(),
+        names={name: _address(name) for name in names},
+        disks={folder: _free_bytes(folder) for folder in folders},
+        shared_memory_bytes=_free_bytes("/dev/shm"),  # noqa: S108
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        cores=len(os.sched_getaffinity(0)),
+        load=os.getloadavg()[0],
+        gpus=_gpus(),
+        infiniband=sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
+        speeds_mbit_s={name: stats.speed for name, stats in up.items()},
+        busy_ports=[port for port in ports if not _is_free(port)],
+    )
+
+
+def _engine() -> EngineReading:
+    # Here: an agent that is asked for nothing of this need not wait for it.
+    from horovod_train.horovod.build import HOROVOD_VERSION, installed_key, installed_plan, own_patches
+
+    plan = installed_plan() or {}
+    return EngineReading(
+        horovod=package_version("horovod") or "",
+        wanted=HOROVOD_VERSION,
+        build=installed_key(),
+        nccl=plan.get("nccl", ""),
+        patches_differ=sorted({name for name, _ in own_patches().items() ^ plan.get("patches", {}).items()}),
+    )
 
 
 def _mpi_version() -> str:
@@ -76,10 +140,11 @@ def _mpi_version() -> str:
     return found[1] if found else ""
 
 
-def _gpus() -> list[dict[str, str]]:
-    fields = ("index", "name", "driver_version", "uuid")
-    text = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
-    return [dict(zip(fields, line.split(", "), strict=False)) for line in text.splitlines() if ", " in line]
+def _gpus() -> list[Gpu]:
+    names = [field.name for field in fields(Gpu)]
+    text = _output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader")
+    found = [line.split(", ") for line in text.splitlines()]
+    return [Gpu(*values) for values in found if len(values) == len(names)]
 
 
 def _output(*command: str) -> str:

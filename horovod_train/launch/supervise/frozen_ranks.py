@@ -54,7 +54,11 @@ class Frozen:
 def find_frozen(hosts: HostGroup, limit_s: float) -> list[Frozen]:
     """Return the ranks that have been silent for so long, by rank."""
     silent = hosts.silent_ranks(limit_s)
-    found = [Frozen(host=host, **entry) for host, entries in silent.items() for entry in entries]
+    found = [
+        Frozen(each.rank, host, each.pid, each.silent_s, each.doing)
+        for host, ranks in silent.items()
+        for each in ranks
+    ]
     return sorted(found, key=lambda each: each.rank)
 
 

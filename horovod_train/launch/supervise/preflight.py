@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from horovod_train.config.schema import Job
+from horovod_train.consistency import CLOCK_HINT, clock_mismatch, fingerprint_mismatch
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts.host_group import HostConnection, HostGroup, check_fingerprints
+from horovod_train.launch.hosts.description import HostDescription
+from horovod_train.launch.hosts.host_actions import HostActions
+from horovod_train.launch.hosts.host_group import HostConnection, HostGroup
 from horovod_train.launch.hosts.interfaces import Chosen, choose
 from horovod_train.launch.hosts.staging import pack_code, stage_files
 
@@ -45,7 +46,7 @@ def prepare(
     if request.is_remote:
         # Code that is shipped is the same everywhere.
         task = job.task if ":" in job.task and not job.launch.ship_code else None
-        check_fingerprints(hosts.each("fingerprint", lambda _: {"task": task}))
+        check_fingerprints(hosts.each(HostActions.fingerprint, lambda _: {"task": task}))
         chosen = choose_interfaces(hosts, job, descriptions)
         check_clocks(descriptions, job.health.max_clock_offset_s)
         check_reach(hosts, chosen)
@@ -57,7 +58,7 @@ def prepare(
     if job.launch.ship_code:
         job, archive = _with_shipped_code(job, request.stage)
 
-    def put(connection: HostConnection) -> dict[str, Any]:
+    def put(connection: HostConnection) -> dict[str, object]:
         found = descriptions[connection.host.name]
         variables = rank_variables(job, connection, found, chosen.get(connection.host.name), environ)
         return {
@@ -65,8 +66,8 @@ def prepare(
                 job,
                 request.run_id,
                 request.stage,
-                python=found["python"],
-                prefix=found["prefix"],
+                python=found.python,
+                prefix=found.prefix,
                 folder=request.folder,
                 program=request.program,
                 variables={**variables, **secrets},
@@ -74,20 +75,20 @@ def prepare(
             "archive": archive,
         }
 
-    hosts.each("put", put)
+    hosts.each(HostActions.put, put)
 
 
-def describe(hosts: HostGroup) -> dict[str, Any]:
+def describe(hosts: HostGroup) -> dict[str, HostDescription]:
     """Return what each host is and has, by its name."""
     names = [connection.host.name for connection in hosts.connections]
 
-    def others(connection: HostConnection) -> dict[str, Any]:
+    def others(connection: HostConnection) -> dict[str, object]:
         return {"others": [name for name in names if name != connection.host.name][:2]}
 
-    return hosts.each("describe", others)
+    return hosts.each(HostActions.describe, others)
 
 
-def check_shared_memory(hosts: HostGroup, descriptions: Mapping[str, Any]) -> None:
+def check_shared_memory(hosts: HostGroup, descriptions: Mapping[str, HostDescription]) -> None:
     """Refuse a host whose shared memory is full: launchers would say that there is no MPI.
 
     Raises:
@@ -95,7 +96,7 @@ def check_shared_memory(hosts: HostGroup, descriptions: Mapping[str, Any]) -> No
     """
     for connection in hosts.connections:
         host = connection.host
-        free_bytes = descriptions[host.name].get("shared_memory_bytes")
+        free_bytes = descriptions[host.name].shared_memory_bytes
         needed_bytes = host.num_ranks * SHARED_BYTES_PER_RANK
         if host.num_ranks > 1 and free_bytes is not None and free_bytes < needed_bytes:
             raise LostError(
@@ -107,13 +108,15 @@ def check_shared_memory(hosts: HostGroup, descriptions: Mapping[str, Any]) -> No
             )
 
 
-def choose_interfaces(hosts: HostGroup, job: Job, descriptions: Mapping[str, Any]) -> dict[str, Chosen]:
+def choose_interfaces(
+    hosts: HostGroup, job: Job, descriptions: Mapping[str, HostDescription]
+) -> dict[str, Chosen]:
     """Return each host's interface.
 
     Raises:
         LaunchError: A host has none that fits.
     """
-    reached = [found["reached_at"] for found in descriptions.values() if found["reached_at"]]
+    reached = [found.reached_at for found in descriptions.values() if found.reached_at]
     return {
         connection.host.name: choose(
             connection.host, job.launch.network_interface, descriptions[connection.host.name], reached
@@ -122,7 +125,27 @@ def choose_interfaces(hosts: HostGroup, job: Job, descriptions: Mapping[str, Any
     }
 
 
-def check_clocks(descriptions: Mapping[str, Any], max_offset_s: float) -> None:
+def check_fingerprints(fingerprints: Mapping[str, Mapping[str, str]]) -> None:
+    """Refuse hosts whose environments differ: ranks would crash, hang, or compute something else.
+
+    Args:
+        fingerprints: Of the environment of each host, by its name.
+
+    Raises:
+        LostError: They differ; it names the odd ones, with values.
+    """
+    found = fingerprint_mismatch(fingerprints)
+    if found is not None:
+        who = f"{', '.join(found.odd)} to the state of the others" if found.is_known else "all to one state"
+        raise LostError(
+            "the hosts do not have the same:\n" + "\n".join(f"  {line}" for line in found.lines),
+            hint=f"bring {who}: same packages, `horovod-train engine build`, same code "
+            "(or launch.ship_code: true)",
+            hosts=found.odd,
+        )
+
+
+def check_clocks(descriptions: Mapping[str, HostDescription], max_offset_s: float) -> None:
     """Refuse a host whose clock is off, before its ranks do.
 
     Args:
@@ -133,16 +156,10 @@ def check_clocks(descriptions: Mapping[str, Any], max_offset_s: float) -> None:
     Raises:
         LostError: There is one; it names it.
     """
-    times_s = {name: found["time_s"] for name, found in descriptions.items()}
-    usual_s = statistics.median(times_s.values())
-    off = {name: time_s - usual_s for name, time_s in times_s.items()}
-    worst = max(off, key=lambda name: abs(off[name]))
-    if abs(off[worst]) > max_offset_s + ANSWERS_APART_S:
-        raise LostError(
-            f"the clock of {worst} is {off[worst]:+.0f} s off the others'; {max_offset_s:g} s are allowed",
-            hint="synchronize the clocks (chrony, systemd-timesyncd), or raise health.max_clock_offset_s",
-            hosts=[worst],
-        )
+    times_s = {name: found.time_s for name, found in descriptions.items()}
+    found = clock_mismatch(times_s, max_offset_s, ANSWERS_APART_S)
+    if found is not None:
+        raise LostError(found.lines[0], hint=CLOCK_HINT, hosts=found.odd)
 
 
 def check_reach(hosts: HostGroup, chosen: Mapping[str, Chosen]) -> None:
@@ -152,9 +169,11 @@ def check_reach(hosts: HostGroup, chosen: Mapping[str, Chosen]) -> None:
         LaunchError: One does not; it names both.
     """
     names = [connection.host.name for connection in hosts.connections]
-    ports = hosts.each("listen", lambda m: {"address": chosen[m.host.name].address, "name": m.host.name})
+    ports = hosts.each(
+        HostActions.listen, lambda m: {"address": chosen[m.host.name].address, "name": m.host.name}
+    )
 
-    def targets(connection: HostConnection) -> dict[str, Any]:
+    def targets(connection: HostConnection) -> dict[str, object]:
         own = names.index(connection.host.name)
         others = dict.fromkeys([names[(own + 1) % len(names)], names[0]])
         others.pop(connection.host.name, None)
@@ -163,7 +182,7 @@ def check_reach(hosts: HostGroup, chosen: Mapping[str, Chosen]) -> None:
             "targets": [(name, chosen[name].address, ports[name]) for name in others],
         }
 
-    failures = hosts.each("reach", targets)
+    failures = hosts.each(HostActions.reach, targets)
     lines = [
         f"{source} ({chosen[source].name}, {chosen[source].address}) does not reach "
         f"{target} ({chosen[target].name}, {chosen[target].address}): {why}"
@@ -184,7 +203,7 @@ def check_reach(hosts: HostGroup, chosen: Mapping[str, Chosen]) -> None:
 def rank_variables(
     job: Job,
     connection: HostConnection,
-    description: Mapping[str, Any],
+    description: HostDescription,
     interface: Chosen | None,
     environ: Mapping[str, str],
 ) -> dict[str, str]:
@@ -193,11 +212,11 @@ def rank_variables(
     Ranks that share a host share its cores: a thread per core and rank would have them fight.
     """
     host = connection.host
-    threads = job.launch.threads_per_rank or max(1, description["cores"] // host.num_ranks)
+    threads = job.launch.threads_per_rank or max(1, description.cores // host.num_ranks)
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     if not host.is_here:
         variables |= {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
-        variables["PATH"] = f"{description['prefix']}/bin:{description['path']}"
+        variables["PATH"] = f"{description.prefix}/bin:{description.path}"
     if interface is not None:
         variables |= {
             "HOROVOD_GLOO_IFACE": interface.name,
@@ -207,14 +226,14 @@ def rank_variables(
     else:
         # Ranks of one machine talk through its memory; over TCP they would listen on all addresses.
         variables["OMPI_MCA_btl"] = "^openib,tcp"
-    if not description.get("reads_memory", True):
+    if not description.reads_memory:
         # Else Open MPI tries again with each message, and says each time that it may not.
         variables["OMPI_MCA_btl_vader_single_copy_mechanism"] = "none"
     if not host.is_here:
         # By this name the host was reached; what it calls itself may be known to nobody else.
         variables["HOROVOD_TRAIN_HOST"] = host.name
-    if description["has_mpi"]:
-        variables["OPAL_PREFIX"] = description["prefix"]
+    if description.has_mpi:
+        variables["OPAL_PREFIX"] = description.prefix
     return {**variables, **job.launch.env, **host.settings.env}
 
 

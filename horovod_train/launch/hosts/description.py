@@ -1,0 +1,131 @@
+"""What a host is and has, as far as a launch has to know."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+
+
+@dataclass(frozen=True)
+class HostDescription:
+    """One host.
+
+    Attributes:
+        python: Path of the Python that runs there.
+        prefix: Its environment.
+        has_mpi: Whether Open MPI lives in that environment, and has to be told so.
+        path: PATH as a command over ssh gets it.
+        cores: Cores that may be used.
+        reads_memory: Whether a process may read another's memory.
+        addresses: IPv4 addresses of each interface that is up.
+        reached_at: Address that ssh came in through; empty: it did not.
+        ways: Address from which packets leave to each of some other hosts.
+        time_s: What its clock says, in seconds since 1970.
+        shared_memory_bytes: Room in shared memory; None: there is none.
+    """
+
+    python: str
+    prefix: str
+    has_mpi: bool
+    path: str
+    cores: int
+    reads_memory: bool
+    addresses: dict[str, list[str]]
+    reached_at: str
+    ways: dict[str, str]
+    time_s: float
+    shared_memory_bytes: int | None
+
+
+def describe_host(others: Sequence[str]) -> HostDescription:
+    """Return what this host is and has.
+
+    Args:
+        others: Names of other hosts, to tell from which address they would be reached.
+    """
+    return HostDescription(
+        python=sys.executable,
+        prefix=sys.prefix,
+        has_mpi=(Path(sys.prefix) / "bin" / "orted").exists(),
+        path=os.environ.get("PATH", os.defpath),
+        cores=usable_cores(),
+        reads_memory=can_read_memory(),
+        addresses=addresses_by_interface(),
+        # "client port server port": the server's is the address that ssh came in through.
+        reached_at=(os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
+        ways={name: way for name in others if (way := source_towards(name))},
+        time_s=time.time(),
+        shared_memory_bytes=_free_bytes(SHARED_MEMORY),
+    )
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """Return the room in a folder; None: there is no such folder."""
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free
+    return None
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many cores this process may use: as it is bound, and as its container is limited."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds in each period
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    with suppress(OSError, ValueError, ZeroDivisionError):  # cgroup v1; -1: no limit
+        quota_us = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())
+        period_us = int((cgroup / "cpu" / "cpu.cfs_period_us").read_text())
+        if quota_us > 0:
+            return max(1, min(cores, math.ceil(quota_us / period_us)))
+    return cores
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def can_read_memory() -> bool:
+    """Return whether a process may read another's memory here; containers forbid the call by default."""
+    source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
+    pieces = [_Piece(ctypes.cast(buffer, ctypes.c_void_p), 1) for buffer in (target, source)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        count = libc.process_vm_readv(os.getpid(), ctypes.byref(pieces[0]), 1, ctypes.byref(pieces[1]), 1, 0)
+    except AttributeError:
+        return False
+    return int(count) == 1
+
+
+def source_towards(host: str) -> str:
+    """Return the address of this machine from which packets to a host leave; empty: there is no way."""
+    try:
+        # Nothing is sent: connecting a datagram socket only asks for the route.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            source: str = probe.getsockname()[0]
+            return source
+    except OSError:
+        return ""
+
+
+def addresses_by_interface() -> dict[str, list[str]]:
+    """Return the IPv4 addresses of each interface that is up."""
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    return {
+        name: [found.address for found in addresses if found.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in up
+    }

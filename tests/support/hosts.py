@@ -1,0 +1,26 @@
+"""What hosts say of themselves, as good hosts do unless told otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from horovod_train.launch.hosts.description import HostDescription
+
+GOOD = HostDescription(
+    python="/p/bin/python",
+    prefix="/p",
+    has_mpi=False,
+    path="/bin",
+    cores=8,
+    reads_memory=True,
+    addresses={"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]},
+    reached_at="10.0.0.1",
+    ways={},
+    time_s=0.0,
+    shared_memory_bytes=2**30,
+)
+
+
+def described(**changes: object) -> HostDescription:
+    """A host that differs in this from a good one."""
+    return replace(GOOD, **changes)
