@@ -19,6 +19,7 @@ from horovod_train.errors import HorovodTrainError, LaunchError
 from horovod_train.events.types import AllreduceTime
 from horovod_train.launch.base import LaunchRequest, Submitted
 from horovod_train.launch.launchers.mpijob.cluster import CUSTOM, GROUP, KUEUE, PLURAL, VERSION, Cluster
+from horovod_train.launch.launchers.mpijob.document import section, text, texts
 from horovod_train.launch.launchers.mpijob.launcher import MpiJobLauncher
 
 PODS_TIMEOUT_S = 900.0
@@ -115,17 +116,17 @@ def _claim(cluster: Cluster, name: str) -> Finding:
     if found is None:
         fix = f"create a PersistentVolumeClaim {name} with accessModes: [ReadWriteMany]"
         return Finding("", "claim", f"there is no {name} in {cluster.namespace}", "fail", fix)
-    modes = ", ".join(found["spec"].get("accessModes", []))
-    text = f"{name}: {found.get('status', {}).get('phase', 'unknown')}, {modes}"
+    modes = ", ".join(texts(found, "spec", "accessModes"))
+    said = f"{name}: {text(found, 'status', 'phase', default='unknown')}, {modes}"
     if "ReadWriteMany" in modes:
-        return Finding("", "claim", text)
+        return Finding("", "claim", said)
     fix = "use a claim with ReadWriteMany: pods on several nodes write it"
-    return Finding("", "claim", text, "warn", fix)
+    return Finding("", "claim", said, "warn", fix)
 
 
 def _secret(cluster: Cluster, name: str, key: str, what: str = "secret") -> Finding:
     found = cluster.read("Secret", name)
-    if found is not None and key in found.get("data", {}):
+    if found is not None and key in section(found, "data"):
         return Finding("", what, f"{name} has {key}")
     missing = f"there is no {name} in {cluster.namespace}" if found is None else f"{name} has no {key}"
     return Finding("", what, missing, "fail", f"kubectl create secret generic {name} --from-file={key}")

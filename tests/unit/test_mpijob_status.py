@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from horovod_train.errors import LaunchError
-from horovod_train.launch.launchers.mpijob.cluster import INSTALL, Cluster, UnreachableError
+from horovod_train.launch.launchers.mpijob.cluster import INSTALL, Cluster, Container, Pod, UnreachableError
 from horovod_train.launch.launchers.mpijob.status import (
     CANCELLED,
     DRAINED,
@@ -22,17 +22,11 @@ from horovod_train.launch.launchers.mpijob.status import (
 
 
 def pod(name, phase, role="worker", *, code=None, ended_s=5.0, waiting=None, age_s=60.0):
-    """A pod with one container, as the client returns it."""
-    now, ended = datetime.now(UTC), None
-    if code is not None:
-        ended = SimpleNamespace(exit_code=code, finished_at=now - timedelta(seconds=ended_s))
-    state = SimpleNamespace(terminated=ended, waiting=waiting)
-    return SimpleNamespace(
-        metadata=SimpleNamespace(
-            name=name, labels={ROLE_LABEL: role}, creation_timestamp=now - timedelta(seconds=age_s)
-        ),
-        status=SimpleNamespace(phase=phase, container_statuses=[SimpleNamespace(state=state)]),
-    )
+    """A pod with one container."""
+    now = datetime.now(UTC)
+    ended = None if code is None else now - timedelta(seconds=ended_s)
+    labels = {ROLE_LABEL: role}
+    return Pod(name, phase, labels, now - timedelta(seconds=age_s), [Container(waiting, code, ended)])
 
 
 class Pods:
@@ -44,7 +38,7 @@ class Pods:
     def pods(self, selector):
         wanted = dict(part.split("=") for part in selector.split(","))
         role = wanted.get(ROLE_LABEL)
-        return [found for found in self._pods if role is None or found.metadata.labels[ROLE_LABEL] == role]
+        return [found for found in self._pods if role is None or found.labels[ROLE_LABEL] == role]
 
     def warnings(self, mpi_job):
         return self._warnings
@@ -100,7 +94,7 @@ class TestStatus:
         ]
 
         assert status_of(job("Failed"), Pods(*pods)).exit_code == 75
-        assert [found.metadata.name for found in launcher_pods(Pods(*pods), "j")] == ["l1", "l2"]
+        assert [found.name for found in launcher_pods(Pods(*pods), "j")] == ["l1", "l2"]
 
     def test_a_warning_after_which_nothing_gets_better_is_the_end(self):
         status = status_of(
@@ -120,9 +114,8 @@ class TestWhatIsWaitedFor:
         assert status.message == f"{names} pending; FailedScheduling: 0/3 nodes"
 
     def test_what_a_kubelet_says_of_a_container_comes_first(self):
-        waiting = SimpleNamespace(reason="ImagePullBackOff", message="Back-off pulling image x")
-        silent = SimpleNamespace(reason="ContainerCreating", message=None)
-        pods = [pod("a", "Pending", waiting=silent), pod("b", "Pending", waiting=waiting)]
+        waiting = ("ImagePullBackOff", "Back-off pulling image x")
+        pods = [pod("a", "Pending"), pod("b", "Pending", waiting=waiting)]
 
         status = status_of(job("Created"), Pods(*pods, warnings=[("Failed", "x")]))
 

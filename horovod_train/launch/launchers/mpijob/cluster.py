@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from horovod_train.errors import LaunchError, UserError
+from horovod_train.launch.launchers.mpijob.document import Manifest, field, text
 
 Result = TypeVar("Result")
-Manifest = dict[str, Any]
+ApiObject = Any
+"""What the client returns; it says of every field that it may be missing."""
 GROUP, VERSION, PLURAL = "kubeflow.org", "v2beta1", "mpijobs"
 # What has no class of its own in the client: kind -> group, version, plural.
 CUSTOM = {
@@ -37,10 +40,68 @@ PASSING = {429, 500, 502, 503, 504}
 OF_THIS_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-def _time_of(event: Any) -> datetime:
+def _time_of(event: ApiObject) -> datetime:
     """Return when an event was last seen."""
     found: datetime | None = event.last_timestamp or event.event_time or event.metadata.creation_timestamp
     return found or datetime.now(UTC)
+
+
+@dataclass(frozen=True)
+class Container:
+    """How a container of a pod stands.
+
+    Attributes:
+        waiting: Why it does not start: a reason and a message; None: it is not said.
+        exit_code: How it ended; None: it has not.
+        finished: When it ended.
+    """
+
+    waiting: tuple[str, str] | None = None
+    exit_code: int | None = None
+    finished: datetime | None = None
+
+
+@dataclass(frozen=True)
+class Pod:
+    """How a pod stands.
+
+    Attributes:
+        name: Its name.
+        phase: Pending, Running, Succeeded, Failed or Unknown.
+        labels: Its labels.
+        created: When it was made.
+        containers: Those that its kubelet speaks of.
+    """
+
+    name: str
+    phase: str
+    labels: Mapping[str, str]
+    created: datetime
+    containers: Sequence[Container] = ()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is over; it may stay for ever."""
+        return self.phase in ("Succeeded", "Failed")
+
+
+def _pod_of(found: ApiObject) -> Pod:
+    return Pod(
+        found.metadata.name,
+        found.status.phase,
+        found.metadata.labels or {},
+        found.metadata.creation_timestamp,
+        [_container_of(each.state) for each in found.status.container_statuses or [] if each.state],
+    )
+
+
+def _container_of(state: ApiObject) -> Container:
+    waiting, ended = state.waiting, state.terminated
+    return Container(
+        (waiting.reason, waiting.message) if waiting is not None and waiting.message else None,
+        None if ended is None else ended.exit_code,
+        None if ended is None else ended.finished_at,
+    )
 
 
 class BrokenOffError(LaunchError):
@@ -51,7 +112,7 @@ class UnreachableError(LaunchError):
     """The API server, or the kubelet behind it, does not answer now; asking later may help."""
 
 
-def _namespace_of_context(config: Any) -> str:
+def _namespace_of_context(config: ApiObject) -> str:
     """Return the namespace of kubectl's current context; without one this pod's, or ``default``."""
     try:
         _, active = config.list_kube_config_contexts()
@@ -73,32 +134,32 @@ class Cluster:
 
     def __init__(self, namespace: str | None, timeout_s: float) -> None:
         try:
-            from kubernetes import client
-            from kubernetes import config as configuration
+            import kubernetes
         except ImportError as error:
             raise UserError(
                 "the launcher mpijob needs the package kubernetes",
                 hint="pip install 'horovod_train[kubernetes]'",
             ) from error
-        config: Any = configuration
+        api: ApiObject = kubernetes
+        client = api.client
         try:
-            config.load_config()
-        except config.ConfigException as error:
+            api.config.load_config()
+        except api.config.ConfigException as error:
             raise UserError(
                 f"no Kubernetes cluster is configured: {error}", hint="set KUBECONFIG; `kubectl cluster-info`"
             ) from error
-        self.namespace = namespace or _namespace_of_context(config)
+        self.namespace = namespace or _namespace_of_context(api.config)
         self._timeout_s = timeout_s
         self._api_error = client.ApiException
         settings = client.Configuration.get_default_copy()
         settings.retries = False  # whoever waits, asks again; three times the timeout in silence is too long
-        self._api: Any = client.ApiClient(settings)
-        self._core: Any = client.CoreV1Api(self._api)
-        self._networking: Any = client.NetworkingV1Api(self._api)
-        self._custom: Any = client.CustomObjectsApi(self._api)
-        self._versions: Any = client.VersionApi(self._api)
-        self._groups: Any = client.ApisApi(self._api)
-        self._authorization: Any = client.AuthorizationV1Api(self._api)
+        self._api = client.ApiClient(settings)
+        self._core = client.CoreV1Api(self._api)
+        self._networking = client.NetworkingV1Api(self._api)
+        self._custom = client.CustomObjectsApi(self._api)
+        self._versions = client.VersionApi(self._api)
+        self._groups = client.ApisApi(self._api)
+        self._authorization = client.AuthorizationV1Api(self._api)
 
     def create(self, manifest: Manifest, *, dry_run: bool = False) -> Manifest:
         """Create an object; with ``dry_run`` the server only says whether it would.
@@ -106,22 +167,24 @@ class Cluster:
         Raises:
             LaunchError: The server refuses; in its own words.
         """
-        kind = manifest["kind"]
+        kind = text(manifest, "kind")
         options = {
             "field_validation": "Strict",
             "_request_timeout": self._timeout_s,
             **({"dry_run": "All"} if dry_run else {}),
         }
         if kind in CUSTOM:
-            make = partial(self._custom.create_namespaced_custom_object, *CUSTOM[kind][:2])
-            arguments: tuple[Any, ...] = (self.namespace, CUSTOM[kind][2], manifest)
+            make: Callable[..., ApiObject] = partial(
+                self._custom.create_namespaced_custom_object, *CUSTOM[kind][:2]
+            )
+            arguments: tuple[object, ...] = (self.namespace, CUSTOM[kind][2], manifest)
         else:
             make = {
                 "ConfigMap": self._core.create_namespaced_config_map,
                 "NetworkPolicy": self._networking.create_namespaced_network_policy,
             }[kind]
             arguments = (self.namespace, manifest)
-        made = self._call(f"{kind} {manifest['metadata']['name']}", lambda: make(*arguments, **options))
+        made = self._call(f"{kind} {text(manifest, 'metadata', 'name')}", lambda: make(*arguments, **options))
         found: Manifest = made if isinstance(made, dict) else self._api.sanitize_for_serialization(made)
         return found
 
@@ -212,7 +275,7 @@ class Cluster:
         nodes = self._call("nodes", self._patiently(self._core.list_node)).items
         return [(node.status.allocatable or {}).get(resource, "0") for node in nodes]
 
-    def patch_mpi_job(self, name: str, patch: Mapping[str, Any]) -> None:
+    def patch_mpi_job(self, name: str, patch: Manifest) -> None:
         """Change fields of an MPIJob.
 
         Raises:
@@ -242,9 +305,8 @@ class Cluster:
 
     def warnings(self, mpi_job: Manifest) -> list[tuple[str, str]]:
         """Return (reason, message) of the warnings about this very MPIJob and its pods, oldest first."""
-        metadata = mpi_job["metadata"]
-        name, uid = metadata["name"], metadata.get("uid")
-        created = datetime.fromisoformat(metadata.get("creationTimestamp", BEGINNING))
+        name, uid = text(mpi_job, "metadata", "name"), field(mpi_job, "metadata", "uid")
+        created = datetime.fromisoformat(text(mpi_job, "metadata", "creationTimestamp", default=BEGINNING))
         pods = re.compile(rf"{re.escape(name)}-(worker-\d+|launcher(-\w+)?)")
         ask = partial(self._core.list_namespaced_event, self.namespace)
         found = self._call("events", self._patiently(ask))
@@ -258,10 +320,10 @@ class Cluster:
                 mine.append((when, event.reason or "", event.message or ""))
         return [(reason, message) for _, reason, message in sorted(mine)]
 
-    def pods(self, selector: str) -> list[Any]:
+    def pods(self, selector: str) -> list[Pod]:
         """Return pods by a label selector."""
         ask = partial(self._core.list_namespaced_pod, self.namespace, label_selector=selector)
-        return list(self._call("pods", self._patiently(ask)).items)
+        return [_pod_of(found) for found in self._call("pods", self._patiently(ask)).items]
 
     def log(self, pod: str, skip: int, *, follow: bool) -> Iterator[str]:
         """Yield the lines of a pod's log, with ``follow`` until the pod ends.
@@ -300,10 +362,10 @@ class Cluster:
         """Let go of connections."""
         self._api.close()
 
-    def _patiently(self, ask: Callable[..., Any]) -> Callable[[], Any]:
+    def _patiently(self, ask: Callable[..., Result]) -> Callable[[], Result]:
         return partial(ask, _request_timeout=self._timeout_s)
 
-    def _found(self, what: str, ask: Callable[..., Any]) -> Manifest | None:
+    def _found(self, what: str, ask: Callable[..., object]) -> Manifest | None:
         """Return what the server has, as plain data; None: it has no such thing."""
 
         def look() -> Manifest | None:
@@ -329,7 +391,7 @@ class Cluster:
                 f"{what}: the API server does not answer: {error}", hint="`kubectl cluster-info`"
             ) from error
 
-    def _explained(self, what: str, error: Any) -> LaunchError:
+    def _explained(self, what: str, error: ApiObject) -> LaunchError:
         try:
             message = json.loads(error.body)["message"]
         except (TypeError, ValueError, KeyError):

@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -23,13 +23,21 @@ from horovod_train.launch.base import (
     Submitted,
 )
 from horovod_train.launch.jobs import end_of, note_end
-from horovod_train.launch.launchers.mpijob.cluster import BrokenOffError, Cluster, UnreachableError
+from horovod_train.launch.launchers.mpijob.cluster import BrokenOffError, Cluster, Pod, UnreachableError
+from horovod_train.launch.launchers.mpijob.document import (
+    Manifest,
+    field,
+    number,
+    section,
+    sections,
+    text,
+    texts,
+)
 from horovod_train.launch.launchers.mpijob.render import (
     CANCELLED,
     DRAINED,
     MANAGED_BY,
     MANAGER,
-    Manifest,
     as_yaml,
     render,
 )
@@ -88,8 +96,8 @@ class MpiJobLauncher(PolledLauncher):
         Raises:
             LaunchError: The server or the operator refuses; in their own words.
         """
-        (text,) = plan.files.values()
-        manifests: list[Manifest] = list(yaml.safe_load_all(text))
+        (documents,) = plan.files.values()
+        manifests: list[Manifest] = list(yaml.safe_load_all(documents))
         settings = request.job.launch.kubernetes
         config, mpi_job, *others = manifests
         name = request.job.name
@@ -99,11 +107,11 @@ class MpiJobLauncher(PolledLauncher):
             for manifest in manifests:
                 cluster.create(manifest, dry_run=True)
             made = cluster.create(mpi_job)
-            uid = made["metadata"]["uid"]
+            uid = text(made, "metadata", "uid")
             owner = {"apiVersion": mpi_job["apiVersion"], "kind": "MPIJob", "name": name, "uid": uid}
             try:
                 for manifest in (config, *others):
-                    metadata = {**manifest["metadata"], "ownerReferences": [owner]}
+                    metadata = {**section(manifest, "metadata"), "ownerReferences": [owner]}
                     cluster.create({**manifest, "metadata": metadata})
                 _wait_for_acceptance(cluster, made)
             except LaunchError:
@@ -207,7 +215,7 @@ class _Place:
     def find(self, cluster: Cluster) -> Manifest | None:
         """Return the MPIJob; None: it is gone, though there may be another of its name."""
         found = cluster.read("MPIJob", self.name)
-        return found if found is not None and found["metadata"].get("uid") == self._uid else None
+        return found if found is not None and text(found, "metadata", "uid") == self._uid else None
 
 
 class _Reader:
@@ -217,9 +225,9 @@ class _Reader:
         self._shown: Counter[str] = Counter()
         self._finished: set[str] = set()
 
-    def lines(self, cluster: Cluster, pod: Any, *, follow: bool) -> Iterator[str]:
+    def lines(self, cluster: Cluster, pod: Pod, *, follow: bool) -> Iterator[str]:
         """Yield what is new in a pod's log."""
-        name, phase = pod.metadata.name, pod.status.phase
+        name, phase = pod.name, pod.phase
         if phase == "Pending" or name in self._finished:
             return
         for line in cluster.log(name, self._shown[name], follow=follow):
@@ -254,7 +262,7 @@ def _make_room(cluster: Cluster, name: str) -> None:
     if found is None:
         return
     status = status_of(found, cluster)
-    if found["metadata"].get("labels", {}).get(MANAGED_BY) != MANAGER or not status.has_ended:
+    if field(found, "metadata", "labels", MANAGED_BY) != MANAGER or not status.has_ended:
         raise LaunchError(
             f"MPIJob {name}: there is one already: {status}",
             hint="wait for its end, or `horovod-train drain` it and submit again to go on; "
@@ -265,8 +273,8 @@ def _make_room(cluster: Cluster, name: str) -> None:
     # It goes when all that it owns is gone.
     while (left := cluster.read("MPIJob", name)) or cluster.read("ConfigMap", f"{name}-job"):
         if monotonic() > deadline_s:
-            pods = ", ".join(pod.metadata.name for pod in living_pods(cluster, name))
-            finalizers = ", ".join((left or {}).get("metadata", {}).get("finalizers", []))
+            pods = ", ".join(pod.name for pod in living_pods(cluster, name))
+            finalizers = ", ".join(texts(left, "metadata", "finalizers"))
             raise LaunchError(
                 f"MPIJob {name} has ended and was deleted {API_TIMEOUT_S:g} s ago, but does not go"
                 f" (pods: {pods or 'none'}; finalizers: {finalizers or 'none'})",
@@ -284,21 +292,17 @@ def _remove_expired(cluster: Cluster) -> None:
     """
     with suppress(LaunchError):
         for mpi_job in cluster.mpi_jobs(f"{MANAGED_BY}={MANAGER}"):
-            keep_s = mpi_job["spec"].get("runPolicy", {}).get("ttlSecondsAfterFinished")
+            keep_s = number(mpi_job, "spec", "runPolicy", "ttlSecondsAfterFinished", default=-1)
             ended = ended_at(mpi_job)
-            if (
-                keep_s is not None
-                and ended is not None
-                and datetime.now(UTC) - ended > timedelta(seconds=keep_s)
-            ):
-                cluster.delete_mpi_job(mpi_job["metadata"]["name"])
+            if keep_s >= 0 and ended is not None and datetime.now(UTC) - ended > timedelta(seconds=keep_s):
+                cluster.delete_mpi_job(text(mpi_job, "metadata", "name"))
 
 
 def _wait_for_pods_to_go(cluster: Cluster, mpi_job: Manifest) -> None:
-    template = mpi_job["spec"]["mpiReplicaSpecs"]["Worker"]["template"]
-    grace_s = float(template["spec"].get("terminationGracePeriodSeconds", 30))
+    template = section(mpi_job, "spec", "mpiReplicaSpecs", "Worker", "template")
+    grace_s = number(template, "spec", "terminationGracePeriodSeconds", default=30)
     deadline_s = monotonic() + grace_s + API_TIMEOUT_S
-    while living_pods(cluster, mpi_job["metadata"]["name"]) and monotonic() < deadline_s:
+    while living_pods(cluster, text(mpi_job, "metadata", "name")) and monotonic() < deadline_s:
         sleep(POLL_S)
 
 
@@ -308,12 +312,12 @@ def _wait_for_acceptance(cluster: Cluster, mpi_job: Manifest) -> None:
     Raises:
         LaunchError: The operator refuses it.
     """
-    name = mpi_job["metadata"]["name"]
+    name = text(mpi_job, "metadata", "name")
     deadline_s = monotonic() + ACCEPT_S
     while monotonic() < deadline_s:
         if fatal := fatal_warning(cluster.warnings(mpi_job)):
             raise LaunchError(f"MPIJob {name}: {fatal}")
         found = cluster.read("MPIJob", name)
-        if found is not None and found.get("status", {}).get("conditions"):
+        if found is not None and sections(found, "status", "conditions"):
             return
         sleep(POLL_S / 4)

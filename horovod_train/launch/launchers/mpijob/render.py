@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -20,6 +19,7 @@ from horovod_train.config.kubernetes import Kubernetes, Volume
 from horovod_train.config.kubernetes_rules import num_workers, workers_for
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
+from horovod_train.launch.launchers.mpijob.document import Manifest
 
 API_VERSION = "kubeflow.org/v2beta1"
 JOB_FOLDER = "/etc/horovod_train"
@@ -43,13 +43,11 @@ SPOT_TAINTS = {
 # Beyond what ranks get to save and leave: for sshd and the containers themselves.
 EXTRA_GRACE_S = 15
 
-Manifest = dict[str, Any]
-
 
 class _PlainYaml(yaml.SafeDumper):
     """YAML for people: no aliases, and text of several lines as it is."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         """Write everything out."""
         return True
 
@@ -101,7 +99,7 @@ def inner_job(job: Job, *, has_source: bool) -> Job:
     if job.launch.elastic is not None:
         elastic = {"discover": DISCOVER, "ranks_per_host": job.launch.kubernetes.ranks_per_worker}
         launch = launch.model_copy(update={"elastic": job.launch.elastic.model_copy(update=elastic)})
-    changes: dict[str, Any] = {"launch": launch}
+    changes: dict[str, object] = {"launch": launch}
     if has_source:
         file, _, attribute = job.task.rpartition(":")
         changes["task"] = f"{JOB_FOLDER}/{Path(file).name}:{attribute}"
@@ -151,8 +149,7 @@ def mpi_job(job: Job, run_id: str, verb: tuple[str, ...]) -> Manifest:
         "metadata": _metadata(job, job.name),
         "spec": spec,
     }
-    merged: Manifest = merge(manifest, kubernetes.patch)
-    return merged
+    return merge(manifest, kubernetes.patch)
 
 
 def _gang_size(job: Job) -> int:
@@ -237,7 +234,7 @@ def _worker(job: Job) -> Manifest:
         "securityContext": _container_security(job, is_worker=True),
         "volumeMounts": [*_mounts(job), {"name": "shm", "mountPath": "/dev/shm"}],  # noqa: S108
     }
-    shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shm_size}}
+    shm: Manifest = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": kubernetes.shm_size}}
     return _pod(job, container, [*_volumes(job), shm], on_demand=False)
 
 
@@ -450,18 +447,16 @@ def _labels(job: Job) -> dict[str, str]:
     return dict(job.launch.kubernetes.labels)
 
 
-def _given(**fields: Any) -> Manifest:
+def _given(**fields: object) -> Manifest:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def merge(target: Any, patch: Any) -> Any:
+def merge(target: object, patch: Mapping[str, object]) -> Manifest:
     """Return a document with a merge patch applied (RFC 7386): null removes, mappings merge."""
-    if not isinstance(patch, Mapping):
-        return patch
-    merged = dict(target) if isinstance(target, Mapping) else {}
+    merged: Manifest = dict(target) if isinstance(target, Mapping) else {}
     for key, value in patch.items():
         if value is None:
             merged.pop(key, None)
         else:
-            merged[key] = merge(merged.get(key), value)
+            merged[key] = merge(merged.get(key), value) if isinstance(value, Mapping) else value
     return merged

@@ -11,16 +11,16 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from horovod_train.config.kubernetes_rules import name_problems
 from horovod_train.errors import ConfigError, Problem, UserError, did_you_mean
+from horovod_train.launch.launchers.mpijob.document import Manifest, number, section, sections, text
 
 SCHEMA = Path(__file__).with_name("mpijob-v2beta1.json")
 ROLES = ("Launcher", "Worker")
 
 
-def check(manifest: Mapping[str, Any], source: str = "MPIJob") -> None:
+def check(manifest: Mapping[str, object], source: str = "MPIJob") -> None:
     """Refuse an MPIJob that would not run.
 
     Raises:
@@ -37,14 +37,14 @@ def check(manifest: Mapping[str, Any], source: str = "MPIJob") -> None:
 
 
 @cache
-def strict_schema() -> dict[str, Any]:
+def strict_schema() -> Manifest:
     """Return the schema of the resource (CRD) as JSON Schema, in which unknown fields are errors."""
-    schema: dict[str, Any] = _strict(json.loads(SCHEMA.read_text(encoding="utf-8")))
-    schema["properties"]["metadata"] = {"type": "object", "required": ["name"]}
-    return schema
+    schema = section(_strict(json.loads(SCHEMA.read_text(encoding="utf-8"))))
+    metadata = {"type": "object", "required": ["name"]}
+    return {**schema, "properties": {**section(schema, "properties"), "metadata": metadata}}
 
 
-def _strict(node: Any) -> Any:
+def _strict(node: object) -> object:
     if isinstance(node, list):
         return [_strict(child) for child in node]
     if not isinstance(node, dict):
@@ -55,13 +55,13 @@ def _strict(node: Any) -> Any:
         strict["additionalProperties"] = False
     if strict.get("x-kubernetes-int-or-string"):
         strict.pop("type", None)
-    if isinstance(strict.get("format"), str) and (found := re.fullmatch(r"int(32|64)", strict["format"])):
+    if found := re.fullmatch(r"int(32|64)", text(strict, "format")):
         largest = 2 ** (int(found[1]) - 1) - 1
         strict = {"minimum": -largest - 1, "maximum": largest, **strict}
     return strict
 
 
-def schema_problems(manifest: Mapping[str, Any]) -> Iterator[Problem]:
+def schema_problems(manifest: Mapping[str, object]) -> Iterator[Problem]:
     """Yield what the API server would refuse."""
     try:
         import jsonschema
@@ -86,80 +86,84 @@ def schema_problems(manifest: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(".".join(path), repr(found.instance)[:60], found.message[:200])
 
 
-def operator_problems(manifest: Mapping[str, Any]) -> Iterator[Problem]:
+def operator_problems(manifest: Mapping[str, object]) -> Iterator[Problem]:
     """Yield what the API server accepts, and the operator answers with an event and nothing else."""
-    spec = manifest.get("spec", {})
-    replicas: Mapping[str, Any] = spec.get("mpiReplicaSpecs", {})
-    name = str(manifest.get("metadata", {}).get("name", ""))
-    yield from name_problems("metadata.name", name, replicas.get("Worker", {}).get("replicas", 1))
+    spec = section(manifest, "spec")
+    replicas = section(spec, "mpiReplicaSpecs")
+    num_workers = number(replicas, "Worker", "replicas", default=1)
+    yield from name_problems("metadata.name", text(manifest, "metadata", "name"), num_workers)
     base = "spec.mpiReplicaSpecs"
+    num_launchers = number(replicas, "Launcher", "replicas", default=1)
     if "Launcher" not in replicas:
         yield Problem(f"{base}.Launcher", "", "is missing", did_you_mean("Launcher", replicas))
-    elif replicas["Launcher"].get("replicas", 1) != 1:
-        yield Problem(f"{base}.Launcher.replicas", str(replicas["Launcher"]["replicas"]), "must be 1")
-    if replicas.get("Worker", {}).get("replicas", 1) < 1:
-        yield Problem(f"{base}.Worker.replicas", str(replicas["Worker"]["replicas"]), "must be at least 1")
+    elif num_launchers != 1:
+        yield Problem(f"{base}.Launcher.replicas", str(num_launchers), "must be 1")
+    if num_workers < 1:
+        yield Problem(f"{base}.Worker.replicas", str(num_workers), "must be at least 1")
     for role in ROLES:
-        policy = replicas.get(role, {}).get("restartPolicy", "Never")
+        policy = text(replicas, role, "restartPolicy", default="Never")
         if policy not in ("Never", "OnFailure"):
             yield Problem(f"{base}.{role}.restartPolicy", repr(policy), "must be Never or OnFailure")
         if role in replicas:
-            yield from _container_problems(f"{base}.{role}.template.spec", replicas[role])
-    if spec.get("slotsPerWorker", 1) < 1:
-        yield Problem("spec.slotsPerWorker", str(spec["slotsPerWorker"]), "must be at least 1")
-    yield from _run_policy_problems(spec.get("runPolicy", {}))
+            yield from _container_problems(f"{base}.{role}.template.spec", section(replicas, role))
+    slots = number(spec, "slotsPerWorker", default=1)
+    if slots < 1:
+        yield Problem("spec.slotsPerWorker", str(slots), "must be at least 1")
+    yield from _run_policy_problems(section(spec, "runPolicy"))
 
 
-def _run_policy_problems(run_policy: Mapping[str, Any]) -> Iterator[Problem]:
-    if run_policy.get("cleanPodPolicy", "None") not in ("None", "Running", "All"):
-        yield Problem(
-            "spec.runPolicy.cleanPodPolicy",
-            repr(run_policy["cleanPodPolicy"]),
-            "must be None, Running or All",
-        )
+def _run_policy_problems(run_policy: Mapping[str, object]) -> Iterator[Problem]:
+    clean = text(run_policy, "cleanPodPolicy", default="None")
+    if clean not in ("None", "Running", "All"):
+        yield Problem("spec.runPolicy.cleanPodPolicy", repr(clean), "must be None, Running or All")
     for name in ("ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit"):
-        if run_policy.get(name, 0) < 0:
-            yield Problem(f"spec.runPolicy.{name}", str(run_policy[name]), "must not be negative")
+        found = number(run_policy, name, default=0)
+        if found < 0:
+            yield Problem(f"spec.runPolicy.{name}", str(found), "must not be negative")
 
 
-def _container_problems(path: str, replica: Mapping[str, Any]) -> Iterator[Problem]:
+def _container_problems(path: str, replica: Mapping[str, object]) -> Iterator[Problem]:
     """Yield what is noticed when pods are made."""
-    pod = replica.get("template", {}).get("spec", {})
-    volumes = {volume.get("name") for volume in pod.get("volumes", [])}
-    if not pod.get("containers"):
+    pod = section(replica, "template", "spec")
+    volumes = {text(volume, "name") for volume in sections(pod, "volumes")}
+    containers = sections(pod, "containers")
+    if not containers:
         yield Problem(f"{path}.containers", "", "must have at least one container")
-    for number, container in enumerate(pod.get("containers", [])):
-        at = f"{path}.containers.{number}"
-        if not container.get("image"):
+    for place, container in enumerate(containers):
+        at = f"{path}.containers.{place}"
+        if not text(container, "image"):
             yield Problem(f"{at}.image", "", "is missing")
-        mounted = [mount.get("mountPath") for mount in container.get("volumeMounts", [])]
-        for index, mount in enumerate(container.get("volumeMounts", [])):
-            if mount.get("name") not in volumes:
-                yield Problem(
-                    f"{at}.volumeMounts.{index}.name",
-                    repr(mount.get("name")),
-                    "is no volume of this pod",
-                    did_you_mean(str(mount.get("name")), map(str, volumes)),
-                )
-            if mounted.count(mount.get("mountPath")) > 1:
-                yield Problem(
-                    f"{at}.volumeMounts.{index}.mountPath", repr(mount["mountPath"]), "is mounted twice"
-                )
-        for index, port in enumerate(container.get("ports", [])):
-            if not 1 <= port.get("containerPort", 0) <= 65535:
-                found = str(port.get("containerPort"))
-                yield Problem(f"{at}.ports.{index}.containerPort", found, "must be 1 to 65535")
-        names = [port.get("name") for port in container.get("ports", []) if "name" in port]
-        for name in sorted({name for name in names if names.count(name) > 1 or len(name) > 15}):
-            yield Problem(f"{at}.ports", repr(name), "must be unique, and have at most 15 characters")
-        yield from _resource_problems(f"{at}.resources", container.get("resources", {}))
+        yield from _mount_problems(at, sections(container, "volumeMounts"), volumes)
+        yield from _port_problems(at, sections(container, "ports"))
+        yield from _resource_problems(f"{at}.resources", section(container, "resources"))
 
 
-def _resource_problems(path: str, resources: Mapping[str, Any]) -> Iterator[Problem]:
-    for name, asked in resources.get("requests", {}).items():
-        limit = resources.get("limits", {}).get(name)
-        if limit is not None and amount(str(asked)) > amount(str(limit)):
-            yield Problem(f"{path}.requests.{name}", repr(asked), f"is more than its limit {limit!r}")
+def _mount_problems(path: str, mounts: list[Mapping[str, object]], volumes: set[str]) -> Iterator[Problem]:
+    places = [text(mount, "mountPath") for mount in mounts]
+    for index, mount in enumerate(mounts):
+        name, place = text(mount, "name"), places[index]
+        if name not in volumes:
+            fix = did_you_mean(name, volumes)
+            yield Problem(f"{path}.volumeMounts.{index}.name", repr(name), "is no volume of this pod", fix)
+        if places.count(place) > 1:
+            yield Problem(f"{path}.volumeMounts.{index}.mountPath", repr(place), "is mounted twice")
+
+
+def _port_problems(path: str, ports: list[Mapping[str, object]]) -> Iterator[Problem]:
+    for index, port in enumerate(ports):
+        found = number(port, "containerPort", default=0)
+        if not 1 <= found <= 65535:
+            yield Problem(f"{path}.ports.{index}.containerPort", str(found), "must be 1 to 65535")
+    names = [text(port, "name") for port in ports if "name" in port]
+    for name in sorted({name for name in names if names.count(name) > 1 or len(name) > 15}):
+        yield Problem(f"{path}.ports", repr(name), "must be unique, and have at most 15 characters")
+
+
+def _resource_problems(path: str, resources: Mapping[str, object]) -> Iterator[Problem]:
+    limits = section(resources, "limits")
+    for name, asked in section(resources, "requests").items():
+        if name in limits and amount(str(asked)) > amount(text(limits, name)):
+            yield Problem(f"{path}.requests.{name}", repr(asked), f"is more than its limit {limits[name]!r}")
 
 
 def amount(quantity: str) -> float:
@@ -178,35 +182,37 @@ def amount(quantity: str) -> float:
     return number * float((1024 if unit.endswith("i") else 1000) ** power)
 
 
-def silent_problems(manifest: Mapping[str, Any]) -> Iterator[Problem]:
+def silent_problems(manifest: Mapping[str, object]) -> Iterator[Problem]:
     """Yield what everybody accepts, and what then does something else than was meant."""
-    spec = manifest.get("spec", {})
-    if "Worker" not in spec.get("mpiReplicaSpecs", {}):
+    spec = section(manifest, "spec")
+    replicas = section(spec, "mpiReplicaSpecs")
+    if "Worker" not in replicas:
         yield Problem("spec.mpiReplicaSpecs.Worker", "", "is missing: all ranks would run in the launcher")
-    for name in spec.get("mpiReplicaSpecs", {}):
+    for name in replicas:
         if name not in ROLES:
             yield Problem(
                 f"spec.mpiReplicaSpecs.{name}", "", "must be Launcher or Worker", did_you_mean(name, ROLES)
             )
-    creation = spec.get("launcherCreationPolicy", "AtStartup")
+    creation = text(spec, "launcherCreationPolicy", default="AtStartup")
     if creation not in ("AtStartup", "WaitForWorkersReady"):
         yield Problem(
             "spec.launcherCreationPolicy", repr(creation), "must be AtStartup or WaitForWorkersReady"
         )
     managers = ("kubeflow.org/mpi-operator", "kueue.x-k8s.io/multikueue")
-    manager = spec.get("runPolicy", {}).get("managedBy", managers[0])
+    manager = text(spec, "runPolicy", "managedBy", default=managers[0])
     if manager not in managers:
         yield Problem(
             "spec.runPolicy.managedBy",
             repr(manager),
             f"nobody would reconcile it; known: {', '.join(managers)}",
         )
-    gang = spec.get("runPolicy", {}).get("schedulingPolicy", {})
-    workers = spec.get("mpiReplicaSpecs", {}).get("Worker", {}).get("replicas", 1)
-    if gang and creation == "WaitForWorkersReady" and gang.get("minAvailable", workers + 1) > workers:
+    gang = section(spec, "runPolicy", "schedulingPolicy")
+    workers = number(replicas, "Worker", "replicas", default=1)
+    waited_for = number(gang, "minAvailable", default=workers + 1)
+    if gang and creation == "WaitForWorkersReady" and waited_for > workers:
         yield Problem(
             "spec.runPolicy.schedulingPolicy.minAvailable",
-            str(gang.get("minAvailable", "unset")),
+            text(gang, "minAvailable", default="unset"),
             "would wait for a launcher that waits for the workers",
             f"set it to {workers}, the number of workers",
         )
