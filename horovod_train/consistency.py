@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-MAX_NAMED = 4
 CLOCK_HINT = "synchronize the clocks (chrony, systemd-timesyncd), or raise health.max_clock_offset_s"
 
 
@@ -50,10 +49,7 @@ def fingerprint_mismatch(
         is_known = is_known and 2 * len(usual) > len(fingerprints)
         odd.update(who for some in holders.values() if some is not usual for who in some)
         lines.append(f"{what}: " + "; ".join(f"{value} on {named(who)}" for value, who in holders.items()))
-    if not lines:
-        return None
-    more = [f"and {len(lines) - MAX_NAMED} more"] if len(lines) > MAX_NAMED else []
-    return Mismatch((*lines[:MAX_NAMED], *more), tuple(sorted(odd)), is_known)
+    return Mismatch(tuple(lines), tuple(sorted(odd)), is_known) if lines else None
 
 
 def clock_mismatch(

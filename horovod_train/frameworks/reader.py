@@ -26,6 +26,7 @@ from horovod_train.config.schema import Data
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.frameworks.task import load_task_class
+from horovod_train.signals import PREEMPTION_SIGNALS
 
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads (seed, epoch, place)
 
@@ -98,7 +99,7 @@ def start_loader_server(preload: str) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload([preload])
     # Kubernetes and Slurm send SIGTERM to all processes; a rank needs its loaders to the end of its step.
     resource_tracker.ensure_running()  # first: when it starts, it unblocks SIGTERM in this thread
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PREEMPTION_SIGNALS)
     try:
         forkserver.ensure_running()
     finally:

@@ -14,6 +14,8 @@ from horovod_train.config.schema import Job
 from horovod_train.consistency import CLOCK_HINT, clock_mismatch, fingerprint_mismatch
 from horovod_train.errors import WorldError, describe_ranks
 
+MAX_NAMED = 4
+
 
 def check_world(job: Job, world: Communicator, environment: Mapping[str, str]) -> None:
     """Refuse a world that is not the one asked for, or whose ranks are not alike; all ranks call it.
@@ -60,8 +62,9 @@ def check_fingerprints(hosts: Sequence[str], fingerprints: Sequence[Mapping[str,
 
     found = fingerprint_mismatch({str(rank): each for rank, each in enumerate(fingerprints)}, named)
     if found is not None:
+        more = f"; and {len(found.lines) - MAX_NAMED} more" if len(found.lines) > MAX_NAMED else ""
         raise WorldError(
-            "ranks do not run the same. " + " | ".join(found.lines),
+            "ranks do not run the same. " + " | ".join(found.lines[:MAX_NAMED]) + more,
             hint="bring the same job, code, packages and engine to every host",
         )
 

@@ -9,7 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from horovod_train.errors import LaunchError
-from horovod_train.launch.launchers.mpijob.cluster import INSTALL, Cluster, Container, Pod, UnreachableError
+from horovod_train.launch.launchers.mpijob.cluster import (
+    INSTALL,
+    Cluster,
+    Container,
+    Pod,
+    UnreachableError,
+    _pod_of,
+)
 from horovod_train.launch.launchers.mpijob.status import (
     CANCELLED,
     DRAINED,
@@ -42,6 +49,30 @@ class Pods:
 
     def warnings(self, mpi_job):
         return self._warnings
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "expected"),
+    [
+        ("ImagePullBackOff", "Back-off", ("ImagePullBackOff", "Back-off")),
+        (None, "Back-off", ("None", "Back-off")),
+        ("ContainerCreating", None, None),
+    ],
+)
+def test_a_pod_is_read_as_the_client_returns_it(reason, message, expected):
+    now = datetime.now(UTC)
+    waiting = SimpleNamespace(waiting=SimpleNamespace(reason=reason, message=message), terminated=None)
+    ended = SimpleNamespace(waiting=None, terminated=SimpleNamespace(exit_code=3, finished_at=now))
+    found = SimpleNamespace(
+        metadata=SimpleNamespace(name="p", labels=None, creation_timestamp=now),
+        status=SimpleNamespace(
+            phase="Failed",
+            container_statuses=[SimpleNamespace(state=state) for state in (waiting, None, ended)],
+        ),
+    )
+
+    containers = [Container(expected), Container(exit_code=3, finished=now)]
+    assert _pod_of(found) == Pod("p", "Failed", {}, now, containers)
 
 
 def job(*conditions, annotations=(), suspend=False, **metadata):

@@ -13,10 +13,9 @@ from support.worlds import on_ranks
 from horovod_train.collectives import base
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job, Launch, Train
-from horovod_train.consistency import MAX_NAMED
 from horovod_train.errors import UserError, WorldError
 from horovod_train.frameworks.devices import own_gpu
-from horovod_train.health.world_check import check_clocks, check_fingerprints, check_world
+from horovod_train.health.world_check import MAX_NAMED, check_clocks, check_fingerprints, check_world
 from horovod_train.horovod.fingerprint import code_digest, environment_fingerprint, task_files
 from horovod_train.training.hooks.preemption import MAX_STEPS_BETWEEN, PreemptionAgreement, PreemptionRequest
 
@@ -173,7 +172,7 @@ class TestTruth:
         with pytest.raises(WorldError) as caught:
             check_fingerprints(["a", "b"], [dict.fromkeys(names, "1"), dict.fromkeys(names, "2")])
 
-        assert (f" | and {num_more} more" in str(caught.value)) == (num_more > 0)
+        assert (f"; and {num_more} more" in str(caught.value)) == (num_more > 0)
         assert str(caught.value).count(" on rank 0 (a)") == MAX_NAMED
 
     def test_another_version_on_one_rank_is_named_on_all(self):

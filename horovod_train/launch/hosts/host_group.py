@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Protocol, TypeVar, get_type_hints
@@ -56,8 +57,14 @@ def result_of(do: Callable[..., Result], document: object) -> Result:
     Raises:
         ValueError: It is something else.
     """
-    result: Result = TypeAdapter(get_type_hints(do)["return"]).validate_python(document)
+    result: Result = _adapter(do).validate_python(document)
     return result
+
+
+@cache
+def _adapter(do: Callable[..., Result]) -> TypeAdapter[Result]:
+    # Made once: every host is asked for its silent ranks once a second.
+    return TypeAdapter(get_type_hints(do)["return"])
 
 
 class HostConnection(Protocol):

@@ -120,13 +120,13 @@ def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[
 
 def _engine() -> EngineReading:
     # Here: an agent that is asked for nothing of this need not wait for it.
-    from horovod_train.horovod.build import HOROVOD_VERSION, installed_key, installed_plan, own_patches
+    from horovod_train.horovod.build import HOROVOD_VERSION, installed_plan, own_patches
 
     plan = installed_plan() or {}
     return EngineReading(
         horovod=package_version("horovod") or "",
         wanted=HOROVOD_VERSION,
-        build=installed_key(),
+        build=plan.get("key"),
         nccl=plan.get("nccl", ""),
         patches_differ=sorted({name for name, _ in own_patches().items() ^ plan.get("patches", {}).items()}),
     )

@@ -98,7 +98,7 @@ def _pod_of(found: ApiObject) -> Pod:
 def _container_of(state: ApiObject) -> Container:
     waiting, ended = state.waiting, state.terminated
     return Container(
-        (waiting.reason, waiting.message) if waiting is not None and waiting.message else None,
+        (str(waiting.reason), waiting.message) if waiting is not None and waiting.message else None,
         None if ended is None else ended.exit_code,
         None if ended is None else ended.finished_at,
     )

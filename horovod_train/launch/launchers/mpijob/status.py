@@ -145,8 +145,9 @@ def _said_of_containers(pods: Sequence[Pod]) -> list[str]:
 def _unnoticed_end(pods: Sequence[Pod]) -> str:
     """Return that a launcher has ended well and the operator takes no note; empty: that is not so."""
     for pod in _launchers_of(pods):
-        ends = [container.finished for container in pod.containers if container.finished is not None]
-        if pod.phase != "Succeeded" or not ends:
+        ended = [container for container in pod.containers if container.exit_code is not None]
+        ends = [container.finished for container in ended if container.finished is not None]
+        if pod.phase != "Succeeded" or not ends or len(ends) < len(ended):
             continue
         since_s = (datetime.now(UTC) - max(ends)).total_seconds()
         if since_s > UNNOTICED_S:
