@@ -37,7 +37,7 @@ from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, Learni
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import eval_micro_batches
 from horovod_train.errors import PreemptedError, UserError
-from horovod_train.frameworks.base import StepClock, StepOutcome
+from horovod_train.frameworks.base import Dataset, StepClock, StepOutcome
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import choose_device, seed_generators
@@ -148,7 +148,7 @@ class Session:
 
     def loader(
         self,
-        dataset: Any,
+        dataset: Dataset,
         *,
         batch_size: int,
         accumulation_steps: int = 1,
@@ -179,7 +179,7 @@ class Session:
         """
         return LearningRatePolicy(LearningRate(**lr), loader.global_batch_size, epochs)
 
-    def eval_batches(self, replica: TorchReplica, dataset: Any, *, batch_size: int) -> Iterator[Any]:
+    def eval_batches(self, replica: TorchReplica, dataset: Dataset, *, batch_size: int) -> Iterator[Any]:
         """Return this rank's batches of a dataset, in order: every sample on exactly one rank.
 
         Every rank calls it: buffers such as running means are made equal first.

@@ -106,14 +106,14 @@ def write_parts(path: Path, parts: list[bytes | memoryview]) -> Digest:
     return Digest(hasher.hexdigest(), size_bytes)
 
 
-def dump_state(tree: Any, arrays: Mapping[str, ArrayBlob]) -> bytes:
+def dump_state(tree: object, arrays: Mapping[str, ArrayBlob]) -> bytes:
     """Return a JSON tree and the arrays it refers to as one piece of bytes."""
     text = json.dumps(tree).encode()
     with_tree = {**arrays, _TREE: ArrayBlob("uint8", (len(text),), text)}
     return b"".join([_header(with_tree), *(blob.data for blob in with_tree.values())])
 
 
-def parse_state(content: bytes) -> tuple[Any, dict[str, ArrayBlob]]:
+def parse_state(content: bytes) -> tuple[object, dict[str, ArrayBlob]]:
     """Return what ``dump_state`` was given.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -24,7 +23,7 @@ COMPARED = (
 MAX_SHOWN_CHARS = 120
 
 
-def document_changes(before: Any, now: Any, path: str = "") -> Iterator[str]:
+def document_changes(before: object, now: object, path: str = "") -> Iterator[str]:
     """Yield a line for each value that differs between two JSON documents.
 
     >>> list(document_changes({"lr": {"base": 1}, "seed": 0}, {"lr": {"base": 2}, "seed": 0}))
@@ -37,13 +36,13 @@ def document_changes(before: Any, now: Any, path: str = "") -> Iterator[str]:
         yield f"{path}: {_shown(before)} -> {_shown(now)}"
 
 
-def job_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def job_changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return what differs between two resolved jobs in what they compute."""
     old = _as_of_today(before)
     return [line for name in COMPARED for line in document_changes(old.get(name), now.get(name), name)]
 
 
-def _as_of_today(job: Mapping[str, Any]) -> Mapping[str, Any]:
+def _as_of_today(job: Mapping[str, object]) -> Mapping[str, object]:
     """Return a job with the fields that it did not have when it was written."""
     try:
         return Job.model_validate(dict(job)).model_dump(mode="json")
@@ -51,6 +50,6 @@ def _as_of_today(job: Mapping[str, Any]) -> Mapping[str, Any]:
         return job
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = str(value)
     return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 3] + "..."

@@ -17,7 +17,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter, time
-from typing import Any
 
 from horovod_train.checkpoint import store
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
@@ -66,7 +65,7 @@ class Resumed:
 
     name: str
     state: ReplicaState
-    progress: Mapping[str, Any]
+    progress: Mapping[str, object]
     rng: bytes | None
     own: tuple[bytes, ...] = ()
     changes: tuple[str, ...] = ()
@@ -92,7 +91,7 @@ class CheckpointManager:
         directory: Path,
         section: Checkpoint,
         world: Communicator,
-        job: Mapping[str, Any],
+        job: Mapping[str, object],
         on_written: Callable[[WriteReport], None] = lambda _: None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -102,11 +101,11 @@ class CheckpointManager:
         self._job = job
         self._on_written = on_written
         self._environment = dict(environment or {})
-        self._history: list[dict[str, Any]] = []
+        self._history: list[dict[str, object]] = []
         self._writer = ThreadPoolExecutor(max_workers=1, initializer=_give_way)
         self._pending: Future[WriteReport] | None = None
         self._last_report: WriteReport | None = None
-        self._saved: Mapping[str, Any] | None = None
+        self._saved: Mapping[str, object] | None = None
         self._lock: int | None = None
         self.last_write_s: float | None = None
         """Time the last write took, in seconds; None: nothing was written yet."""
@@ -118,8 +117,8 @@ class CheckpointManager:
         *,
         take_state: Callable[[bool], ReplicaState],
         rng: bytes,
-        progress: Mapping[str, Any],
-        summary: Mapping[str, Any],
+        progress: Mapping[str, object],
+        summary: Mapping[str, object],
         own: bytes = b"",
         wait: bool = False,
     ) -> None:
@@ -199,7 +198,7 @@ class CheckpointManager:
         self._saved = resumed.progress
         return resumed
 
-    def _read_on_all_ranks(self, name: str) -> tuple[Resumed, list[dict[str, Any]]]:
+    def _read_on_all_ranks(self, name: str) -> tuple[Resumed, list[dict[str, object]]]:
         resumed, history, problem = self._read(name)
         problems = allgather_json(self._world, problem)
         failed = [rank for rank, found in enumerate(problems) if found]
@@ -234,8 +233,8 @@ class CheckpointManager:
         state: ReplicaState,
         generators: list[bytes],
         owns: list[bytes],
-        progress: Mapping[str, Any],
-        summary: Mapping[str, Any],
+        progress: Mapping[str, object],
+        summary: Mapping[str, object],
     ) -> store.Content:
         arrays = {"model": state.model, "optimizer": state.optimizer, "rng": _by_rank(generators)}
         return store.Content(
@@ -350,7 +349,7 @@ class CheckpointManager:
         if found:
             log.warning("starting anew: %d earlier checkpoint(s) are kept as earlier-*", len(found))
 
-    def _read(self, name: str) -> tuple[Resumed | None, list[dict[str, Any]], str]:
+    def _read(self, name: str) -> tuple[Resumed | None, list[dict[str, object]], str]:
         """Return what this rank takes over, its history, and what went wrong; never raises: others wait."""
         try:
             content = store.read_checkpoint(self.directory / name)
@@ -379,7 +378,7 @@ class CheckpointManager:
             raise CheckpointError(f"the random generators of {name} are missing")
         return bytes(content.arrays["rng"][name].data)
 
-    def _changes(self, job: Any, environment: Mapping[str, str]) -> Iterator[str]:
+    def _changes(self, job: object, environment: Mapping[str, str]) -> Iterator[str]:
         if isinstance(job, dict):
             yield from job_changes(job, self._job)
         if environment and self._environment:

@@ -107,7 +107,7 @@ class StateDocument(_Document):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def checked(model: type[Model], document: Any, what: str) -> Model:
+def checked(model: type[Model], document: object, what: str) -> Model:
     """Return a document as its model.
 
     Args:

@@ -56,7 +56,7 @@ class Content:
 
     arrays: Mapping[str, Mapping[str, ArrayBlob]]
     documents: Mapping[str, Any]
-    summary: Mapping[str, Any]
+    summary: Mapping[str, object]
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ def _read_regular(file: Path, size_bytes: int, *, exactly: bool = False) -> byte
             raise CheckpointError(f"{file}: {size_bytes} bytes do not fit into memory") from error
 
 
-def _checksum(document: Any) -> str:
+def _checksum(document: object) -> str:
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 

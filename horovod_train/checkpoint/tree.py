@@ -19,7 +19,7 @@ ARRAY, TUPLE, MAP = "__array__", "__tuple__", "__map__"
 RESERVED = {ARRAY, TUPLE, MAP}
 
 
-def pack_tree(tree: Any, is_array: Callable[[Any], bool]) -> tuple[Any, dict[str, Any]]:
+def pack_tree(tree: object, is_array: Callable[[Any], bool]) -> tuple[object, dict[str, Any]]:
     """Split a tree into plain JSON and its arrays by name.
 
     >>> pack_tree({0: (1, [2.5, None])}, lambda leaf: False)
@@ -30,7 +30,7 @@ def pack_tree(tree: Any, is_array: Callable[[Any], bool]) -> tuple[Any, dict[str
     """
     arrays: dict[str, Any] = {}
 
-    def pack(node: Any, path: str) -> Any:
+    def pack(node: object, path: str) -> object:
         if is_array(node):
             arrays[path] = node
             return {ARRAY: path}
@@ -51,7 +51,7 @@ def pack_tree(tree: Any, is_array: Callable[[Any], bool]) -> tuple[Any, dict[str
     return pack(tree, ""), arrays
 
 
-def unpack_tree(plain: Any, arrays: Mapping[str, Any]) -> Any:
+def unpack_tree(plain: object, arrays: Mapping[str, object]) -> Any:
     """Join what ``pack_tree`` split.
 
     Raises:
@@ -63,7 +63,7 @@ def unpack_tree(plain: Any, arrays: Mapping[str, Any]) -> Any:
         raise CheckpointError(f"the state's shape is not one that was packed: {error}") from error
 
 
-def _unpack(plain: Any, arrays: Mapping[str, Any]) -> Any:
+def _unpack(plain: object, arrays: Mapping[str, object]) -> object:
     if isinstance(plain, list):
         return [_unpack(value, arrays) for value in plain]
     if not isinstance(plain, dict):

@@ -91,12 +91,12 @@ class SingleRank:
         """Do nothing."""
 
 
-def allgather_json(world: Communicator, message: Any) -> list[Any]:
+def allgather_json(world: Communicator, message: object) -> list[Any]:
     """Return every rank's message, by rank. Messages are anything JSON can say."""
     return [json.loads(data) for data in world.allgather(json.dumps(message).encode())]
 
 
-def broadcast_json(world: Communicator, message: Any) -> Any:
+def broadcast_json(world: Communicator, message: object) -> Any:
     """Return rank 0's message on every rank; what other ranks pass is ignored."""
     return allgather_json(world, message if world.rank == 0 else None)[0]
 

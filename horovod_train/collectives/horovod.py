@@ -25,7 +25,7 @@ from horovod_train.errors import EngineError, PeerError, WorldError
 from horovod_train.horovod.environment import horovod_settings, started_as_one_of_many
 
 Result = TypeVar("Result")
-Array = npt.NDArray[Any]
+Array = npt.NDArray[np.generic]
 
 
 class HorovodCommunicator:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
 
@@ -197,7 +197,7 @@ class Kubernetes(Section):
     annotations: dict[QualifiedName, OneLine] = {}
     """Further annotations of the pods."""
 
-    patch: dict[str, Any] = {}
+    patch: dict[str, object] = {}
     """Merged into the MPIJob at the end (RFC 7386) and checked with it: for what is missing here."""
 
     api_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0

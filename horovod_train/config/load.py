@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -44,7 +43,7 @@ UNREADABLE = (
     TypeError,
 )
 
-Tree = dict[str, Any]
+Tree = dict[str, object]
 
 
 class _YamlLoader(yaml.SafeLoader):
@@ -108,7 +107,7 @@ def read_tree(path: Path) -> Tree:
     Raises:
         ConfigError: The file cannot be read or is not what its name says.
     """
-    readers: dict[str, Callable[[str], Any]] = {
+    readers: dict[str, Callable[[str], object]] = {
         ".yaml": _read_yaml,
         ".yml": _read_yaml,
         ".toml": tomllib.loads,
@@ -130,7 +129,7 @@ def read_tree(path: Path) -> Tree:
     return tree
 
 
-def _json_without_doubles(pairs: list[tuple[str, Any]]) -> Tree:
+def _json_without_doubles(pairs: list[tuple[str, object]]) -> Tree:
     tree = dict(pairs)
     if len(tree) < len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -155,11 +154,11 @@ def _why_unreadable(error: Exception, path: Path) -> str:
     return f"is not valid {path.suffix[1:].upper()}: {error}"
 
 
-def _read_yaml(text: str) -> Any:
+def _read_yaml(text: str) -> object:
     return yaml.load(text, _YamlLoader)  # noqa: S506  (derived from SafeLoader)
 
 
-def _is_monstrous(root: Any) -> bool:
+def _is_monstrous(root: object) -> bool:
     """Whether a value is nested without end, or small only because its parts are shared (YAML aliases)."""
     level = [root]
     for _ in range(MAX_DEPTH + 1):
@@ -170,7 +169,7 @@ def _is_monstrous(root: Any) -> bool:
     return True
 
 
-def _unfolded_size(value: Any, known: dict[int, int]) -> int:
+def _unfolded_size(value: object, known: dict[int, int]) -> int:
     """Number of values with every shared part counted as often as it appears."""
     if not isinstance(value, dict | list):
         return 1
@@ -179,7 +178,7 @@ def _unfolded_size(value: Any, known: dict[int, int]) -> int:
     return known[id(value)]
 
 
-def _children(value: Any) -> list[Any]:
+def _children(value: dict[str, object] | list[object]) -> list[object]:
     return list(value.values()) if isinstance(value, dict) else value
 
 
@@ -238,7 +237,7 @@ def _assign(tree: Tree, dotted: str, text: str, origin: str, problems: list[Prob
     node[last] = value
 
 
-def _with_nul(value: Any, path: str = "") -> Iterator[Problem]:
+def _with_nul(value: object, path: str = "") -> Iterator[Problem]:
     """Yield a problem for each text with a NUL character: no file, variable or argument can have one."""
     if isinstance(value, dict):
         for key, child in value.items():
@@ -305,7 +304,7 @@ def _without_bad_fields(tree: Tree, error: ValidationError) -> Job | None:
 
 def _drop(tree: Tree, location: tuple[str | int, ...]) -> None:
     """Remove the entry at a location: in a list, the whole list."""
-    node: Any = tree
+    node: object = tree
     for depth, part in enumerate(location):
         if not isinstance(node, dict) or part not in node:
             return

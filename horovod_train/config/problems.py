@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -116,7 +116,7 @@ def _explain_one(details: ErrorDetails, model: type[BaseModel]) -> Problem:
     return Problem(path, found, message, hint)
 
 
-def _plain(context: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(context: Mapping[str, object]) -> dict[str, object]:
     return {key: f"{value:g}" if isinstance(value, float) else value for key, value in context.items()}
 
 

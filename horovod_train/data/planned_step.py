@@ -38,7 +38,7 @@ class PlannedStep:
         micro_batches = self.share.micro_batches
         return micro_batches[place].share if place < len(micro_batches) else 0.0
 
-    def padded(self, num_micro_batches: int, spare: Callable[[], Any]) -> Iterator[tuple[float, Any]]:
+    def padded(self, num_micro_batches: int, spare: Callable[[], object]) -> Iterator[tuple[float, Any]]:
         """Read as many micro-batches as every rank reads, for loops that want the same number of each.
 
         Args:

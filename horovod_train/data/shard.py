@@ -22,6 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+Order = npt.NDArray[np.int64]
+"""The samples of an epoch in the order in which they are used, shape [num_samples]."""
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -62,7 +65,7 @@ class StepShare:
         return sum(map(len, self.micro_batches))
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> npt.NDArray[np.int64]:
+def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> Order:
     """Return the order of an epoch, shape [num_samples]: a permutation of 0 .. num_samples - 1.
 
     NumPy guarantees the stream of the legacy ``RandomState`` for ever, which a resumed job needs;

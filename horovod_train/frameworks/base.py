@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsFloat
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
-from horovod_train.data.shard import MicroBatch
+from horovod_train.data.shard import MicroBatch, Order
 from horovod_train.errors import UserError
 
 PHASES = ("data", "forward", "backward", "compute", "allreduce_wait", "optimizer")
@@ -93,6 +93,22 @@ class Reading(Protocol):
         ...
 
 
+class Dataset(Protocol):
+    """What a task's ``train_data()`` returns.
+
+    Two methods more are used where there are: ``__getitems__(indices)`` reads several samples at once,
+    ``collate(samples)`` joins them into a batch.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return a sample."""
+        ...
+
+
 class Replica(Protocol):
     """The model and optimizer of one rank."""
 
@@ -114,7 +130,7 @@ class Replica(Protocol):
         """
         ...
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches."""
         ...
 
@@ -183,7 +199,7 @@ class Reader(Protocol):
         """Number of samples."""
         ...
 
-    def read(self, epoch: int, order: Any, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+    def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         """Yield the collated batch of each micro-batch."""
         ...
 
@@ -265,11 +281,11 @@ class Framework(Protocol):
         """
         ...
 
-    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of all random generators: a JSON tree and the arrays it refers to."""
         ...
 
-    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
         """Take over the state of all random generators."""
         ...
 
@@ -278,7 +294,7 @@ class Framework(Protocol):
         ...
 
 
-def add_metric(sums: dict[str, tuple[float, int]], name: str, value: Any, num_samples: int) -> None:
+def add_metric(sums: dict[str, tuple[float, int]], name: str, value: SupportsFloat, num_samples: int) -> None:
     """Add a batch's value of a metric to its (sum, count).
 
     A metric with one value per sample is summed as it is. A single value is taken for the mean of

@@ -18,7 +18,7 @@ def mix(seed: int, rank: int, epoch: int) -> int:
     return int(np.random.SeedSequence([seed, rank, epoch]).generate_state(1, np.uint64)[0])
 
 
-def rng_state(own: Mapping[str, Any]) -> tuple[Any, dict[str, ArrayBlob]]:
+def rng_state(own: Mapping[str, object]) -> tuple[object, dict[str, ArrayBlob]]:
     """Return the state of Python's and NumPy's generators and the framework's own.
 
     Args:
@@ -34,7 +34,7 @@ def rng_state(own: Mapping[str, Any]) -> tuple[Any, dict[str, ArrayBlob]]:
     return plain, {key: to_blob(array) for key, array in arrays.items()}
 
 
-def load_rng_state(tree: Any, arrays: Mapping[str, ArrayBlob]) -> dict[str, Any]:
+def load_rng_state(tree: object, arrays: Mapping[str, ArrayBlob]) -> dict[str, Any]:
     """Take over the state of Python's and NumPy's generators; return the framework's own."""
     state = unpack_tree(tree, {key: from_blob(blob) for key, blob in arrays.items()})
     random.setstate(state["python"])

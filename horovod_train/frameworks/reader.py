@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from horovod_train.config.schema import Data
-from horovod_train.data.shard import MicroBatch
+from horovod_train.data.shard import MicroBatch, Order
 from horovod_train.errors import UserError
+from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.task import load_task_class
 from horovod_train.signals import PREEMPTION_SIGNALS
 
@@ -39,7 +40,7 @@ class Fetch:
     seed: int
 
 
-def fetches(seed: int, epoch: int, order: Any, micro_batches: Iterable[MicroBatch]) -> Iterator[Fetch]:
+def fetches(seed: int, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[Fetch]:
     """Yield the fetch of each micro-batch.
 
     Random augmentation is seeded by what is read, not by who reads it or how often the job was
@@ -52,7 +53,7 @@ def fetches(seed: int, epoch: int, order: Any, micro_batches: Iterable[MicroBatc
         )
 
 
-def checked_length(dataset: Any) -> int:
+def checked_length(dataset: Dataset) -> int:
     """Return the number of samples.
 
     Raises:
@@ -76,7 +77,7 @@ class TaskModule:
 
     location: str | None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _import_task, (self.location,)
 
 
@@ -147,7 +148,7 @@ class NumpyReader:
         UserError: The dataset has no length or no samples, or cannot be sent to loader processes.
     """
 
-    def __init__(self, dataset: Any, data: Data, seed: int, task: str | None = None) -> None:
+    def __init__(self, dataset: Dataset, data: Data, seed: int, task: str | None = None) -> None:
         self._length = checked_length(dataset)
         self._dataset = dataset
         self._data = data
@@ -158,7 +159,7 @@ class NumpyReader:
         """Return the number of samples."""
         return self._length
 
-    def read(self, epoch: int, order: Any, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+    def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         """Yield the collated batch of each micro-batch."""
         wanted = fetches(self._seed, epoch, order, micro_batches)
         if self._pool is None:
@@ -166,7 +167,7 @@ class NumpyReader:
                 with own_seeds(fetch.seed):
                     yield read_batch(self._dataset, fetch)
             return
-        waiting: deque[Future[Any]] = deque()
+        waiting: deque[Future[object]] = deque()
         for fetch in wanted:
             waiting.append(self._pool.submit(_read_in_loader, fetch))
             if len(waiting) > self._data.num_workers * self._data.prefetch_batches:
@@ -197,27 +198,28 @@ class NumpyReader:
         )
 
 
-_dataset_of_loader: Any = None
+_dataset_of_loader: Dataset | None = None
 
 
-def _open_loader(rank_pid: int, _task: TaskModule, dataset: Any) -> None:
+def _open_loader(rank_pid: int, _task: TaskModule, dataset: Dataset) -> None:
     global _dataset_of_loader  # noqa: PLW0603  (a process of the pool has no other place for it)
     leave_with(rank_pid)
     _dataset_of_loader = dataset
 
 
-def _read_in_loader(fetch: Fetch) -> Any:
+def _read_in_loader(fetch: Fetch) -> object:
+    assert _dataset_of_loader is not None
     random.seed(fetch.seed)
     np.random.seed(fetch.seed % 2**32)
     return read_batch(_dataset_of_loader, fetch)
 
 
-def read_batch(dataset: Any, fetch: Fetch) -> Any:
+def read_batch(dataset: Dataset, fetch: Fetch) -> Any:
     """Return the samples of a fetch, joined into a batch."""
-    many: Callable[[Sequence[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+    many: Callable[[Sequence[int]], list[object]] | None = getattr(dataset, "__getitems__", None)
     indices = list(fetch.indices)
     samples = many(indices) if many is not None else [dataset[index] for index in indices]
-    collate: Callable[[list[Any]], Any] = getattr(dataset, "collate", stack_samples)
+    collate: Callable[[list[object]], object] = getattr(dataset, "collate", stack_samples)
     return collate(samples)
 
 

@@ -23,7 +23,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -413,7 +413,7 @@ def finish_wheel(wheel: Path, plan: BuildPlan, say: Say) -> None:
 
 
 @contextmanager
-def _unzipped(wheel: Path) -> Any:
+def _unzipped(wheel: Path) -> Iterator[Path]:
     """Open a wheel as a folder; what is changed there is in the wheel afterwards, RECORD included."""
     with tempfile.TemporaryDirectory(dir=wheel.parent) as scratch:
         command = [sys.executable, "-m", "wheel", "unpack", "-d", scratch, str(wheel)]

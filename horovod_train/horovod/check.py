@@ -17,6 +17,7 @@ from typing import Any
 from horovod_train.errors import EngineError
 from horovod_train.horovod.build import (
     HOROVOD_VERSION,
+    BuildPlan,
     framework_version,
     installed_plan,
     make_plan,
@@ -170,7 +171,7 @@ def _patches() -> list[Finding]:
     ]
 
 
-def _current_plan() -> Any:
+def _current_plan() -> BuildPlan | None:
     try:
         return make_plan()
     except EngineError:

@@ -64,7 +64,7 @@ class VitDigits:
 class _Images:
     """Samples as the model takes them: ``pixel_values`` of [channels, size, size], and ``labels``."""
 
-    def __init__(self, images: torch.Tensor, labels: Any, size: int, num_channels: int) -> None:
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, size: int, num_channels: int) -> None:
         self._pixels = images
         self._labels = labels
         self._size = size
@@ -73,7 +73,7 @@ class _Images:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor | int]:
         image = self._pixels[index][None, None]
         scaled = functional.interpolate(image, size=self._size, mode="bilinear", align_corners=False)[0]
         return {

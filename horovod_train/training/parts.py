@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from time import time
-from typing import Any
 
-from horovod_train.checkpoint.arrays import dump_state, parse_state
+from horovod_train.checkpoint.arrays import ArrayBlob, dump_state, parse_state
 from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.manager import CheckpointManager, Resumed
 from horovod_train.collectives.base import Communicator
@@ -82,7 +81,7 @@ def resume_from(
     resumed: Resumed,
     replica: Replica,
     progress: Progress,
-    load_rng: Callable[[Any, Mapping[str, Any]], None],
+    load_rng: Callable[[object, Mapping[str, ArrayBlob]], None],
     seed_anew: Callable[[], None],
 ) -> None:
     """Take over a checkpoint: where it stands, its state, and this rank's random generators.

@@ -64,7 +64,7 @@ class Progress:
         """Result of an evaluation of the weights as they are now; empty when there is none."""
         return self.metrics if self.metrics_step == self.step else {}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return plain JSON."""
         return asdict(self)
 

@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -67,12 +66,12 @@ class JaxFramework:
         )
         return replica, train_reader, read(eval_data()) if eval_data else None
 
-    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of Python's and NumPy's generators, and the rank's key."""
         assert self._keys is not None
         return rng_state({"jax": np.array(self._keys.state)})
 
-    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
         """Take over the state of all random generators."""
         assert self._keys is not None
         self._keys.state = jax.numpy.asarray(load_rng_state(tree, arrays)["jax"])

@@ -142,7 +142,7 @@ def _announce(function: Callable[[list[Array]], None]) -> Array:
     return np.array(ticket, np.int32)
 
 
-def _conclude(_: Any) -> None:
+def _conclude(_: object) -> None:
     """Do nothing: what comes after this callback comes after the call whose result it reads."""
 
 

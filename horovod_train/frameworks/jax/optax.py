@@ -12,7 +12,7 @@ every rank clips and updates alike.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import optax
@@ -22,6 +22,9 @@ from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
 from horovod_train.frameworks.jax.reducer import Exchange
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
+
+Tree = TypeVar("Tree")
+"""A tree of arrays, as JAX knows them."""
 
 
 def init() -> Communicator:
@@ -45,14 +48,16 @@ def average_over_ranks(
     """
     exchange = Exchange(world, int(bucket_size_mib * 2**20), wire_dtype)
 
-    def update(updates: Any, state: optax.EmptyState, _params: Any = None) -> tuple[Any, optax.EmptyState]:
+    def update(
+        updates: optax.Updates, state: optax.EmptyState, _params: optax.Params = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
         leaves, tree = jax.tree.flatten(updates)
         return jax.tree.unflatten(tree, exchange.mean(leaves)), state
 
     return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
 
 
-def broadcast(world: Communicator, tree: Any) -> Any:
+def broadcast(world: Communicator, tree: Tree) -> Tree:
     """Return rank 0's arrays on every rank: call it on parameters before the first step.
 
     Raises:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,10 @@ from horovod_train.frameworks.jax.task import JaxTask
 from horovod_train.frameworks.loss_scale import LossScale
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
+
+Tree = TypeVar("Tree")
+"""A tree of arrays, as JAX knows them."""
+Out = TypeVar("Out")
 
 COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
 WIRE_DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16}
@@ -60,7 +64,7 @@ class JaxReplica(IdenticalReplica):
     def __init__(
         self,
         *,
-        params: Any,
+        params: optax.Params,
         optimizer: optax.GradientTransformation,
         world: Communicator,
         job: Job,
@@ -126,7 +130,7 @@ class JaxReplica(IdenticalReplica):
             clock=clock,
         )
 
-    def _loss(self, params: Any, batch: Any, key: jax.Array | None) -> jax.Array:
+    def _loss(self, params: optax.Params, batch: object, key: jax.Array | None) -> jax.Array:
         """Return the loss in the job's precision; gradients come in the parameters' own."""
         dtype = COMPUTE_DTYPES.get(self._train.precision)
         if dtype is not None:
@@ -137,35 +141,39 @@ class JaxReplica(IdenticalReplica):
 
     def _add_gradients(
         self,
-        params: Any,
-        gradients: Any,
+        params: optax.Params,
+        gradients: optax.Updates,
         loss: jax.Array,
-        batch: Any,
+        batch: object,
         key: jax.Array,
         share: jax.Array,
         scale: jax.Array,
-    ) -> tuple[Any, jax.Array]:
+    ) -> tuple[optax.Updates, jax.Array]:
         """Add the gradient of one micro-batch's share x loss x scale, and its share x loss."""
 
-        def weighted(params: Any) -> tuple[jax.Array, jax.Array]:
+        def weighted(params: optax.Params) -> tuple[jax.Array, jax.Array]:
             mine = self._loss(params, batch, key) * share
             return mine * scale, mine
 
         more, mine = jax.grad(weighted, has_aux=True)(params)
         return jax.tree.map(jnp.add, gradients, more), loss + mine
 
-    def _reduce_gradients(self, params: Any, gradients: Any, loss: jax.Array, *rest: Any) -> Any:
+    def _reduce_gradients(
+        self, params: optax.Params, gradients: optax.Updates, loss: jax.Array, *rest: object
+    ) -> tuple[object, ...]:
         """Add the last micro-batch's and sum over ranks."""
         return self._sum(*self._add_gradients(params, gradients, loss, *rest))
 
-    def _sum(self, gradients: Any, loss: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+    def _sum(
+        self, gradients: optax.Updates, loss: jax.Array
+    ) -> tuple[optax.Updates, tuple[jax.Array, jax.Array]]:
         """Sum gradients and loss over ranks; return this rank's loss beside that of all."""
         leaves, tree = jax.tree.flatten(gradients)
         *sums, whole_loss = self._exchange.sum([*leaves, loss])
         return jax.tree.unflatten(tree, sums), (loss, whole_loss)
 
     def _finish(
-        self, gradients: Any, loss: float, lr: float, *, want_norm: bool
+        self, gradients: optax.Updates, loss: float, lr: float, *, want_norm: bool
     ) -> tuple[float | None, bool]:
         """Unscale, clip and update. Return the gradient norm and whether all was finite.
 
@@ -184,8 +192,15 @@ class JaxReplica(IdenticalReplica):
         return norm, is_finite
 
     def _apply(
-        self, params: Any, state: Any, gradients: Any, lr: jax.Array, inverse_scale: jax.Array, *, looks: bool
-    ) -> tuple[Any, Any, jax.Array]:
+        self,
+        params: optax.Params,
+        state: optax.OptState,
+        gradients: optax.Updates,
+        lr: jax.Array,
+        inverse_scale: jax.Array,
+        *,
+        looks: bool,
+    ) -> tuple[optax.Params, optax.OptState, jax.Array]:
         """Update. With ``looks``, take the norm, clip, and leave all alone if it is not finite."""
         state.hyperparams["learning_rate"] = lr
         norm = jnp.zeros(())
@@ -203,7 +218,7 @@ class JaxReplica(IdenticalReplica):
             new_params, new_state = jax.tree.map(keep, (new_params, new_state), (params, state))
         return new_params, new_state, norm
 
-    def _call(self, work: Any, *arguments: Any) -> Any:
+    def _call(self, work: Callable[..., Out], *arguments: object) -> Out:
         """Call compiled code that talks to other ranks; a failure there becomes an error of ours.
 
         Raises:
@@ -223,7 +238,7 @@ class JaxReplica(IdenticalReplica):
 
     # -- everything else
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
         for batch in batches:
@@ -231,7 +246,7 @@ class JaxReplica(IdenticalReplica):
                 add_metric(sums, name, value, batch_length(batch))
         return sums
 
-    def _compute_metrics(self, params: Any, batch: Any) -> Mapping[str, jax.Array]:
+    def _compute_metrics(self, params: optax.Params, batch: object) -> Mapping[str, jax.Array]:
         compute = getattr(self._task, "metrics", None)
         return {"loss": self._loss(params, batch, None)} if compute is None else compute(params, batch)
 
@@ -275,27 +290,27 @@ class JaxReplica(IdenticalReplica):
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
 
-def cast_floats(tree: Any, dtype: Any) -> Any:
+def cast_floats(tree: Tree, dtype: jnp.dtype) -> Tree:
     """Return a tree with its floating-point arrays in another type."""
 
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: jax.Array) -> jax.Array:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     return jax.tree.map(cast, tree)
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: object) -> dict[str, jax.Array]:
     """Return the leaves of a tree by their path: ``layers.0.kernel``."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
-def blobs_of(tree: Any) -> dict[str, ArrayBlob]:
+def blobs_of(tree: object) -> dict[str, ArrayBlob]:
     """Return copies of a tree's arrays as bytes, by path."""
     return {name: to_blob(np.array(leaf)) for name, leaf in named_leaves(tree).items()}
 
 
-def filled(tree: Any, blobs: Mapping[str, ArrayBlob], what: str) -> Any:
+def filled(tree: Tree, blobs: Mapping[str, ArrayBlob], what: str) -> Tree:
     """Return a tree of the same shape with the arrays of a checkpoint.
 
     Raises:

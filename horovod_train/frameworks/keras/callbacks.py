@@ -11,6 +11,9 @@ from horovod_train.config.schema import LearningRate
 from horovod_train.frameworks import arrays, variables
 from horovod_train.lr.policy import LearningRatePolicy
 
+Logs = dict[str, Any]
+"""Metrics by name, which callbacks may replace."""
+
 
 class BroadcastState(keras.callbacks.Callback):
     """Gives every rank rank 0's weights and optimizer state when training begins.
@@ -23,7 +26,7 @@ class BroadcastState(keras.callbacks.Callback):
         super().__init__()
         self._world = world
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Take over rank 0's state."""
         broadcast(self.model, self._world)
 
@@ -56,14 +59,14 @@ class ExactMetrics(keras.callbacks.Callback):
         super().__init__()
         self._world = world
 
-    def on_test_end(self, logs: Any = None) -> None:
+    def on_test_end(self, logs: Logs | None = None) -> None:
         """Replace the results of an evaluation."""
         if logs is not None:
             logs.update(exact_metrics(self.model, self._world))
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Replace the results of an epoch's training."""
-        mine = {name: float(value) for name, value in (logs or {}).items() if not name.startswith("val_")}
+        mine = {name: float(value) for name, value in logs.items() if not name.startswith("val_")}
         if mine:
             means = mean_over_ranks(self._world, {name: (value, 1) for name, value in mine.items()})
             logs.update(means)
@@ -100,16 +103,16 @@ class ScaledLearningRate(keras.callbacks.Callback):
         self._epoch = 0
         self._lr: float | None = None
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Learn how large a step is."""
         global_batch_size = self._batch_size_per_rank * self._num_micro_steps() * self._world.size
         self._policy = LearningRatePolicy(self._section, global_batch_size, self._epochs)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Note the epoch."""
         self._epoch = epoch
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Set the rate of the step that begins."""
         num_micro_steps = self._num_micro_steps()
         if batch % num_micro_steps == 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import keras
 
@@ -23,15 +23,15 @@ class Exchange(Protocol):
 
     seconds: float
 
-    def sum(self, tensors: Sequence[Any], name: str = "gradients") -> list[Any]:
+    def sum(self, tensors: Sequence[keras.KerasTensor], name: str = "gradients") -> list[keras.KerasTensor]:
         """Return the elementwise sums; every rank calls it in the same order."""
         ...
 
-    def mean(self, tensors: Sequence[Any]) -> list[Any]:
+    def mean(self, tensors: Sequence[keras.KerasTensor]) -> list[keras.KerasTensor]:
         """Return the elementwise means; every rank calls it in the same order."""
         ...
 
-    def bytes_on_wire(self, tensors: Sequence[Any]) -> int:
+    def bytes_on_wire(self, tensors: Sequence[keras.KerasTensor]) -> int:
         """Return how many bytes a rank gives away when such tensors are summed."""
         ...
 

@@ -8,7 +8,6 @@ samples reads one that weighs nothing. Full steps have no weights at all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -18,8 +17,8 @@ from horovod_train.frameworks.reader import batch_length
 
 
 def feed(
-    steps: Iterable[PlannedStep], spare: Any, *, accumulation_steps: int, world_size: int
-) -> Iterator[tuple[Any, ...]]:
+    steps: Iterable[PlannedStep], spare: tuple[object, ...], *, accumulation_steps: int, world_size: int
+) -> Iterator[tuple[object, ...]]:
     """Yield (inputs, labels, weights) for each micro-step.
 
     The gradient that Keras applies is the mean over ranks and micro-steps; a micro-batch of a share
@@ -36,7 +35,7 @@ def feed(
             yield weighted(batch, share * world_size * accumulation_steps)
 
 
-def weighted(batch: Any, weight: float) -> tuple[Any, ...]:
+def weighted(batch: tuple[object, ...], weight: float) -> tuple[object, ...]:
     """Return a batch with a weight for each sample, times those that it has already."""
     inputs, labels, own = (*batch, None)[:3]
     # Always there: a stream must not change its shape.
@@ -44,7 +43,7 @@ def weighted(batch: Any, weight: float) -> tuple[Any, ...]:
     return inputs, labels, weights if own is None else weights * np.asarray(own, np.float32)
 
 
-def as_keras_reads(batches: Iterator[tuple[Any, ...]]) -> Any:
+def as_keras_reads(batches: Iterator[tuple[object, ...]]) -> object:
     """Return a stream of at least one batch in the form that the back end reads best."""
     if keras.backend.backend() != "tensorflow":
         return batches

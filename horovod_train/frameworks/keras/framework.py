@@ -19,7 +19,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
-from horovod_train.frameworks.keras.callbacks import set_learning_rate
+from horovod_train.frameworks.keras.callbacks import Logs, set_learning_rate
 from horovod_train.frameworks.keras.exchange import Exchange, communicator_class
 from horovod_train.frameworks.keras.feed import as_keras_reads, feed
 from horovod_train.frameworks.keras.optimizer import distribute, exchange_of
@@ -123,12 +123,12 @@ class KerasFramework:
             settings["gradient_accumulation_steps"] = job.train.accumulation_steps
         return factory(**settings)
 
-    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of Python's, NumPy's and the model's generators."""
         take_back_state(self.model)
         return rng_state({"model": [v.numpy() for v in self._seeds], "torch": torch_generators()})
 
-    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
         """Take over the state of all random generators."""
         own = load_rng_state(tree, arrays)
         for variable, value in zip(self._seeds, own["model"], strict=True):
@@ -167,7 +167,7 @@ class _Moments(keras.callbacks.Callback):
         self._lr: float | None = None
         self._generators = torch_generators()
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs) -> None:
         """Set the learning rate of the step that begins."""
         if batch == 0:
             # ``fit`` draws numbers of its own when it begins; an epoch that is resumed begins twice.
@@ -179,7 +179,7 @@ class _Moments(keras.callbacks.Callback):
             self._lr = self._bridge.lr
             set_learning_rate(self.model, self._lr)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Tell about a step that is complete."""
         number, place = divmod(batch, self._accumulation_steps)
         step = self._steps[number]
@@ -205,7 +205,7 @@ class _Moments(keras.callbacks.Callback):
         self._bridge.after_step(step, outcome, self._lr)
         self._clock = StepClock()
 
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Evaluate, and let callbacks behind this one see exact metrics."""
         mine = {name: (float(value), 1) for name, value in logs.items()}
         logs.update(mean_over_ranks(self._world, mine))
@@ -252,12 +252,12 @@ class _OneTraining(keras.callbacks.Callback):
         super().set_model(model)
         self._inner.set_model(model)
 
-    def set_params(self, params: Any) -> None:
+    def set_params(self, params: object) -> None:
         """Pass the parameters on."""
         super().set_params(params)
         self._inner.set_params(params)
 
-    def on_train_begin(self, logs: Any = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Pass the first beginning on."""
         if not self._has_begun:
             self._has_begun = True
@@ -269,7 +269,7 @@ class _OneTraining(keras.callbacks.Callback):
             self._inner.on_train_end({})
 
 
-def check_reduction(loss: Any) -> None:
+def check_reduction(loss: object) -> None:
     """Refuse losses whose mean over ranks is not the loss of the joint batch.
 
     Raises:

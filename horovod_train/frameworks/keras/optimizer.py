@@ -8,7 +8,6 @@ accumulation and before clipping.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import keras
 
@@ -82,10 +81,10 @@ class _Distributed:
 class _AppliesTheMean(_Distributed):
     """Replaces gradients by their mean over ranks, before they are clipped."""
 
-    def _clip_gradients(self, grads: Sequence[Any]) -> Any:
+    def _clip_gradients(self, grads: Sequence[keras.KerasTensor]) -> Sequence[keras.KerasTensor]:
         return super()._clip_gradients(self._mean_of_ranks(grads))  # type: ignore[misc]
 
-    def _mean_of_ranks(self, grads: Sequence[Any]) -> list[Any]:
+    def _mean_of_ranks(self, grads: Sequence[keras.KerasTensor]) -> list[keras.KerasTensor]:
         world, exchange = self._horovod
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
         if world.size == 1:
@@ -94,7 +93,9 @@ class _AppliesTheMean(_Distributed):
         if not steps or keras.backend.backend() != "jax":
             return exchange.mean(grads)
         is_last = (self._iterations + 1) % steps == 0  # type: ignore[attr-defined]
-        result: list[Any] = keras.ops.cond(is_last, lambda: exchange.mean(grads), lambda: list(grads))
+        result: list[keras.KerasTensor] = keras.ops.cond(
+            is_last, lambda: exchange.mean(grads), lambda: list(grads)
+        )
         return result
 
     def _backend_reset_gradient_accumulators(self) -> None:
@@ -105,7 +106,7 @@ class _AppliesTheMean(_Distributed):
                 if total is not None:
                     total.value.zero_()
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         # What LossScaleOptimizer does first of all to the optimizer inside of it.
         if name == "loss_scale_factor" and value is None and self._horovod[0].size > 1:
             _refuse_foreign_scale()
@@ -115,7 +116,7 @@ class _AppliesTheMean(_Distributed):
 class _AgreesOnOverflow(_Distributed):
     """Skips a step on all ranks when a gradient of any of them is not finite."""
 
-    def check_finite(self, grads: Sequence[Any]) -> Any:
+    def check_finite(self, grads: Sequence[keras.KerasTensor]) -> Sequence[keras.KerasTensor]:
         world, exchange = self._horovod
         mine = super().check_finite(grads)  # type: ignore[misc]
         if world.size == 1:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any
 
 import keras
 import numpy as np
@@ -38,7 +37,7 @@ class KerasReplica(IdenticalReplica):
         """Keras makes steps itself."""
         raise NotImplementedError
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[Sequence[object]]) -> dict[str, tuple[float, int]]:
         """Return the metrics over the batches of all ranks, on rank 0; others return nothing.
 
         What metrics have counted is summed over ranks, so any Keras metric is exact: the result
@@ -51,8 +50,8 @@ class KerasReplica(IdenticalReplica):
             with warnings.catch_warnings():
                 # Keras cannot know that a stream ends where it should.
                 warnings.filterwarnings("ignore", message=".*ran out of data")
-                batches = (tuple(batch) for batch in chain([first], found))
-                self.model.evaluate(as_keras_reads(batches), verbose=0)
+                stream = (tuple(batch) for batch in chain([first], found))
+                self.model.evaluate(as_keras_reads(stream), verbose=0)
         metrics = exact_metrics(self.model, self._world)
         return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
 

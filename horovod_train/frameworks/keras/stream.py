@@ -16,10 +16,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from horovod_train.frameworks.arrays import Array
+
 NUM_LOOKED_AT = 2  # batches by which sizes that vary are known, as in Keras
 
 
-def as_dataset(batches: Iterator[tuple[Any, ...]]) -> tf.data.Dataset:
+def as_dataset(batches: Iterator[tuple[object, ...]]) -> tf.data.Dataset:
     """Return a dataset that reads each batch when it is asked for it.
 
     Args:
@@ -31,7 +33,7 @@ def as_dataset(batches: Iterator[tuple[Any, ...]]) -> tf.data.Dataset:
     flat_specs = keras.tree.flatten(specs)
     source = chain(first, batches)
 
-    def next_batch() -> list[Any]:
+    def next_batch() -> list[Array | np.bool_]:
         batch = next(source, None)
         is_there = batch is not None
         return [np.bool_(is_there), *map(np.asarray, keras.tree.flatten(batch if is_there else first[0]))]

@@ -45,7 +45,7 @@ class LightningReplica(TorchReplica):
         self.metrics: dict[str, float] | None = None
         self.evaluate_now: Callable[[], dict[str, float]] = dict
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
         """Return what ``validation_step`` has logged, over all ranks, on rank 0; others return nothing.
 
         At the end of an epoch ``Trainer`` has evaluated already; without that, it does so now.
@@ -109,7 +109,7 @@ class LightningFramework:
         if not bridge.is_done:
             strategy = self._strategy()
             source = _Source(bridge, self._train_reader, self._job.train.accumulation_steps)
-            own: list[Any] = getattr(self._task, "callbacks", list)()
+            own: list[lightning.Callback] = getattr(self._task, "callbacks", list)()
             trainer = self._trainer(
                 strategy=strategy,
                 max_epochs=-1,
@@ -124,11 +124,11 @@ class LightningFramework:
             trainer.fit(self._replica.model, source, self._eval_batches() if has_eval else None)
         bridge.end()
 
-    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of all random generators."""
         return state.rng_state()
 
-    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
         """Take over the state of all random generators."""
         state.load_rng_state(tree, arrays)
 
@@ -152,7 +152,7 @@ class LightningFramework:
             case _:
                 return Precision()
 
-    def _trainer(self, **settings: Any) -> lightning.Trainer:
+    def _trainer(self, **settings: object) -> lightning.Trainer:
         """Return a trainer that leaves to this package what this package does."""
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         warnings.filterwarnings("ignore", message=".*LeafSpec")  # Lightning's own use of PyTorch
@@ -191,12 +191,12 @@ class _Batches:
     """Batches that can be counted and read again."""
 
     length: int
-    read: Callable[[], Iterator[Any]]
+    read: Callable[[], Iterator[object]]
 
     def __len__(self) -> int:
         return self.length
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self.read()
 
 
@@ -222,7 +222,7 @@ class _Source:
         self._plan()
         return len(self.steps) * self.accumulation_steps
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         self._plan()
         for step in self.steps:
             for _, batch in step.padded(self.accumulation_steps, self._reader.first):
@@ -249,12 +249,12 @@ class _Moments(lightning.Callback):
         self._local_loss = 0.0
         self._norm: float | None = None
 
-    def on_train_epoch_start(self, trainer: lightning.Trainer, module: Any) -> None:
+    def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Let the epoch end with an evaluation when one is due."""
         trainer.check_val_every_n_epoch = 1 if self._bridge.evaluates_next else 2**60
 
     def on_train_batch_start(
-        self, trainer: lightning.Trainer, module: Any, batch: Any, batch_idx: int
+        self, trainer: lightning.Trainer, module: lightning.LightningModule, batch: object, batch_idx: int
     ) -> None:
         """Set the learning rate of a step, and the weight of a micro-batch."""
         self._clock.lap("data")
@@ -265,16 +265,20 @@ class _Moments(lightning.Callback):
         # Lightning divides by the number of micro-batches: their shares add up without that.
         self._strategy.share = self._source.share_of(batch_idx) * self._source.accumulation_steps
 
-    def on_before_backward(self, trainer: lightning.Trainer, module: Any, loss: torch.Tensor) -> None:
+    def on_before_backward(
+        self, trainer: lightning.Trainer, module: lightning.LightningModule, loss: torch.Tensor
+    ) -> None:
         """Note the end of the forward pass."""
         self._local_loss += float(loss.detach()) * self._strategy.share
         self._clock.lap("forward")
 
-    def on_after_backward(self, trainer: lightning.Trainer, module: Any) -> None:
+    def on_after_backward(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Note the end of the backward pass; what follows is waiting for other ranks."""
         self._clock.lap("backward")
 
-    def on_before_optimizer_step(self, trainer: lightning.Trainer, module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: lightning.Trainer, module: lightning.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         """Note that all gradients are there; they are not clipped yet."""
         self._clock.lap("allreduce_wait")
         assert self._strategy.gradients is not None
@@ -282,7 +286,12 @@ class _Moments(lightning.Callback):
         self._norm = float(get_total_norm(gradients)) if self._bridge.wants_norm else None
 
     def on_train_batch_end(
-        self, trainer: lightning.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: lightning.Trainer,
+        module: lightning.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         """Tell about a step that is complete."""
         self._clock.lap("optimizer")
@@ -303,16 +312,16 @@ class _Moments(lightning.Callback):
         self._clock, self._local_loss = StepClock(), 0.0
         self._bridge.after_step(self._source.steps[number], outcome, self._lr)
 
-    def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
+    def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Evaluate the same statistics on all ranks."""
         self._replica.sync_buffers()
 
-    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
+    def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Keep what was logged."""
         found = trainer._logger_connector.metrics["callback"]  # noqa: SLF001  (has no other name)
         self._replica.metrics = {name: float(value) for name, value in found.items()}
 
-    def on_train_epoch_end(self, trainer: lightning.Trainer, module: Any) -> None:
+    def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Tell about the end of an epoch."""
         if self._bridge.is_epoch_complete:
             self._bridge.after_epoch()
@@ -325,7 +334,7 @@ def log_exactly(module: lightning.LightningModule) -> None:
     """Let what ``validation_step`` logs be the mean over all samples of all ranks."""
     plain = module.log
 
-    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def log(name: str, value: object, *args: object, **kwargs: object) -> None:
         if module.trainer.validating:
             kwargs["sync_dist"] = True
         plain(name, value, *args, **kwargs)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import lightning
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -111,11 +114,11 @@ class HorovodStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        accelerator: Any = None,
-        parallel_devices: Any = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Any = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
         *,
         scale_learning_rate: Literal["linear", "sqrt", "none"] = "none",
         bucket_size_mib: float = 8.0,
@@ -163,7 +166,7 @@ class HorovodStrategy(ParallelStrategy):
         assert self.model is not None
         self.model.to(self.root_device)
 
-    def setup(self, trainer: Any) -> None:
+    def setup(self, trainer: lightning.Trainer) -> None:
         """Take over rank 0's weights; make what sums gradients."""
         super().setup(trainer)
         assert self.model is not None
@@ -192,7 +195,13 @@ class HorovodStrategy(ParallelStrategy):
 
     # -- gradients
 
-    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(
+        self,
+        closure_loss: torch.Tensor,
+        optimizer: torch.optim.Optimizer | None,
+        *args: object,
+        **kwargs: object,
+    ) -> torch.Tensor:
         """Run backward for this rank's share of the loss."""
         if self.gradients is None:
             return super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -222,7 +231,13 @@ class HorovodStrategy(ParallelStrategy):
         finally:
             self._is_blocked = False
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], object],
+        model: object = None,
+        **kwargs: object,
+    ) -> object:
         """Step; with manual optimization, sum the optimizer's gradients first."""
         if self.world.size > 1 and not self._is_automatic:
             self._average_gradients_of(optimizer)
@@ -244,7 +259,7 @@ class HorovodStrategy(ParallelStrategy):
 
     # -- what ranks tell each other
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+    def reduce(self, tensor: Any, group: object = None, reduce_op: Any = "mean") -> Any:
         """Return a tensor's mean, sum, smallest or largest value over ranks; others are returned as is."""
         if self.world.size == 1 or not isinstance(tensor, torch.Tensor):
             return tensor
@@ -261,7 +276,9 @@ class HorovodStrategy(ParallelStrategy):
         )
         return total.to(tensor.dtype) if tensor.is_floating_point() else total
 
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+    def all_gather(
+        self, tensor: torch.Tensor, group: object = None, sync_grads: bool = False
+    ) -> torch.Tensor:
         """Return the tensors of all ranks, shape [ranks, ...]."""
         if self.world.size == 1:
             return tensor.unsqueeze(0)
@@ -306,7 +323,7 @@ class HorovodStrategy(ParallelStrategy):
                 module.dist_sync_fn = self._gather_tensors
                 module.distributed_available_fn = lambda: True
 
-    def _gather_tensors(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    def _gather_tensors(self, tensor: torch.Tensor, group: object = None) -> list[torch.Tensor]:
         """Return the tensor of each rank; first dimensions may differ."""
         tree, arrays = pack_tensors({"value": tensor}, None)
         pieces = self.world.allgather(dump_state(tree, arrays))
@@ -314,12 +331,16 @@ class HorovodStrategy(ParallelStrategy):
 
     # -- checkpoints
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, object], filepath: str | os.PathLike[str], storage_options: object = None
+    ) -> None:
         """Write a checkpoint, on rank 0; note how rates were scaled."""
         checkpoint[FACTOR] = self.lr_factor
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, object]:
         """Read a checkpoint; rates that were scaled for another number of ranks are made right."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         ratio = self.lr_factor / checkpoint.get(FACTOR, self.lr_factor)

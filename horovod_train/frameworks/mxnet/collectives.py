@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mxnet as mx
 import numpy as np
@@ -48,7 +47,7 @@ class Exchange:
     world: Communicator
     bucket_size_bytes: int = 8 * 2**20
 
-    def sum(self, arrays: Sequence[Any]) -> None:
+    def sum(self, arrays: Sequence[mx.nd.NDArray]) -> None:
         """Replace arrays by their sums; returns before they are there, as everything in MXNet does.
 
         Every rank calls it with arrays of the same shapes in the same order.
@@ -73,12 +72,12 @@ class Exchange:
                 at += array.size
 
 
-def size_bytes(array: Any) -> int:
+def size_bytes(array: mx.nd.NDArray) -> int:
     """Return the size of an array in bytes."""
     return int(array.size * np.dtype(array.dtype).itemsize)
 
 
-def to_arrays(batch: Any, context: Any) -> Any:
+def to_arrays(batch: object, context: mx.Context) -> object:
     """Return a batch with MXNet's arrays in place of NumPy's."""
     if isinstance(batch, np.ndarray):
         return mx.nd.array(batch, ctx=context, dtype=batch.dtype)

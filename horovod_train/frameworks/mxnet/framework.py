@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import mxnet as mx
 import numpy as np
@@ -61,11 +60,11 @@ class MxnetFramework:
         )
         return replica, train_reader, read(eval_data()) if eval_data else None
 
-    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of Python's and NumPy's generators, and the seeds of steps."""
         return rng_state({"mxnet": list(self._seeds.state)})
 
-    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
         """Take over the state of all random generators."""
         seed, number = load_rng_state(tree, arrays)["mxnet"]
         self._seeds.state = (seed, number)
@@ -78,7 +77,7 @@ class MxnetFramework:
         self._seeds.state = (mixed % 2**31, 0)
 
 
-def choose_context(job: Job, world: Communicator) -> Any:
+def choose_context(job: Job, world: Communicator) -> mx.Context:
     """Return the rank's own GPU, or the CPU.
 
     Raises:

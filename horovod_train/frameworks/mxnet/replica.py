@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import mxnet as mx
 import numpy as np
+from mxnet import gluon
 
 from horovod_train.checkpoint.arrays import ReplicaState
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
@@ -56,16 +56,16 @@ class MxnetReplica(IdenticalReplica):
     def __init__(
         self,
         *,
-        model: Any,
-        optimizer: Any,
+        model: gluon.Block,
+        optimizer: mx.optimizer.Optimizer,
         world: Communicator,
         job: Job,
         task: MxnetTask,
-        context: Any,
+        context: mx.Context,
         seeds: Seeds,
     ) -> None:
         self.model = model
-        self._params: dict[str, Any] = dict(model._collect_params_with_prefix())  # noqa: SLF001  (as save_parameters)
+        self._params: dict[str, gluon.Parameter] = dict(model._collect_params_with_prefix())  # noqa: SLF001  (as save_parameters)
         self._trained = {name: p for name, p in self._params.items() if p.grad_req != "null"}
         if not self._trained:
             raise UserError("the model trains nothing", hint="does any parameter have grad_req 'write'?")
@@ -119,7 +119,7 @@ class MxnetReplica(IdenticalReplica):
             clock=clock,
         )
 
-    def _summed(self, values: list[Any]) -> float:
+    def _summed(self, values: list[mx.nd.NDArray]) -> float:
         """Sum gradients over ranks in place, and wait; return the loss, which travels along."""
 
         def exchange() -> float:
@@ -133,7 +133,7 @@ class MxnetReplica(IdenticalReplica):
         return world.call(exchange, "the gradients of a step", self._bytes_per_step)
 
     def _finish(
-        self, gradients: list[Any], loss: float, lr: float, *, want_norm: bool
+        self, gradients: list[mx.nd.NDArray], loss: float, lr: float, *, want_norm: bool
     ) -> tuple[float | None, bool]:
         """Clip and update. Return the gradient norm, when taken, and whether all was finite."""
         norm = None
@@ -151,14 +151,14 @@ class MxnetReplica(IdenticalReplica):
         mx.nd.waitall()
         return norm, True
 
-    def _copied_statistics(self) -> list[tuple[Any, Any]]:
+    def _copied_statistics(self) -> list[tuple[mx.nd.NDArray, mx.nd.NDArray]]:
         if not self._guard_gradients:
             return []
         return [(p, p.data().copy()) for name, p in self._params.items() if name not in self._trained]
 
     # -- everything else
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
         compute = getattr(self._task, "metrics", None)

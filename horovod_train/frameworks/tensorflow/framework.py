@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import keras
 import numpy as np
@@ -33,7 +32,7 @@ class TensorflowFramework:
     """TensorFlow, for one job in one process."""
 
     def __init__(self) -> None:
-        self._seeds: list[Any] = []
+        self._seeds: list[tf.Variable] = []
 
     def connect(self, job: Job) -> Communicator:
         """Join the ranks this process was started with; a world of one when there are none."""
@@ -77,12 +76,12 @@ class TensorflowFramework:
         )
         return replica, train_reader, read(eval_data()) if eval_data else None
 
-    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of Python's, NumPy's, TensorFlow's and the model's generators."""
         state = tf.random.get_global_generator().state.numpy()
         return rng_state({"tensorflow": state, "model": [v.numpy() for v in self._seeds]})
 
-    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
         """Take over the state of all random generators."""
         own = load_rng_state(tree, arrays)
         tf.random.get_global_generator().state.assign(own["tensorflow"])

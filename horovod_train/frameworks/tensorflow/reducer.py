@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import tensorflow as tf
 
@@ -37,7 +36,7 @@ class Exchange:
     wire_dtype: tf.DType = tf.float32
     seconds: float = field(default=0.0, init=False)
 
-    def sum(self, tensors: Sequence[Any], name: str = "gradients") -> list[tf.Tensor]:
+    def sum(self, tensors: Sequence[tf.Tensor], name: str = "gradients") -> list[tf.Tensor]:
         """Return the elementwise sums over ranks, in the types and shapes of the tensors.
 
         Every rank calls it with tensors of the same shapes in the same order; in a graph or outside.
@@ -73,11 +72,11 @@ class Exchange:
                 sums[place] = tf.cast(tf.reshape(piece, arrays[place].shape), arrays[place].dtype)
         return [sums[place] for place in range(len(arrays))]
 
-    def mean(self, tensors: Sequence[Any]) -> list[tf.Tensor]:
+    def mean(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Return the elementwise means over ranks; otherwise as ``sum``."""
         return [total / self.world.size for total in self.sum(tensors)]
 
-    def bytes_on_wire(self, tensors: Sequence[Any]) -> int:
+    def bytes_on_wire(self, tensors: Sequence[tf.Tensor]) -> int:
         """Return how many bytes a rank gives away when such tensors are summed."""
         if self.world.size == 1:
             return 0

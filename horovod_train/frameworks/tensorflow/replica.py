@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -33,6 +33,8 @@ from horovod_train.frameworks.task import check_is_one_number
 from horovod_train.frameworks.tensorflow.reducer import Exchange
 from horovod_train.frameworks.tensorflow.task import TensorflowTask
 
+Out = TypeVar("Out")
+
 WIRE_DTYPES = {"fp32": tf.float32, "fp16": tf.float16}
 
 
@@ -51,7 +53,13 @@ class TensorflowReplica(IdenticalReplica):
     """
 
     def __init__(
-        self, *, model: Any, optimizer: keras.Optimizer, world: Communicator, job: Job, task: TensorflowTask
+        self,
+        *,
+        model: keras.Model,
+        optimizer: keras.Optimizer,
+        world: Communicator,
+        job: Job,
+        task: TensorflowTask,
     ) -> None:
         self.task = task
         self.model = model
@@ -73,7 +81,7 @@ class TensorflowReplica(IdenticalReplica):
         self._tensors = [tf_variable(v) for v in self._trained]
         self._bytes_per_step = self._sums.bytes_on_wire(self._tensors)
         self._statistics = variables.running_statistics(list(all_layers(model)))
-        self._statistics_before: list[Any] = []
+        self._statistics_before: list[tf.Tensor] = []
         self._accumulated = [
             tf.Variable(tf.zeros_like(t), trainable=False)
             for t in (self._tensors if job.train.accumulation_steps > 1 else [])
@@ -96,7 +104,8 @@ class TensorflowReplica(IdenticalReplica):
         local_loss = 0.0
         scale = tf.constant(self.scale.scale)
         looks = tf.constant(want_norm)
-        gradients, told = [], None
+        gradients: list[tf.Tensor] = []
+        told: tf.Tensor = None
         for place, (micro_batch, batch) in enumerate(step):
             clock.lap("data")
             weight = tf.constant(micro_batch.share)
@@ -124,7 +133,9 @@ class TensorflowReplica(IdenticalReplica):
             clock=clock,
         )
 
-    def _gradients(self, batch: Any, share: tf.Tensor, scale: tf.Tensor) -> tuple[list[Any], tf.Tensor]:
+    def _gradients(
+        self, batch: object, share: tf.Tensor, scale: tf.Tensor
+    ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Return the gradient of share x loss (None where a variable is not used), and share x loss."""
         with tf.GradientTape() as tape:
             loss = self.task.loss(self.model, batch, training=True)
@@ -135,7 +146,7 @@ class TensorflowReplica(IdenticalReplica):
         gradients = tape.gradient(scaled, self._tensors)
         return [None if g is None else tf.convert_to_tensor(g) for g in gradients], tf.stop_gradient(weighted)
 
-    def _add_gradients(self, batch: Any, share: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
+    def _add_gradients(self, batch: object, share: tf.Tensor, scale: tf.Tensor) -> tf.Tensor:
         gradients, loss = self._gradients(batch, share, scale)
         for total, gradient in zip(self._accumulated, gradients, strict=True):
             if gradient is not None:
@@ -143,7 +154,7 @@ class TensorflowReplica(IdenticalReplica):
         return loss
 
     def _exchange_and_update(
-        self, batch: Any, share: tf.Tensor, scale: tf.Tensor, loss_before: tf.Tensor, looks: tf.Tensor
+        self, batch: object, share: tf.Tensor, scale: tf.Tensor, loss_before: tf.Tensor, looks: tf.Tensor
     ) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Make the last micro-step, sum over ranks, and update if this rank uses every variable.
 
@@ -223,7 +234,7 @@ class TensorflowReplica(IdenticalReplica):
                 variable.assign(before)
         return is_finite
 
-    def _with_loss(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    def _with_loss(self, work: Callable[..., Out], *arguments: object) -> Out:
         """Call what takes the task's loss; one of the wrong shape is told as that.
 
         Raises:
@@ -235,7 +246,7 @@ class TensorflowReplica(IdenticalReplica):
             check_is_one_number(self._loss_shape)
             raise
 
-    def _call(self, exchange: Callable[..., Any], *arguments: Any) -> Any:
+    def _call(self, exchange: Callable[..., Out], *arguments: object) -> Out:
         world = self._world
         return (
             world.call(lambda: exchange(*arguments), "the gradients of a step", self._bytes_per_step)
@@ -245,7 +256,7 @@ class TensorflowReplica(IdenticalReplica):
 
     # -- everything else
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
         for batch in batches:
@@ -253,7 +264,7 @@ class TensorflowReplica(IdenticalReplica):
                 add_metric(sums, name, value.numpy(), batch_length(batch))
         return sums
 
-    def _compute_metrics(self, batch: Any) -> dict[str, tf.Tensor]:
+    def _compute_metrics(self, batch: object) -> dict[str, tf.Tensor]:
         compute = getattr(self.task, "metrics", None)
         if compute is None:
             return {"loss": tf.convert_to_tensor(self.task.loss(self.model, batch, training=False))}
@@ -321,17 +332,17 @@ class TensorflowReplica(IdenticalReplica):
         return int(sum(tensor.shape.num_elements() for tensor in self._tensors))
 
 
-def report(local_loss: Any, loss: Any, norm: Any, num_users: tf.Tensor) -> tf.Tensor:
+def report(local_loss: tf.Tensor, loss: tf.Tensor, norm: tf.Tensor, num_users: tf.Tensor) -> tf.Tensor:
     """Return what Python needs to know of a step as one tensor: one transfer."""
     return tf.concat([[local_loss], [loss], [norm], num_users], 0)
 
 
-def tf_variable(variable: Any) -> tf.Variable:
+def tf_variable(variable: keras.Variable) -> tf.Variable:
     """Return TensorFlow's variable inside of a Keras variable."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def all_layers(model: Any) -> Iterator[Any]:
+def all_layers(model: keras.Model) -> Iterator[keras.Layer]:
     """Yield every layer of a Keras model, or every module of a module."""
     if isinstance(model, keras.Layer):
         yield from model._flatten_layers()  # noqa: SLF001  (Keras has no public way to all layers)

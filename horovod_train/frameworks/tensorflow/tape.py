@@ -12,7 +12,7 @@ Make the tape's gradients the mean over ranks, inside of ``tf.function`` or not:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import tensorflow as tf
 
@@ -22,6 +22,12 @@ from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.tensorflow.collectives import TensorflowCommunicator
 from horovod_train.frameworks.tensorflow.reducer import Exchange
+
+if TYPE_CHECKING:
+    import keras
+
+Sources = TypeVar("Sources")
+"""Variables in any nest."""
 
 
 def init() -> Communicator:
@@ -55,7 +61,9 @@ class DistributedGradientTape:
         wire = tf.float16 if wire_dtype == "fp16" else tf.float32
         self._exchange = Exchange(world, int(bucket_size_mib * 2**20), wire)
 
-    def gradient(self, target: Any, sources: Any, output_gradients: Any = None) -> Any:
+    def gradient(
+        self, target: tf.Tensor, sources: Sources, output_gradients: tf.Tensor | None = None
+    ) -> Sources:
         """Return the mean over ranks of the gradient; None where no rank's target depends on a source.
 
         Args:
@@ -71,7 +79,7 @@ class DistributedGradientTape:
         return tf.nest.pack_sequence_as(found, [None if g is None else next(means) for g in flat])
 
 
-def broadcast(world: Communicator, variables: Iterable[Any]) -> None:
+def broadcast(world: Communicator, variables: Iterable[tf.Variable | keras.Variable]) -> None:
     """Give variables rank 0's values: call it before the first step.
 
     Raises:
@@ -85,5 +93,5 @@ def broadcast(world: Communicator, variables: Iterable[Any]) -> None:
         variable.assign(from_rank_0(world, variable.numpy()))
 
 
-def _is_keras(variable: Any) -> bool:
+def _is_keras(variable: object) -> bool:
     return type(variable).__module__.startswith("keras.")

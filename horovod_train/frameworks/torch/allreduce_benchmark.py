@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from horovod_train.events.types import AllreduceTime, BenchmarkDone, PairTime
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
 from horovod_train.horovod.environment import from_slurm
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
 
 SIZES_BYTES = tuple(4**power for power in range(5, 14))
 """1 KiB .. 64 MiB."""
@@ -63,14 +66,14 @@ def horovod_sum(world: Communicator) -> Callable[[int], None]:
     return add_up
 
 
-def mpi_communicator() -> Any:
+def mpi_communicator() -> Intracomm:
     """Return MPI's world; Horovod has started MPI already."""
     from mpi4py import MPI
 
     return MPI.COMM_WORLD
 
 
-def mpi_sum(communicator: Any) -> Callable[[int], None]:
+def mpi_sum(communicator: Intracomm) -> Callable[[int], None]:
     """Return what adds up so many bytes over ranks through mpi4py alone: the reference."""
     buffers = {
         size: (np.zeros(size // 4, np.float32), np.zeros(size // 4, np.float32)) for size in SIZES_BYTES
@@ -104,7 +107,7 @@ def timed(do: Callable[[], None]) -> float:
     return perf_counter() - started
 
 
-def exchange_in_pairs(world: Communicator, communicator: Any) -> list[PairTime]:
+def exchange_in_pairs(world: Communicator, communicator: Intracomm) -> list[PairTime]:
     """Return how long each pair of hosts needs to exchange one MiB: one after the other, others wait."""
     hosts: list[str] = allgather_json(world, world.host)
     leaders: Mapping[str, int] = {host: hosts.index(host) for host in dict.fromkeys(hosts)}

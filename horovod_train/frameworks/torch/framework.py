@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -73,11 +73,11 @@ class TorchFramework:
         eval_data = getattr(task, "eval_data", None)
         return replica, read(task.train_data()), read(eval_data()) if eval_data else None
 
-    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of all random generators."""
         return state.rng_state()
 
-    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
         """Take over the state of all random generators."""
         state.load_rng_state(tree, arrays)
 

@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from horovod_train.config.schema import Data
-from horovod_train.data.shard import MicroBatch
+from horovod_train.data.shard import MicroBatch, Order
 from horovod_train.errors import UserError
+from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.reader import (
     Fetch,
     TaskModule,
@@ -28,16 +29,16 @@ from horovod_train.frameworks.reader import (
 class _SeededFetches:
     """The dataset as loader processes see it: a fetch in, samples out."""
 
-    def __init__(self, task: TaskModule, dataset: Any) -> None:
+    def __init__(self, task: TaskModule, dataset: Dataset) -> None:
         self._task = task
         self._dataset = dataset
-        self._many: Callable[[Sequence[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+        self._many: Callable[[Sequence[int]], list[object]] | None = getattr(dataset, "__getitems__", None)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Arguments are rebuilt in this order: the task's module is there before its classes are wanted.
         return _SeededFetches, (self._task, self._dataset)
 
-    def __getitems__(self, fetch: Fetch) -> list[Any]:
+    def __getitems__(self, fetch: Fetch) -> list[object]:
         in_loader = torch.utils.data.get_worker_info() is not None
         saved = None if in_loader else torch.get_rng_state()
         # Not torch.manual_seed: that would seed every GPU's generator, too.
@@ -84,12 +85,12 @@ class TorchReader:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Dataset,
         data: Data,
         seed: int,
         device: torch.device,
         task: str | None = None,
-        collate: Callable[[list[Any]], Any] = default_collate,
+        collate: Callable[[list[object]], object] = default_collate,
     ) -> None:
         self._length = checked_length(dataset)
         self._seed = seed
@@ -117,13 +118,13 @@ class TorchReader:
         """Return the number of samples."""
         return self._length
 
-    def first(self) -> Any:
+    def first(self) -> object:
         """Return a batch of the first sample alone, on the replica's device."""
         (sample,) = self._loader.dataset.__getitems__(Fetch((0,), self._seed))  # type: ignore[attr-defined]
         collate = self._loader.collate_fn
         return to_device(collate([sample]), self._device)
 
-    def read(self, epoch: int, order: Any, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+    def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         """Yield the collated batch of each micro-batch, on the replica's device."""
         self._schedule.fetches = fetches(self._seed, epoch, order, micro_batches)
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -110,7 +109,7 @@ class TorchReplica:
         if self._guard_gradients:
             self._statistics_before = [buffer.clone() for buffer in self._statistics]
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the job's precision holds for a forward pass."""
         dtype = AUTOCAST_DTYPES.get(self._train.precision)
         return torch.autocast(self._device.type, dtype) if dtype else nullcontext()
@@ -191,7 +190,7 @@ class TorchReplica:
         return norm, not self.scaler.is_enabled() or self.scaler.get_scale() >= scale
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches."""
         self.forward_model.eval()
         compute = getattr(self.task, "metrics", self._loss_as_metric)
@@ -204,7 +203,7 @@ class TorchReplica:
                 add_metric(sums, name, numbers.numpy(), batch_length(batch))
         return sums
 
-    def _loss_as_metric(self, model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    def _loss_as_metric(self, model: torch.nn.Module, batch: object) -> dict[str, torch.Tensor]:
         assert self.task is not None
         return {"loss": self.task.loss(model, batch)}
 
@@ -308,7 +307,7 @@ class TorchReplica:
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
 
-def checked_loss(loss: Any) -> torch.Tensor:
+def checked_loss(loss: object) -> torch.Tensor:
     """Return a loss, shape [], if a gradient can be taken of it.
 
     Raises:
@@ -331,6 +330,6 @@ def checked_loss(loss: Any) -> torch.Tensor:
     return loss.reshape(())
 
 
-def _scaler_state(plain: Mapping[str, float]) -> dict[str, Any]:
+def _scaler_state(plain: Mapping[str, float]) -> dict[str, float]:
     integers = {"growth_interval", "_growth_tracker"}
     return {key: int(value) if key in integers else value for key, value in plain.items()}

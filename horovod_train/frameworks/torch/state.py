@@ -64,7 +64,7 @@ def blobs_of(
     return {name: to_blob(copied(tensor, cache, prefix + name)) for name, tensor in tensors.items()}
 
 
-def pack_tensors(tree: Any, cache: dict[str, torch.Tensor] | None) -> tuple[Any, dict[str, ArrayBlob]]:
+def pack_tensors(tree: object, cache: dict[str, torch.Tensor] | None) -> tuple[object, dict[str, ArrayBlob]]:
     """Split nested state into a JSON tree and the arrays it refers to."""
     plain, tensors = pack_tree(tree, lambda leaf: isinstance(leaf, torch.Tensor))
     return plain, blobs_of(tensors, cache, prefix="optimizer.")
@@ -75,7 +75,7 @@ def unpack_tensors(plain: Any, blobs: Mapping[str, ArrayBlob]) -> Any:
     return unpack_tree(plain, {key: from_blob(blob) for key, blob in blobs.items()})
 
 
-def rng_state() -> tuple[Any, dict[str, ArrayBlob]]:
+def rng_state() -> tuple[object, dict[str, ArrayBlob]]:
     """Return the state of Python's, NumPy's and PyTorch's generators."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return randomness.rng_state(
@@ -83,7 +83,7 @@ def rng_state() -> tuple[Any, dict[str, ArrayBlob]]:
     )
 
 
-def load_rng_state(tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+def load_rng_state(tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
     """Take over what ``rng_state`` returned."""
     own = randomness.load_rng_state(tree, arrays)
     torch.set_rng_state(torch.from_numpy(own["torch"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -67,7 +67,7 @@ class OptimizedParameters:
             )
 
 
-def check_same_trained(everyone: Sequence[tuple[str, list[list[Any]]]]) -> None:
+def check_same_trained(everyone: Sequence[tuple[str, list[list[str]]]]) -> None:
     """Refuse ranks that train different parameters.
 
     Args:

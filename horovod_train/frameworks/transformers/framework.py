@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.data.data_collator import default_data_collator
 
 from horovod_train.checkpoint.arrays import ArrayBlob
@@ -47,7 +55,7 @@ class TransformersReplica(TorchReplica):
         super().__init__(**arguments)
         self.evaluate_now: Callable[[], dict[str, float]] = dict
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
         """Return the metrics over all ranks' samples, on rank 0; others return nothing."""
         metrics = self.evaluate_now()
         return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
@@ -125,11 +133,11 @@ class TransformersFramework:
             trainer.train()
         bridge.end()
 
-    def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
+    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of all random generators."""
         return state.rng_state()
 
-    def load_rng_state(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
         """Take over the state of all random generators."""
         state.load_rng_state(tree, arrays)
 
@@ -220,7 +228,7 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
         self.loss_of_step, self.local_loss_of_step = float(loss), float(self.local_loss)
         return loss
 
-    def _clip_grad_norm(self, model: Any) -> Any:
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         # What it returns is the norm before clipping, of gradients that are unscaled now.
         norm = super()._clip_grad_norm(model)
         self.norm = float(norm)
@@ -245,7 +253,7 @@ class _Source:
         """Return the number of micro-batches of a whole epoch; the first after a resume has fewer."""
         return self._num_steps * self._accumulation_steps
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         self.steps, self.number = self._bridge.rest_of_epoch(), 0
         for step in self.steps:
             for _, batch in step.padded(self._accumulation_steps, self._reader.first):
@@ -265,20 +273,26 @@ class _Moments(TrainerCallback):
         self._bridge = bridge
         self._lr = 0.0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Set the learning rate of the step that begins."""
         self._lr = self._bridge.lr
         for group in kwargs["optimizer"].param_groups:
             group["lr"] = self._lr * group.get("lr_scale", 1.0)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Take the gradient norm, when clipping has not."""
         trainer = self._trainer
         if trainer.norm is None and self._bridge.wants_norm:
             assert trainer.gradients is not None
             trainer.norm = float(get_total_norm(trainer.gradients.gradients()))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Tell about a step that is complete."""
         trainer, source = self._trainer, self._trainer.source
         trainer.clock.lap("optimizer")
@@ -296,7 +310,9 @@ class _Moments(TrainerCallback):
         trainer.clock, trainer.norm = StepClock(), None
         self._bridge.after_step(step, outcome, self._lr)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Tell about the end of an epoch."""
         if self._bridge.is_epoch_complete:
             self._bridge.after_epoch()

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import copyreg
 import os
-from collections.abc import Generator, Iterator, MutableMapping
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
+from torch import nn
 from torch.utils.data import DataLoader, Subset
-from transformers import Trainer, TrainingArguments
+from transformers import DataCollator, Trainer, TrainerState, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 from horovod_train.checkpoint.arrays import dump_state, parse_state
@@ -27,11 +29,16 @@ from horovod_train.config.schema import Allreduce, Job
 from horovod_train.data.shard import StepShare, epoch_order, split_evenly, steps_of_epoch
 from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
+from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.reader import batch_length, checked_length
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
+
+Inputs = dict[str, torch.Tensor]
+ComputeMetrics = Callable[[EvalPrediction], Mapping[str, float]]
+Predictions = Any  # arrays in any nest, or None
 
 _world: Communicator | None = None
 
@@ -69,14 +76,14 @@ class HorovodTrainerMixin:
     process alone trains on the same global batches in the same order.
     """
 
-    args: Any
-    accelerator: Any
-    optimizer: Any
-    model: Any
-    state: Any
-    train_dataset: Any
-    data_collator: Any
-    compute_metrics: Any
+    args: TrainingArguments
+    accelerator: Accelerator
+    optimizer: torch.optim.Optimizer
+    model: nn.Module
+    state: TrainerState
+    train_dataset: Dataset
+    data_collator: DataCollator
+    compute_metrics: ComputeMetrics | None
 
     def __init__(
         self,
@@ -101,7 +108,7 @@ class HorovodTrainerMixin:
 
     # -- who reads what
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self) -> DataLoader[Any]:
         """Return this rank's part of every global batch."""
         batches = ShardedBatches(
             checked_length(self.train_dataset),
@@ -112,18 +119,20 @@ class HorovodTrainerMixin:
         )
         self._batches = batches
         return _EpochLoader(
-            self._remove_unused_columns_of(self.train_dataset),
+            self._remove_unused_columns_of(self.train_dataset),  # type: ignore[arg-type]
             batch_sampler=batches,
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
         )
 
-    def _remove_unused_columns_of(self, dataset: Any) -> Any:
+    def _remove_unused_columns_of(self, dataset: Dataset) -> Dataset:
         is_table = type(dataset).__module__.startswith("datasets.")
         return self._remove_unused_columns(dataset, description="training") if is_table else dataset  # type: ignore[attr-defined]
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Inputs], num_batches: int, device: torch.device
+    ) -> tuple[list[Inputs], torch.Tensor | None]:
         """Return the micro-batches of a step, and the number of items (tokens) in it over all ranks."""
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         if not samples:
@@ -151,14 +160,18 @@ class HorovodTrainerMixin:
 
     # -- gradients
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+    def compute_loss(
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, **kwargs: Any
+    ) -> Any:
         """Return the loss; in training this rank's part of the mean over the global batch."""
         found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
         if not model.training or return_outputs:
             return found
         return found * self._weights.pop(0)
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: nn.Module, inputs: Inputs, num_items_in_batch: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Make a forward and backward pass; after the last of a step, wait for the other ranks."""
         if self.gradients is None:
             self._prepare_ranks(model)
@@ -179,7 +192,7 @@ class HorovodTrainerMixin:
         """Wait for the sum over ranks; return the loss of the global batch."""
         return gradients.reduce(self.local_loss)
 
-    def _prepare_ranks(self, model: Any) -> None:
+    def _prepare_ranks(self, model: nn.Module) -> None:
         """Take over rank 0's weights; make what sums gradients."""
         ranks = with_tensors(self.world)
         for name, tensor in model.state_dict().items():
@@ -192,10 +205,10 @@ class HorovodTrainerMixin:
 
     def evaluation_loop(
         self,
-        dataloader: Any,
+        dataloader: DataLoader[Any],
         description: str,
         prediction_loss_only: bool | None = None,
-        ignore_keys: Any = None,
+        ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Evaluate this rank's part, and return the result over all samples of all ranks."""
@@ -216,10 +229,14 @@ class HorovodTrainerMixin:
                 mine = EvalLoopOutput(None, None, {}, 0)
         finally:
             self.compute_metrics = compute_metrics
-        return self._joined(mine, compute_metrics, metric_key_prefix, len(dataloader.dataset))
+        return self._joined(mine, compute_metrics, metric_key_prefix, checked_length(dataloader.dataset))  # type: ignore[arg-type]
 
     def prediction_step(
-        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+        self,
+        model: nn.Module,
+        inputs: Inputs,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
     ) -> Any:
         """Predict a batch; note its loss and length."""
         found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)  # type: ignore[misc]
@@ -230,11 +247,11 @@ class HorovodTrainerMixin:
         return found
 
     def _joined(
-        self, mine: EvalLoopOutput, compute_metrics: Any, prefix: str, num_samples: int
+        self, mine: EvalLoopOutput, compute_metrics: ComputeMetrics | None, prefix: str, num_samples: int
     ) -> EvalLoopOutput:
         predictions = self._join(mine.predictions)
         labels = self._join(mine.label_ids)
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, float] = {}
         if compute_metrics is not None and predictions is not None and labels is not None:
             found = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
             metrics = {
@@ -246,7 +263,7 @@ class HorovodTrainerMixin:
             metrics[f"{prefix}_loss"] = total / samples
         return EvalLoopOutput(predictions, labels, metrics, num_samples)
 
-    def _join(self, mine: Any) -> Any:
+    def _join(self, mine: object) -> Predictions:
         """Return the arrays of all ranks, in the order of samples."""
         tree, found = pack_tree({"value": mine}, lambda leaf: isinstance(leaf, np.ndarray))
         data = dump_state(tree, {name: arrays.to_blob(array) for name, array in found.items()})
@@ -262,7 +279,7 @@ class HorovodTrainerMixin:
 
     # -- files
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(self, *args: object, **kwargs: object) -> None:
         super()._save_checkpoint(*args, **kwargs)  # type: ignore[misc]
         barrier(self.world)
 
@@ -340,7 +357,7 @@ def see_all_ranks(args: TrainingArguments, world: Communicator) -> None:
         raise UserError("DeepSpeed and FSDP need ranks of their own", hint="leave them out")
 
     @contextmanager
-    def main_process_first(_: Any, local: bool = True, desc: str = "") -> Generator[None, None, None]:
+    def main_process_first(_: object, local: bool = True, desc: str = "") -> Generator[None, None, None]:
         del desc  # Trainer names what is waited for; nobody asks
         is_first = (world.local_rank if local else world.rank) == 0
         if not is_first:
@@ -351,7 +368,7 @@ def see_all_ranks(args: TrainingArguments, world: Communicator) -> None:
             if is_first:
                 barrier(world)
 
-    def as_plain(self: Any, _protocol: Any) -> tuple[Any, ...]:
+    def as_plain(self: object, _protocol: object) -> tuple[object, ...]:
         # Python's own way to say: an object of this class, with this state.
         return copyreg._reconstructor, (base, object, None), dict(self.__dict__)  # type: ignore[attr-defined]  # noqa: SLF001
 
@@ -366,9 +383,9 @@ def see_all_ranks(args: TrainingArguments, world: Communicator) -> None:
     args.__class__ = type(base.__name__, (base,), members)
 
 
-def part_of(dataloader: Any, world: Communicator) -> DataLoader[Any]:
+def part_of(dataloader: DataLoader[Any], world: Communicator) -> DataLoader[Any]:
     """Return a loader of a rank's part of the samples, in their order."""
-    start, stop = split_evenly(len(dataloader.dataset), world.rank, world.size)
+    start, stop = split_evenly(checked_length(dataloader.dataset), world.rank, world.size)  # type: ignore[arg-type]
     return DataLoader(
         Subset(dataloader.dataset, range(start, stop)),
         batch_size=dataloader.batch_size or 1,
@@ -377,7 +394,7 @@ def part_of(dataloader: Any, world: Communicator) -> DataLoader[Any]:
     )
 
 
-def concatenated(pieces: list[Any]) -> Any:
+def concatenated(pieces: list[Any]) -> Predictions:
     """Join the predictions of ranks; sequences of different lengths are padded with -100, as Trainer does."""
     first = pieces[0]
     if isinstance(first, tuple | list):

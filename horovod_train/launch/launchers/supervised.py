@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Literal
+from typing import Literal
 
 from horovod_train.config.load import dump_job
 from horovod_train.errors import LaunchError
@@ -131,7 +131,7 @@ class SupervisedLauncher(PolledLauncher):
             sleep(POLL_S)
 
 
-def read_log(path: Path, is_going_on: Any) -> Iterator[str]:
+def read_log(path: Path, is_going_on: Callable[[], bool]) -> Iterator[str]:
     """Yield the lines of a growing file.
 
     Args:

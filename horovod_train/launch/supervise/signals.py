@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from threading import Event, Thread
 from time import monotonic
 from types import FrameType
-from typing import Any
 
 from horovod_train.launch.hosts.host_group import HostGroup
 from horovod_train.launch.jobs import StateFile
@@ -27,7 +26,7 @@ ASK_AGAIN_S = 1.0
 @contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """While the block runs, a handler gets every signal that ends a run; main thread only."""
-    before: dict[int, Any] = {number: signal.signal(number, handler) for number in LAUNCH_SIGNALS}
+    before = {number: signal.signal(number, handler) for number in LAUNCH_SIGNALS}
     try:
         yield
     finally:

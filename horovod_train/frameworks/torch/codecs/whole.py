@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from horovod_train.frameworks.torch.codecs.base import Codec, Message
@@ -45,7 +43,7 @@ class _WholeMessage(Message):
         self._packed = torch.zeros(length + num_extra, dtype=dtype, device=device)
         self.body, self.extra = self._packed[:length], self._packed[length:]
         self.size_bytes = self._packed.numel() * self._packed.element_size()
-        self._handle: Any = None
+        self._handle: object = None
 
     def send(self, ranks: TensorCollectives, name: str) -> None:
         """Begin the all-reduce."""

@@ -22,11 +22,11 @@ A complex gradient travels as pairs of real numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Allreduce, Job
@@ -169,7 +169,7 @@ class AllreduceStrategy(Strategy):
         self.buckets: list[Bucket] = []
         self._kept_back = KeptBack()
         self._listening = False
-        self._removers: list[Any] = []
+        self._removers: list[RemovableHandle] = []
         self._is_packed: list[bool] = []
         self._layout = -1
 
@@ -331,7 +331,7 @@ class AllreduceStrategy(Strategy):
 
     # -- one step
 
-    def _make_hook(self, bucket: Bucket, slot: Slot) -> Any:
+    def _make_hook(self, bucket: Bucket, slot: Slot) -> Callable[[torch.Tensor], None]:
         number = self.buckets.index(bucket)
         is_last = bucket is self.buckets[-1]
 

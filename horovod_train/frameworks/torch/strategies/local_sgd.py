@@ -24,7 +24,6 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -150,7 +149,7 @@ class LocalSgd(Strategy):
             if len({value for _, value in values}) > 1:
                 count.fill_(math.fsum(rank_weight * value for rank_weight, value in values))
 
-    def _check_alike(self, named: Named, settings: Any, state: Mapping[str, torch.Tensor]) -> None:
+    def _check_alike(self, named: Named, settings: object, state: Mapping[str, torch.Tensor]) -> None:
         """Refuse ranks that could not be averaged.
 
         Raises:

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
 
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.launch.launchers.mpijob.document import Manifest, field, text
 
+if TYPE_CHECKING:
+    from kubernetes.client import ApiException, CoreV1Event, V1ContainerState, V1Pod
+
 Result = TypeVar("Result")
-ApiObject = Any
-"""What the client returns; it says of every field that it may be missing."""
 GROUP, VERSION, PLURAL = "kubeflow.org", "v2beta1", "mpijobs"
 # What has no class of its own in the client: kind -> group, version, plural.
 CUSTOM = {
@@ -40,7 +42,7 @@ PASSING = {429, 500, 502, 503, 504}
 OF_THIS_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
-def _time_of(event: ApiObject) -> datetime:
+def _time_of(event: CoreV1Event) -> datetime:
     """Return when an event was last seen."""
     found: datetime | None = event.last_timestamp or event.event_time or event.metadata.creation_timestamp
     return found or datetime.now(UTC)
@@ -85,17 +87,23 @@ class Pod:
         return self.phase in ("Succeeded", "Failed")
 
 
-def _pod_of(found: ApiObject) -> Pod:
+def _pod_of(found: V1Pod) -> Pod:
+    meta, status = found.metadata, found.status
+    # A server fills these in when a pod is created; the client's types know only what may be sent.
+    assert meta is not None
+    assert status is not None
+    assert meta.name is not None
+    assert meta.creation_timestamp is not None
     return Pod(
-        found.metadata.name,
-        found.status.phase,
-        found.metadata.labels or {},
-        found.metadata.creation_timestamp,
-        [_container_of(each.state) for each in found.status.container_statuses or [] if each.state],
+        meta.name,
+        status.phase or "Pending",
+        meta.labels or {},
+        meta.creation_timestamp,
+        [_container_of(each.state) for each in status.container_statuses or [] if each.state],
     )
 
 
-def _container_of(state: ApiObject) -> Container:
+def _container_of(state: V1ContainerState) -> Container:
     waiting, ended = state.waiting, state.terminated
     return Container(
         (str(waiting.reason), waiting.message) if waiting is not None and waiting.message else None,
@@ -112,7 +120,7 @@ class UnreachableError(LaunchError):
     """The API server, or the kubelet behind it, does not answer now; asking later may help."""
 
 
-def _namespace_of_context(config: ApiObject) -> str:
+def _namespace_of_context(config: ModuleType) -> str:
     """Return the namespace of kubectl's current context; without one this pod's, or ``default``."""
     try:
         _, active = config.list_kube_config_contexts()
@@ -140,7 +148,7 @@ class Cluster:
                 "the launcher mpijob needs the package kubernetes",
                 hint="pip install 'horovod_train[kubernetes]'",
             ) from error
-        api: ApiObject = kubernetes
+        api: ModuleType = kubernetes
         client = api.client
         try:
             api.config.load_config()
@@ -174,7 +182,7 @@ class Cluster:
             **({"dry_run": "All"} if dry_run else {}),
         }
         if kind in CUSTOM:
-            make: Callable[..., ApiObject] = partial(
+            make: Callable[..., object] = partial(
                 self._custom.create_namespaced_custom_object, *CUSTOM[kind][:2]
             )
             arguments: tuple[object, ...] = (self.namespace, CUSTOM[kind][2], manifest)
@@ -391,9 +399,9 @@ class Cluster:
                 f"{what}: the API server does not answer: {error}", hint="`kubectl cluster-info`"
             ) from error
 
-    def _explained(self, what: str, error: ApiObject) -> LaunchError:
+    def _explained(self, what: str, error: ApiException) -> LaunchError:
         try:
-            message = json.loads(error.body)["message"]
+            message = json.loads(error.body or "")["message"]
         except (TypeError, ValueError, KeyError):
             message = error.reason
         if error.status in PASSING:
