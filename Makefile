@@ -54,7 +54,8 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,dev,kubernetes,keras,jax,lightning,transformers]' | $(SHORT)
 	@touch $@
 
-ENGINE_SOURCE := $(wildcard horovod_train/horovod/patches/*.patch horovod_train/horovod/*.cc) horovod_train/horovod/build.py
+ENGINE_SOURCE := $(wildcard horovod_train/horovod/patches/*.patch horovod_train/horovod/*.cc) \
+	$(addprefix horovod_train/horovod/,build.py toolchain.py installed.py)
 
 $(VENV)/engine: $(VENV)/installed $(ENGINE_SOURCE)
 	@echo "== engine"

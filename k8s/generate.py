@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.config.load import load_job
-from horovod_train.launch.launchers.mpijob.render import Manifest, as_yaml, render
+from horovod_train.launch.launchers.mpijob.document import Manifest, as_yaml
+from horovod_train.launch.launchers.mpijob.render import render
 from horovod_train.launch.submit import resolve
 
 FOLDER = Path(__file__).parent

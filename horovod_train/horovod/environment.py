@@ -33,7 +33,7 @@ def open_mpi_on_loopback(environ: Mapping[str, str]) -> dict[str, str]:
     Open MPI has a setting for the interfaces that it calls through, and none for those that it listens on:
     a library of the engine's changes its call of bind().
     """
-    from horovod_train.horovod.build import loopback_library  # ranks start quicker without
+    from horovod_train.horovod.installed import loopback_library  # ranks start quicker without
 
     settings = {"OMPI_MCA_oob_tcp_if_include": "lo"}
     library = loopback_library()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from horovod_train.horovod.build import installed_key
+from horovod_train.horovod.installed import installed_key
 from horovod_train.registry import find_task_here
 
 # Distributions that decide what is computed, or how ranks talk.

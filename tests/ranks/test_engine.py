@@ -17,7 +17,7 @@ import pytest
 from support.launching import BIN, PROGRAMS, TIMEOUT_S, cli, environment, on_horovod, results
 
 from horovod_train.errors import EngineError
-from horovod_train.horovod import build
+from horovod_train.horovod import build, toolchain
 
 pytestmark = pytest.mark.ranks
 SITE = Path(build.__file__).parents[2]
@@ -136,7 +136,7 @@ def test_a_missing_compiler_is_named_with_its_package(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
 
     with pytest.raises(EngineError, match=r"no C\+\+ compiler(.|\n)*apt-get install g\+\+"):
-        build.find_compiler()
+        toolchain.find_compiler()
 
 
 def test_the_wheel_is_small_and_works_in_another_environment(tmp_path):

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from horovod_train.config.schema import Job
-from horovod_train.launch.launchers.mpijob.render import as_yaml, merge, render
+from horovod_train.launch.launchers.mpijob.document import as_yaml, merge
+from horovod_train.launch.launchers.mpijob.render import render
 from horovod_train.launch.submit import resolve
 
 FOLDER = Path(__file__).parents[1] / "data" / "mpijobs"

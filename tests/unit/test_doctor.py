@@ -11,7 +11,7 @@ from horovod_train.doctor.findings import Finding, clock, examine
 from horovod_train.doctor.network import AllreduceBenchmark, History, judge
 from horovod_train.doctor.run import report
 from horovod_train.events.types import AllreduceTime, PairTime
-from horovod_train.horovod import build
+from horovod_train.horovod import build, installed
 from horovod_train.launch.hosts.host_actions import HostActions
 from horovod_train.launch.hosts.host_group import result_of
 from horovod_train.launch.hosts.readings import EngineReading, Gpu, HostReadings, take_readings
@@ -59,7 +59,7 @@ def findings(readings, device="auto", ranks=2):
 )
 def test_an_engine_of_other_patches_is_noticed(monkeypatch, plan, expected):
     monkeypatch.setattr(build, "own_patches", lambda: {"own.patch": "a", "other.patch": "b"})
-    monkeypatch.setattr(build, "installed_plan", lambda: plan)
+    monkeypatch.setattr(installed, "installed_plan", lambda: plan)
 
     assert set(take_readings([], [], []).engine.patches_differ) == expected
 

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from horovod_train.config.schema import Elastic, Job
+from horovod_train.config.launch import Elastic
+from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, PreemptedError
 from horovod_train.launch.base import LaunchPlan
 from horovod_train.launch.jobs import LOG_FILE, StateFile

@@ -23,7 +23,8 @@ from support.hosts import described
 from support.waiting import wait_until
 
 from horovod_train import __version__
-from horovod_train.config.schema import HostSettings, Job, Launch
+from horovod_train.config.launch import HostSettings, Launch
+from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, UserError
 from horovod_train.files import LogFile
 from horovod_train.health.heartbeat import beat_name, give_signs_of_life

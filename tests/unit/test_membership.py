@@ -10,8 +10,9 @@ from time import monotonic, sleep
 
 import pytest
 
+from horovod_train.config.launch import Elastic
 from horovod_train.config.load import dump_job, load_job
-from horovod_train.config.schema import Elastic, Job
+from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.submit import resolve

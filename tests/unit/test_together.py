@@ -12,7 +12,8 @@ from support.worlds import on_ranks
 
 from horovod_train.collectives import base
 from horovod_train.collectives.base import SingleRank
-from horovod_train.config.schema import Job, Launch, Train
+from horovod_train.config.launch import Launch
+from horovod_train.config.schema import Job, Train
 from horovod_train.errors import UserError, WorldError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.health.world_check import MAX_NAMED, check_clocks, check_fingerprints, check_world

@@ -117,15 +117,13 @@ class TorchReplica:
     def backward(self, loss: torch.Tensor, share: float, *, is_last: bool) -> None:
         """Add the gradient of one micro-batch.
 
-        The gradient of a step is that of the mean loss over its N samples. A micro-batch of m
-        samples with mean loss L adds L * m/N: summed here over micro-batches, and by the
-        all-reduce over ranks, whatever the sizes are.
+        The gradient of a step is that of the mean loss over its N samples. A micro-batch of m samples
+        with mean loss L adds L * m/N, whatever the sizes are: summed here, and by the all-reduce over ranks.
 
         Args:
             loss: Mean loss over the micro-batch, shape [].
             share: Samples of the micro-batch divided by samples of the step over all ranks.
-            is_last: No other micro-batch of this rank follows in this step: gradients leave as
-                they are made.
+            is_last: No other micro-batch of this rank follows in this step: gradients leave as made.
 
         Raises:
             UserError: The loss is not one number that depends on what is trained.
@@ -154,8 +152,7 @@ class TorchReplica:
         grad_norm, is_finite = self._update(loss, want_norm=want_norm or self._guard_gradients)
         self.strategy.after_update(is_used=is_finite)
         if not is_finite:
-            for buffer, before in zip(self._statistics, self._statistics_before, strict=False):
-                buffer.copy_(before)
+            self._take_back_statistics()
         clock.lap("optimizer")
         return StepOutcome(
             loss=loss,
@@ -165,6 +162,11 @@ class TorchReplica:
             bytes_reduced=self.strategy.bytes_per_step,
             clock=clock,
         )
+
+    def _take_back_statistics(self) -> None:
+        """Undo what the forward pass of a step that is left out has changed."""
+        for buffer, before in zip(self._statistics, self._statistics_before, strict=False):
+            buffer.copy_(before)
 
     def _update(self, loss: float, *, want_norm: bool) -> tuple[float | None, bool]:
         """Unscale, clip and step, in this order. Return the gradient norm and whether all is finite.

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from horovod_train.config.launch import HostSettings, Launch
 from horovod_train.config.rules import LOCAL_HOSTS
-from horovod_train.config.schema import HostSettings, Launch
 from horovod_train.errors import UserError
 from horovod_train.launch.hosts.description import addresses_by_interface, source_towards
 

@@ -120,7 +120,8 @@ def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[
 
 def _engine() -> EngineReading:
     # Here: an agent that is asked for nothing of this need not wait for it.
-    from horovod_train.horovod.build import HOROVOD_VERSION, installed_plan, own_patches
+    from horovod_train.horovod.build import own_patches
+    from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
 
     plan = installed_plan() or {}
     return EngineReading(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from horovod_train import __version__
-from horovod_train.config.schema import Ssh
+from horovod_train.config.launch import Ssh
 from horovod_train.errors import LostError
 
 CONNECT_TIMEOUT_S = 10

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count
 
 from horovod_train.config.fields import name_of, slots_of
-from horovod_train.config.schema import Elastic
+from horovod_train.config.launch import Elastic
 from horovod_train.errors import LostError, PreemptedError
 from horovod_train.files import LogFile
 from horovod_train.launch.base import LaunchRequest
@@ -71,10 +71,9 @@ def run_elastic(
         attempt = on_hosts(request, hosts, number)
         say(f"elastic: {attempt.num_ranks} ranks on {', '.join(host.name for host in attempt.hosts)}")
         alongside = partial(membership.watching, attempt)
+        plan = launcher.plan(attempt)
         try:
-            run_attempt(
-                launcher, attempt, launcher.plan(attempt), console, state, alongside, asked, followers
-            )
+            run_attempt(launcher, attempt, plan, console, state, alongside, asked, followers)
         except PreemptedError as error:
             # Whoever asks the launcher means the job. Who asks a rank means its host.
             if error.stopped_by is not None:
@@ -89,9 +88,8 @@ def run_elastic(
                 membership.forget_losses()
             say(f"elastic: {error}")
             membership.lose(error.hosts)
-            say(
-                f"elastic: going on from the newest checkpoint ({failures} losses in a row without a new one)"
-            )
+            going_on = "elastic: going on from the newest checkpoint"
+            say(f"{going_on} ({failures} losses in a row without a new one)")
         else:
             return
 

@@ -10,7 +10,7 @@ from threading import Event, Thread
 from time import monotonic, sleep
 
 from horovod_train.config.fields import name_of, slots_of
-from horovod_train.config.schema import Elastic
+from horovod_train.config.launch import Elastic
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.hosts.hostlist import own_names, parse_hosts

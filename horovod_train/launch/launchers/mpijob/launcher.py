@@ -26,6 +26,7 @@ from horovod_train.launch.jobs import end_of, note_end
 from horovod_train.launch.launchers.mpijob.cluster import BrokenOffError, Cluster, Pod, UnreachableError
 from horovod_train.launch.launchers.mpijob.document import (
     Manifest,
+    as_yaml,
     field,
     number,
     section,
@@ -38,7 +39,6 @@ from horovod_train.launch.launchers.mpijob.render import (
     DRAINED,
     MANAGED_BY,
     MANAGER,
-    as_yaml,
     render,
 )
 from horovod_train.launch.launchers.mpijob.status import (

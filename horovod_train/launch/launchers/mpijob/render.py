@@ -10,16 +10,13 @@ The reasons for what stands in them are in ``docs/kubernetes.md``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-
-import yaml
 
 from horovod_train.config.kubernetes import Kubernetes, Volume
 from horovod_train.config.kubernetes_rules import num_workers, workers_for
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
-from horovod_train.launch.launchers.mpijob.document import Manifest
+from horovod_train.launch.launchers.mpijob.document import Manifest, merge
 
 API_VERSION = "kubeflow.org/v2beta1"
 JOB_FOLDER = "/etc/horovod_train"
@@ -42,27 +39,6 @@ SPOT_TAINTS = {
 }
 # Beyond what ranks get to save and leave: for sshd and the containers themselves.
 EXTRA_GRACE_S = 15
-
-
-class _PlainYaml(yaml.SafeDumper):
-    """YAML for people: no aliases, and text of several lines as it is."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        """Write everything out."""
-        return True
-
-
-_PlainYaml.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    ),
-)
-
-
-def as_yaml(manifests: list[Manifest]) -> str:
-    """Return manifests as one file."""
-    return yaml.dump_all(manifests, Dumper=_PlainYaml, sort_keys=False, explicit_start=True)
 
 
 def render(job: Job, run_id: str, task_source: str = "", verb: tuple[str, ...] = ("run",)) -> list[Manifest]:
@@ -449,14 +425,3 @@ def _labels(job: Job) -> dict[str, str]:
 
 def _given(**fields: object) -> Manifest:
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def merge(target: object, patch: Mapping[str, object]) -> Manifest:
-    """Return a document with a merge patch applied (RFC 7386): null removes, mappings merge."""
-    merged: Manifest = dict(target) if isinstance(target, Mapping) else {}
-    for key, value in patch.items():
-        if value is None:
-            merged.pop(key, None)
-        else:
-            merged[key] = merge(merged.get(key), value) if isinstance(value, Mapping) else value
-    return merged

