@@ -1,0 +1,169 @@
+"""How many files of the package something goes through. ``pytest -s`` shows the calls.
+
+A path is a row of stations: functions that are known to be on it. Its files are those on the stack when
+a station is called, from the function that gets the news on (behind the arrow) to the station.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+from support.cluster import cluster
+from support.launching import BIN, PLUGIN, PROGRAMS, TIMEOUT_S, cli, environment, write_job
+from support.paths import TRACING, stacks, traced, way
+
+pytestmark = pytest.mark.ranks
+
+GRADIENT = {
+    "torch/_tensor.py:Tensor.backward": "TorchReplica.step",
+    "torch/mpi_ops.py:allreduce_async_": "TorchReplica.step",
+    "torch/mpi_ops.py:synchronize": "TorchReplica.step",
+    "optim/sgd.py:SGD.step": "TorchReplica.step",
+}
+LEARNING_RATE = {
+    "config/load.py:load_job": "worker.py:main",
+    "lr/policy.py:LearningRatePolicy.at": "loop.py:train_epoch",
+    "optim/sgd.py:SGD.step": "loop.py:train_epoch",
+}
+HOSTS = {
+    "hosts/hostlist.py:hosts_of": "cmd_run.py:command",
+    "submit.py:make_plan": "cmd_run.py:command",
+    "horovodrun.py:HorovodrunLauncher.plan": "submit.py:make_plan",
+    "host_group.py:connect_all": "submit.py:run_job",
+    "host_actions.py:HostActions.put": "agent.py:serve",
+    "supervise/process.py:execute": "submit.py:run_job",
+    "worker.py:run_rank": "cmd_worker.py:command",
+}
+SIGTERM = {
+    "supervise/signals.py:Stopper._note": "heard_at_once.<locals>.hear",
+    "host_group.py:HostGroup.signal_ranks": "Stopper._work",
+    "host_actions.py:HostActions.signal_ranks": "agent.py:answer",
+    "preemption.py:PreemptionRequest._note": "PreemptionRequest._note",
+    "preemption.py:StopWhenPreempted.on_step": "StopWhenPreempted.on_step",
+    "loop.py:left": "worker.py:main",
+    "outcome.py:Outcome.check": "Outcome.check",
+    "jobs.py:StateFile.end": "StateFile.end",
+    "cli/main.py:fail": "cli/main.py:main",
+}
+
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory):
+    """The stacks of a job of two ranks under horovodrun."""
+    folder = tmp_path_factory.mktemp("steps")
+    variables = traced(folder / "calls", [*GRADIENT, *LEARNING_RATE])
+    job = write_job(
+        folder / "job.yaml",
+        task=f"{PROGRAMS / 'tasks.py'}:Noted",
+        task_args={"notes": str(folder), "pause_s": 0},
+        train={"epochs": 1, "batch_size_per_rank": 16},
+        run_dir=str(folder / "runs"),
+        launch={"num_ranks": 2, "env": variables},
+    )
+    cli("run", str(job), cwd=folder)
+    return stacks(folder / "calls")
+
+
+@pytest.fixture(scope="module")
+def preempted(tmp_path_factory):
+    """The stacks of a job on two hosts, given as ``-H``, whose launcher gets SIGTERM."""
+    folder = tmp_path_factory.mktemp("hosts")
+    variables = traced(folder / "calls", [*HOSTS, *SIGTERM])
+    with cluster(folder, ("node1", "node2")) as hosts:
+        python = folder / "python"  # ssh passes no variables on
+        exports = [f"export {name}={value}" for name, value in variables.items()]
+        python.write_text("\n".join(["#!/bin/sh", *exports, f'exec {BIN}/python "$@"', ""]))
+        python.chmod(0o755)
+        of_ranks = {**variables, "PYTHONPATH": f"{TRACING}:{PLUGIN}"}
+        job = write_job(
+            folder / "job.yaml",
+            framework="numpy",
+            task=f"{PROGRAMS / 'quick_tasks.py'}:Noted",
+            task_args={"notes": str(folder), "pause_s": 0.05},
+            train={"epochs": 500, "batch_size_per_rank": 4},
+            run_dir=str(folder / "runs"),
+            checkpoint={"every_epochs": None},
+            launch={
+                "ssh": hosts.ssh,
+                "env": of_ranks,
+                "host_settings": {name: {"python": str(python)} for name in ("node1", "node2")},
+            },
+        )
+        # exec: the signal is for the launcher itself.
+        command = f"exec {BIN}/horovod-train run -H node1:1,node2:1 {job}"
+        launcher = subprocess.Popen(
+            hosts.command("sh", "-c", f"echo $$ > {folder}/pid; {command}"),
+            cwd=folder,
+            env=environment(**variables),
+            stdout=subprocess.DEVNULL,
+        )
+        while len(list(folder.glob("rank-*.txt"))) < 2:
+            assert launcher.poll() is None
+            time.sleep(0.1)
+        os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
+        assert launcher.wait(TIMEOUT_S) == 75
+    return stacks(folder / "calls")
+
+
+def files_of(calls, stations):
+    """Return the files of a path, and show its calls."""
+    found = way(calls, stations)
+    print("", *found, sep="\n    ")
+    return {call.partition(":")[0] for call in found}
+
+
+def test_a_gradient_goes_through_five_files(steps):
+    assert files_of(steps, GRADIENT) == {
+        "frameworks/torch/replica.py",
+        "frameworks/torch/strategies/allreduce.py",
+        "frameworks/torch/codecs/whole.py",
+        "frameworks/torch/collectives.py",
+        "collectives/horovod.py",
+    }
+
+
+def test_the_learning_rate_goes_through_five_files(steps):
+    assert files_of(steps, LEARNING_RATE) == {
+        "worker.py",
+        "config/load.py",
+        "lr/policy.py",
+        "training/loop.py",
+        "frameworks/torch/replica.py",
+    }
+
+
+def test_a_list_of_hosts_goes_through_thirteen_files_until_ranks_run(preempted):
+    assert files_of(preempted, HOSTS) == {
+        "cli/cmd_run.py",
+        "cli/options.py",
+        "launch/submit.py",
+        "launch/hosts/hostlist.py",
+        "launch/launchers/horovodrun.py",
+        "launch/launchers/supervised.py",
+        "launch/supervise/attempt.py",
+        "launch/hosts/host_group.py",
+        "launch/hosts/agent.py",
+        "launch/hosts/host_actions.py",
+        "launch/supervise/process.py",
+        "cli/cmd_worker.py",
+        "worker.py",
+    }
+
+
+def test_sigterm_goes_through_ten_files_until_the_exit_code(preempted):
+    assert files_of(preempted, SIGTERM) == {
+        "launch/supervise/signals.py",
+        "launch/hosts/host_group.py",
+        "launch/hosts/agent.py",
+        "launch/hosts/host_actions.py",
+        "training/hooks/preemption.py",
+        "training/loop.py",
+        "worker.py",
+        "launch/supervise/outcome.py",
+        "launch/jobs.py",
+        "cli/main.py",
+    }
