@@ -1,7 +1,7 @@
 """The learning-rate policy does what it is for: the digits job, unchanged, on 1, 2 and 4 ranks.
 
 Trains the shipped job with five seeds on each number of ranks, and on 4 ranks once more without
-scaling, and prints the table of the README.
+scaling, and prints the table of docs/learning-rate.md.
 
 usage: python -m benchmarks.accuracy [--seeds N]
 """

@@ -3,7 +3,7 @@
     docs/job.md                      every field of a job description
     docs/events.md                   every kind of event
     docs/images/learning-rate.svg    the schedule on 1, 4 and 16 ranks
-    README.md                        the table of metrics
+    docs/monitoring.md               the table of metrics
 
 usage: python docs/generate.py
 """
@@ -24,7 +24,7 @@ from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.catalog import catalog_as_markdown
 
 DOCS = Path(__file__).parent
-README = DOCS.parent / "README.md"
+MONITORING = DOCS / "monitoring.md"
 EPOCHS = 30
 RANKS = (1, 4, 16)
 
@@ -167,10 +167,10 @@ def _type(field: dict[str, Any]) -> str:
     return f"{kind} {', '.join(limits)}".strip()
 
 
-def readme_with_metrics() -> str:
-    """Return the README with the table of metrics as it is in the code."""
+def monitoring_with_metrics() -> str:
+    """Return the page about monitoring with the table of metrics as it is in the code."""
     table = f"<!-- metrics -->\n{catalog_as_markdown()}\n<!-- /metrics -->"
-    return re.sub(r"<!-- metrics -->.*?<!-- /metrics -->", table, README.read_text(), flags=re.DOTALL)
+    return re.sub(r"<!-- metrics -->.*?<!-- /metrics -->", table, MONITORING.read_text(), flags=re.DOTALL)
 
 
 if __name__ == "__main__":
@@ -179,4 +179,4 @@ if __name__ == "__main__":
     learning_rate(DOCS / "images" / "learning-rate.svg")
     (DOCS / "job.md").write_text(job_reference())
     (DOCS / "events.md").write_text(events_reference())
-    README.write_text(readme_with_metrics())
+    MONITORING.write_text(monitoring_with_metrics())

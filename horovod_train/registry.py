@@ -234,16 +234,19 @@ STRATEGIES = Registry(
     },
 )
 
-HOOKS = Registry(
-    kind="hook",
-    group="horovod_train.hooks",
-    builtin={  # in the order in which they are called
-        "replicas": "horovod_train.training.hooks.replicas:CheckReplicasIdentical",
-        "metrics": "horovod_train.training.hooks.metrics:RecordMetrics",
-        "progress": "horovod_train.training.hooks.progress:ReportProgress",
-        "checkpoints": "horovod_train.training.hooks.checkpoints:SaveCheckpoints",
-        "preemption": "horovod_train.training.hooks.preemption:StopWhenPreempted",
-    },
+TRACKERS = Registry(
+    kind="tracker",
+    group="horovod_train.trackers",
+    builtin={"csv": "horovod_train.telemetry.trackers.csv_file:CsvFile"},
+)
+
+HOOKS = (  # of every job, in the order in which they are called
+    "horovod_train.training.hooks.replicas:CheckReplicasIdentical",
+    "horovod_train.training.hooks.metrics:RecordMetrics",
+    "horovod_train.training.hooks.track:Track",
+    "horovod_train.training.hooks.progress:ReportProgress",
+    "horovod_train.training.hooks.checkpoints:SaveCheckpoints",
+    "horovod_train.training.hooks.preemption:StopWhenPreempted",
 )
 
 TASKS = Registry(

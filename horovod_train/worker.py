@@ -152,9 +152,19 @@ def run_rank(
     resume(run, manager, framework, reporter)
     run.restore = lambda step: take_over(run, manager.at(step), framework)
 
-    interval_s = 0.2 if options.as_events else 5.0
     run.hooks += make_hooks(
-        HookParts(job, world, framework, manager, recorder, reporter, lambda: request.is_made, interval_s)
+        HookParts(
+            job=job,
+            run_id=run_id,
+            world=world,
+            framework=framework,
+            manager=manager,
+            recorder=recorder,
+            reporter=reporter,
+            is_asked_to_leave=lambda: request.is_made,
+            report_interval_s=0.2 if options.as_events else 5.0,
+            at_end=stack,
+        )
     )
     if world.rank == 0:
         tell_start(run, reporter)

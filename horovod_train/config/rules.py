@@ -14,7 +14,16 @@ from horovod_train.config.kubernetes_rules import LAUNCHER, kubernetes_rules
 from horovod_train.config.schema import Job, Strategy
 from horovod_train.config.support import SUPPORT
 from horovod_train.errors import Problem, UnknownNameError, did_you_mean
-from horovod_train.registry import CODECS, FRAMEWORKS, LAUNCHERS, STRATEGIES, TASKS, Registry, optimizers_of
+from horovod_train.registry import (
+    CODECS,
+    FRAMEWORKS,
+    LAUNCHERS,
+    STRATEGIES,
+    TASKS,
+    TRACKERS,
+    Registry,
+    optimizers_of,
+)
 
 LOCAL_HOSTS = {"localhost", "127.0.0.1"}
 
@@ -39,6 +48,9 @@ def names_are_known(job: Job) -> Iterator[Problem]:
         yield from _known("allreduce.codec.name", codec.name, CODECS)
     if ":" not in job.strategy.name:
         yield from _known("strategy.name", job.strategy.name, STRATEGIES)
+    for place, tracker in enumerate(job.metrics.trackers):
+        if ":" not in tracker.name:
+            yield from _known(f"metrics.trackers.{place}.name", tracker.name, TRACKERS)
     if ":" not in job.task:
         yield from _known("task", job.task, TASKS)
 

@@ -230,8 +230,21 @@ class Checkpoint(Section):
     """Write while training goes on."""
 
 
+class Tracking(Section):
+    """Where losses and metrics go besides Prometheus; rank 0 tells them."""
+
+    name: ImportPath | Name
+    """Which tracker: ``csv``, or an import path ``module:Class`` (see docs/launch.md)."""
+
+    args: dict[str, Any] = {}
+    """Keyword arguments of the tracker, such as ``path: metrics.csv``. Not for secrets."""
+
+    every_steps: Count = 1
+    """Of which steps it is told; it is told of every evaluation."""
+
+
 class Metrics(Section):
-    """Prometheus: where each rank serves its metrics."""
+    """Prometheus: where each rank serves its metrics; and trackers."""
 
     enabled: bool = True
     """Serve metrics."""
@@ -247,6 +260,9 @@ class Metrics(Section):
 
     grad_norm_every_steps: Count = 50
     """The gradient norm costs a pass over all gradients; it is taken this often (or when clipping)."""
+
+    trackers: list[Tracking] = []
+    """Who else keeps losses and metrics, ``[{name: csv}]`` for one."""
 
 
 class Health(Section):

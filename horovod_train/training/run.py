@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.mesh import Mesh
@@ -16,6 +16,9 @@ from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.training.actions import Action
 from horovod_train.training.progress import Progress
 from horovod_train.training.readings import Readings, StepReport
+
+if TYPE_CHECKING:
+    from horovod_train.training.hooks.base import Hook
 
 
 @dataclass
@@ -106,30 +109,3 @@ class Run:
             rest = 0
         total = progress.step + rest + epochs_to_come * num_steps(samples, 0, self.global_batch_size)
         return total if train.max_steps is None else min(total, max(train.max_steps, progress.step))
-
-
-class Hook(Protocol):
-    """Looks at training from outside. All hooks run on all ranks, in the order of ``run.hooks``.
-
-    What a hook answers is the same on all ranks; None: go on.
-    """
-
-    def on_start(self, run: Run) -> None:
-        """Training begins, after a resume if there is one."""
-        ...
-
-    def on_reading(self, run: Run, report: StepReport) -> Action | None:
-        """It is known what a step did; ``run.progress`` may be further already."""
-        ...
-
-    def on_step(self, run: Run) -> Action | None:
-        """An optimizer step was made, the one that ``run.progress`` counts; its outcome may come later."""
-        ...
-
-    def on_epoch(self, run: Run, *, evaluated: bool) -> Action | None:
-        """An epoch is complete; ``run.progress.metrics`` is new if it was evaluated."""
-        ...
-
-    def on_end(self, run: Run) -> None:
-        """Training is complete."""
-        ...

@@ -1,7 +1,7 @@
 """On every rank: train the small network in one framework in several ways, and write down what came out.
 
 The test compares it with a computation in NumPy, which shares no code with this.
-usage: FRAMEWORK OUT_FOLDER
+usage: FRAMEWORK OUT_FOLDER; the folder ``checkpoints`` in it has one of the version before
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from frameworks.cases import NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of
+from frameworks.cases import BEFORE, NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of
 
+from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
@@ -20,19 +21,23 @@ from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.health.desync import fingerprints
 from horovod_train.registry import FRAMEWORKS
 from horovod_train.training.loop import evaluate
-from horovod_train.worker import make_run, train_all
+from horovod_train.worker import make_run, take_over, train_all
 
 name, folder = sys.argv[1], Path(sys.argv[2])
 task = import_module(f"frameworks.{name}_task")
 framework = FRAMEWORKS.load(name)()
 
 
-def train(job: Job):
+def train(job: Job, checkpoints: Path | None = None):
     if problems := broken_rules(job):
         raise UserError("; ".join(f"{problem.path} {problem.message}" for problem in problems))
     replica, train_reader, eval_reader = framework.prepare(job, world)
     run = make_run(job, Mesh.data_parallel(world), replica, train_reader, eval_reader)
     replica.broadcast()
+    if checkpoints is not None:
+        manager = CheckpointManager(checkpoints, job.checkpoint, world, job.model_dump(mode="json"))
+        take_over(run, manager.latest(), framework)
+        manager.close()
     error = ""
     try:
         train_all(framework, run)
@@ -67,5 +72,6 @@ found = {
     )
     for case in cases
 }
+found["version before"] = train(Job.model_validate(BEFORE.job(name)), folder / "checkpoints")
 (folder / f"rank-{world.rank}.json").write_text(json.dumps(found))
 world.close()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import shutil
+from itertools import chain
+from pathlib import Path
 
+import numpy as np
 import pytest
-from frameworks.cases import NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of, refusal
-from frameworks.net import start_weights
+from frameworks.cases import BEFORE, EPOCHS, NOT_A_NUMBER, OVERFLOW, OVERFLOWING, cases_of, refusal
+from frameworks.net import BATCH_SIZE, NUM_SAMPLES, start_weights
 from support.joint import largest_difference, train_jointly
 from support.launching import name_of, results
 from support.matrix import COLUMNS, WEIGHTS
@@ -39,6 +43,7 @@ WAYS = [(case, framework) for framework in COLUMNS for case in cases_of(name_of(
 in_all_ways = pytest.mark.parametrize(("framework", "case", "world"), list(on_worlds(WAYS)))
 in_frameworks = pytest.mark.parametrize(("framework", "world"), list(on_worlds([(f,) for f in COLUMNS])))
 pytestmark = pytest.mark.ranks
+VERSION_BEFORE = Path(__file__).parent.parent / "data" / "version_before" / "frameworks"
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +55,7 @@ def train(pools, tmp_path_factory):
         num_ranks, controller = world
         name = name_of(framework)
         folder = tmp_path_factory.mktemp("trained")
+        shutil.copytree(VERSION_BEFORE / framework.replace(" ", "-"), folder / "checkpoints")
         pool = pools.get(framework, num_ranks, controller)
         pool.run("train_cases.py", name, str(folder), folder=folder)
         found = results(folder)
@@ -137,3 +143,23 @@ def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_its_name(train, w
         if not says_why_not(found, case, framework):
             for rank in found:
                 assert "step 1: the loss is nan because of rank 1" in rank[case.name]["error"]
+
+
+def batches_of(num_ranks):
+    """Return the numbers of the samples of each step of an epoch."""
+    global_batch = BATCH_SIZE * num_ranks
+    return np.split(np.arange(NUM_SAMPLES), range(global_batch, NUM_SAMPLES, global_batch))
+
+
+@in_frameworks
+def test_a_checkpoint_of_the_version_before_is_resumed(train, world, framework):
+    """It had trained an epoch on one rank; the others are trained here, with the state of its optimizer."""
+    found = train(world, framework)
+    batches = [batches_of(1), *[batches_of(len(found))] * (EPOCHS - 1)]
+    expected, _ = train_jointly(BEFORE, 1, framework=name_of(framework), batches=batches)
+
+    for rank in found:
+        mine = rank["version before"]
+        assert not mine["error"]
+        assert mine["steps"] == len(list(chain(*batches)))
+        assert largest_difference(mine["weights"], expected.values()) <= BEFORE.tolerance

@@ -1,4 +1,4 @@
-"""Every command of the README works as written, in the order of the README."""
+"""Every command of the README works as written, in its order; and of the page about your own loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.launching import TIMEOUT_S, environment, free_port
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+README = "\n".join((ROOT / page).read_text() for page in ("README.md", "docs/own-loop.md"))
 FILES = re.findall(r"```\w+ file=(\S+)\n(.*?)```", README, flags=re.DOTALL)
 BLOCKS = re.findall(r"```sh\n(.*?)```", README, flags=re.DOTALL)
 INLINE = sorted(set(re.findall(r"`((?:make|horovod-train|horovodrun) [^`]+)`", README)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from unit.test_architecture import ROOMS
 
-from horovod_train import __version__
+from horovod_train import __version__, registry
 from horovod_train.cli.main import VERBS
 from horovod_train.config.schema import Job
 from horovod_train.events.file import FORMAT_VERSION, MAX_BYTES
@@ -41,10 +41,10 @@ def test_the_reference_of_events_is_up_to_date(generate):
 
 
 def test_the_table_of_metrics_is_up_to_date(generate):
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "monitoring.md").read_text()
 
-    assert readme == generate.readme_with_metrics()
-    assert all(f"`{metric.name}`" in readme for metric in CATALOG)
+    assert page == generate.monitoring_with_metrics()
+    assert all(f"`{metric.name}`" in page for metric in CATALOG)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -85,6 +85,22 @@ def test_the_readme_names_every_verb():
     readme = (ROOT / "README.md").read_text()
     for verb in VERBS:
         assert f"horovod-train {verb}" in readme
+
+
+def test_the_index_leads_to_every_page():
+    index = (ROOT / "docs" / "README.md").read_text()
+
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"({page.name})" in index
+
+
+def test_what_the_index_names_in_the_code_is_there():
+    index = (ROOT / "docs" / "README.md").read_text()
+
+    for place in re.findall(r"`(horovod_train/[^`]+)`", index):
+        assert (ROOT / place).exists()
+    for table in re.findall(r"`registry\.(\w+)`", index):
+        assert hasattr(registry, table)
 
 
 def test_an_own_task_fits_in_forty_lines():

@@ -10,7 +10,7 @@ import pytest
 
 from horovod_train import registry
 from horovod_train.errors import UnknownNameError, UserError
-from horovod_train.registry import CODECS, LAUNCHERS, STRATEGIES, Registry
+from horovod_train.registry import CODECS, HOOKS, LAUNCHERS, STRATEGIES, TRACKERS, Registry
 
 PACKAGE = Path(registry.__file__).parent
 
@@ -60,11 +60,18 @@ def test_a_broken_row_is_an_error_for_who_names_it(monkeypatch, table, value, sa
 
 
 @pytest.mark.parametrize(
-    ("table", "name"), [(STRATEGIES, "local-sgd"), (CODECS, "top-k"), (LAUNCHERS, "slurm-allocation")]
+    "location",
+    [
+        STRATEGIES.location("local-sgd"),
+        CODECS.location("top-k"),
+        LAUNCHERS.location("slurm-allocation"),
+        TRACKERS.location("csv"),
+        next(hook for hook in HOOKS if ".track:" in hook),
+    ],
 )
-def test_what_is_added_is_one_file_and_one_row(table, name):
+def test_what_is_added_is_one_file_and_one_row(location):
     """No other file of the package knows the module; so the next one takes as much."""
-    module = table.location(name).partition(":")[0]
+    module = location.partition(":")[0]
     own = PACKAGE.parent / Path(*module.split(".")).with_suffix(".py")
     pattern = re.compile(rf"\b{re.escape(module.rpartition('.')[2])}\b")
 
@@ -77,4 +84,4 @@ def test_what_is_added_is_one_file_and_one_row(table, name):
 
 
 def imports_and_rows(text):
-    return [line for line in text.splitlines() if "import" in line or '": "horovod_train.' in line]
+    return [line for line in text.splitlines() if "import" in line or '"horovod_train.' in line]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from horovod_train.checkpoint.manager import CheckpointManager
@@ -10,7 +11,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework
-from horovod_train.registry import HOOKS
+from horovod_train.registry import HOOKS, load_attribute
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.actions import Action
 from horovod_train.training.readings import StepReport
@@ -23,6 +24,7 @@ class HookParts:
 
     Attributes:
         job: The job.
+        run_id: Name of this run of it.
         world: Its ranks.
         framework: What it trains with.
         manager: Of its checkpoints.
@@ -30,9 +32,11 @@ class HookParts:
         reporter: Tells people.
         is_asked_to_leave: Whether this rank was asked to.
         report_interval_s: Time between two reports of progress, in seconds.
+        at_end: What is done when the rank ends, however it does.
     """
 
     job: Job
+    run_id: str
     world: Communicator
     framework: Framework
     manager: CheckpointManager
@@ -40,12 +44,14 @@ class HookParts:
     reporter: Reporter
     is_asked_to_leave: Callable[[], bool]
     report_interval_s: float
+    at_end: ExitStack
 
 
 class Hook:
-    """Does nothing; others override what they need.
+    """Looks at training from outside. This one does nothing; others override what they need.
 
-    A hook is a class in a file of its own and a row of ``registry.HOOKS``, whose order is theirs.
+    A hook is a class in a file of its own and a row of ``registry.HOOKS``, whose order is theirs. All hooks
+    run on all ranks, and what one answers is the same on all of them; None: go on.
     """
 
     @classmethod
@@ -54,18 +60,18 @@ class Hook:
         return cls()
 
     def on_start(self, run: Run) -> None:
-        """Training begins."""
+        """Training begins, after a resume if there is one."""
 
     def on_reading(self, run: Run, report: StepReport) -> Action | None:
-        """It is known what a step did."""
+        """It is known what a step did; ``run.progress`` may be further already."""
         return None
 
     def on_step(self, run: Run) -> Action | None:
-        """An optimizer step was made."""
+        """An optimizer step was made, the one that ``run.progress`` counts; its outcome may come later."""
         return None
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> Action | None:
-        """An epoch is complete."""
+        """An epoch is complete; ``run.progress.metrics`` is new if it was evaluated."""
         return None
 
     def on_end(self, run: Run) -> None:
@@ -74,5 +80,5 @@ class Hook:
 
 def make_hooks(parts: HookParts) -> list[Hook]:
     """Return the hooks of a run, in their order."""
-    made = (HOOKS.load(name).of(parts) for name in HOOKS.builtin)
+    made = (load_attribute(location, what="hook").of(parts) for location in HOOKS)
     return [hook for hook in made if hook is not None]

@@ -70,6 +70,9 @@ CASES = (
     Case("penalty", penalty=0.03),
 )
 
+# As which the version before has trained an epoch on one rank: tests/data/version_before.
+BEFORE = CASES[1]
+
 # What 16 bits cannot hold, on rank 1 alone: there a gradient overflows, but not the loss.
 OVERFLOW = Case("overflow", precision="fp16", tolerance=1e-2)
 OVERFLOWING = 6e4

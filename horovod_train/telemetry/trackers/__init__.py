@@ -1,0 +1,1 @@
+"""Where losses and metrics of a run go besides Prometheus: a file per tracker."""

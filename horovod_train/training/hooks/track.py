@@ -1,0 +1,156 @@
+"""Trackers of the job are told of losses and metrics, on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+
+from horovod_train.config.schema import Tracking
+from horovod_train.events.types import Notice
+from horovod_train.events.wire import Reporter
+from horovod_train.registry import TRACKERS
+from horovod_train.telemetry.trackers.base import TrackedRun, Tracker
+from horovod_train.training.hooks.base import Hook, HookParts
+from horovod_train.training.readings import StepReport
+from horovod_train.training.run import Run
+
+MAX_WAITING = 10_000
+"""So many calls may wait for a slow tracker; what comes then is left out, and told."""
+
+CLOSE_S = 10.0
+"""So long a tracker may take, at the end, for what it was not told yet."""
+
+
+class TrackerThread:
+    """Tells one tracker, in a thread of its own.
+
+    Args:
+        name: Its name, for messages.
+        tracker: Who is told.
+        say: Gets what a person should know.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
+        self.tracker = tracker
+        self._name = name
+        self._say = say
+        self._num_dropped = 0
+        self._waiting: Queue[Callable[[], None] | None] = Queue(MAX_WAITING)
+        self._thread = Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def tell(self, call: Callable[[], None]) -> None:
+        """Have the tracker called; returns at once."""
+        if self._waiting.full():
+            self._num_dropped += 1
+        else:
+            self._waiting.put(call)
+
+    def close(self) -> None:
+        """Wait until it knows everything, for a while."""
+        if self._waiting.full():  # it hangs: no reason to wait for its first one
+            self._waiting.get_nowait()
+            self._num_dropped += 1
+        self._waiting.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._num_dropped += self._waiting.qsize() - 1  # the last one is the end
+        if self._num_dropped:
+            self._say(f"tracker {self._name} is too slow: it was not told {self._num_dropped} time(s)")
+
+    def _work(self) -> None:
+        try:
+            while (call := self._waiting.get()) is not None:
+                call()
+            self.tracker.end()
+        except Exception as error:  # noqa: BLE001  (whatever it is, training goes on)
+            self._say(f"tracker {self._name} is left out from now on: {type(error).__name__}: {error}")
+            self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Take what is still coming, so that nobody counts it as too slow."""
+        while self._waiting.get() is not None:
+            pass
+
+
+class Track(Hook):
+    """Tells trackers what steps and evaluations were.
+
+    Args:
+        trackers: Each with its section of the job.
+        run: What is tracked, given where training begins.
+    """
+
+    def __init__(
+        self, trackers: list[tuple[Tracking, TrackerThread]], run: Callable[[int], TrackedRun]
+    ) -> None:
+        self._trackers = trackers
+        self._run = run
+
+    @classmethod
+    def of(cls, parts: HookParts) -> Track | None:
+        """Return the hook; None on other ranks, and for jobs without trackers.
+
+        Raises:
+            UserError: A tracker cannot be made.
+        """
+        job, say = parts.job, partial(say_to, parts.reporter)
+        if parts.world.rank != 0 or not job.metrics.trackers:
+            return None
+        made = [(section, make_tracker(section)) for section in job.metrics.trackers]
+        threads = [(section, TrackerThread(section.name, tracker, say)) for section, tracker in made]
+        for _, thread in threads:
+            parts.at_end.callback(thread.close)
+        tracked = partial(
+            TrackedRun,
+            job.model_dump(mode="json"),
+            parts.run_id,
+            Path(job.run_dir).expanduser().absolute() / job.name,
+            parts.world.size,
+        )
+        return cls(threads, tracked)
+
+    def on_start(self, run: Run) -> None:
+        """Tell where it begins."""
+        tracked = self._run(run.progress.step)
+        for _, thread in self._trackers:
+            thread.tell(partial(thread.tracker.start, tracked))
+
+    def on_reading(self, run: Run, report: StepReport) -> None:
+        """Tell what a step did, as often as wanted."""
+        outcome = report.outcome
+        values = {"loss": outcome.loss, "lr": report.lr}
+        if outcome.grad_norm is not None:
+            values["grad_norm"] = outcome.grad_norm
+        for section, thread in self._trackers:
+            if report.step % section.every_steps == 0:
+                thread.tell(partial(thread.tracker.log, report.step, report.epochs_passed, values))
+
+    def on_epoch(self, run: Run, *, evaluated: bool) -> None:
+        """Tell what an evaluation has found."""
+        if not evaluated:
+            return
+        progress = run.progress
+        values = {f"eval/{name}": value for name, value in progress.metrics.items()}
+        for _, thread in self._trackers:
+            thread.tell(partial(thread.tracker.log, progress.step, progress.epochs_passed, values))
+
+
+def make_tracker(section: Tracking) -> Tracker:
+    """Return a tracker of the job.
+
+    Raises:
+        UserError: It cannot be imported, or refuses its arguments.
+    """
+    tracker: Tracker = TRACKERS.make(
+        section.name, lambda factory: factory(**section.args), args_field="metrics.trackers.args"
+    )
+    return tracker
+
+
+def say_to(reporter: Reporter, text: str) -> None:
+    """Report what a person should know."""
+    reporter.report(Notice(text=text))
