@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -242,3 +243,24 @@ def test_scripts_of_users_join_and_jobs_connect():
     }
 
     assert callers == {"framework.py", "allreduce_benchmark.py", "join.py"}
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        (r"\w+Framework", "framework.py"),
+        (r"\w+Replica", "replica.py"),
+        (r"\w+Communicator", "collectives.py"),
+        (r"\w+Task", "task.py"),
+        ("Exchange", "exchange.py"),
+    ],
+)
+def test_what_every_framework_has_lies_in_files_of_the_same_name(name, file):
+    found = {
+        path.name
+        for path in (PACKAGE / "frameworks").glob("*/*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and re.fullmatch(name, node.name)
+    }
+
+    assert found == {file}

@@ -10,7 +10,8 @@ import pytest
 PRELUDE = """
 import keras, numpy as np
 from horovod_train.errors import UserError
-from horovod_train.frameworks.keras.framework import check_reduction, without_xla
+from horovod_train.frameworks.keras.back_ends.tensorflow import TensorflowBackEnd
+from horovod_train.frameworks.keras.framework import check_reduction
 """
 STREAM = (
     PRELUDE
@@ -80,10 +81,10 @@ else:
     raise AssertionError
 
 for asked in ({}, {"jit_compile": "auto"}, {"jit_compile": False}):
-    without_xla(asked)
+    TensorflowBackEnd().check_compile(asked)
     assert asked == {"jit_compile": False}
 try:
-    without_xla({"jit_compile": True})
+    TensorflowBackEnd().check_compile({"jit_compile": True})
 except UserError as error:
     assert "XLA cannot compile" in str(error), error
 else:

@@ -1,6 +1,6 @@
 """JAX on Horovod.
 
-reducer.py     arrays, summed over ranks from compiled code
+exchange.py    arrays, summed over ranks from compiled code
 in_place.py    Python changes the arrays of compiled code where they lie
 optax.py       for users of optax: a gradient transformation
 framework.py   makes everything for a job

@@ -19,7 +19,7 @@ import optax
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
-from horovod_train.frameworks.jax.reducer import Exchange
+from horovod_train.frameworks.jax.exchange import Exchange
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 

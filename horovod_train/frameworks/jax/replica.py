@@ -19,8 +19,8 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.arrays import check_fits, from_blob, to_blob
 from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.jax.exchange import Exchange
 from horovod_train.frameworks.jax.optax import broadcast
-from horovod_train.frameworks.jax.reducer import Exchange
 from horovod_train.frameworks.jax.task import JaxTask
 from horovod_train.frameworks.loss_scale import LossScale
 from horovod_train.frameworks.reader import batch_length

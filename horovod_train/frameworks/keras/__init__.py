@@ -1,6 +1,7 @@
 """Keras 3 on Horovod, on its TensorFlow, PyTorch and JAX back ends.
 
-exchange.py    the ranks and the sum over them, for the back end that Keras uses
+collectives.py the ranks, for the back end that Keras uses
+back_ends/     what differs between TensorFlow, PyTorch and JAX: the sum over ranks, devices, generators
 optimizer.py   an optimizer that applies the mean gradient of all ranks
 dataset.py     arrays, shared out among the ranks
 feed.py        the shard rule as a stream of batches
@@ -22,8 +23,8 @@ For a script of your own:
 """
 
 from horovod_train.frameworks.keras.callbacks import BroadcastState, ExactMetrics, ScaledLearningRate
+from horovod_train.frameworks.keras.collectives import init
 from horovod_train.frameworks.keras.dataset import ShardedDataset
-from horovod_train.frameworks.keras.exchange import init
 from horovod_train.frameworks.keras.optimizer import distribute
 
 __all__ = ["BroadcastState", "ExactMetrics", "ScaledLearningRate", "ShardedDataset", "distribute", "init"]

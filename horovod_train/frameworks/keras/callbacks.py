@@ -9,6 +9,7 @@ import keras
 from horovod_train.collectives.base import Communicator, mean_over_ranks
 from horovod_train.config.schema import LearningRate
 from horovod_train.frameworks import arrays, variables
+from horovod_train.frameworks.keras.back_ends.base import back_end
 from horovod_train.lr.policy import LearningRatePolicy
 
 Logs = dict[str, Any]
@@ -129,10 +130,6 @@ class ScaledLearningRate(keras.callbacks.Callback):
 
 
 def set_learning_rate(model: keras.Model, lr: float) -> None:
-    """Set the learning rate of the next step.
-
-    On JAX, ``fit`` holds the variables itself during an epoch and has to hand them back first.
-    """
-    if keras.backend.backend() == "jax":
-        model.jax_state_sync()
+    """Set the learning rate of the next step."""
+    back_end().take_back_state(model)
     model.optimizer.learning_rate = lr

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-import keras
 import numpy as np
 
 from horovod_train.data.planned_step import PlannedStep
@@ -41,12 +40,3 @@ def weighted(batch: tuple[object, ...], weight: float) -> tuple[object, ...]:
     # Always there: a stream must not change its shape.
     weights = np.full(batch_length(labels), weight, np.float32)
     return inputs, labels, weights if own is None else weights * np.asarray(own, np.float32)
-
-
-def as_keras_reads(batches: Iterator[tuple[object, ...]]) -> object:
-    """Return a stream of at least one batch in the form that the back end reads best."""
-    if keras.backend.backend() != "tensorflow":
-        return batches
-    from horovod_train.frameworks.keras.stream import as_dataset
-
-    return as_dataset(batches)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Mapping
 from functools import partial
@@ -19,11 +18,11 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
+from horovod_train.frameworks.keras.back_ends.base import Exchange, back_end
 from horovod_train.frameworks.keras.callbacks import Logs, set_learning_rate
-from horovod_train.frameworks.keras.exchange import Exchange, communicator_class
-from horovod_train.frameworks.keras.feed import as_keras_reads, feed
+from horovod_train.frameworks.keras.feed import feed
 from horovod_train.frameworks.keras.optimizer import distribute, exchange_of
-from horovod_train.frameworks.keras.replica import KerasReplica, take_back_state
+from horovod_train.frameworks.keras.replica import KerasReplica
 from horovod_train.frameworks.keras.task import REQUIRED, KerasTask
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
@@ -42,17 +41,17 @@ class KerasFramework:
     def connect(self, job: Job) -> Communicator:
         """Join the ranks this process was started with; a world of one when there are none."""
         if job.launch.threads_per_rank is not None:
-            limit_threads(job.launch.threads_per_rank)
+            back_end().limit_threads(job.launch.threads_per_rank)
         if job.train.deterministic:
-            be_deterministic()
+            back_end().be_deterministic()
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.reader")
-        return connect(communicator_class(), job)
+        return connect(back_end().communicator_class(), job)
 
     def prepare(self, job: Job, world: Communicator) -> tuple[KerasReplica, NumpyReader, NumpyReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         self._job, self._world = job, world
-        choose_device(job, world)
+        back_end().choose_device(job, world)
         keras.utils.clear_session()  # names of layers count from 1: a checkpoint knows them by name
         keras.config.set_dtype_policy(POLICIES[job.train.precision])
         keras.utils.set_random_seed(mix(job.train.seed, 0, 0) % 2**32)
@@ -72,8 +71,8 @@ class KerasFramework:
         self._exchange = exchange_of(optimizer)
         arguments = self._task.compile()
         check_reduction(arguments.get("loss"))
-        if keras.backend.backend() == "tensorflow" and world.size > 1:
-            without_xla(arguments)
+        if world.size > 1:
+            back_end().check_compile(arguments)
         model.compile(optimizer=optimizer, **arguments)
         optimizer.build(model.trainable_variables)
         self._seeds = variables.seed_states(model)
@@ -99,7 +98,7 @@ class KerasFramework:
                     world_size=self._world.size,
                 )
                 self.model.fit(
-                    as_keras_reads(batches),
+                    back_end().stream(batches),
                     steps_per_epoch=len(steps) * accumulation_steps,
                     initial_epoch=bridge.epoch,
                     epochs=bridge.epoch + 1,
@@ -125,15 +124,15 @@ class KerasFramework:
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of Python's, NumPy's and the model's generators."""
-        take_back_state(self.model)
-        return rng_state({"model": [v.numpy() for v in self._seeds], "torch": torch_generators()})
+        back_end().take_back_state(self.model)
+        return rng_state({"model": [v.numpy() for v in self._seeds], "torch": back_end().generators()})
 
     def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
         """Take over the state of all random generators."""
         own = load_rng_state(tree, arrays)
         for variable, value in zip(self._seeds, own["model"], strict=True):
             variable.assign(value)
-        load_torch_generators(own["torch"])
+        back_end().load_generators(own["torch"])
 
     def seed(self, seed: int, rank: int, epoch: int) -> None:
         """Seed all random generators of this rank."""
@@ -165,15 +164,14 @@ class _Moments(keras.callbacks.Callback):
         self._clock = StepClock()
         self._loss = _LossOfStep()
         self._lr: float | None = None
-        self._generators = torch_generators()
+        self._generators = back_end().generators()
 
     def on_train_batch_begin(self, batch: int, logs: Logs) -> None:
         """Set the learning rate of the step that begins."""
         if batch == 0:
             # ``fit`` draws numbers of its own when it begins; an epoch that is resumed begins twice.
-            load_torch_generators(self._generators)
-        # TensorFlow reads the batch inside of its step.
-        if keras.backend.backend() != "tensorflow":
+            back_end().load_generators(self._generators)
+        if not back_end().reads_inside_step:
             self._clock.lap("data")
         if batch % self._accumulation_steps == 0 and self._bridge.lr != self._lr:
             self._lr = self._bridge.lr
@@ -283,98 +281,3 @@ def check_reduction(loss: object) -> None:
                 "the mean over ranks would not be the loss of the joint batch",
                 hint="use reduction='sum_over_batch_size', Keras's default",
             )
-
-
-def without_xla(arguments: dict[str, Any]) -> None:
-    """Let TensorFlow not compile the step with XLA, which cannot compile Horovod's operations.
-
-    Left alone, Keras does so wherever there is a GPU.
-
-    Raises:
-        UserError: The task asks for it.
-    """
-    if arguments.get("jit_compile") is True:
-        raise UserError(
-            "compile() says jit_compile=True: on TensorFlow XLA cannot compile the exchange between ranks",
-            hint="leave jit_compile out, or use KERAS_BACKEND=jax, where it can",
-        )
-    arguments["jit_compile"] = False
-
-
-def limit_threads(num_threads: int) -> None:
-    """Let the back end compute with so many threads."""
-    match keras.backend.backend():
-        case "tensorflow":
-            import tensorflow as tf
-
-            tf.config.threading.set_intra_op_parallelism_threads(num_threads)
-        case "torch":
-            import torch
-
-            torch.set_num_threads(num_threads)
-        case "jax":
-            # The callback holds one thread while it waits for other ranks.
-            os.environ.setdefault("NPROC", str(max(2, num_threads)))
-
-
-def be_deterministic() -> None:
-    """Let the back end refuse operations whose result can differ; XLA's are all deterministic on a CPU."""
-    match keras.backend.backend():
-        case "tensorflow":
-            import tensorflow as tf
-
-            tf.config.experimental.enable_op_determinism()
-        case "torch":
-            import torch
-
-            torch.use_deterministic_algorithms(True)
-        case "jax":
-            from horovod_train.frameworks.jax import framework as jax
-
-            jax.be_deterministic()
-
-
-def torch_generators() -> dict[str, Any]:
-    """Return the state of PyTorch's generators, which Keras uses on that back end; else nothing."""
-    if keras.backend.backend() != "torch":
-        return {}
-    import torch
-
-    states = {"cpu": torch.get_rng_state().numpy()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state().numpy()
-    return states
-
-
-def load_torch_generators(states: Mapping[str, Any]) -> None:
-    """Take over the state of PyTorch's generators, where it is in use and was saved."""
-    if keras.backend.backend() != "torch" or not states:
-        return
-    import torch
-
-    torch.set_rng_state(torch.from_numpy(states["cpu"].copy()))
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(states["cuda"].copy()))
-
-
-def choose_device(job: Job, world: Communicator) -> None:
-    """Give the back end the rank's own GPU, or the CPU.
-
-    Raises:
-        UserError: A GPU was asked for and there is none for this rank.
-    """
-    match keras.backend.backend():
-        case "tensorflow":
-            from horovod_train.frameworks.tensorflow import framework as tensorflow
-
-            tensorflow.choose_device(job, world)
-        case "torch":
-            from horovod_train.frameworks.torch import framework as torch
-
-            keras.src.backend.common.global_state.set_global_attribute(
-                "torch_device", str(torch.choose_device(job, world))
-            )
-        case "jax":
-            from horovod_train.frameworks.jax import framework as jax
-
-            jax.choose_device(job, world)

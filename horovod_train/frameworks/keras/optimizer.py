@@ -14,7 +14,9 @@ import keras
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Allreduce
 from horovod_train.errors import UserError
-from horovod_train.frameworks.keras.exchange import Exchange, make_exchange
+from horovod_train.frameworks.keras.back_ends.base import Exchange, back_end
+
+WIRE_DTYPES = {"fp32": "float32", "fp16": "float16"}
 
 
 def distribute(
@@ -45,7 +47,8 @@ def distribute(
             hint="make one, such as keras.optimizers.SGD(0.1)",
         )
     allreduce = Allreduce.model_validate({"bucket_size_mib": bucket_size_mib, "wire_dtype": wire_dtype})
-    exchange = make_exchange(world, allreduce)
+    size_bytes = int(allreduce.bucket_size_mib * 2**20)
+    exchange = back_end().exchange(world, size_bytes, WIRE_DTYPES[allreduce.wire_dtype])
     scale_class = keras.optimizers.LossScaleOptimizer
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, scale_class):
         optimizer = scale_class(optimizer)
@@ -89,8 +92,7 @@ class _AppliesTheMean(_Distributed):
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
         if world.size == 1:
             return list(grads)
-        # The other back ends come here on the last micro-step only.
-        if not steps or keras.backend.backend() != "jax":
+        if not steps or not back_end().optimizer_sees_micro_steps:
             return exchange.mean(grads)
         is_last = (self._iterations + 1) % steps == 0  # type: ignore[attr-defined]
         result: list[keras.KerasTensor] = keras.ops.cond(
@@ -100,11 +102,8 @@ class _AppliesTheMean(_Distributed):
 
     def _backend_reset_gradient_accumulators(self) -> None:
         super()._backend_reset_gradient_accumulators()  # type: ignore[misc]
-        if keras.backend.backend() == "torch":
-            # There Keras multiplies by zero: NaN would stay for ever, and -0.0 differs between ranks.
-            for total in self._accumulated_gradients:  # type: ignore[attr-defined]
-                if total is not None:
-                    total.value.zero_()
+        totals = self._accumulated_gradients  # type: ignore[attr-defined]
+        back_end().clear([total for total in totals if total is not None])
 
     def __setattr__(self, name: str, value: object) -> None:
         # What LossScaleOptimizer does first of all to the optimizer inside of it.

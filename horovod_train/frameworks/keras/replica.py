@@ -15,8 +15,8 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.arrays import check_same_optimizer, from_rank_0, mean_over_ranks
 from horovod_train.frameworks.base import IdenticalReplica, StepOutcome
+from horovod_train.frameworks.keras.back_ends.base import back_end
 from horovod_train.frameworks.keras.callbacks import broadcast, exact_metrics
-from horovod_train.frameworks.keras.feed import as_keras_reads
 
 
 class KerasReplica(IdenticalReplica):
@@ -51,13 +51,13 @@ class KerasReplica(IdenticalReplica):
                 # Keras cannot know that a stream ends where it should.
                 warnings.filterwarnings("ignore", message=".*ran out of data")
                 stream = (tuple(batch) for batch in chain([first], found))
-                self.model.evaluate(as_keras_reads(stream), verbose=0)
+                self.model.evaluate(back_end().stream(stream), verbose=0)
         metrics = exact_metrics(self.model, self._world)
         return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
 
     def sync_buffers(self) -> None:
         """Make what ranks update by themselves equal: running statistics are averaged, others rank 0's."""
-        take_back_state(self.model)
+        back_end().take_back_state(self.model)
         if self._world.size == 1:
             return
         averaged = {id(v) for v in self._statistics}
@@ -74,7 +74,7 @@ class KerasReplica(IdenticalReplica):
 
     def is_finite(self) -> bool:
         """Return whether all weights are finite numbers."""
-        take_back_state(self.model)
+        back_end().take_back_state(self.model)
         return all(
             bool(np.isfinite(v.numpy().astype(np.float32)).all())
             for v in variables.shared_state(self.model)
@@ -83,7 +83,7 @@ class KerasReplica(IdenticalReplica):
 
     def state(self, *, copy: bool) -> ReplicaState:
         """Return the state, which stays as it is."""
-        take_back_state(self.model)
+        back_end().take_back_state(self.model)
         return ReplicaState(
             model=variables.blobs_of(variables.named(variables.shared_state(self.model))),
             optimizer=variables.blobs_of(variables.named(self.model.optimizer.variables)),
@@ -110,9 +110,3 @@ class KerasReplica(IdenticalReplica):
     def num_parameters(self) -> int:
         """Return how many numbers are trained."""
         return int(sum(np.prod(v.shape) for v in self.model.trainable_variables))
-
-
-def take_back_state(model: keras.Model) -> None:
-    """Let variables have their values: on JAX, ``fit`` holds them itself during an epoch."""
-    if keras.backend.backend() == "jax":
-        model.jax_state_sync()

@@ -2,6 +2,7 @@
 
 strategy.py    HorovodStrategy, for any ``Trainer``
 framework.py   makes everything for a job
+replica.py     a model as the rest of the product sees it
 task.py        what a user brings
 
 For a script of your own:

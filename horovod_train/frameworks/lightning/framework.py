@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import lightning
 import numpy as np
@@ -24,6 +23,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import eval_micro_batches
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
+from horovod_train.frameworks.lightning.replica import LightningReplica
 from horovod_train.frameworks.lightning.strategy import HorovodStrategy
 from horovod_train.frameworks.lightning.task import REQUIRED, LightningTask
 from horovod_train.frameworks.optimizers import make_optimizer
@@ -33,26 +33,7 @@ from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import choose_device, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
-from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
-
-
-class LightningReplica(TorchReplica):
-    """A module as the rest of the product sees it; steps and evaluations are made by ``Trainer``."""
-
-    def __init__(self, module: lightning.LightningModule, **arguments: Any) -> None:
-        super().__init__(model=module, **arguments)
-        self.metrics: dict[str, float] | None = None
-        self.evaluate_now: Callable[[], dict[str, float]] = dict
-
-    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
-        """Return what ``validation_step`` has logged, over all ranks, on rank 0; others return nothing.
-
-        At the end of an epoch ``Trainer`` has evaluated already; without that, it does so now.
-        """
-        metrics = self.evaluate_now() if self.metrics is None else self.metrics
-        self.metrics = None
-        return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
 
 
 class LightningFramework:

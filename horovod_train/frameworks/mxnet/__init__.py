@@ -1,6 +1,7 @@
 """MXNet (gluon) on Horovod: legacy. MXNet ended with 1.9.1; this room is kept working and gains nothing.
 
-world.py       the ranks, through Horovod
+collectives.py the ranks, through Horovod
+exchange.py    gradients, summed over ranks
 trainer.py     for users with a gluon loop of their own
 framework.py   makes everything for a job
 replica.py     the training step

@@ -14,7 +14,8 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.devices import own_gpu
-from horovod_train.frameworks.mxnet.collectives import MxnetCommunicator, to_arrays
+from horovod_train.frameworks.mxnet.collectives import MxnetCommunicator
+from horovod_train.frameworks.mxnet.exchange import to_arrays
 from horovod_train.frameworks.mxnet.replica import MxnetReplica, Seeds
 from horovod_train.frameworks.mxnet.task import REQUIRED
 from horovod_train.frameworks.optimizers import make_optimizer

@@ -18,7 +18,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
-from horovod_train.frameworks.mxnet.collectives import Exchange, size_bytes, to_arrays
+from horovod_train.frameworks.mxnet.exchange import Exchange, size_bytes, to_arrays
 from horovod_train.frameworks.mxnet.task import MxnetTask
 from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import batch_length

@@ -9,7 +9,8 @@ import mxnet as mx
 from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
 from horovod_train.frameworks.join import join
-from horovod_train.frameworks.mxnet.collectives import Exchange, MxnetCommunicator
+from horovod_train.frameworks.mxnet.collectives import MxnetCommunicator
+from horovod_train.frameworks.mxnet.exchange import Exchange
 
 
 def init() -> Communicator:

@@ -1,8 +1,8 @@
 """TensorFlow on Horovod.
 
 framework.py   makes everything for a job
-world.py       the ranks, through Horovod
-reducer.py     gradients, summed over ranks inside the graph
+collectives.py the ranks, through Horovod
+exchange.py    gradients, summed over ranks inside the graph
 replica.py     the training step
 task.py        what a user brings
 tape.py        for users with a loop of their own

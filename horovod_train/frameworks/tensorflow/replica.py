@@ -30,7 +30,7 @@ from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutco
 from horovod_train.frameworks.loss_scale import LossScale
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
-from horovod_train.frameworks.tensorflow.reducer import Exchange
+from horovod_train.frameworks.tensorflow.exchange import Exchange
 from horovod_train.frameworks.tensorflow.task import TensorflowTask
 
 Out = TypeVar("Out")

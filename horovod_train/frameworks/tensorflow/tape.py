@@ -21,7 +21,7 @@ from horovod_train.frameworks import variables as state
 from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.tensorflow.collectives import TensorflowCommunicator
-from horovod_train.frameworks.tensorflow.reducer import Exchange
+from horovod_train.frameworks.tensorflow.exchange import Exchange
 
 if TYPE_CHECKING:
     import keras

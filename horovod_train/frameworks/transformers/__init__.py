@@ -2,6 +2,7 @@
 
 trainer.py     HorovodTrainerMixin and HorovodTrainer, for any script with a ``Trainer``
 framework.py   makes everything for a job
+replica.py     a model as the rest of the product sees it
 task.py        what a user brings
 
 For a script of your own:

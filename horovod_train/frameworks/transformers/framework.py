@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,26 +39,13 @@ from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import choose_device, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
-from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.transformers.replica import TransformersReplica
 from horovod_train.frameworks.transformers.task import REQUIRED, TransformersTask
 from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher
 
 UNTIMED = ("_runtime", "_samples_per_second", "_steps_per_second")
-
-
-class TransformersReplica(TorchReplica):
-    """A model as the rest of the product sees it; steps and evaluations are made by ``Trainer``."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.evaluate_now: Callable[[], dict[str, float]] = dict
-
-    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
-        """Return the metrics over all ranks' samples, on rank 0; others return nothing."""
-        metrics = self.evaluate_now()
-        return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
 
 
 class TransformersFramework:

@@ -1,0 +1,59 @@
+"""Keras on TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.horovod import HorovodCommunicator
+from horovod_train.config.schema import Job
+from horovod_train.errors import UserError
+from horovod_train.frameworks.keras.back_ends.base import BackEnd, Exchange
+from horovod_train.frameworks.keras.stream import as_dataset
+from horovod_train.frameworks.tensorflow import exchange, framework
+from horovod_train.frameworks.tensorflow.collectives import TensorflowCommunicator
+
+
+class TensorflowBackEnd(BackEnd):
+    """TensorFlow: a step is a graph that reads its batch."""
+
+    reads_inside_step = True
+
+    def communicator_class(self) -> type[HorovodCommunicator]:
+        """Return TensorFlow's binding."""
+        return TensorflowCommunicator
+
+    def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
+        """Return TensorFlow's exchange."""
+        return exchange.Exchange(world, bucket_size_bytes, tf.as_dtype(wire_dtype))
+
+    def limit_threads(self, num_threads: int) -> None:
+        """Limit the threads of one operation."""
+        tf.config.threading.set_intra_op_parallelism_threads(num_threads)
+
+    def be_deterministic(self) -> None:
+        """Refuse operations whose result can differ."""
+        tf.config.experimental.enable_op_determinism()
+
+    def choose_device(self, job: Job, world: Communicator) -> None:
+        """Take the rank's own GPU, or the CPU."""
+        framework.choose_device(job, world)
+
+    def check_compile(self, arguments: dict[str, Any]) -> None:
+        """Let the step not be compiled with XLA, which cannot compile Horovod's operations.
+
+        Left alone, Keras does so wherever there is a GPU.
+        """
+        if arguments.get("jit_compile") is True:
+            raise UserError(
+                "compile() says jit_compile=True, but on TensorFlow XLA cannot compile the exchange of ranks",
+                hint="leave jit_compile out, or use KERAS_BACKEND=jax, where it can",
+            )
+        arguments["jit_compile"] = False
+
+    def stream(self, batches: Iterator[tuple[object, ...]]) -> object:
+        """Return a dataset."""
+        return as_dataset(batches)

@@ -1,0 +1,56 @@
+"""Keras on PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import torch
+
+from horovod_train.collectives.base import Communicator
+from horovod_train.config.schema import Job
+from horovod_train.frameworks.keras.back_ends.base import BackEnd, Exchange
+from horovod_train.frameworks.torch import exchange, framework
+
+
+class TorchBackEnd(BackEnd):
+    """PyTorch: random numbers come from its own generators, too."""
+
+    def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
+        """Return PyTorch's exchange."""
+        return exchange.Exchange(world, bucket_size_bytes, getattr(torch, wire_dtype))
+
+    def limit_threads(self, num_threads: int) -> None:
+        """Limit the threads of one operation."""
+        torch.set_num_threads(num_threads)
+
+    def be_deterministic(self) -> None:
+        """Refuse operations whose result can differ."""
+        torch.use_deterministic_algorithms(True)
+
+    def choose_device(self, job: Job, world: Communicator) -> None:
+        """Take the rank's own GPU, or the CPU."""
+        keras.src.backend.common.global_state.set_global_attribute(
+            "torch_device", str(framework.choose_device(job, world))
+        )
+
+    def clear(self, totals: Sequence[keras.Variable]) -> None:
+        """Write zeros: Keras multiplies by zero, so NaN would stay, and -0.0 differs between ranks."""
+        for total in totals:
+            total.value.zero_()
+
+    def generators(self) -> dict[str, Any]:
+        """Return the state of PyTorch's generators."""
+        states = {"cpu": torch.get_rng_state().numpy()}
+        if torch.cuda.is_available():
+            states["cuda"] = torch.cuda.get_rng_state().numpy()
+        return states
+
+    def load_generators(self, states: Mapping[str, Any]) -> None:
+        """Take over the state of PyTorch's generators, where it was saved."""
+        if not states:
+            return
+        torch.set_rng_state(torch.from_numpy(states["cpu"].copy()))
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.from_numpy(states["cuda"].copy()))
