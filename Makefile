@@ -8,6 +8,7 @@
 #   make image    build the container image and try it (root, buildah, debootstrap)
 #   make campaign run the tests that take long, too
 #   make kernels  numeric tests with other kernels of the CPU, on one thread and on two
+#   make coverage branches of the loop, hooks, strategies and collectives that unit tests take
 #   make mutants  change the core code in 320 places, and see unit tests fail
 #   make bench    measure against hand-written loops and DistributedDataParallel
 #   make accuracy train digits on 1, 2 and 4 ranks, five seeds each
@@ -25,10 +26,10 @@ PIP := -m pip install --disable-pip-version-check --no-input --progress-bar off
 PIP_INSTALL := $(BIN)/python $(PIP) -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
-.PHONY: help tools servers mxnet train test image campaign kernels mutants check lint format bench accuracy clean
+.PHONY: help tools servers mxnet train test image campaign kernels coverage mutants check lint format bench accuracy clean
 
 help:
-	@sed -n '3,15s/^# *//p' Makefile
+	@sed -n '3,16s/^# *//p' Makefile
 
 tools:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: install it (Debian: apt-get install python3)"; exit 2; }
@@ -103,7 +104,7 @@ campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest -n 2 -m campaign
 
 # What is computed, in ranks and in threads. Each line of settings is a CPU that somebody has.
-NUMERIC := tests/unit/test_reducer.py tests/unit/test_replica.py tests/unit/test_torch_together.py \
+NUMERIC := tests/unit/test_allreduce.py tests/unit/test_replica.py tests/unit/test_torch_together.py \
 	tests/unit/test_session.py tests/unit/test_loop.py tests/unit/test_jax_in_place.py \
 	tests/ranks/test_batch_equality.py tests/ranks/test_every_framework.py tests/ranks/test_vit.py
 KERNELS := ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2 \
@@ -115,6 +116,10 @@ kernels: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	env $${settings//,/ } $(BIN)/python -m pytest -q --durations=0 --durations-min=60 $(NUMERIC) || failed+=" $$settings"; \
 	done; \
 	[ -z "$$failed" ] || { echo "error: tests fail with$$failed"; exit 1; }
+
+coverage: tools $(VENV)/installed-dev $(VENV)/engine-dev
+	@$(BIN)/python -m coverage run -m pytest -q tests/unit
+	@$(BIN)/python -m coverage report
 
 MUTANTS_SEED ?= 1
 

