@@ -7,6 +7,7 @@ import errno
 import io
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -33,7 +34,7 @@ from horovod_train.launch import jobs
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.hosts import description, host_actions, host_group, hostlist, readings
 from horovod_train.launch.hosts.description import can_read_memory, usable_cores
-from horovod_train.launch.hosts.host_actions import RUN_VARIABLE, HostActions
+from horovod_train.launch.hosts.host_actions import RANK_VARIABLE, RUN_VARIABLE, HostActions
 from horovod_train.launch.hosts.host_group import (
     HostGroup,
     LocalHost,
@@ -595,26 +596,50 @@ class TestHostGroup:
             RemoteHost(Host(name, 1), A_SHELL, stage, 20) for name, stage in zip("ab", stages, strict=True)
         ]
         hosts = HostGroup(connections)
-        # As a rank looks from outside.
+        # As a rank is started; it starts a process that would end by the signal.
         program = (
-            "import os, pathlib, signal, time; signal.signal(signal.SIGUSR1, lambda *_: None)\n"
-            f"pathlib.Path({str(tmp_path)!r}, f'rank-{{os.getpid()}}').touch(); time.sleep(60)"
+            "import pathlib, signal, subprocess, time; signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+            "started = subprocess.Popen(['sleep', '60'])\n"
+            f"pathlib.Path({str(tmp_path)!r}, f'rank-{{started.pid}}').touch(); time.sleep(60)"
         )
-        (tmp_path / "horovod_train").mkdir()
-        (tmp_path / "horovod_train" / "__main__.py").write_text(program)
-        command = [sys.executable, "-P", "-m", "horovod_train", "worker"]
-        ranks = [
-            subprocess.Popen(command, env={RUN_VARIABLE: stage, "PYTHONPATH": str(tmp_path)})
-            for stage in stages
-        ]
+        script = f"export {RANK_VARIABLE}=$$; exec {sys.executable} -c {shlex.quote(program)}"
+        ranks = [subprocess.Popen(["sh", "-c", script], env={RUN_VARIABLE: stage}) for stage in stages]
         wait_until(lambda: len(list(tmp_path.glob("rank-*"))) == 2)
+        started = [psutil.Process(int(file.name.split("-")[1])) for file in tmp_path.glob("rank-*")]
 
         assert hosts.signal_ranks(signal.SIGUSR1) == 2
         assert [rank.poll() for rank in ranks] == [None, None]
+        assert all(process.status() == psutil.STATUS_SLEEPING for process in started)
         hosts.kill()
 
         assert [rank.wait(5) for rank in ranks] == [-signal.SIGKILL] * 2
         hosts.close()
+        # Nobody may have asked for their exit codes yet.
+        wait_until(lambda: all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in started))
+
+    def test_the_script_of_a_rank_says_which_process_it_is(self, tmp_path):
+        """The process that was started, not one that it starts."""
+        job = Job(name="x", task="digits")
+        (tmp_path / "environment").write_text("")
+        program = ("probe",)
+        (tmp_path / "probe.py").write_text(f"import os; print(os.getpid(), os.environ['{RANK_VARIABLE}'])")
+        files = stage_files(
+            job,
+            "run",
+            str(tmp_path),
+            python=sys.executable,
+            prefix=sys.prefix,
+            folder=tmp_path,
+            program=program,
+            variables={"PYTHONPATH": str(tmp_path)},
+        )
+        for name in ("rank", "environment"):
+            (tmp_path / name).write_text(files[name])
+
+        rank = subprocess.run(["sh", str(tmp_path / "rank")], capture_output=True, text=True, check=True)
+
+        own, said = rank.stdout.split()
+        assert own == said
 
     def test_a_host_that_does_not_answer_keeps_no_other_from_being_cleared(self, tmp_path):
         connections = [RemoteHost(Host(name, 1), A_SHELL, str(tmp_path / name), 20) for name in "ab"]
@@ -1064,13 +1089,6 @@ class TestSlurm:
 
 
 class TestWhatAHostSaysOfItself:
-    def test_processes_that_have_ended_are_no_ranks(self):
-        process = subprocess.Popen(["true"])
-        known = psutil.Process(process.pid)
-        process.wait()
-
-        assert not host_actions._is_rank(known)
-
     def test_folders_that_are_not_there_have_no_room(self, tmp_path):
         assert description._free_bytes(tmp_path / "nowhere") is None
         assert description._free_bytes(tmp_path) > 0

@@ -27,6 +27,7 @@ from horovod_train.launch.hosts.readings import HostReadings, take_readings
 from horovod_train.pids import is_alive, waited_for_processor_s
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
+RANK_VARIABLE = "HOROVOD_TRAIN_RANK_PID"
 """In the environment of every process of a run: its stage, by which it is known."""
 
 CONNECT_TIMEOUT_S = 4.0
@@ -192,7 +193,7 @@ class HostActions:
 
     def signal_ranks(self, number: int) -> int:
         """Send a signal to the ranks themselves, not to what they have started; returns how many."""
-        ranks = [process for process in self._processes() if _is_rank(process)]
+        ranks = [process for process, variables in self._processes() if _is_rank(process, variables)]
         for process in ranks:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
@@ -202,7 +203,7 @@ class HostActions:
         """Kill every process of the run on this host; returns how many there were."""
         killed = num_empty_looks = 0
         for _ in range(50):  # what is forked meanwhile is found in the next round
-            left = list(self._processes())
+            left = [process for process, _ in self._processes()]
             # Twice: while a process turns into another program, its environment cannot be read.
             num_empty_looks = 0 if left else num_empty_looks + 1
             if num_empty_looks == 2:
@@ -215,17 +216,16 @@ class HostActions:
             time.sleep(0.02)
         return killed
 
-    def _processes(self) -> Iterator[psutil.Process]:
+    def _processes(self) -> Iterator[tuple[psutil.Process, set[bytes]]]:
+        """Yield the processes of the run, and the variables that each was started with."""
         mark = f"{RUN_VARIABLE}={self.stage}".encode()
         for pid in psutil.pids():
-            try:
-                if mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") and is_alive(pid):
-                    yield psutil.Process(pid)
-            except (OSError, psutil.NoSuchProcess):
-                continue
+            with suppress(OSError, psutil.NoSuchProcess):
+                variables = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+                if mark in variables and is_alive(pid):
+                    yield psutil.Process(pid), variables
 
 
-def _is_rank(process: psutil.Process) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return process.cmdline()[1:5] == ["-P", "-m", "horovod_train", "worker"]
-    return False
+def _is_rank(process: psutil.Process, variables: set[bytes]) -> bool:
+    """Whether a process is a rank, and not what one has started (see ``staging.py``)."""
+    return f"{RANK_VARIABLE}={process.pid}".encode() in variables

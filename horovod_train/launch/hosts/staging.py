@@ -13,7 +13,7 @@ from pathlib import Path
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.launch.hosts.host_actions import RUN_VARIABLE
+from horovod_train.launch.hosts.host_actions import RANK_VARIABLE, RUN_VARIABLE
 
 MAX_SHIPPED_BYTES = 64 * 1024 * 1024
 # Not code, or nobody else's business.
@@ -27,6 +27,7 @@ trap '' USR1  # until the rank itself listens
 {first_beat}cd {folder} 2>/dev/null || cd {stage} || exit 1
 set -a
 . {stage}/environment
+{rank_variable}=$$  # what the rank starts inherits it, but has other numbers
 set +a
 exec {python} -P -m {program}
 """
@@ -80,6 +81,7 @@ def stage_files(
             folder=where,
             stage=stage,
             python=python,
+            rank_variable=RANK_VARIABLE,
             program=shlex.join(program or worker),
             first_beat="" if program else _FIRST_BEAT.format(stage=stage),
         ),
