@@ -653,6 +653,17 @@ class TestHostGroup:
         assert rank.wait(5) == -signal.SIGKILL
         hosts.close()
 
+    @pytest.mark.parametrize("line", ["no answer", "[1]", "{}", '{"id": 99}', "7"])
+    def test_what_a_login_script_left_running_prints_is_no_answer(self, tmp_path, line):
+        """All answers that follow it arrive."""
+        shell = ["sh", "-c", f'(sleep 0.5; echo {shlex.quote(line)}) & eval "$0"']
+        host = RemoteHost(Host("a", 1), shell, str(tmp_path / "stage"), 20)
+
+        wait_until(lambda: any(line in said for said in host._said))
+
+        assert host.call(HostActions.ping)
+        host.close()
+
     def test_a_python_that_is_not_there_is_named(self, tmp_path):
         settings = HostSettings(python="/nowhere/python")
 

@@ -21,7 +21,7 @@ from typing import Any
 from horovod_train import __version__
 from horovod_train.launch.hosts.host_actions import HostActions
 
-GREETING = "horovod_train agent "
+GREETING = "horovod_train agent"
 """Followed by the version: the first line that an agent says."""
 
 
@@ -35,7 +35,7 @@ def serve(stage: str, silence_s: float) -> None:
     host = HostActions(stage)
     answers = os.dup(1)
     os.dup2(2, 1)  # whatever prints must not get between the answers
-    os.write(answers, f"{GREETING}{__version__}\n".encode())
+    os.write(answers, f"{GREETING} {__version__}\n".encode())
     try:
         buffer = b""
         while select.select([0], [], [], silence_s)[0]:

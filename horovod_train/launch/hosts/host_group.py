@@ -250,12 +250,17 @@ class RemoteHost:
                 if not self._version.done():
                     # What a login script prints comes before.
                     text = line.decode(errors="replace")
-                    if text.startswith(GREETING.strip()):
-                        self._version.set_result(text.removeprefix(GREETING.strip()).strip())
+                    if text.startswith(GREETING):
+                        self._version.set_result(text.removeprefix(GREETING).strip())
                     continue
-                reply = Reply(**json.loads(line))
-                with self._lock:
-                    settle = self._waiting.pop(reply.id)
+                try:
+                    reply = Reply(**json.loads(line))
+                    with self._lock:
+                        settle = self._waiting.pop(reply.id)
+                except (ValueError, TypeError, KeyError):
+                    # Something that a login script has left running prints, too: no answer is lost by it.
+                    self._said = [*self._said[-20:], line.decode(errors="replace")]
+                    continue
                 settle(reply)
         if not self._version.done():
             self._process.wait()
