@@ -72,6 +72,9 @@ found = {
     )
     for case in cases
 }
-found["version before"] = train(Job.model_validate(BEFORE.job(name)), folder / "checkpoints")
+found["version before"] = {
+    "refused": "",
+    **train(Job.model_validate(BEFORE.job(name)), folder / "checkpoints"),
+}
 (folder / f"rank-{world.rank}.json").write_text(json.dumps(found))
 world.close()

@@ -240,12 +240,17 @@ class TestAsked:
         assert caught.value.stopped_by == number
         assert (run.state.state, run.state.exit_code) == ("preempted", 75)
 
-    def test_by_cancel_it_is_cancelled(self, run, tmp_path, monkeypatch):
-        monkeypatch.setattr("horovod_train.launch.jobs.CANCELLED_FILE", ".")
+    def test_by_cancel_it_is_cancelled(self, run, tmp_path):
+        """The verb marks the folder of the run first, and then sends SIGTERM."""
+        mark = (
+            "import pathlib\n"
+            f"(state,) = pathlib.Path({str(tmp_path)!r}, 'runs').glob('*/*/state.json')\n"
+            f"(state.parent / {jobs.CANCELLED_FILE!r}).touch()\n"
+        )
         signals(tmp_path, signal.SIGTERM)
 
         with pytest.raises(PreemptedError) as caught:
-            run(LEAVES + START + WAITS)
+            run(LEAVES + START + mark + WAITS)
 
         assert caught.value.exit_code == run.state.exit_code == 143
         assert run.state.state == "cancelled"
