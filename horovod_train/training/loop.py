@@ -111,7 +111,8 @@ def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Acti
     progress.advance(step.share.num_samples)
     run.readings.add(StepReport(progress.step, progress.epochs_passed, step.share, lr, reading))
     run.tell(run.readings.arrived())
-    run.note(hook.on_step(run) for hook in run.hooks)
+    for hook in run.hooks:
+        run.note(hook.on_step(run))
     return first_answer(run)
 
 
@@ -162,7 +163,8 @@ def after_epoch(run: Run) -> Action | None:
     if evaluated:
         take_metrics(run)
         consider_stopping(run)
-    run.note(hook.on_epoch(run, evaluated=evaluated) for hook in run.hooks)
+    for hook in run.hooks:
+        run.note(hook.on_epoch(run, evaluated=evaluated))
     return first_answer(run)
 
 

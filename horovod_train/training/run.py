@@ -89,15 +89,17 @@ class Run:
             self.guard.check(
                 report.step, is_finite=outcome.is_finite, loss=outcome.loss, local_loss=outcome.local_loss
             )
-            self.note(hook.on_reading(self, report) for hook in self.hooks)
+            for hook in self.hooks:
+                self.note(hook.on_reading(self, report))
 
     def tell_all(self) -> None:
         """Tell hooks what all steps did that were made; waits until it is known."""
         self.tell(self.readings.all())
 
-    def note(self, answers: Iterable[Action | None]) -> None:
-        """Note what hooks answer."""
-        self.answers += [answer for answer in answers if answer is not None]
+    def note(self, answer: Action | None) -> None:
+        """Note what a hook answers."""
+        if answer is not None:
+            self.answers.append(answer)
 
     def planned_steps(self) -> int:
         """Return the step at which the job will end, if nothing stops it early."""
