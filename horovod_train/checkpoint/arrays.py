@@ -123,7 +123,9 @@ def parse_state(content: bytes) -> tuple[object, dict[str, ArrayBlob]]:
     try:
         return json.loads(bytes(arrays.pop(_TREE).data)), arrays
     except (KeyError, ValueError, RecursionError) as error:
-        raise CheckpointError("a rank's random generators are damaged") from error
+        raise CheckpointError(
+            "what a rank keeps for itself, such as random generators, is damaged"
+        ) from error
 
 
 def parse_arrays(content: bytes) -> dict[str, ArrayBlob]:

@@ -91,7 +91,8 @@ def resume_from(
     progress.restore(resumed.progress)
     try:
         replica.load_state(resumed.state)
-        replica.load_own_states([parse_state(data)[1] for data in resumed.own])
+        # A rank that kept nothing for itself left nothing.
+        replica.load_own_states([parse_state(data)[1] if data else {} for data in resumed.own])
         if resumed.rng is not None:
             load_rng(*parse_state(resumed.rng))
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -791,9 +791,9 @@ class TestThingsOfLater:
         name = next(iter(parse_arrays(content)))
         broken = _header({name: whole}) + damage
 
-        with pytest.raises(CheckpointError, match="random generators are damaged"):
+        with pytest.raises(CheckpointError, match="what a rank keeps for itself.* is damaged"):
             parse_state(broken)
-        with pytest.raises(CheckpointError, match="random generators are damaged"):
+        with pytest.raises(CheckpointError, match="what a rank keeps for itself.* is damaged"):
             parse_state(_header({"other": whole}) + damage)
 
 

@@ -16,6 +16,7 @@ from horovod_train.checkpoint import store
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
 from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import CheckpointError, DesyncError, NumericError, PreemptedError
+from horovod_train.frameworks.arrays import from_blob, to_blob
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.hooks import progress as progress_module
 from horovod_train.training.hooks.base import Hook
@@ -365,6 +366,23 @@ class TestGoingOn:
 
         assert sorted(seeds) == [(0, rank + 1, 2) for rank in range(now)]
         assert all(run.progress.step == 2 for run, _ in found)
+
+    @pytest.mark.parametrize("keeping", [(0,), (1,), (0, 2), (0, 1, 2)])
+    def test_what_some_ranks_have_kept_for_themselves_is_given_to_all(self, tmp_path, keeping):
+        def rank(world):
+            run = made(world, train={"max_steps": 2})
+            own = {"kept": to_blob(np.full(3, world.rank + 0.5))} if world.rank in keeping else {}
+            run.replica.own_state = lambda: own
+            manager = manager_of(tmp_path, run)
+            save(run, manager, Framework(), wait=True)
+            given = []
+            run.replica.load_own_states = given.extend
+            resume(run, manager, Framework(), Told(world.rank).reporter)
+            manager.close()
+            return [{name: from_blob(blob).tolist() for name, blob in kept.items()} for kept in given]
+
+        expected = [{"kept": [number + 0.5] * 3} if number in keeping else {} for number in range(3)]
+        assert on_ranks(3, rank) == [expected] * 3
 
     def test_with_other_settings_says_so_once(self, tmp_path):
         self.save(tmp_path, 2, 3)

@@ -18,7 +18,7 @@ from horovod_train.collectives.horovod import Array, HorovodCommunicator
 class TensorCollectives(Communicator, Protocol):
     """Ranks that exchange tensors besides numbers and bytes.
 
-    Ranks know a tensor by its name: a name stands for the same shape and type on all of them, for ever.
+    Ranks know a tensor by its name: where one of them exchanges it, all do, with the same shape and type.
     """
 
     def start_allreduce(self, tensor: torch.Tensor, name: str) -> Any:

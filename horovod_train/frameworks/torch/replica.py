@@ -171,7 +171,8 @@ class TorchReplica:
     def _update(self, loss: float, *, want_norm: bool) -> tuple[float | None, bool]:
         """Unscale, clip and step, in this order. Return the gradient norm and whether all is finite.
 
-        Gradients are equal on all ranks here, so every rank decides alike without asking.
+        The loss is equal on all ranks, and so are gradients that were summed: every rank decides alike
+        without asking. A strategy whose gradients differ asks in ``is_finite``.
         """
         if not math.isfinite(loss):
             return None, False
