@@ -37,7 +37,7 @@ class TestAnAgent:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
         )
-        assert process.stdout.readline().decode() == f"{GREETING}{__version__}\n"
+        assert process.stdout.readline().decode() == f"{GREETING} {__version__}\n"
         yield process
         process.stdin.close()
         process.stdout.close()
