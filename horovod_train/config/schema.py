@@ -234,7 +234,7 @@ class Tracking(Section):
     """Where losses and metrics go besides Prometheus; rank 0 tells them."""
 
     name: ImportPath | Name
-    """Which tracker: ``csv``, or an import path ``module:Class`` (see docs/launch.md)."""
+    """Which tracker: ``csv``, or an import path ``module:Class`` (see docs/monitoring.md)."""
 
     args: dict[str, Any] = {}
     """Keyword arguments of the tracker, such as ``path: metrics.csv``. Not for secrets."""
@@ -262,7 +262,7 @@ class Metrics(Section):
     """The gradient norm costs a pass over all gradients; it is taken this often (or when clipping)."""
 
     trackers: list[Tracking] = []
-    """Who else keeps losses and metrics, ``[{name: csv}]`` for one."""
+    """Who else keeps losses and metrics, ``[{name: csv}]`` for one (see docs/monitoring.md)."""
 
 
 class Health(Section):

@@ -27,6 +27,7 @@ class Kept:
 
     told = None
     fails_at = None
+    fails_with = ConnectionError
     may_go_on = None
 
     def __init__(self, prefix=""):
@@ -39,7 +40,7 @@ class Kept:
         if self.may_go_on is not None:
             self.may_go_on.wait(10)
         if step == self.fails_at:
-            raise ConnectionError("no way to the server")
+            raise self.fails_with("no way to the server")
         self.told.append((step, epochs, {self.prefix + name: value for name, value in values.items()}))
 
     def end(self):
@@ -120,13 +121,15 @@ def test_arguments_of_the_job_reach_the_tracker(kept):
     assert "a/loss" in kept.told[1][2]
 
 
-def test_a_tracker_that_fails_is_left_out_and_told_once(kept, monkeypatch):
+@pytest.mark.parametrize("error", [ConnectionError, SystemExit])
+def test_a_tracker_that_fails_is_left_out_and_told_once(kept, monkeypatch, error):
     monkeypatch.setattr(Kept, "fails_at", 2)
+    monkeypatch.setattr(Kept, "fails_with", error)
 
     said, reports = tracked()
 
     assert said.count("left out from now on") == 1
-    assert "ConnectionError: no way to the server" in said
+    assert f"{error.__name__}: no way to the server" in said
     assert len(reports) > 2
     assert kept.told[-1][0] == 1
 

@@ -20,14 +20,12 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.arrays import check_fits, from_blob, to_blob
 from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.jax.exchange import Exchange
-from horovod_train.frameworks.jax.optax import broadcast
+from horovod_train.frameworks.jax.optax import Tree, broadcast
 from horovod_train.frameworks.jax.task import JaxTask
 from horovod_train.frameworks.loss_scale import LossScale
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
 
-Tree = TypeVar("Tree")
-"""A tree of arrays, as JAX knows them."""
 Out = TypeVar("Out")
 
 COMPUTE_DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,12 +30,16 @@ class CsvFile:
         self._run_id = run.run_id
         path = run.folder / self._path.expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = path.read_bytes() if path.exists() else b""
+        last = b""
+        if path.exists() and path.stat().st_size:
+            with path.open("rb") as before:  # the last byte alone: the file may have grown for months
+                before.seek(-1, os.SEEK_END)
+                last = before.read()
         self._file = path.open("a", encoding="utf-8", newline="")
         self._rows = csv.writer(self._file)
-        if not before:
+        if not last:
             self._rows.writerow(COLUMNS)
-        elif not before.endswith(b"\n"):
+        elif last != b"\n":
             self._file.write("\r\n")
         self._file.flush()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from queue import Queue
+from queue import SimpleQueue
 from threading import Thread
 
 from horovod_train.config.schema import Tracking
@@ -38,22 +38,19 @@ class TrackerThread:
         self._name = name
         self._say = say
         self._num_dropped = 0
-        self._waiting: Queue[Callable[[], None] | None] = Queue(MAX_WAITING)
+        self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def tell(self, call: Callable[[], None]) -> None:
         """Have the tracker called; returns at once."""
-        if self._waiting.full():
+        if self._waiting.qsize() >= MAX_WAITING:
             self._num_dropped += 1
         else:
             self._waiting.put(call)
 
     def close(self) -> None:
         """Wait until it knows everything, for a while."""
-        if self._waiting.full():  # it hangs: no reason to wait for its first one
-            self._waiting.get_nowait()
-            self._num_dropped += 1
         self._waiting.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -66,7 +63,7 @@ class TrackerThread:
             while (call := self._waiting.get()) is not None:
                 call()
             self.tracker.end()
-        except Exception as error:  # noqa: BLE001  (whatever it is, training goes on)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever it is, training goes on)
             self._say(f"tracker {self._name} is left out from now on: {type(error).__name__}: {error}")
             self._forget_all()
 
