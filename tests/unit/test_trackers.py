@@ -29,6 +29,7 @@ class Kept:
     fails_at = None
     fails_with = ConnectionError
     may_go_on = None
+    may_end = None
 
     def __init__(self, prefix=""):
         self.prefix = prefix
@@ -44,6 +45,8 @@ class Kept:
         self.told.append((step, epochs, {self.prefix + name: value for name, value in values.items()}))
 
     def end(self):
+        if self.may_end is not None:
+            self.may_end.wait(10)
         self.told.append(("end",))
 
 
@@ -152,6 +155,18 @@ def test_a_slow_tracker_holds_no_rank_up_and_what_it_missed_is_told(kept, monkey
     num_missed = int(re.search(r"tracker .*Kept is too slow: it was not told (\d+) time", said)[1])
     num_calls = 1 + len(reports) + 2
     assert num_calls - 2 <= num_missed <= num_calls - 1
+
+
+def test_a_tracker_that_hangs_as_it_closes_is_told_and_no_call_is_said_to_be_missed(kept, monkeypatch):
+    monkeypatch.setattr(Kept, "may_end", Event())
+    monkeypatch.setattr(track, "CLOSE_S", 0.5)
+
+    said, reports = tracked()
+
+    Kept.may_end.set()
+    assert re.search(r"tracker .*Kept has not closed after 0.5 s", said)
+    assert "was not told" not in said
+    assert len(reports) > 2
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,9 @@ class ExactMetrics(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Replace the results of an epoch's training."""
-        mine = {name: float(value) for name, value in (logs or {}).items() if not name.startswith("val_")}
-        if logs and mine:
+        logs = {} if logs is None else logs
+        mine = {name: float(value) for name, value in logs.items() if not name.startswith("val_")}
+        if mine:
             means = mean_over_ranks(self._world, {name: (value, 1) for name, value in mine.items()})
             logs.update(means)
 

@@ -54,7 +54,12 @@ class TrackerThread:
         self._waiting.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            self._num_dropped += self._waiting.qsize() - 1  # the last one is the end
+            num_waiting = self._waiting.qsize()  # the last one is the end
+            self._num_dropped += max(0, num_waiting - 1)
+            if not num_waiting:
+                self._say(
+                    f"tracker {self._name} has not closed after {CLOSE_S:g} s: what it did not store is lost"
+                )
         if self._num_dropped:
             self._say(f"tracker {self._name} is too slow: it was not told {self._num_dropped} time(s)")
 
