@@ -4,6 +4,7 @@ The same network of 5.3 million parameters everywhere, 2 ranks. A step is the ti
 batches being read on rank 0.
 
 usage: python -m benchmarks.frameworks [--pairs N] [--steps N] [--only NAME]
+       python -m benchmarks.frameworks --against CHECKOUT    compare with another version's checkout instead
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.every_framework.vectors import BATCH_SIZE, LR, MOMENTUM
@@ -31,8 +33,8 @@ FRAMEWORKS = {
 }
 
 
-def comparison(name: str) -> Comparison:
-    """Return what is compared for one framework."""
+def comparison(name: str, checkout: Path | None) -> Comparison:
+    """Return what one framework is compared with: the loop by hand, or another version's checkout."""
     framework, _, back_end = name.partition(" on ")
     programs = MXNET_BIN if framework == "mxnet" else BIN
     env = (
@@ -61,7 +63,13 @@ def comparison(name: str) -> Comparison:
     def by_hand(_: str, steps: int, __: Path) -> list[str]:
         return [*ranks, str(HERE / FRAMEWORKS[name]), str(steps)]
 
-    return Comparison("by hand", Variant("ours", ours, env), Variant("by hand", by_hand, env), TARGET)
+    now = Variant("ours", ours, env)
+    if checkout is None:
+        return Comparison("by hand", now, Variant("by hand", by_hand, env), TARGET)
+    paths = (("PYTHONPATH", f"{HERE}:{checkout}:{HERE.parents[1]}"),)
+    return Comparison(
+        f"the version in {checkout.name}", now, replace(now, name="before", env=env + paths), 1.02
+    )
 
 
 def main() -> None:
@@ -70,12 +78,17 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--only", default="", help="name of a framework")
+    parser.add_argument("--against", type=Path, help="checkout of another version")
     args = parser.parse_args()
     if args.only and args.only not in FRAMEWORKS:
         sys.exit(f"--only is {args.only!r}: one of {', '.join(FRAMEWORKS)}")
-    print(f"{NUM_RANKS} ranks, {args.pairs} pairs of {args.steps} steps; ratio of step times, ours / by hand")
+    print(
+        f"{NUM_RANKS} ranks, {args.pairs} pairs of {args.steps} steps; ratio of step times, ours / other: "
+        "median and its 95 % interval"
+    )
+    checkout = args.against.resolve() if args.against else None
     for name in [args.only] if args.only else FRAMEWORKS:
-        compare(comparison(name), name, args.pairs, args.steps)
+        compare(comparison(name, checkout), name, args.pairs, args.steps)
 
 
 if __name__ == "__main__":
