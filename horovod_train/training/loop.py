@@ -111,8 +111,7 @@ def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Acti
     progress.advance(step.share.num_samples)
     run.readings.add(StepReport(progress.step, progress.epochs_passed, step.share, lr, reading))
     run.tell(run.readings.arrived())
-    for hook in run.hooks:
-        run.note(hook.on_step(run))
+    run.answers += filter(None, [hook.on_step(run) for hook in run.hooks])
     return first_answer(run)
 
 
@@ -121,10 +120,11 @@ def first_answer(run: Run) -> Action | None:
 
     An answer waits until replicas are identical: what is evaluated, saved or left behind is all ranks'.
     """
-    if not run.replica.replicas_identical:
+    if not run.answers or not run.replica.replicas_identical:
         return None
-    answers, run.answers = run.answers, []
-    return answers[0] if answers else None
+    answer = run.answers[0]
+    run.answers.clear()
+    return answer
 
 
 def tell_what_is_outstanding(run: Run) -> None:
@@ -163,8 +163,7 @@ def after_epoch(run: Run) -> Action | None:
     if evaluated:
         take_metrics(run)
         consider_stopping(run)
-    for hook in run.hooks:
-        run.note(hook.on_epoch(run, evaluated=evaluated))
+    run.answers += filter(None, [hook.on_epoch(run, evaluated=evaluated) for hook in run.hooks])
     return first_answer(run)
 
 

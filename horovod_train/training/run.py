@@ -89,17 +89,11 @@ class Run:
             self.guard.check(
                 report.step, is_finite=outcome.is_finite, loss=outcome.loss, local_loss=outcome.local_loss
             )
-            for hook in self.hooks:
-                self.note(hook.on_reading(self, report))
+            self.answers += filter(None, [hook.on_reading(self, report) for hook in self.hooks])
 
     def tell_all(self) -> None:
         """Tell hooks what all steps did that were made; waits until it is known."""
         self.tell(self.readings.all())
-
-    def note(self, answer: Action | None) -> None:
-        """Note what a hook answers."""
-        if answer is not None:
-            self.answers.append(answer)
 
     def planned_steps(self) -> int:
         """Return the step at which the job will end, if nothing stops it early."""

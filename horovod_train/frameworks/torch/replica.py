@@ -85,12 +85,12 @@ class TorchReplica:
         assert self.task is not None
         clock = StepClock()
         self.begin(step)
-        for place, (micro_batch, batch) in enumerate(step):
+        for micro_batch, batch in step:
             clock.lap("data")
             with self.autocast():
                 loss = self.task.loss(self.forward_model, batch)
             clock.lap("forward")
-            self.backward(loss, micro_batch.share, is_last=place == len(step) - 1)
+            self.backward(loss, micro_batch.share, is_last=micro_batch is step.share.micro_batches[-1])
             clock.lap("backward")
         return self.finish(clock, lr, want_norm=want_norm)
 
@@ -102,7 +102,7 @@ class TorchReplica:
     def begin(self, step: PlannedStep) -> None:
         """Begin a step: no gradients yet."""
         self.strategy.begin(step)
-        self._local_loss = torch.zeros((), device=self._device)
+        self._local_loss.zero_()
         self.forward_model.train()
         # All of the model, not only what the optimizer has: what is frozen there must not pile up.
         self.model.zero_grad(set_to_none=True)
