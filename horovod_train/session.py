@@ -33,7 +33,7 @@ import torch
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.collectives.base import Communicator, broadcast_json, mean_over_ranks
-from horovod_train.config.schema import Allreduce, Checkpoint, Data, Job, LearningRate, Train
+from horovod_train.config.schema import Allreduce, Checkpoint, Data, Health, Job, LearningRate, Train
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import eval_micro_batches
 from horovod_train.errors import PreemptedError, UserError
@@ -46,6 +46,7 @@ from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.health.desync import check_replicas_identical
+from horovod_train.health.finite import FiniteGuard
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.exporter import Exporter
@@ -78,6 +79,7 @@ class Session:
 
     def __init__(self, job: Job, world: Communicator) -> None:
         self._job = job
+        self._guards: dict[TorchReplica, FiniteGuard] = {}
         self._stack = ExitStack()
         self.world = world
         self._stack.callback(world.close)
@@ -116,6 +118,7 @@ class Session:
         *,
         precision: Literal["fp32", "bf16", "fp16"] = "fp32",
         clip_grad_norm: float | None = None,
+        non_finite: Literal["stop", "skip"] = "stop",
         bucket_size_mib: float = 8.0,
         wire_dtype: Literal["fp32", "fp16"] = "fp32",
     ) -> TorchReplica:
@@ -123,9 +126,12 @@ class Session:
 
         Args:
             model: On ``session.device``.
-            optimizer: Over its parameters. Its learning rate is set in each step.
+            optimizer: Over its parameters. Each step sets its learning rate, that of all groups alike but
+                for a group's ``lr_scale``: its own rate, and a scheduler of PyTorch, change nothing.
             precision: Of the forward pass, inside ``replica.autocast()``.
             clip_grad_norm: Largest L2 norm of the global gradient; None: no clipping.
+            non_finite: What a step does whose loss or gradient is NaN or infinite: raise NumericError, or
+                leave the weights alone, ten times in a row at most.
             bucket_size_mib: Gradients travel in pieces of about this size.
             wire_dtype: Their type on the way.
         """
@@ -139,6 +145,10 @@ class Session:
             strategy=strategy,
             world=self.world,
             train=train,
+            guard_gradients=non_finite == "skip",
+        )
+        self._guards[replica] = FiniteGuard(
+            Health(non_finite=non_finite), self.world, scaler_skips=precision == "fp16"
         )
         replica.broadcast()
         check_replicas_identical(self.world, replica.state(copy=False), "at the start")
@@ -167,7 +177,7 @@ class Session:
         seed = self._job.train.seed
         reader = TorchReader(dataset, Data(num_workers=num_workers), seed, self.device)
         progress = Progress(DataOrder(len(reader), seed, shuffle))
-        return ShardedLoader(self.world, reader, progress, batch_size, accumulation_steps)
+        return ShardedLoader(self.world, reader, progress, batch_size, accumulation_steps, self._guards)
 
     def learning_rate(self, loader: ShardedLoader, *, epochs: float, **lr: Any) -> LearningRatePolicy:
         """Return the learning-rate policy for a loader's global batch.
@@ -244,12 +254,15 @@ class Step:
     the rank still takes part.
     """
 
-    def __init__(self, planned: PlannedStep, replica: TorchReplica, progress: Progress) -> None:
+    def __init__(
+        self, planned: PlannedStep, replica: TorchReplica, progress: Progress, guard: FiniteGuard
+    ) -> None:
         self.share = planned.share
         self.clock = StepClock()
         self._planned = planned
         self._replica = replica
         self._progress = progress
+        self._guard = guard
         self._at = -1
         replica.begin(planned)
 
@@ -271,6 +284,7 @@ class Step:
 
         Raises:
             PeerError: Another rank was lost.
+            NumericError: Loss or gradient is not finite, and ``prepare`` was not told to skip such steps.
             UserError: Not all micro-batches of the step were read.
         """
         unread = len(self._planned) - 1 - self._at
@@ -283,6 +297,12 @@ class Step:
         self._progress.advance(self.share.num_samples)
         if self._progress.cursor == self._progress.order.num_samples:
             self._progress.finish_epoch()
+        self._guard.check(
+            self._progress.step,
+            is_finite=outcome.is_finite,
+            loss=outcome.loss,
+            local_loss=outcome.local_loss,
+        )
         return outcome
 
 
@@ -295,6 +315,7 @@ class ShardedLoader:
     progress: Progress
     batch_size: int
     accumulation_steps: int
+    _guards: Mapping[TorchReplica, FiniteGuard]
 
     @property
     def global_batch_size(self) -> int:
@@ -323,7 +344,7 @@ class ShardedLoader:
             accumulation_steps=self.accumulation_steps,
         )
         for step in planned:
-            yield Step(step, replica, self.progress)
+            yield Step(step, replica, self.progress, self._guards[replica])
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ from horovod_train.cli.options import (
 @dry_run_option
 def command(job: str, *, dry_run: bool, **options: Unpack[LaunchOptions]) -> None:
     """Train JOB (a file, or the name of a shipped task) and stay with it to its end."""
+    from horovod_train.cli.plan import in_words
     from horovod_train.launch.submit import make_plan, run_job
 
     request = make_request(job, **options)
     plan = make_plan(request)
     if dry_run:
-        click.echo(plan.as_text())
+        click.echo(in_words(request, plan))
         return
     from rich.console import Console
 

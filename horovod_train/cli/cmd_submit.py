@@ -21,11 +21,12 @@ from horovod_train.cli.options import (
 @dry_run_option
 def command(job: str, *, dry_run: bool, **options: Unpack[LaunchOptions]) -> None:
     """Start JOB and return at once; prints its id."""
+    from horovod_train.cli.plan import in_words
     from horovod_train.launch.submit import make_plan, submit_job
 
     request = make_request(job, **options)
     plan = make_plan(request)
     if dry_run:
-        click.echo(plan.as_text())
+        click.echo(in_words(request, plan))
         return
     click.echo(submit_job(request, plan, lambda text: click.echo(text, err=True)))

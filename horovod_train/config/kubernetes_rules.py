@@ -23,6 +23,7 @@ MAX_ANNOTATIONS_BYTES = 250_000
 # The operator and the image put things there.
 OWN_PATHS = ("/etc/mpi", "/etc/horovod_train", "/home/mpiuser", "/dev/shm", "/tmp")  # noqa: S108
 OWN_VARIABLES = re.compile(r"OMPI_MCA_(orte|plm)_\w*|PRTE_\w*|K_MPI_JOB_ROLE|NVIDIA_VISIBLE_DEVICES")
+LOOPBACK = ("127.", "localhost", "::1")
 OWN_LABELS = "training.kubeflow.org/"
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
@@ -48,6 +49,7 @@ def kubernetes_rules(job: Job) -> Iterator[Problem]:
     yield from _environment(job)
     yield from _scheduling(job)
     yield from _labels(job)
+    yield from _metrics(job)
 
 
 def name_problems(field: str, name: str, num_workers: int) -> Iterator[Problem]:
@@ -111,6 +113,23 @@ def _ranks(job: Job) -> Iterator[Problem]:
             "metrics.port",
             str(job.metrics.port),
             f"sshd listens on {kubernetes.ssh_port}, one of these ports",
+        )
+
+
+def _metrics(job: Job) -> Iterator[Problem]:
+    if not job.launch.kubernetes.pod_monitor:
+        return
+    if not job.metrics.enabled:
+        yield Problem(
+            "launch.kubernetes.pod_monitor", "true", "has nothing to scrape: metrics.enabled is false"
+        )
+    elif "host" in job.metrics.model_fields_set and job.metrics.host.startswith(LOOPBACK):
+        yield Problem(
+            "metrics.host",
+            repr(job.metrics.host),
+            "cannot be reached from other pods, so Prometheus would find nothing where "
+            "launch.kubernetes.pod_monitor: true sends it",
+            "leave it out: ranks in pods listen on all addresses, and a NetworkPolicy says who may come in",
         )
 
 

@@ -63,12 +63,19 @@ def summary_lines(event: Summary) -> Iterator[str]:
     yield f"  evaluation      {metrics or 'none'}"
     yield f"  throughput      {event.samples_per_s:,.0f} samples/s, {event.world_size} rank(s)"
     yield f"  global batch    {event.global_batch_size}"
-    yield (
-        f"  learning rate   {event.lr_scaling}: base {event.base_lr:g} at batch "
-        f"{event.reference_batch_size} -> peak {event.peak_lr:g}"
-    )
+    lr = learning_rate(event.lr_scaling, event.base_lr, event.reference_batch_size, event.peak_lr)
+    yield f"  learning rate   {lr}"
     yield f"  metrics         {', '.join(event.metrics_addresses) or 'not served'}"
     yield f"  checkpoint      {event.checkpoint or 'none'}"
+
+
+def learning_rate(scaling: str, base_lr: float, reference_batch_size: int, peak_lr: float) -> str:
+    """Return how a base rate becomes the peak rate, for a person.
+
+    >>> learning_rate("linear", 0.1, 256, 3.2)
+    'linear: base 0.1 at batch 256 -> peak 3.2'
+    """
+    return f"{scaling}: base {base_lr:g} at batch {reference_batch_size} -> peak {peak_lr:g}"
 
 
 def duration(seconds: float) -> str:

@@ -49,5 +49,5 @@ class FiniteGuard:
     def _hint(self) -> str:
         skipped = self.num_skipped_in_a_row
         if skipped > 1:
-            return f"{skipped} steps in a row could not be used: lower lr.base_lr or clip gradients"
-        return "lower lr.base_lr, set train.clip_grad_norm, or allow health.non_finite: skip"
+            return f"{skipped} steps in a row could not be used: lower base_lr or set clip_grad_norm"
+        return "lower base_lr, set clip_grad_norm, or leave such steps out with non_finite: skip"

@@ -188,9 +188,10 @@ class Submitted:
 class Launcher(Protocol):
     """Starts jobs somewhere, and speaks about them afterwards.
 
-    A launcher that starts ranks from this process has a method ``run(request, plan, console)`` as
-    well, which stays with the job and returns its exit code; ``horovod-train run`` submits to the
-    others, follows the log, and waits.
+    It is made without arguments. A launcher that starts ranks from this process has a method
+    ``run(request, plan, console)`` as well, which stays with the job and returns its exit code;
+    ``horovod-train run`` submits to the others, follows the log, and waits. One that finds hosts in the
+    environment has ``hosts(environ)``, which returns them for jobs that name none.
 
     Attributes:
         has_files_here: Whether the folder of a run is one of this machine.

@@ -96,4 +96,8 @@ def test_a_dry_run_prints_the_command_and_touches_nothing(tmp_path):
     done = cli("run", "digits", "-n", "4", "--dry-run", cwd=tmp_path)
 
     assert "horovodrun --mpi -np 4 -H localhost:4" in done.stdout
+    assert (
+        "learning rate linear: base 0.015 at batch 32 -> peak 0.06 (4 rank(s), global batch 128)"
+        in done.stdout
+    )
     assert list(tmp_path.iterdir()) == []

@@ -168,6 +168,21 @@ SAID = [
         "choose one that no other job uses",
     ),
     (
+        {**on_kubernetes(pod_monitor=True), "metrics": {"enabled": False}},
+        "launch.kubernetes.pod_monitor = true",
+        "has nothing to scrape: metrics.enabled is false",
+        "",
+    ),
+    (
+        {**on_kubernetes(pod_monitor=True), "metrics": {"host": "127.0.0.1"}},
+        "metrics.host = '127.0.0.1'",
+        (
+            "cannot be reached from other pods, so Prometheus would find nothing where "
+            "launch.kubernetes.pod_monitor: true sends it"
+        ),
+        "leave it out: ranks in pods listen on all addresses, and a NetworkPolicy says who may come in",
+    ),
+    (
         on_kubernetes(ssh_port=9400),
         "metrics.port = 9400",
         "sshd listens on 9400, one of these ports",

@@ -170,10 +170,11 @@ class TestGuard:
         health = Health(non_finite="skip", max_skipped_steps=1)
 
         for error in self.run(health, [1.0, math.nan, math.nan]):
-            assert error.hint.startswith("2 steps in a row could not be used: lower lr.base_lr")
+            assert error.hint.startswith("2 steps in a row could not be used: lower base_lr")
         for error in self.run(Health(), [1.0, math.nan]):
             assert (
-                error.hint == "lower lr.base_lr, set train.clip_grad_norm, or allow health.non_finite: skip"
+                error.hint
+                == "lower base_lr, set clip_grad_norm, or leave such steps out with non_finite: skip"
             )
 
     def test_a_loss_scaler_may_look_for_its_scale(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from horovod_train import registry
 from horovod_train.errors import UnknownNameError, UserError
+from horovod_train.launch.base import Launcher
 from horovod_train.registry import CODECS, HOOKS, LAUNCHERS, STRATEGIES, TRACKERS, Registry
 
 PACKAGE = Path(registry.__file__).parent
@@ -57,6 +59,19 @@ def test_a_broken_row_is_an_error_for_who_names_it(monkeypatch, table, value, sa
     with pytest.raises(UserError, match=f"codec 'theirs'.*{said}"):
         table.load("theirs")
     assert table.load("ours")([1]) == "[1]"
+
+
+@pytest.mark.parametrize("name", LAUNCHERS.builtin)
+def test_a_launcher_is_made_without_arguments_and_has_what_is_called(name):
+    launcher = LAUNCHERS.load(name)()
+
+    for method, called in inspect.getmembers(Launcher, inspect.isfunction):
+        if not method.startswith("_"):
+            wanted = list(inspect.signature(called).parameters)
+            given = list(inspect.signature(getattr(type(launcher), method)).parameters.values())
+            assert [parameter.name for parameter in given[: len(wanted)]] == wanted, method
+            assert all(parameter.default is not parameter.empty for parameter in given[len(wanted) :]), method
+    assert isinstance(launcher.has_files_here, bool)
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
+from itertools import chain, islice
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import horovod_train
 from horovod_train.checkpoint.store import list_checkpoints
-from horovod_train.errors import UserError
+from horovod_train.errors import NumericError, UserError
 
 NUM_SAMPLES = 10
 DATA = TensorDataset(torch.arange(NUM_SAMPLES), torch.linspace(-1, 1, NUM_SAMPLES).view(-1, 1))
@@ -235,6 +237,44 @@ class TestCheckpoints:
 
         assert left.value.code == 75
         assert [found.step for found in list_checkpoints(tmp_path)] == [2]
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_a_loop_ends_at_a_step_that_is_not_finite(session, factor):
+    replica = prepared(session)
+    step, *_ = session.loader(DATA, batch_size=2).epoch(0, replica)
+    for _, x in step:
+        step.backward(replica.model(x).mean() * factor)
+
+    with pytest.raises(NumericError, match=r"step 1: the loss is -?(nan|inf) because of rank 0"):
+        step.finish(0.1)
+    assert replica.is_finite()
+
+
+def test_a_loop_may_leave_out_steps_whose_gradient_is_not_finite(session):
+    replica = prepared(session, non_finite="skip")
+    before = [parameter.clone() for parameter in replica.model.parameters()]
+    for step in islice(session.loader(DATA, batch_size=1).epoch(0, replica), 10):
+        for _, x in step:
+            step.backward((replica.model(x) * 0).sqrt().mean())  # 0, and its derivative is infinite
+        assert not step.finish(0.1).is_finite
+
+    assert all(map(torch.equal, before, replica.model.parameters()))
+
+
+def test_a_loop_leaves_out_ten_steps_in_a_row_at_most(session):
+    replica = prepared(session, non_finite="skip")
+    loader = session.loader(DATA, batch_size=1)
+    steps = chain(loader.epoch(0, replica), loader.epoch(1, replica))
+    for step in islice(steps, 11):
+        for _, x in step:
+            step.backward(replica.model(x).mean() * math.nan)
+        if loader.progress.step == 10:
+            break
+        step.finish(0.1)
+
+    with pytest.raises(NumericError, match="step 11.*\n.*11 steps in a row"):
+        step.finish(0.1)
 
 
 def test_the_name_that_a_method_had_is_refused_with_its_new_one(session):

@@ -13,6 +13,9 @@ and one row in the table. The replica calls it in this order:
       gradients    are scaled, clipped, measured by the replica
       is_finite    whether the step may be used: the same on all ranks
       after_update the optimizer has made its step, or has left it out
+    between steps
+      state, load_state: what this rank alone has, for a checkpoint and from one
+    close        where the model is used further in this process, by Lightning
 """
 
 from __future__ import annotations

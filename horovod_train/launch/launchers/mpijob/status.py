@@ -87,7 +87,12 @@ def _suspended(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
         )
     if living_pods(cluster, text(mpi_job, "metadata", "name")):
         return JobStatus("leaving", message="suspended: its ranks were asked to save and leave")
-    return JobStatus("preempted", 75, "suspended: its ranks were asked to save and leave, and have left")
+    return JobStatus(
+        "preempted",
+        75,
+        "suspended: its ranks were asked to save and leave, and have left; run.log in its folder tells "
+        "whether they saved (ranks that hang cannot)",
+    )
 
 
 def _before_running(mpi_job: Manifest, cluster: Cluster, *, is_taken_up: bool) -> JobStatus:
