@@ -144,8 +144,9 @@ def run_rank(
     manager = open_checkpoints(job, world, environment, recorder, reporter, stack)
     addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
 
-    replica, train_reader, eval_reader = framework.prepare(job, world)
-    run = make_run(job, Mesh.data_parallel(world), replica, train_reader, eval_reader)
+    mesh = Mesh.data_parallel(world)
+    replica, train_reader, eval_reader = framework.prepare(job, mesh)
+    run = make_run(job, mesh, replica, train_reader, eval_reader)
     replica.broadcast()
     # Every rank has the same weights now; what is random from here on (dropout) is the rank's own.
     framework.seed(job.train.seed, world.rank + 1, 0)

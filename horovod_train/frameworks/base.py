@@ -15,6 +15,7 @@ import numpy as np
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch, Order
@@ -273,8 +274,10 @@ class Framework(Protocol):
         """
         ...
 
-    def prepare(self, job: Job, world: Communicator) -> tuple[Replica, Reader, Reader | None]:
+    def prepare(self, job: Job, mesh: Mesh) -> tuple[Replica, Reader, Reader | None]:
         """Return this rank's replica and the readers of training and evaluation data.
+
+        A replica takes its steps together with those of ``mesh.data``.
 
         Raises:
             UserError: The task or the optimizer cannot be made.

@@ -32,6 +32,7 @@ import psutil
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator, SingleRank
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import EngineError, PeerError
@@ -280,14 +281,14 @@ class NumpyFramework:
             return SingleRank()
         return SocketCommunicator(job, os.environ)
 
-    def prepare(self, job: Job, world: Communicator) -> tuple[NumpyReplica, NumpyReader, NumpyReader | None]:
+    def prepare(self, job: Job, mesh: Mesh) -> tuple[NumpyReplica, NumpyReader, NumpyReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         self.seed(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, ("model", "train_data", "gradient", "metrics"))
         optimizer = make_optimizer(job, lambda factory, args: factory(**args))
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
         eval_data = getattr(task, "eval_data", None)
-        replica = NumpyReplica(task, optimizer, world)
+        replica = NumpyReplica(task, optimizer, mesh.data)
         return replica, read(task.train_data()), read(eval_data()) if eval_data else None
 
     def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:

@@ -29,11 +29,12 @@ world = framework.connect(Job(name="x", task="digits"))
 found = {}
 for case in CASES:
     job = Job.model_validate(case.job(f"{Path(__file__).parent / 'cases.py'}:Task"))
-    replica, train_reader, eval_reader = framework.prepare(job, world)
+    mesh = Mesh.data_parallel(world)
+    replica, train_reader, eval_reader = framework.prepare(job, mesh)
     replica.broadcast()
     run = Run(
         job=job,
-        mesh=Mesh.data_parallel(world),
+        mesh=mesh,
         replica=replica,
         train_reader=train_reader,
         eval_reader=eval_reader,

@@ -31,8 +31,9 @@ framework = FRAMEWORKS.load(name)()
 def train(job: Job, checkpoints: Path | None = None):
     if problems := broken_rules(job):
         raise UserError("; ".join(f"{problem.path} {problem.message}" for problem in problems))
-    replica, train_reader, eval_reader = framework.prepare(job, world)
-    run = make_run(job, Mesh.data_parallel(world), replica, train_reader, eval_reader)
+    mesh = Mesh.data_parallel(world)
+    replica, train_reader, eval_reader = framework.prepare(job, mesh)
+    run = make_run(job, mesh, replica, train_reader, eval_reader)
     replica.broadcast()
     if checkpoints is not None:
         manager = CheckpointManager(checkpoints, job.checkpoint, world, job.model_dump(mode="json"))

@@ -99,13 +99,16 @@ def on_torch_ranks(size: int, function: Callable[[TorchThreads], Any]) -> list[A
     return on_ranks(size, function, TorchThreads)
 
 
-def run_of(world: Any, fields: dict[str, Any], **more: Any) -> tuple[TorchFramework, Run]:
-    """A run of a job on this rank, ready to begin, with rank 0's weights."""
+def run_of(
+    world: Any, fields: dict[str, Any], *, data: Any = None, **more: Any
+) -> tuple[TorchFramework, Run]:
+    """A run of a job on this rank, ready to begin, with rank 0's weights; data: ranks that share samples."""
     framework = TorchFramework()
     job = Job.model_validate({**fields, **more})
-    replica, train_reader, eval_reader = framework.prepare(job, world)
+    mesh = Mesh(world, data or world)
+    replica, train_reader, eval_reader = framework.prepare(job, mesh)
     replica.broadcast()
-    return framework, make_run(job, Mesh.data_parallel(world), replica, train_reader, eval_reader)
+    return framework, make_run(job, mesh, replica, train_reader, eval_reader)
 
 
 def weights_of(model: torch.nn.Module) -> torch.Tensor:

@@ -13,6 +13,7 @@ from support.worlds import on_ranks
 from torch import nn
 
 from horovod_train.collectives.base import SingleRank
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job, Train
 from horovod_train.data.planned_step import PlannedStep, planned_steps
 from horovod_train.data.shard import share_of_step
@@ -262,7 +263,7 @@ def test_a_compiled_job_trains_the_compiled_model(tmp_path):
     )
     torch._dynamo.register_backend(note_graph, name="noting")
 
-    made, reader, _ = TorchFramework().prepare(job, SingleRank())
+    made, reader, _ = TorchFramework().prepare(job, Mesh.data_parallel(SingleRank()))
     share = share_of_step(0, 6, batch_size=6, accumulation_steps=1, rank=0, size=1)
     (step,) = planned_steps([share], partial(reader.read, 0, np.arange(6)))
     made.step(step, 0.1, want_norm=False)

@@ -16,6 +16,7 @@ from torch import nn
 
 from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.log import CollectiveLog
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Data, Health, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import LostError, PeerError, UserError, WorldError
@@ -56,6 +57,26 @@ def trained(case, size):
         }
 
     return on_torch_ranks(size, rank)
+
+
+@pytest.mark.parametrize(("num_data", "num_copies"), [(2, 2), (3, 2), (1, 2)])
+def test_gradients_are_summed_over_the_ranks_that_share_the_samples_alone(num_data, num_copies):
+    """As with tensor parallelism, where more ranks make a step than read different samples."""
+    case = HERE[0]
+    Task(**case.task_args).model()
+    boards = [Board(num_data) for _ in range(num_copies)]
+
+    def rank(world):
+        place, copy = divmod(world.rank, num_copies)
+        _, run = run_of(world, case.job(TASK), data=TorchThreads(place, boards[copy]))
+        train(run)
+        return weights_of(run.replica.model)
+
+    found = on_torch_ranks(num_data * num_copies, rank)
+
+    expected, _ = joint_batch_weights(case, num_data)
+    for weights in found:
+        assert float((weights - expected).abs().max()) <= case.tolerance
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -446,7 +467,7 @@ class TestThePartsOfAJob:
     def test_are_drawn_from_the_jobs_seed_alone(self):
         def drawn():
             job = Job.model_validate({"name": "j", "task": "digits", "train": {"seed": 3}})
-            replica, _, _ = TorchFramework().prepare(job, SingleRank())
+            replica, _, _ = TorchFramework().prepare(job, Mesh.data_parallel(SingleRank()))
             return torch.cat([p.detach().flatten() for p in replica.model.parameters()])
 
         torch.manual_seed(1)
@@ -465,7 +486,7 @@ class TestThePartsOfAJob:
         monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
         job = Job.model_validate({"name": "j", "task": "digits", "train": {"deterministic": True}})
         try:
-            TorchFramework().prepare(job, SingleRank())
+            TorchFramework().prepare(job, Mesh.data_parallel(SingleRank()))
 
             assert torch.are_deterministic_algorithms_enabled()
             assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

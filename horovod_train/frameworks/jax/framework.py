@@ -14,6 +14,7 @@ import optax
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.jax.replica import JaxReplica, Keys
@@ -42,9 +43,10 @@ class JaxFramework:
             start_loader_server("horovod_train.frameworks.reader")
         return connect(TorchCommunicator, job)
 
-    def prepare(self, job: Job, world: Communicator) -> tuple[JaxReplica, NumpyReader, NumpyReader | None]:
+    def prepare(self, job: Job, mesh: Mesh) -> tuple[JaxReplica, NumpyReader, NumpyReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
-        choose_device(job, world)
+        world = mesh.data
+        choose_device(job, mesh.world)
         self._keys = Keys()
         task = load_task(job.task, job.task_args, REQUIRED)
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)

@@ -13,6 +13,7 @@ import keras
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator, any_rank, mean_over_ranks
 from horovod_train.collectives.horovod import connect
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
@@ -48,10 +49,11 @@ class KerasFramework:
             start_loader_server("horovod_train.frameworks.reader")
         return connect(back_end().communicator_class(), job)
 
-    def prepare(self, job: Job, world: Communicator) -> tuple[KerasReplica, NumpyReader, NumpyReader | None]:
+    def prepare(self, job: Job, mesh: Mesh) -> tuple[KerasReplica, NumpyReader, NumpyReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
+        world = mesh.data
         self._job, self._world = job, world
-        back_end().choose_device(job, world)
+        back_end().choose_device(job, mesh.world)
         keras.utils.clear_session()  # names of layers count from 1: a checkpoint knows them by name
         keras.config.set_dtype_policy(POLICIES[job.train.precision])
         keras.utils.set_random_seed(mix(job.train.seed, 0, 0) % 2**32)

@@ -18,6 +18,7 @@ from torch.nn.utils import get_total_norm
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import eval_micro_batches
@@ -47,13 +48,12 @@ class LightningFramework:
             start_loader_server("horovod_train.frameworks.torch.reader")
         return connect(TorchCommunicator, job)
 
-    def prepare(
-        self, job: Job, world: Communicator
-    ) -> tuple[LightningReplica, TorchReader, TorchReader | None]:
+    def prepare(self, job: Job, mesh: Mesh) -> tuple[LightningReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
+        world = mesh.data
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
-        device = choose_device(job, world)
+        device = choose_device(job, mesh.world)
         seed_generators(job.train.seed, 0, 0)
         self._job, self._world, self._device = job, world, device
         self._task: LightningTask = load_task(job.task, job.task_args, REQUIRED)

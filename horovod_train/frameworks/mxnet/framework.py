@@ -12,6 +12,7 @@ import numpy as np
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.mxnet.collectives import MxnetCommunicator
@@ -36,9 +37,10 @@ class MxnetFramework:
             start_loader_server("horovod_train.frameworks.reader")
         return connect(MxnetCommunicator, job)
 
-    def prepare(self, job: Job, world: Communicator) -> tuple[MxnetReplica, NumpyReader, NumpyReader | None]:
+    def prepare(self, job: Job, mesh: Mesh) -> tuple[MxnetReplica, NumpyReader, NumpyReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
-        context = choose_context(job, world)
+        world = mesh.data
+        context = choose_context(job, mesh.world)
         mx.random.seed(mix(job.train.seed, 0, 0) % 2**31)
         task = load_task(job.task, job.task_args, REQUIRED)
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)

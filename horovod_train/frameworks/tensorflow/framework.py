@@ -13,6 +13,7 @@ import tensorflow as tf
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
@@ -47,13 +48,12 @@ class TensorflowFramework:
             start_loader_server("horovod_train.frameworks.reader")
         return connect(TensorflowCommunicator, job)
 
-    def prepare(
-        self, job: Job, world: Communicator
-    ) -> tuple[TensorflowReplica, NumpyReader, NumpyReader | None]:
+    def prepare(self, job: Job, mesh: Mesh) -> tuple[TensorflowReplica, NumpyReader, NumpyReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
+        world = mesh.data
         if job.train.deterministic:
             tf.config.experimental.enable_op_determinism()
-        choose_device(job, world)
+        choose_device(job, mesh.world)
         keras.utils.clear_session()  # names of layers count from 1: a checkpoint knows them by name
         keras.config.set_dtype_policy(POLICIES[job.train.precision])
         keras.utils.set_random_seed(mix(job.train.seed, 0, 0) % 2**32)

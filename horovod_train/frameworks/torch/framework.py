@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.devices import own_gpu
@@ -42,16 +43,16 @@ class TorchFramework:
             start_loader_server("horovod_train.frameworks.torch.reader")
         return connect(TorchCommunicator, job)
 
-    def prepare(self, job: Job, world: Communicator) -> tuple[TorchReplica, TorchReader, TorchReader | None]:
+    def prepare(self, job: Job, mesh: Mesh) -> tuple[TorchReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         if job.train.deterministic:
             # cuBLAS is deterministic only with a fixed workspace.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        device = choose_device(job, world)
+        device = choose_device(job, mesh.world)
         seed_generators(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, REQUIRED)
-        strategy = make_strategy(job, with_tensors(world))
+        strategy = make_strategy(job, with_tensors(mesh.data))
         model = strategy.wrap(task.model().to(device))
         recompute_activations(model, job.train.activation_checkpointing)
         forward_model: torch.nn.Module = model
@@ -65,7 +66,7 @@ class TorchFramework:
             forward_model=forward_model,
             optimizer=optimizer,
             strategy=strategy,
-            world=world,
+            world=mesh.data,
             train=job.train,
             guard_gradients=job.health.non_finite == "skip",
         )

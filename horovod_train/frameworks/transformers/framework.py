@@ -27,6 +27,7 @@ from transformers.data.data_collator import default_data_collator
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import num_steps
@@ -61,13 +62,12 @@ class TransformersFramework:
         hide_launcher(os.environ)
         return world
 
-    def prepare(
-        self, job: Job, world: Communicator
-    ) -> tuple[TransformersReplica, TorchReader, TorchReader | None]:
+    def prepare(self, job: Job, mesh: Mesh) -> tuple[TransformersReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
+        world = mesh.data
         if job.train.deterministic:
             torch.use_deterministic_algorithms(True)
-        device = choose_device(job, world)
+        device = choose_device(job, mesh.world)
         if job.train.precision == "fp16" and device.type == "cpu":
             raise UserError(
                 "Transformers has no fp16 on a CPU", hint="set train.precision: bf16, or framework: torch"
