@@ -23,7 +23,7 @@ from horovod_train.collectives.base import Communicator, barrier
 from horovod_train.config.schema import Allreduce
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.join import join
-from horovod_train.frameworks.torch.collectives import TorchCommunicator, size_bytes_of
+from horovod_train.frameworks.torch.collectives import TorchCommunicator, broadcast_model, size_bytes_of
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.state import pack_tensors, unpack_tensors
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
@@ -172,8 +172,7 @@ class HorovodStrategy(ParallelStrategy):
         assert self.model is not None
         if self.world.size > 1:
             self._synchronize_metrics()
-            for name, tensor in self.model.state_dict().items():
-                self._horovod.broadcast(tensor, f"horovod_train.model.{name}")
+            broadcast_model(self.model, self.world)
         if trainer.state.fn == TrainerFn.FITTING:
             scale_rates(self.optimizers, [c.scheduler for c in self.lr_scheduler_configs], self.lr_factor)
             if self._is_automatic:

@@ -10,8 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from horovod_train.collectives.base import Communicator, SingleRank
+from horovod_train.collectives.base import Communicator, SingleRank, allgather_json
 from horovod_train.collectives.horovod import Array, HorovodCommunicator
+from horovod_train.errors import UserError
 
 
 @runtime_checkable
@@ -68,6 +69,27 @@ def with_tensors(ranks: Communicator) -> TensorCollectives:
     if ranks.size > 1:
         raise TypeError(f"{type(ranks).__name__} does not exchange PyTorch's tensors")
     return TorchSingleRank(host=ranks.host)
+
+
+def broadcast_model(model: torch.nn.Module, ranks: Communicator) -> None:
+    """Overwrite a model's parameters and buffers with rank 0's.
+
+    Raises:
+        UserError: Ranks have made different models.
+    """
+    if ranks.size == 1:
+        return
+    tensors = model.state_dict()
+    layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
+    for rank, other in enumerate(allgather_json(ranks, layout)):
+        if other != layout:
+            differing = sorted(set(other) ^ set(layout))
+            raise UserError(
+                f"rank {rank} and rank {ranks.rank} have made different models: {differing[:2]}",
+                hint="a model must not depend on the rank or on its part of the data",
+            )
+    for name, tensor in tensors.items():
+        with_tensors(ranks).broadcast(tensor, f"horovod_train.model.{name}")
 
 
 class TorchCommunicator(HorovodCommunicator):

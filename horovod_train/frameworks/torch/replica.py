@@ -11,14 +11,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import get_total_norm
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.collectives.base import Communicator, allgather_json
+from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Train
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
-from horovod_train.frameworks.torch.collectives import with_tensors
+from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.state import (
     blobs_of,
     from_blob,
@@ -233,20 +233,7 @@ class TorchReplica:
         Raises:
             UserError: Ranks have made different models.
         """
-        if self._world.size == 1:
-            return
-        tensors = self.model.state_dict()
-        layout = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
-        for rank, other in enumerate(allgather_json(self._world, layout)):
-            if other != layout:
-                differing = sorted(set(other) ^ set(layout))
-                raise UserError(
-                    f"rank {rank} and rank {self._world.rank} have made different models: {differing[:2]}",
-                    hint="a model must not depend on the rank or on its part of the data",
-                )
-        ranks = with_tensors(self._world)
-        for name, tensor in tensors.items():
-            ranks.broadcast(tensor, f"horovod_train.model.{name}")
+        broadcast_model(self.model, self._world)
 
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers."""

@@ -32,7 +32,7 @@ from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.reader import batch_length, checked_length
-from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
+from horovod_train.frameworks.torch.collectives import TorchCommunicator, broadcast_model
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
@@ -194,9 +194,7 @@ class HorovodTrainerMixin:
 
     def _prepare_ranks(self, model: nn.Module) -> None:
         """Take over rank 0's weights; make what sums gradients."""
-        ranks = with_tensors(self.world)
-        for name, tensor in model.state_dict().items():
-            ranks.broadcast(tensor, f"horovod_train.model.{name}")
+        broadcast_model(model, self.world)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.gradients = summed_gradients(self.world, self._allreduce)
         self.gradients.bind(model, optimizer)
