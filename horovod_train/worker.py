@@ -145,9 +145,8 @@ def run_rank(
     addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
 
     mesh = Mesh.data_parallel(world)
-    replica, train_reader, eval_reader = framework.prepare(job, mesh)
-    run = make_run(job, mesh, replica, train_reader, eval_reader)
-    replica.broadcast()
+    run = make_run(job, mesh, *framework.prepare(job, mesh))
+    run.replica.broadcast()
     # Every rank has the same weights now; what is random from here on (dropout) is the rank's own.
     framework.seed(job.train.seed, world.rank + 1, 0)
     resume(run, manager, framework, reporter)
@@ -174,7 +173,7 @@ def run_rank(
     manager.close()
     if world.rank == 0:
         seconds = monotonic() - started
-        num_samples = (run.progress.epochs_passed - before) * len(train_reader)
+        num_samples = (run.progress.epochs_passed - before) * len(run.train_reader)
         tell_summary(run, reporter, addresses, manager, seconds, num_samples / seconds)
 
 
