@@ -23,8 +23,8 @@ MAX_ANNOTATIONS_BYTES = 250_000
 # The operator and the image put things there.
 OWN_PATHS = ("/etc/mpi", "/etc/horovod_train", "/home/mpiuser", "/dev/shm", "/tmp")  # noqa: S108
 OWN_VARIABLES = re.compile(r"OMPI_MCA_(orte|plm)_\w*|PRTE_\w*|K_MPI_JOB_ROLE|NVIDIA_VISIBLE_DEVICES")
-LOOPBACK = ("127.", "localhost", "::1")
 OWN_LABELS = "training.kubeflow.org/"
+LOOPBACK = ("127.", "localhost", "::1")
 _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
@@ -44,12 +44,12 @@ def kubernetes_rules(job: Job) -> Iterator[Problem]:
         return
     yield from name_problems("name", job.name, workers_for(job, job.launch.most_ranks))
     yield from _ranks(job)
+    yield from _metrics(job)
     yield from _image(job)
     yield from _volumes(job)
     yield from _environment(job)
     yield from _scheduling(job)
     yield from _labels(job)
-    yield from _metrics(job)
 
 
 def name_problems(field: str, name: str, num_workers: int) -> Iterator[Problem]:

@@ -48,7 +48,7 @@ class StepClock:
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds
 
 
-@dataclass(slots=True)  # frozen, it would take three times as long to make, in each step
+@dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
 class StepOutcome:
     """What one optimizer step did.
 

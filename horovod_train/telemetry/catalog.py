@@ -20,7 +20,7 @@ STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5,
 CHECKPOINT_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)
 
 
-@dataclass(slots=True)  # frozen, it would take three times as long to make, in each step
+@dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
 class StepRecord:
     """One optimizer step of this rank.
 

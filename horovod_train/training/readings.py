@@ -17,7 +17,7 @@ from horovod_train.frameworks.base import Reading, StepOutcome
 MAX_OUTSTANDING = 8  # more than this many steps late, the host waits
 
 
-@dataclass(slots=True)  # frozen, it would take three times as long to make, in each step
+@dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
 class StepReport:
     """What hooks learn of a step.
 

@@ -45,6 +45,27 @@ def test_another_version_can_be_compared_with():
 
 @pytest.mark.campaign
 @pytest.mark.ranks
+def test_a_framework_can_be_compared_with_another_version():
+    output = run(
+        *("benchmarks.frameworks", "--against", str(ROOT), "--only", "jax", "--pairs", "1", "--steps", "9")
+    )
+
+    (row,) = output.splitlines()[1:]
+    assert row.startswith("jax")
+    assert f"the version in {ROOT.name}" in row
+
+
+@pytest.mark.campaign
+def test_the_time_of_the_host_can_be_compared_with_another_version():
+    output = run("benchmarks.host_time", "--against", str(ROOT), "--pairs", "2", "--steps", "60")
+
+    first, second, median = output.splitlines()
+    assert first.count(" us") == second.count(" us") == 3
+    assert median.startswith("median ")
+
+
+@pytest.mark.campaign
+@pytest.mark.ranks
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_each_framework_is_compared_with_a_loop_by_hand(framework):
     output = run("benchmarks.frameworks", "--pairs", "1", "--steps", "9", "--only", framework)

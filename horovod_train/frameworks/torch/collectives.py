@@ -88,8 +88,9 @@ def broadcast_model(model: torch.nn.Module, ranks: Communicator) -> None:
                 f"rank {rank} and rank {ranks.rank} have made different models: {differing[:2]}",
                 hint="a model must not depend on the rank or on its part of the data",
             )
+    together = with_tensors(ranks)  # once: it takes long beside a broadcast
     for name, tensor in tensors.items():
-        with_tensors(ranks).broadcast(tensor, f"horovod_train.model.{name}")
+        together.broadcast(tensor, f"horovod_train.model.{name}")
 
 
 class TorchCommunicator(HorovodCommunicator):
