@@ -78,6 +78,9 @@ def count_collectives(hvd) -> None:
 
 def train(strategy, lr=0.05, epochs=3, ckpt_path=None, **settings):
     module = Module(lr)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(rank)  # a module that draws its weights on each rank
     trainer = lightning.Trainer(
         strategy=strategy,
         accelerator="cpu",

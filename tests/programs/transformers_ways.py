@@ -51,8 +51,12 @@ def train(*, accumulation=1, stop_at=0, resume=False, save_steps=0, folder="unus
         save_strategy="steps" if save_steps else "no",
         save_steps=save_steps or 500,
     )
+    own = model()
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.add_(ranks.rank)  # a model that draws its weights on each rank
     trainer = HorovodTrainer(
-        model=model(),
+        model=own,
         args=args,
         train_dataset=Texts(),
         data_collator=collate,
