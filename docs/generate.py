@@ -21,7 +21,8 @@ from matplotlib import pyplot as plt
 from horovod_train.config.schema import Job, LearningRate
 from horovod_train.events.types import KINDS
 from horovod_train.lr.policy import LearningRatePolicy
-from horovod_train.telemetry.catalog import catalog_as_markdown
+from horovod_train.telemetry.catalog import CATALOG
+from horovod_train.telemetry.metric import as_markdown
 
 DOCS = Path(__file__).parent
 MONITORING = DOCS / "monitoring.md"
@@ -76,6 +77,8 @@ def job_reference() -> str:
     nested = {
         "evaluation.early_stopping": "EarlyStopping",
         "checkpoint.best": "Best",
+        "metrics.tls": "MetricsTls",
+        "metrics.basic_auth": "MetricsAuth",
         "launch.elastic": "Elastic",
         "launch.ssh": "Ssh",
         "launch.host_settings.HOST": "HostSettings",
@@ -169,7 +172,7 @@ def _type(field: dict[str, Any]) -> str:
 
 def monitoring_with_metrics() -> str:
     """Return the page about monitoring with the table of metrics as it is in the code."""
-    table = f"<!-- metrics -->\n{catalog_as_markdown()}\n<!-- /metrics -->"
+    table = f"<!-- metrics -->\n{as_markdown(CATALOG)}\n<!-- /metrics -->"
     return re.sub(r"<!-- metrics -->.*?<!-- /metrics -->", table, MONITORING.read_text(), flags=re.DOTALL)
 
 

@@ -243,6 +243,7 @@ TRACKERS = Registry(
 HOOKS = (  # of every job, in the order in which they are called
     "horovod_train.training.hooks.replicas:CheckReplicasIdentical",
     "horovod_train.training.hooks.metrics:RecordMetrics",
+    "horovod_train.training.hooks.waits:AttributeWaiting",
     "horovod_train.training.hooks.track:Track",
     "horovod_train.training.hooks.progress:ReportProgress",
     "horovod_train.training.hooks.checkpoints:SaveCheckpoints",

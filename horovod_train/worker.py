@@ -18,8 +18,9 @@ from time import monotonic, strftime
 
 import psutil
 
-from horovod_train.checkpoint.manager import CheckpointManager, WriteReport
+from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.checkpoint.manager import Resumed as Checkpointed
+from horovod_train.checkpoint.write_report import WriteReport
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.load import load_job
@@ -39,7 +40,7 @@ from horovod_train.events.types import (
 )
 from horovod_train.events.wire import Reporter
 from horovod_train.files import make_folder
-from horovod_train.frameworks.base import Framework, Reader, Replica
+from horovod_train.frameworks.base import Framework, KnowsItsDevice, Reader, Replica
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder, give_signs_of_life
 from horovod_train.health.world_check import check_world
@@ -48,9 +49,16 @@ from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import FRAMEWORKS, find_task_here
 from horovod_train.streams import drop_what_cannot_be_shown
-from horovod_train.telemetry.exporter import Exporter
+from horovod_train.telemetry.rank_metrics import (
+    compare_with_one_rank,
+    keep_last_metrics,
+    open_recorder,
+    serve,
+    watch_device,
+)
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.bridge import LoopBridge
+from horovod_train.training.exchange import RegularExchange
 from horovod_train.training.hooks.base import HookParts, make_hooks
 from horovod_train.training.hooks.preemption import PreemptionRequest
 from horovod_train.training.loop import train
@@ -140,32 +148,35 @@ def run_rank(
     run_id = broadcast_json(world, options.run_id or strftime("%Y%m%d-%H%M%S"))
     if world.rank == 0 and not options.as_events:
         keep_events(job, run_id, reporter, stack)
-    recorder = Recorder(job.name, run_id, world, job.launch.num_ranks or world.size)
+    recorder = open_recorder(job, run_id, world)
     manager = open_checkpoints(job, world, environment, recorder, reporter, stack)
     addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
+    compare_with_one_rank(job, world, recorder)
 
     mesh = Mesh.data_parallel(world)
     run = make_run(job, mesh, *framework.prepare(job, mesh))
+    if isinstance(framework, KnowsItsDevice):
+        watch_device(job, recorder, framework.gpu_uuid(), framework.device_memory)
     run.replica.broadcast()
     # Every rank has the same weights now; what is random from here on (dropout) is the rank's own.
     framework.seed(job.train.seed, world.rank + 1, 0)
     resume(run, manager, framework, reporter)
     run.restore = lambda step: take_over(run, manager.at(step), framework)
 
-    run.hooks += make_hooks(
-        HookParts(
-            job=job,
-            run_id=run_id,
-            world=world,
-            framework=framework,
-            manager=manager,
-            recorder=recorder,
-            reporter=reporter,
-            is_asked_to_leave=lambda: request.is_made,
-            report_interval_s=0.2 if options.as_events else 5.0,
-            at_end=stack,
-        )
+    parts = HookParts(
+        job=job,
+        run_id=run_id,
+        world=world,
+        framework=framework,
+        manager=manager,
+        recorder=recorder,
+        reporter=reporter,
+        exchange=RegularExchange(world),
+        is_asked_to_leave=lambda: request.is_made,
+        report_interval_s=0.2 if options.as_events else 5.0,
+        at_end=stack,
     )
+    run.hooks += make_hooks(parts)
     if world.rank == 0:
         tell_start(run, reporter)
     before, started = run.progress.epochs_passed, monotonic()
@@ -236,11 +247,8 @@ def serve_metrics(
     job: Job, world: Communicator, run_id: str, recorder: Recorder, reporter: Reporter, stack: ExitStack
 ) -> list[str]:
     """Serve this rank's metrics; return every rank's address, and tell ``run`` about them."""
-    address = None
-    if job.metrics.enabled:
-        exporter = Exporter(recorder.registry, job.metrics.host, job.metrics.port + world.local_rank)
-        stack.callback(exporter.close)
-        address = exporter.address_from(os.environ.get("HOROVOD_TRAIN_HOST", world.host))
+    address = serve(job, world, recorder, stack)
+    keep_last_metrics(job, world, recorder, Path(job.run_dir).expanduser() / job.name / run_id, stack)
     labels = {
         "training_job": job.name,
         "run": run_id,

@@ -22,6 +22,7 @@ from horovod_train.checkpoint import store
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.checkpoint.changes import document_changes, job_changes
 from horovod_train.checkpoint.schema import StateDocument, checked
+from horovod_train.checkpoint.write_report import WriteReport
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json, gather_to_rank_0
 from horovod_train.config.schema import Checkpoint
 from horovod_train.errors import CheckpointError, OperationalError, describe_ranks
@@ -29,25 +30,6 @@ from horovod_train.errors import CheckpointError, OperationalError, describe_ran
 log = logging.getLogger(__name__)
 
 MAX_HISTORY = 100
-
-
-@dataclass(frozen=True)
-class WriteReport:
-    """How writing a checkpoint went.
-
-    Attributes:
-        step: Optimizer step of the checkpoint.
-        path: Where it is.
-        seconds: Time to write and flush it.
-        size_bytes: Bytes on disk.
-        error: Why there is none; empty when it was written.
-    """
-
-    step: int
-    path: str
-    seconds: float
-    size_bytes: int
-    error: str = ""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from horovod_train.config.fields import (
     Port,
     Seconds,
     Section,
+    VariableName,
 )
 from horovod_train.config.launch import Launch
 
@@ -243,6 +244,29 @@ class Tracking(Section):
     """Of which steps it is told; it is told of every evaluation."""
 
 
+class MetricsTls(Section):
+    """Metrics are served over TLS: files that each host has."""
+
+    certificate: Annotated[str, StringConstraints(min_length=1)]
+    """File with the certificate, and those above it, in PEM format."""
+
+    key: Annotated[str, StringConstraints(min_length=1)]
+    """File with its private key."""
+
+    client_ca: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """File with the authority whose clients alone may read; null: a client needs no certificate."""
+
+
+class MetricsAuth(Section):
+    """Metrics are given to who knows a password (HTTP basic authentication). Use it with TLS."""
+
+    user: Annotated[str, StringConstraints(pattern=r"^[^:\x00-\x1f]+$")]
+    """Name of the user."""
+
+    password_variable: VariableName
+    """Variable that has the password, one of ``launch.secrets``."""
+
+
 class Metrics(Section):
     """Prometheus: where each rank serves its metrics; and trackers."""
 
@@ -257,6 +281,21 @@ class Metrics(Section):
 
     targets_dir: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Folder for another copy of Prometheus' targets, ``<name>.json``, readable by everyone; null: none."""
+
+    tls: MetricsTls | None = None
+    """Serve over TLS; null: plain HTTP."""
+
+    basic_auth: MetricsAuth | None = None
+    """Ask for a password; null: whoever reaches the address may read."""
+
+    textfile_dir: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Folder for each rank's last metrics, ``<name>-rank-<n>.prom``, for node_exporter; null: none."""
+
+    push_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s@]+$")] | None = None
+    """Pushgateway that gets each rank's last metrics; null: none."""
+
+    device_peak_flops: Annotated[float, Field(gt=0, le=9e15)] | None = None
+    """Operations a second that a rank's device can do at most; null: of known GPUs, what NVIDIA says."""
 
     grad_norm_every_steps: Count = 50
     """The gradient norm costs a pass over all gradients; it is taken this often (or when clipping)."""

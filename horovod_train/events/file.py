@@ -149,7 +149,9 @@ def read_events(path: Path) -> Iterator[Record]:
 
 
 def _kind_of(line: str) -> str:
+    """Return what a line is one of many of: its kind, and where that is told in parts, which part."""
     try:
-        return str(json.loads(line)["kind"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        fields = json.loads(line)
+        return f"{fields['kind']} {fields.get('first_rank', '')}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return ""

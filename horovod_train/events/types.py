@@ -99,6 +99,32 @@ class Progress(Event):
     eta_s: float
 
 
+class RankTimes(Event):
+    """Where the time of some ranks went since the last such event, summed over steps; in the order of ranks.
+
+    Attributes:
+        first_rank: Rank of the first number; further ranks follow.
+        seconds: Wall time since the last event.
+        steps: Optimizer steps of each rank.
+        samples: Samples that each rank read.
+        step_s: Time of its steps.
+        phases_s: Time of its steps by phase, as far as it is known.
+        waiting_s: Time that it waited for ranks that came later; empty where that is not known.
+        waited_for_s: Time that others waited for it, added up over them; empty where that is not known.
+    """
+
+    kind = "rank_times"
+
+    first_rank: int
+    seconds: float
+    steps: tuple[int, ...]
+    samples: tuple[int, ...]
+    step_s: tuple[float, ...]
+    phases_s: Mapping[str, tuple[float, ...]]
+    waiting_s: tuple[float, ...]
+    waited_for_s: tuple[float, ...]
+
+
 class Evaluation(Event):
     """What an evaluation has found."""
 

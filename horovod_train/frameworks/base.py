@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 import numpy as np
 
@@ -29,12 +29,27 @@ PHASES = ("data", "forward", "backward", "compute", "allreduce_wait", "optimizer
 class StepClock:
     """Splits the wall time of a step into phases. A phase that cannot be seen is absent.
 
-    On a GPU work is queued and a phase is the time to queue it; what is left shows up where the
-    host waits next (usually ``allreduce_wait`` or ``optimizer``).
+    Attributes:
+        seconds: Time of each phase.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     _last: float = field(default_factory=perf_counter)
+    _begun: float = -1.0
+
+    def __post_init__(self) -> None:
+        self._begun = self._last
+
+    @property
+    def total_s(self) -> float:
+        """Time from the start to the last lap."""
+        return self._last - self._begun
+
+    @property
+    def own_s(self) -> float | None:
+        """Time without waiting for the all-reduce; None: nobody knows how long that was."""
+        waited_s = self.seconds.get("allreduce_wait")
+        return None if waited_s is None else self.total_s - waited_s
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap (or the start) to a phase."""
@@ -46,6 +61,10 @@ class StepClock:
         """Count some of a phase's time, measured elsewhere, as another phase's."""
         self.seconds[source] -= seconds
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds
+
+    def forget_phases(self) -> None:
+        """Tell the whole only: on a GPU work is queued, and when it runs the host does not see."""
+        self.seconds.clear()
 
 
 @dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
@@ -60,6 +79,7 @@ class StepOutcome:
         is_finite: False when loss or gradient is not finite. The weights were then left alone.
         bytes_reduced: Bytes this rank put on the wire.
         clock: Where the time went.
+        flops: Floating-point operations of this rank's forward and backward; None: they were not counted.
     """
 
     loss: float
@@ -68,6 +88,7 @@ class StepOutcome:
     is_finite: bool
     bytes_reduced: int
     clock: StepClock
+    flops: float | None = None
 
     def is_ready(self) -> bool:
         """Return that it is known at once (see ``Reading``)."""
@@ -259,11 +280,27 @@ class Bridge(Protocol):
         ...
 
 
+@runtime_checkable
+class KnowsItsDevice(Protocol):
+    """A framework that can tell what it computes on."""
+
+    def gpu_uuid(self) -> str:
+        """Return the identity of this rank's GPU, 32 hexadecimal digits; empty: it has none."""
+        ...
+
+    def device_memory(self) -> tuple[int, int | None, int] | None:
+        """Return the bytes that tensors take, that are kept for them, and that they took at most.
+
+        None in the second place: it does not say; altogether: there is no GPU.
+        """
+        ...
+
+
 class Framework(Protocol):
     """Makes everything above for one job.
 
     A framework that owns its loop has a method ``fit(bridge)`` as well, which trains to the end of
-    the job; the others are stepped by ours.
+    the job; the others are stepped by ours. One that knows its device is ``KnowsItsDevice``, too.
     """
 
     def connect(self, job: Job) -> Communicator:

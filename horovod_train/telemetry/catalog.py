@@ -1,101 +1,30 @@
-"""Every metric once: name, kind, labels, meaning, and what feeds it, for recorder, documentation and tests.
+"""Every metric of a rank once: name, kind, labels, meaning, the question it answers, and what feeds it.
 
-A metric is a row of ``CATALOG``. What feeds it is a class below, which training hands to the recorder.
+A metric is a row of ``CATALOG``. Recorder, documentation, dashboards, alert rules, the page in the browser
+and tests are made from it. What feeds a metric is a class of ``records.py``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
 
-from horovod_train.checkpoint.manager import WriteReport
+from horovod_train.checkpoint.write_report import WriteReport
+from horovod_train.telemetry.metric import Metric
+from horovod_train.telemetry.records import (
+    DeviceMemoryRecord,
+    EvaluationRecord,
+    GpuRecord,
+    GraceRecord,
+    MemoryRecord,
+    ReferenceRecord,
+    StepRecord,
+    WaitRecord,
+    WorldRecord,
+)
 
-RANK_LABELS = ("training_job", "run", "rank", "local_rank", "host")
-"""Labels of every metric. Not ``job``: that is Prometheus' own word for what it scrapes together."""
-
-PREFIX = "horovod_train_"
 STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 CHECKPOINT_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)
-
-
-@dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
-class StepRecord:
-    """One optimizer step of this rank.
-
-    Attributes:
-        phase_seconds: Where its time went.
-        num_samples: Samples that this rank read.
-        epochs: Epochs passed, with the fraction of the current one.
-        loss: Mean loss over the samples of the step, over all ranks.
-        local_loss: This rank's part of it.
-        lr: Learning rate.
-        grad_norm: L2 norm of the gradient before clipping; None when it was not taken.
-        bytes_reduced: Bytes this rank put on the wire.
-        is_finite: The step was used.
-    """
-
-    phase_seconds: Mapping[str, float]
-    num_samples: int
-    epochs: float
-    loss: float
-    local_loss: float
-    lr: float
-    grad_norm: float | None
-    bytes_reduced: int
-    is_finite: bool
-
-
-@dataclass(frozen=True)
-class EvaluationRecord:
-    """The metrics of one evaluation, over all samples of all ranks."""
-
-    metrics: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class WorldRecord:
-    """How many ranks the job asked for, and how many take part."""
-
-    num_wanted: int
-    num_present: int
-
-
-@dataclass(frozen=True)
-class GraceRecord:
-    """How long leaving would take."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One metric.
-
-    Attributes:
-        name: Name with its unit, as Prometheus shows it.
-        kind: A counter is increased by the value, a gauge set to it, a histogram given it; a clock is a
-            gauge whose value is a function, asked at each scrape.
-        help: What it means, one sentence.
-        source: The class that feeds it.
-        value: What it takes of that; where it has a label, a mapping from the label to it; None: nothing.
-        label: A label besides those of the rank; None: there is none.
-        buckets_s: Upper bounds of a histogram, in seconds.
-    """
-
-    name: str
-    kind: Literal["counter", "gauge", "clock", "histogram"]
-    help: str
-    source: type
-    value: Callable[..., Any]
-    label: str | None = None
-    buckets_s: tuple[float, ...] = ()
-
-    @property
-    def prometheus_type(self) -> str:
-        """Its type as Prometheus knows it."""
-        return "gauge" if self.kind == "clock" else self.kind
 
 
 def _age(report: WriteReport) -> Callable[[], float] | None:
@@ -106,154 +35,354 @@ def _age(report: WriteReport) -> Callable[[], float] | None:
     return lambda: time.monotonic() - written_s
 
 
-CATALOG = (
+STEPS = (
     Metric(
-        PREFIX + "step_phase_seconds",
+        "horovod_train_step_phase_seconds",
         "histogram",
         "Time of an optimizer step spent in a phase: data, forward, backward, allreduce_wait, optimizer; "
-        "compute: several of these, where a framework does not tell them apart.",
+        "compute: several of these, where a framework does not tell them apart. Absent on GPUs.",
+        "Where does the time of a step go?",
         StepRecord,
         lambda step: step.phase_seconds,
         label="phase",
         buckets_s=STEP_BUCKETS_S,
     ),
     Metric(
-        PREFIX + "step_seconds",
+        "horovod_train_step_seconds",
         "histogram",
         "Wall time of an optimizer step.",
+        "How long does a step take?",
         StepRecord,
-        lambda step: sum(step.phase_seconds.values()),
+        lambda step: step.seconds,
         buckets_s=STEP_BUCKETS_S,
     ),
     Metric(
-        PREFIX + "steps_total",
+        "horovod_train_own_seconds_total",
+        "counter",
+        "Time of steps without waiting for the all-reduce. Absent where a framework does not tell it apart, "
+        "and on GPUs.",
+        "Which rank is slow? Steps take equally long on all ranks; this does not.",
+        StepRecord,
+        lambda step: step.own_seconds,
+        from_zero=False,
+    ),
+    Metric(
+        "horovod_train_waiting_seconds_total",
+        "counter",
+        "Time this rank waited in all-reduce for ranks that came later.",
+        "How much time does a rank lose to slower ones?",
+        WaitRecord,
+        lambda wait: wait.waiting_s,
+        from_zero=False,
+    ),
+    Metric(
+        "horovod_train_waited_for_seconds_total",
+        "counter",
+        "Time that other ranks waited for this one, added up over them: per second, as many ranks stand idle "
+        "because of it.",
+        "Whom do the others wait for?",
+        WaitRecord,
+        lambda wait: wait.waited_for_s,
+        from_zero=False,
+    ),
+    Metric(
+        "horovod_train_communication_seconds_total",
+        "counter",
+        "Time that even the rank that came last waited in all-reduce: the exchange itself, as far as no "
+        "computation hides it.",
+        "Is the network what makes steps slow?",
+        WaitRecord,
+        lambda wait: wait.communication_s,
+        from_zero=False,
+    ),
+    Metric(
+        "horovod_train_steps_total",
         "counter",
         "Optimizer steps made by this process.",
+        "Does training go on?",
         StepRecord,
         lambda _: 1,
     ),
     Metric(
-        PREFIX + "samples_total",
+        "horovod_train_samples_total",
         "counter",
         "Training samples read by this rank.",
+        "How many samples a second does a rank train on, and all of them?",
         StepRecord,
         lambda step: step.num_samples,
     ),
     Metric(
-        PREFIX + "epoch",
+        "horovod_train_epoch",
         "gauge",
         "Epochs passed, with the fraction of the current one.",
+        "How far is training?",
         StepRecord,
         lambda step: step.epochs,
     ),
     Metric(
-        PREFIX + "loss",
+        "horovod_train_loss",
         "gauge",
         "Mean training loss of the last step over all ranks.",
+        "Does it learn?",
         StepRecord,
         lambda step: step.loss,
     ),
     Metric(
-        PREFIX + "local_loss",
+        "horovod_train_local_loss",
         "gauge",
         "This rank's part of the last step's loss; parts add up to the loss.",
+        "Does one rank read other data than the rest?",
         StepRecord,
         lambda step: step.local_loss,
     ),
     Metric(
-        PREFIX + "learning_rate",
+        "horovod_train_learning_rate",
         "gauge",
         "Learning rate of the last step.",
+        "Is the learning rate what the schedule and the global batch say?",
         StepRecord,
         lambda step: step.lr,
     ),
     Metric(
-        PREFIX + "gradient_norm",
+        "horovod_train_gradient_norm",
         "gauge",
         "L2 norm of the global gradient before clipping, when last taken.",
+        "Do gradients explode or vanish?",
         StepRecord,
         lambda step: step.grad_norm,
     ),
     Metric(
-        PREFIX + "allreduce_bytes_total",
+        "horovod_train_allreduce_bytes_total",
         "counter",
         "Gradient bytes this rank gave to all-reduce.",
+        "How much does a step send?",
         StepRecord,
         lambda step: step.bytes_reduced,
     ),
     Metric(
-        PREFIX + "non_finite_steps_total",
+        "horovod_train_non_finite_steps_total",
         "counter",
         "Steps not used because loss or gradient was not finite.",
+        "Are steps lost to NaN and infinity?",
         StepRecord,
         lambda step: None if step.is_finite else 1,
     ),
     Metric(
-        PREFIX + "world_size_wanted",
+        "horovod_train_model_flops_total",
+        "counter",
+        "Floating-point operations of forward and backward, as PyTorch's FLOP counter counts them. Absent "
+        "where it cannot.",
+        "How much of the device's speed does training use?",
+        StepRecord,
+        lambda step: step.flops,
+        from_zero=False,
+    ),
+)
+
+JOB = (
+    Metric(
+        "horovod_train_device_peak_flops",
+        "gauge",
+        "Floating-point operations a second that this rank's device can do at most. Absent where that is "
+        "not known.",
+        "How much of the device's speed does training use?",
+        ReferenceRecord,
+        lambda reference: reference.peak_flops,
+    ),
+    Metric(
+        "horovod_train_baseline_samples_per_second",
+        "gauge",
+        "Samples a second of a finished run of the same job on one rank (rank 0). Absent where run_dir has "
+        "none.",
+        "How well does the job scale?",
+        ReferenceRecord,
+        lambda reference: reference.samples_per_s,
+    ),
+    Metric(
+        "horovod_train_world_size_wanted",
         "gauge",
         "Ranks the job asked for.",
+        "Is the world as large as it was to be?",
         WorldRecord,
         lambda world: world.num_wanted,
     ),
     Metric(
-        PREFIX + "world_size_present",
+        "horovod_train_world_size_present",
         "gauge",
         "Ranks that take part.",
+        "Is the world as large as it was to be?",
         WorldRecord,
         lambda world: world.num_present,
     ),
     Metric(
-        PREFIX + "evaluation",
+        "horovod_train_evaluation",
         "gauge",
         "Last evaluation, over all samples of all ranks.",
+        "How good is the model?",
         EvaluationRecord,
         lambda evaluation: evaluation.metrics,
         label="metric",
     ),
     Metric(
-        PREFIX + "checkpoint_write_seconds",
+        "horovod_train_checkpoint_write_seconds",
         "histogram",
         "Time to write and flush a checkpoint (rank 0).",
+        "Is the file system fast enough for checkpoints?",
         WriteReport,
         lambda report: None if report.error else report.seconds,
         buckets_s=CHECKPOINT_BUCKETS_S,
     ),
     Metric(
-        PREFIX + "checkpoint_size_bytes",
+        "horovod_train_checkpoint_size_bytes",
         "gauge",
         "Size of the last checkpoint (rank 0).",
+        "How much room do checkpoints take?",
         WriteReport,
         lambda report: None if report.error else report.size_bytes,
     ),
     Metric(
-        PREFIX + "checkpoint_age_seconds",
+        "horovod_train_checkpoint_age_seconds",
         "clock",
         "Time since the last checkpoint was written (rank 0).",
+        "How much work would be lost if a host failed now?",
         WriteReport,
         _age,
     ),
     Metric(
-        PREFIX + "checkpoint_failures_total",
+        "horovod_train_checkpoint_failures_total",
         "counter",
         "Checkpoints that could not be written (rank 0).",
+        "Are checkpoints written at all?",
         WriteReport,
         lambda report: 1 if report.error else None,
     ),
     Metric(
-        PREFIX + "grace_needed_seconds",
+        "horovod_train_grace_needed_seconds",
         "gauge",
         "Time the ranks need to save and leave when asked to: steps until they agree, and a checkpoint "
         "(rank 0).",
+        "Does a preemption lose work?",
         GraceRecord,
-        lambda grace: grace.seconds,
+        lambda grace: grace.needed_s,
+    ),
+    Metric(
+        "horovod_train_grace_granted_seconds",
+        "gauge",
+        "Time the ranks get to save and leave, launch.grace_s (rank 0).",
+        "Does a preemption lose work?",
+        GraceRecord,
+        lambda grace: grace.granted_s,
     ),
 )
 
+MACHINE = (
+    Metric(
+        "horovod_train_resident_memory_bytes",
+        "gauge",
+        "Memory of this process on its host, without loader processes.",
+        "Does a rank leak memory?",
+        MemoryRecord,
+        lambda memory: memory.resident_bytes,
+    ),
+    Metric(
+        "horovod_train_resident_memory_peak_bytes",
+        "gauge",
+        "The most memory that this process has had on its host.",
+        "How much memory does a rank need?",
+        MemoryRecord,
+        lambda memory: memory.peak_bytes,
+    ),
+    Metric(
+        "horovod_train_device_memory_allocated_bytes",
+        "gauge",
+        "Memory of this rank's device that tensors of its framework take.",
+        "How much of the device's memory is in use?",
+        DeviceMemoryRecord,
+        lambda memory: memory.allocated_bytes,
+    ),
+    Metric(
+        "horovod_train_device_memory_reserved_bytes",
+        "gauge",
+        "Memory of this rank's device that its framework keeps for tensors.",
+        "How much of the device's memory is in use?",
+        DeviceMemoryRecord,
+        lambda memory: memory.reserved_bytes,
+    ),
+    Metric(
+        "horovod_train_device_memory_peak_bytes",
+        "gauge",
+        "The most memory of this rank's device that tensors of its framework have taken.",
+        "Would a larger batch fit?",
+        DeviceMemoryRecord,
+        lambda memory: memory.peak_bytes,
+    ),
+    Metric(
+        "horovod_train_gpu_utilization_ratio",
+        "gauge",
+        "Part of the time in which a kernel ran on this rank's GPU (NVML).",
+        "Is the GPU busy?",
+        GpuRecord,
+        lambda gpu: gpu.utilization,
+    ),
+    Metric(
+        "horovod_train_gpu_memory_used_bytes",
+        "gauge",
+        "Memory of this rank's GPU that all processes take (NVML).",
+        "Does somebody else use the GPU?",
+        GpuRecord,
+        lambda gpu: gpu.memory_used_bytes,
+    ),
+    Metric(
+        "horovod_train_gpu_memory_total_bytes",
+        "gauge",
+        "Memory of this rank's GPU (NVML).",
+        "How much of the device's memory is in use?",
+        GpuRecord,
+        lambda gpu: gpu.memory_total_bytes,
+    ),
+    Metric(
+        "horovod_train_gpu_power_watts",
+        "gauge",
+        "Power that this rank's GPU draws (NVML).",
+        "Do all GPUs work alike?",
+        GpuRecord,
+        lambda gpu: gpu.power_w,
+    ),
+    Metric(
+        "horovod_train_gpu_temperature_celsius",
+        "gauge",
+        "Temperature of this rank's GPU (NVML).",
+        "Is a GPU too hot?",
+        GpuRecord,
+        lambda gpu: gpu.temperature_c,
+    ),
+    Metric(
+        "horovod_train_gpu_clock_hertz",
+        "gauge",
+        "Clock of the multiprocessors of this rank's GPU (NVML).",
+        "Is a GPU slower than the others?",
+        GpuRecord,
+        lambda gpu: gpu.clock_hz,
+    ),
+    Metric(
+        "horovod_train_gpu_throttled",
+        "gauge",
+        "1 where the clock of this rank's GPU is held down for a reason (NVML), else 0.",
+        "Why is a GPU slower than the others?",
+        GpuRecord,
+        lambda gpu: gpu.throttled,
+        label="reason",
+    ),
+    Metric(
+        "horovod_train_gpu_ecc_errors_total",
+        "counter",
+        "Memory errors of this rank's GPU since the rank began: corrected, uncorrected (NVML).",
+        "Is a GPU about to fail?",
+        GpuRecord,
+        lambda gpu: gpu.ecc_errors,
+        label="kind",
+        from_zero=False,
+    ),
+)
 
-def catalog_as_markdown() -> str:
-    """Return the table of the README."""
-    rows = ["| metric | type | meaning |", "|---|---|---|"]
-    for metric in CATALOG:
-        by = f" by {metric.label}" if metric.label else ""
-        rows.append(f"| `{metric.name}`{by} | {metric.prometheus_type} | {metric.help} |")
-    return "\n".join(rows)
+CATALOG = (*STEPS, *JOB, *MACHINE)

@@ -1,13 +1,28 @@
-"""Serve a rank's metrics over HTTP. A port in use moves on; nothing here ever stops training."""
+"""Serve a rank's metrics over HTTP. A port in use moves on; nothing here ever stops training.
+
+The process that answers is one that trains, so whoever asks is kept from taking much of it: an answer is
+good for a second, few are given at the same time, and who reads slowly is left alone with it.
+"""
 
 from __future__ import annotations
 
+import base64
 import errno
+import hmac
 import logging
-from threading import Thread
-from wsgiref.simple_server import WSGIServer
+import socket
+import ssl
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from threading import BoundedSemaphore, Lock, Thread
+from time import monotonic
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import make_wsgi_app
 
 log = logging.getLogger(__name__)
 
@@ -15,6 +30,152 @@ PORT_STEP = 100
 MAX_PORT = 65535
 WILDCARDS = {"0.0.0.0", "[::]"}  # noqa: S104  (recognized, not bound to)
 MAX_TRIES = 20
+
+FRESH_S = 1.0
+"""Who asks again within so long gets the same answer: making one takes milliseconds from training."""
+
+MAX_CONNECTIONS = 16
+"""More at the same time are closed at once: Prometheus asks again, and each costs the process a thread."""
+
+TIMEOUT_S = 5.0
+"""A connection on which nothing happens for so long is closed."""
+
+Request = socket.socket | tuple[bytes, socket.socket]  # as socketserver has it
+Address = tuple[str, int] | str
+App = Callable[[dict[str, str], Callable[..., object]], Iterable[bytes]]
+
+
+@dataclass(frozen=True)
+class Protection:
+    """Who may read.
+
+    Attributes:
+        certificate: File with the server's certificate and those above it; None: plain HTTP.
+        key: File with its private key.
+        client_ca: File with the authority whose clients alone may read; None: others may, too.
+        user: Name that has to be given; None: none.
+        password: And the password with it.
+    """
+
+    certificate: Path | None = None
+    key: Path | None = None
+    client_ca: Path | None = None
+    user: str | None = None
+    password: str = ""
+
+    def wrap(self, connection: socket.socket) -> socket.socket:
+        """Return the socket that listens, with TLS where there is a certificate.
+
+        Raises:
+            OSError: A file cannot be read, or is none.
+        """
+        if self.certificate is None:
+            return connection
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self.certificate, self.key)
+        if self.client_ca is not None:
+            context.load_verify_locations(self.client_ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        # The handshake belongs to the connection's own thread: who does not finish it holds up nobody else.
+        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+
+    def guard(self, app: App) -> App:
+        """Return an application that asks for name and password first."""
+        if self.user is None:
+            return app
+        wanted = base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
+
+        def guarded(environ: dict[str, str], start_response: Callable[..., object]) -> Iterable[bytes]:
+            given = environ.get("HTTP_AUTHORIZATION", "")
+            if hmac.compare_digest(given.encode(), f"Basic {wanted}".encode()):
+                return app(environ, start_response)
+            start_response("401 Unauthorized", [("WWW-Authenticate", 'Basic realm="metrics"')])
+            return [b"user and password are needed\n"]
+
+        return guarded
+
+
+OPEN = Protection()
+
+
+def kept_fresh(app: App, clock: Callable[[], float] = monotonic) -> App:
+    """Return an application that gives an answer again for a second to who asks in the same way."""
+    lock = Lock()
+    answers: dict[tuple[str, ...], tuple[float, list[object], list[bytes]]] = {}
+
+    def fresh(environ: dict[str, str], start_response: Callable[..., object]) -> Iterable[bytes]:
+        names = ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING", "HTTP_ACCEPT", "HTTP_ACCEPT_ENCODING")
+        way = tuple(environ.get(name, "") for name in names)
+        with lock:  # whoever comes while an answer is made gets that one
+            now_s = clock()
+            if way not in answers or now_s - answers[way][0] >= FRESH_S:
+                if len(answers) >= MAX_CONNECTIONS:
+                    answers.clear()
+                head: list[object] = []
+                body = list(app(environ, lambda *given: head.extend(given)))
+                answers[way] = now_s, head, body
+            _, given, body = answers[way]
+        start_response(*given)
+        return body
+
+    return fresh
+
+
+class _Handler(WSGIRequestHandler):
+    """Answers one request, and says nothing about it."""
+
+    def setup(self) -> None:
+        """Finish the handshake, where there is one."""
+        self.request.settimeout(TIMEOUT_S)
+        if isinstance(self.request, ssl.SSLSocket):
+            self.request.do_handshake()
+        super().setup()
+
+    def handle(self) -> None:
+        """Answer; who goes away meanwhile is no error."""
+        with suppress(OSError):
+            super().handle()
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answers a few at the same time, each in a thread."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, place: tuple[str, int], family: socket.AddressFamily) -> None:
+        self.address_family = family
+        self._free = BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(place, _Handler)
+
+    def server_bind(self) -> None:
+        """Bind without asking a name server for this host's name, as the base class would."""
+        if self.allow_reuse_address:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def process_request(self, request: Request, client_address: Address) -> None:
+        """Answer in a thread, if one is free."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Request, client_address: Address) -> None:
+        """Answer."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing: it is whoever asked that made a mistake."""
 
 
 class Exporter:
@@ -25,22 +186,28 @@ class Exporter:
         host: Address to listen on.
         port: First port to try. While it is taken, the next try is 100 ports on, so that ranks of
             a host do not run into each other.
+        protection: Who may read.
     """
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    def __init__(
+        self, registry: CollectorRegistry, host: str, port: int, protection: Protection = OPEN
+    ) -> None:
         self.address: str | None = None
-        self._server: WSGIServer | None = None
+        self._server: _Server | None = None
         self._thread: Thread | None = None
         for candidate in [p for n in range(MAX_TRIES) if (p := port + n * PORT_STEP) <= MAX_PORT]:
             try:
-                server, thread = start_http_server(candidate, addr=host, registry=registry)
+                server = listen(host, candidate, protection)
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     continue
                 log.warning("metrics are not served on %s:%d: %s", host, candidate, error)
                 return
 
-            self._server, self._thread = server, thread
+            server.set_app(protection.guard(kept_fresh(make_wsgi_app(registry))))
+            self._server = server
+            self._thread = Thread(target=server.serve_forever, daemon=True)
+            self._thread.start()
             self.address = f"[{host}]:{candidate}" if ":" in host else f"{host}:{candidate}"
             if candidate != port:
                 log.warning("metrics port %d is in use; serving on %d", port, candidate)
@@ -61,3 +228,21 @@ class Exporter:
             self._server.server_close()
             self._thread.join()
             self._server = self._thread = None
+
+
+def listen(host: str, port: int, protection: Protection) -> _Server:
+    """Return a server that listens, and does not answer yet.
+
+    Raises:
+        OSError: The address is not this host's, or in use; or a file of the protection is wrong.
+    """
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+        0
+    ]
+    server = _Server((str(place[0]), port), family)
+    try:
+        server.socket = protection.wrap(server.socket)
+    except OSError:
+        server.server_close()
+        raise
+    return server

@@ -5,15 +5,24 @@ Recording costs a few microseconds and never raises into training.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
 
 from horovod_train.collectives.base import Communicator
-from horovod_train.telemetry.catalog import CATALOG, RANK_LABELS, Metric, WorldRecord
+from horovod_train.telemetry.catalog import CATALOG
+from horovod_train.telemetry.metric import RANK_LABELS, Metric
+from horovod_train.telemetry.records import WorldRecord
+
+log = logging.getLogger(__name__)
 
 TAKES = {"counter": "inc", "gauge": "set", "clock": "set_function", "histogram": "observe"}
+Sampler = Callable[[], object | None]
+"""Reads something when metrics are asked for; returns what feeds metrics, or None: nothing to tell."""
 
 
 class Recorder:
@@ -36,6 +45,8 @@ class Recorder:
         metrics: tuple[Metric, ...] = CATALOG,
     ) -> None:
         self.registry = CollectorRegistry()
+        self._samplers = _Samplers(self.record)
+        self.registry.register(self._samplers)  # first: what they read is in the answer to whoever asks
         self._rank_labels = (job, run, str(world.rank), str(world.local_rank), world.host)
         self._families = {metric.name: self._make(metric) for metric in metrics}
         self._fed_by: dict[type, list[Metric]] = {}
@@ -46,8 +57,12 @@ class Recorder:
         self._take = cache(self._taker)
         self.record(WorldRecord(num_wanted=world_size_wanted, num_present=world.size))
         for metric in metrics:
-            if metric.kind == "counter" and metric.label is None:
-                self._take(metric.name)  # zero from the start: a rate needs a value before the first event
+            if metric.kind == "counter" and metric.from_zero:
+                self._take(metric.name)  # a rate needs a value before the first event
+
+    def sample(self, sampler: Sampler) -> None:
+        """Have something read whenever metrics are asked for."""
+        self._samplers.read.append(sampler)
 
     def record(self, source: object) -> None:
         """Record a step, an evaluation, a write, whatever the catalog has a class for; from any thread."""
@@ -74,3 +89,28 @@ class Recorder:
         """Return what a value is given to."""
         child = self._families[name].labels(*self._rank_labels, *label)
         return getattr(child, TAKES[self._kinds[name]])  # type: ignore[no-any-return]
+
+
+class _Samplers(Collector):
+    """Reads what is read only when somebody asks; has no metrics of its own."""
+
+    def __init__(self, record: Callable[[object], None]) -> None:
+        self.read: list[Sampler] = []
+        self._record = record
+
+    def describe(self) -> Iterable[Family]:
+        """Return nothing."""
+        return ()
+
+    def collect(self) -> Iterable[Family]:
+        """Read and record."""
+        for sampler in list(self.read):
+            try:
+                reading = sampler()
+            except Exception as error:  # noqa: BLE001  (a driver that fails costs its metrics, and no others)
+                self.read.remove(sampler)
+                log.warning("a sampler of metrics is left out: %s: %s", type(error).__name__, error)
+                continue
+            if reading is not None:
+                self._record(reading)
+        return ()

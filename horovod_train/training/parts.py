@@ -14,8 +14,8 @@ from horovod_train.data.shard import StepShare
 from horovod_train.errors import CheckpointError, NumericError
 from horovod_train.frameworks.base import Replica, StepOutcome
 from horovod_train.health.desync import check_before_saving
-from horovod_train.telemetry.catalog import StepRecord
 from horovod_train.telemetry.recorder import Recorder
+from horovod_train.telemetry.records import StepRecord
 from horovod_train.training.progress import DataOrder, Progress
 
 
@@ -23,6 +23,7 @@ def record_step(recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: 
     """Record one step as metrics of this rank."""
     recorder.record(
         StepRecord(
+            seconds=outcome.clock.total_s,
             phase_seconds=outcome.clock.seconds,
             num_samples=share.num_local_samples,
             epochs=epochs,
@@ -32,6 +33,8 @@ def record_step(recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: 
             grad_norm=outcome.grad_norm,
             bytes_reduced=outcome.bytes_reduced,
             is_finite=outcome.is_finite,
+            own_seconds=outcome.clock.own_s,
+            flops=outcome.flops,
         )
     )
 

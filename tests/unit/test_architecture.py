@@ -31,7 +31,7 @@ ROOMS = {
     "collectives": BASICS | {"config", "horovod.environment"},
     "checkpoint": BASICS | {"config", "collectives.base"},
     "health": BASICS | {"config", "collectives.base", "horovod.fingerprint", "checkpoint.arrays"},
-    "telemetry": BASICS | {"config", "collectives.base", "checkpoint.manager"},
+    "telemetry": BASICS | {"config", "events", "collectives.base", "checkpoint.write_report"},
     "frameworks": BASICS
     | {
         "config",

@@ -11,12 +11,14 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from horovod_train.checkpoint.manager import WriteReport
+from horovod_train.checkpoint.write_report import WriteReport
 from horovod_train.collectives.base import SingleRank
 from horovod_train.frameworks.base import PHASES, StepClock
-from horovod_train.telemetry.catalog import CATALOG, PREFIX, RANK_LABELS, Metric, StepRecord
+from horovod_train.telemetry.catalog import CATALOG
 from horovod_train.telemetry.exporter import PORT_STEP, Exporter
+from horovod_train.telemetry.metric import RANK_LABELS, Metric
 from horovod_train.telemetry.recorder import Recorder
+from horovod_train.telemetry.records import StepRecord
 
 
 def samples(recorder):
@@ -30,8 +32,10 @@ def samples(recorder):
 
 
 def record(recorder, **changes):
+    phases = changes.get("phase_seconds", dict.fromkeys(PHASES, 0.25))
     fields = {
-        "phase_seconds": dict.fromkeys(PHASES, 0.25),
+        "seconds": sum(phases.values()),
+        "phase_seconds": phases,
         "num_samples": 32,
         "epochs": 1.5,
         "loss": 0.5,
@@ -69,7 +73,7 @@ def test_a_step_moves_every_metric_it_speaks_of(recorder):
 
 def test_before_the_first_step_only_what_is_known_is_shown(recorder):
     """Counters are zero, since a rate needs a value before the first event; the rest is absent."""
-    counters = {metric.name for metric in CATALOG if metric.kind == "counter" and metric.label is None}
+    counters = {metric.name for metric in CATALOG if metric.kind == "counter" and metric.from_zero}
     known = {name.removesuffix("_total") for (name, *_) in samples(recorder) if not name.endswith("_created")}
 
     sizes = {"horovod_train_world_size_wanted", "horovod_train_world_size_present"}
@@ -99,11 +103,12 @@ def test_names_follow_the_conventions_of_prometheus():
 def test_a_metric_more_is_one_row():
     """Its name, kind and meaning, and what feeds it."""
     per_second = Metric(
-        PREFIX + "samples_per_second",
+        "horovod_train_samples_per_second",
         "gauge",
         "Samples of this rank in a second of the last step.",
+        "How fast is a rank?",
         StepRecord,
-        lambda step: step.num_samples / sum(step.phase_seconds.values()),
+        lambda step: step.num_samples / step.seconds,
     )
     recorder = Recorder("job", "run", SingleRank(), 1, metrics=(*CATALOG, per_second))
 
@@ -176,13 +181,20 @@ class TestExporter:
         """The ports between are those of other ranks."""
         asked = []
 
-        def start(candidate, addr, registry):
+        class Listening:
+            def set_app(self, app):
+                pass
+
+            def serve_forever(self):
+                pass
+
+        def listen(host, candidate, protection):
             asked.append(candidate)
             if len(asked) <= num_taken:
                 raise OSError(errno.EADDRINUSE, "Address already in use")
-            return None, None
+            return Listening()
 
-        monkeypatch.setattr("horovod_train.telemetry.exporter.start_http_server", start)
+        monkeypatch.setattr("horovod_train.telemetry.exporter.listen", listen)
 
         exporter = Exporter(recorder.registry, "127.0.0.1", port)
 

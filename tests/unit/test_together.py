@@ -18,7 +18,8 @@ from horovod_train.errors import UserError, WorldError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.health.world_check import MAX_NAMED, check_clocks, check_fingerprints, check_world
 from horovod_train.horovod.fingerprint import code_digest, environment_fingerprint, task_files
-from horovod_train.training.hooks.preemption import MAX_STEPS_BETWEEN, PreemptionAgreement, PreemptionRequest
+from horovod_train.training.exchange import MAX_STEPS_BETWEEN
+from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest
 
 ENDS_SLOWLY = """
 import sys, time

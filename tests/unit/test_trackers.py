@@ -64,7 +64,9 @@ def tracked(world=None, trackers=({"name": NAME},), fails=False, **job):
     world, told = world or SingleRank(), Told()
     run = made(world, metrics={"trackers": list(trackers), "grad_norm_every_steps": 2}, **job)
     with ExitStack() as stack:
-        parts = HookParts(run.job, "run-1", world, None, None, None, told.reporter, lambda: False, 1.0, stack)
+        parts = HookParts(
+            run.job, "run-1", world, None, None, None, told.reporter, None, lambda: False, 1.0, stack
+        )
         hook = Track.of(parts)
         run.hooks += [hook] if hook is not None else []
         if fails:

@@ -32,12 +32,13 @@ from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.framework import choose_device, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
 
 
-class LightningFramework:
+class LightningFramework(TorchDevice):
     """Lightning, for one job in one process."""
 
     def connect(self, job: Job) -> Communicator:
@@ -282,6 +283,8 @@ class _Moments(lightning.Callback):
         assert self._strategy.loss is not None
         assert self._strategy.gradients is not None
         loss = float(self._strategy.loss)
+        if module.device.type != "cpu":
+            self._clock.forget_phases()
         outcome = StepOutcome(
             loss=loss,
             local_loss=self._local_loss,
@@ -290,8 +293,8 @@ class _Moments(lightning.Callback):
             bytes_reduced=self._strategy.gradients.bytes_per_step,
             clock=self._clock,
         )
-        self._clock, self._local_loss = StepClock(), 0.0
         self._bridge.after_step(self._source.steps[number], outcome, self._lr)
+        self._clock, self._local_loss = StepClock(), 0.0  # what the bridge does is no part of a step
 
     def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Evaluate the same statistics on all ranks."""

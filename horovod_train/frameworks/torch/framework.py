@@ -26,13 +26,15 @@ from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
+from horovod_train.frameworks.torch.device import TorchDevice
+from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import make_strategy
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
 
 
-class TorchFramework:
+class TorchFramework(TorchDevice):
     """PyTorch, for one job in one process."""
 
     def connect(self, job: Job) -> Communicator:
@@ -68,6 +70,7 @@ class TorchFramework:
             strategy=strategy,
             world=mesh.data,
             train=job.train,
+            flops=FlopCounter() if wants_flops(job, device.type) else None,
             guard_gradients=job.health.non_finite == "skip",
         )
         read = partial(TorchReader, data=job.data, seed=job.train.seed, device=device, task=job.task)
@@ -85,6 +88,12 @@ class TorchFramework:
     def seed(self, seed: int, rank: int, epoch: int) -> None:
         """Seed all random generators of this rank."""
         seed_generators(seed, rank, epoch)
+
+
+def wants_flops(job: Job, device: str) -> bool:
+    """Whether operations are counted: there may be a peak to compare them with, and they can be seen."""
+    is_compared = device != "cpu" or job.metrics.device_peak_flops is not None
+    return job.metrics.enabled and is_compared and job.train.compile_backend is None
 
 
 def seed_generators(seed: int, rank: int, epoch: int) -> None:

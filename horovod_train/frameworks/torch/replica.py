@@ -19,6 +19,7 @@ from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
 from horovod_train.frameworks.torch.collectives import broadcast_model
+from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.state import (
     blobs_of,
     from_blob,
@@ -43,6 +44,7 @@ class TorchReplica:
         train: The job's ``train`` section.
         task: Gives loss and metrics; None when the user's own loop does.
         forward_model: What the task calls: the model's compiled form; None: the model itself.
+        flops: Counts operations; None: nobody wants to know.
         guard_gradients: Look at every gradient before it is used (a pass over all of them), and
             keep running statistics as they were when a step is not used.
     """
@@ -57,6 +59,7 @@ class TorchReplica:
         train: Train,
         task: TorchTask | None = None,
         forward_model: torch.nn.Module | None = None,
+        flops: FlopCounter | None = None,
         guard_gradients: bool = False,
     ) -> None:
         self.task = task
@@ -66,6 +69,7 @@ class TorchReplica:
         self.strategy = strategy
         self._world = world
         self._train = train
+        self._flops = flops
         self._guard_gradients = guard_gradients
         self._snapshots: dict[str, torch.Tensor] = {}
         self._statistics = [
@@ -85,14 +89,18 @@ class TorchReplica:
         assert self.task is not None
         clock = StepClock()
         self.begin(step)
-        for micro_batch, batch in step:
-            clock.lap("data")
-            with self.autocast():
-                loss = self.task.loss(self.forward_model, batch)
-            clock.lap("forward")
-            self.backward(loss, micro_batch.share, is_last=micro_batch is step.share.micro_batches[-1])
-            clock.lap("backward")
+        with self._counting(step):
+            for micro_batch, batch in step:
+                clock.lap("data")
+                with self.autocast():
+                    loss = self.task.loss(self.forward_model, batch)
+                clock.lap("forward")
+                self.backward(loss, micro_batch.share, is_last=micro_batch is step.share.micro_batches[-1])
+                clock.lap("backward")
         return self.finish(clock, lr, want_norm=want_norm)
+
+    def _counting(self, step: PlannedStep) -> AbstractContextManager[object]:
+        return nullcontext() if self._flops is None else self._flops.counting(step.share.num_local_samples)
 
     @property
     def replicas_identical(self) -> bool:
@@ -154,6 +162,13 @@ class TorchReplica:
         if not is_finite:
             self._take_back_statistics()
         clock.lap("optimizer")
+        return self._outcome(loss, grad_norm, clock, is_finite=is_finite)
+
+    def _outcome(
+        self, loss: float, grad_norm: float | None, clock: StepClock, *, is_finite: bool
+    ) -> StepOutcome:
+        if self._device.type != "cpu":
+            clock.forget_phases()
         return StepOutcome(
             loss=loss,
             local_loss=float(self._local_loss),
@@ -161,6 +176,7 @@ class TorchReplica:
             is_finite=is_finite,
             bytes_reduced=self.strategy.bytes_per_step,
             clock=clock,
+            flops=None if self._flops is None else self._flops.of_step(),
         )
 
     def _take_back_statistics(self) -> None:

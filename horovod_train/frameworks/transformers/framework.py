@@ -38,6 +38,7 @@ from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.framework import choose_device, seed_generators
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
@@ -49,7 +50,7 @@ from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, h
 UNTIMED = ("_runtime", "_samples_per_second", "_steps_per_second")
 
 
-class TransformersFramework:
+class TransformersFramework(TorchDevice):
     """Transformers, for one job in one process."""
 
     def connect(self, job: Job) -> Communicator:
@@ -283,6 +284,8 @@ class _Moments(TrainerCallback):
         """Tell about a step that is complete."""
         trainer, source = self._trainer, self._trainer.source
         trainer.clock.lap("optimizer")
+        if args.device.type != "cpu":
+            trainer.clock.forget_phases()
         assert trainer.gradients is not None
         outcome = StepOutcome(
             loss=trainer.loss_of_step,
@@ -294,8 +297,8 @@ class _Moments(TrainerCallback):
         )
         step = source.steps[source.number]
         source.number += 1
-        trainer.clock, trainer.norm = StepClock(), None
         self._bridge.after_step(step, outcome, self._lr)
+        trainer.clock, trainer.norm = StepClock(), None  # what the bridge does is no part of a step
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

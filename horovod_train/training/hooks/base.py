@@ -14,6 +14,7 @@ from horovod_train.frameworks.base import Framework
 from horovod_train.registry import HOOKS, load_attribute
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.actions import Action
+from horovod_train.training.exchange import RegularExchange
 from horovod_train.training.readings import StepReport
 from horovod_train.training.run import Run
 
@@ -30,6 +31,7 @@ class HookParts:
         manager: Of its checkpoints.
         recorder: Of this rank's metrics.
         reporter: Tells people.
+        exchange: What ranks tell each other now and then.
         is_asked_to_leave: Whether this rank was asked to.
         report_interval_s: Time between two reports of progress, in seconds.
         at_end: What is done when the rank ends, however it does.
@@ -42,6 +44,7 @@ class HookParts:
     manager: CheckpointManager
     recorder: Recorder
     reporter: Reporter
+    exchange: RegularExchange
     is_asked_to_leave: Callable[[], bool]
     report_interval_s: float
     at_end: ExitStack

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from horovod_train.telemetry.catalog import EvaluationRecord
 from horovod_train.telemetry.recorder import Recorder
+from horovod_train.telemetry.records import EvaluationRecord
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.parts import record_step
 from horovod_train.training.readings import StepReport

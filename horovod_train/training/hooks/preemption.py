@@ -1,15 +1,15 @@
 """Preemption without losing work: a signal to any rank, and all ranks stop after the same step.
 
-    signal on one rank -> flag -> all-reduced at a step boundary -> all save -> all end with 75
+    signal on one rank -> flag -> told to all at a step boundary -> all save -> all end with 75
 
-The all-reduce costs about a millisecond, so it is done about twice a second, not after every step.
+The flag travels with what ranks tell each other about twice a second (``training/exchange.py``).
 """
 
 from __future__ import annotations
 
 import atexit
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from types import FrameType
 
@@ -19,17 +19,14 @@ from horovod_train.events.types import Notice, Preempted
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework
 from horovod_train.signals import PREEMPTION_SIGNALS
-from horovod_train.telemetry.catalog import GraceRecord
 from horovod_train.telemetry.recorder import Recorder
+from horovod_train.telemetry.records import GraceRecord
 from horovod_train.training.actions import Leave
+from horovod_train.training.exchange import RegularExchange
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.hooks.checkpoints import save
 from horovod_train.training.readings import StepReport
 from horovod_train.training.run import Run
-
-ASK_INTERVAL_S = 0.5
-# Steps may become slower: so many of the fast ones are made at most before asking again.
-MAX_STEPS_BETWEEN = 64
 
 
 class PreemptionRequest:
@@ -58,25 +55,31 @@ class PreemptionRequest:
 
 
 class PreemptionAgreement:
-    """All-reduces the preemption flag: once it is set on any rank, all stop after the same step.
+    """Once the preemption flag is set on any rank, all stop after the same step.
 
     Args:
         world: The ranks.
         is_asked: Whether this rank was asked to leave.
-        clock: Seconds that only grow.
+        exchange: Tells all ranks; None: one of its own.
     """
 
     def __init__(
-        self, world: Communicator, is_asked: Callable[[], bool], clock: Callable[[], float] = monotonic
+        self,
+        world: Communicator,
+        is_asked: Callable[[], bool],
+        exchange: RegularExchange | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         self._world = world
         self._is_asked = is_asked
-        self._clock = clock
-        self._asked_s = clock()
-        self._num_steps = 0
-        self._ask_after = 1
-        self.interval_s = 0.0
-        """Time between the last two questions: so long a request may have to wait, in seconds."""
+        self._exchange = exchange or RegularExchange(world, clock)
+        self._exchange.speakers.append(self)
+        self._is_reached = False
+
+    @property
+    def interval_s(self) -> float:
+        """Time between the last two exchanges: so long a request may have to wait, in seconds."""
+        return self._exchange.interval_s if self._world.size > 1 else 0.0
 
     def reached(self) -> bool:
         """Return whether the ranks leave now; every rank calls it after each of its steps.
@@ -84,22 +87,16 @@ class PreemptionAgreement:
         Raises:
             PeerError: Another rank was lost.
         """
-        if self._world.size == 1:
-            return self._is_asked()
-        self._num_steps += 1
-        if self._num_steps < self._ask_after:
-            return False
-        now = self._clock()
-        self.interval_s = now - self._asked_s
-        # Every rank sees the same sums, and so asks again after the same number of steps.
-        wishes, seconds = self._world.allreduce_sum([float(self._is_asked()), self.interval_s])
-        step_s = seconds / self._world.size / self._num_steps
-        wanted = min(MAX_STEPS_BETWEEN, int(ASK_INTERVAL_S / max(step_s, 1e-9)))
-        # A few steps in a row may be quick, those whose batches were read ahead; the next are not.
-        self._ask_after = max(1, min(wanted, 2 * self._ask_after))
-        self._num_steps = 0
-        self._asked_s = now
-        return wishes > 0
+        self._exchange.after_step()
+        return self._is_reached or (self._world.size == 1 and self._is_asked())
+
+    def say(self) -> bytes:
+        """Return this rank's flag."""
+        return bytes([self._is_asked()])
+
+    def hear(self, of_ranks: Sequence[bytes]) -> None:
+        """Note whether any rank was asked."""
+        self._is_reached = any(flag == b"\1" for flag in of_ranks)
 
 
 class StopWhenPreempted(Hook):
@@ -125,12 +122,12 @@ class StopWhenPreempted(Hook):
     @classmethod
     def of(cls, parts: HookParts) -> StopWhenPreempted:
         """Return the hook."""
-        agreement = PreemptionAgreement(parts.world, parts.is_asked_to_leave)
+        agreement = PreemptionAgreement(parts.world, parts.is_asked_to_leave, parts.exchange)
         return cls(agreement, parts.manager, parts.framework, parts.recorder, parts.reporter)
 
     def on_reading(self, run: Run, report: StepReport) -> None:
         """Count how long ranks compute until their replicas are identical."""
-        self._since_identical_s += sum(report.outcome.clock.seconds.values())
+        self._since_identical_s += report.outcome.clock.total_s
 
     def on_step(self, run: Run) -> Leave | None:
         """Leave if the ranks agree to, as soon as their replicas are identical and saved."""
@@ -150,7 +147,7 @@ class StopWhenPreempted(Hook):
         return None
 
     def _watch_grace(self, needed_s: float, granted_s: float) -> None:
-        self._recorder.record(GraceRecord(needed_s))
+        self._recorder.record(GraceRecord(needed_s, granted_s))
         if needed_s > granted_s and not self._is_warned:
             self._is_warned = True
             text = (

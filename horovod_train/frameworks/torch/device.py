@@ -1,0 +1,25 @@
+"""What PyTorch knows of this rank's GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from horovod_train.frameworks.devices import gpu_uuid
+
+
+class TorchDevice:
+    """What frameworks on PyTorch tell of a rank's GPU."""
+
+    def gpu_uuid(self) -> str:
+        """Return the identity of this rank's GPU; empty: it has none."""
+        return gpu_uuid(torch.cuda.current_device()) if torch.cuda.is_available() else ""
+
+    def device_memory(self) -> tuple[int, int | None, int] | None:
+        """Return what tensors take, what is kept for them, and the most they took, in bytes; None: no GPU."""
+        if not torch.cuda.is_available():
+            return None
+        return (
+            torch.cuda.memory_allocated(),
+            torch.cuda.memory_reserved(),
+            torch.cuda.max_memory_allocated(),
+        )

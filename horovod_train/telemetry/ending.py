@@ -1,0 +1,38 @@
+"""What is left of a rank's metrics when it ends: a job may be shorter than the time between two scrapes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, push_to_gateway, write_to_textfile
+
+log = logging.getLogger(__name__)
+
+PUSH_TIMEOUT_S = 5.0
+
+
+def write_last_metrics(registry: CollectorRegistry, path: Path) -> None:
+    """Write metrics as they are now, whole or not at all, for people and for node_exporter.
+
+    A folder that is not there, or a full disk, is told and no error.
+    """
+    try:
+        write_to_textfile(str(path), registry)
+        path.chmod(0o644)  # node_exporter usually runs as another user
+    except OSError as error:
+        log.warning("the last metrics were not written to %s: %s", path, error.strerror)
+
+
+def push_last_metrics(registry: CollectorRegistry, url: str, training_job: str, rank: int) -> None:
+    """Give metrics as they are now to a Pushgateway. One that does not answer is told, and no error."""
+    try:
+        push_to_gateway(
+            url,
+            job="horovod_train",
+            grouping_key={"training_job": training_job, "rank": str(rank)},
+            registry=registry,
+            timeout=PUSH_TIMEOUT_S,
+        )
+    except (OSError, ValueError) as error:
+        log.warning("the last metrics were not pushed to %s: %s", url, error)

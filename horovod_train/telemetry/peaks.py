@@ -1,0 +1,42 @@
+"""How many floating-point operations a second GPUs can do at most, dense, as NVIDIA's data sheets say."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+_TERA = 1e12
+
+# Part of the name that NVML gives -> in 16 bits on tensor cores, in fp32 without them.
+_PEAKS = {
+    "B200": (2250, 75),
+    "GH200": (989, 67),
+    "H200": (989, 67),
+    "H100 PCIe": (756, 51),
+    "H100 NVL": (835, 60),
+    "H100": (989, 67),
+    "A100": (312, 19.5),
+    "A40": (150, 37.4),
+    "A30": (165, 10.3),
+    "A10": (125, 31.2),
+    "L40S": (362, 91.6),
+    "L40": (181, 90.5),
+    "L4": (121, 30.3),
+    "V100": (125, 15.7),
+    "T4": (65, 8.1),
+}
+
+
+def peak_flops(gpu: str, precision: Literal["fp32", "bf16", "fp16"]) -> float | None:
+    """Return the peak of a GPU, in operations a second; None: it is not in the table.
+
+    Args:
+        gpu: Its name.
+        precision: Of the forward pass.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
+    989000000000000.0
+    """
+    for part, (half, single) in _PEAKS.items():
+        if part in gpu:
+            return _TERA * (single if precision == "fp32" else half)
+    return None

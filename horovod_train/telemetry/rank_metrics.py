@@ -1,0 +1,118 @@
+"""The metrics of a rank, from its job: recorder, samplers, server, and what is left at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Thread
+
+from horovod_train.collectives.base import Communicator
+from horovod_train.config.schema import Job, Metrics
+from horovod_train.errors import UserError
+from horovod_train.telemetry.baseline import baseline_samples_per_s
+from horovod_train.telemetry.ending import push_last_metrics, write_last_metrics
+from horovod_train.telemetry.exporter import Exporter, Protection
+from horovod_train.telemetry.peaks import peak_flops
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.telemetry.records import DeviceMemoryRecord, ReferenceRecord
+from horovod_train.telemetry.samplers.nvml import gpu_sampler
+from horovod_train.telemetry.samplers.process import read_memory
+
+DeviceMemory = tuple[int, int | None, int]
+
+
+def open_recorder(job: Job, run_id: str, world: Communicator) -> Recorder:
+    """Return the recorder of a rank; what is known of its host is read whenever somebody asks."""
+    recorder = Recorder(job.name, run_id, world, job.launch.num_ranks or world.size)
+    recorder.sample(read_memory)
+    return recorder
+
+
+def serve(job: Job, world: Communicator, recorder: Recorder, stack: ExitStack) -> str | None:
+    """Serve a rank's metrics until the stack is closed; return the address for others, None: nowhere.
+
+    Raises:
+        UserError: The job asks for a password that is not there.
+    """
+    if not job.metrics.enabled:
+        return None
+    protection = protection_of(job.metrics, os.environ)
+    exporter = Exporter(recorder.registry, job.metrics.host, job.metrics.port + world.local_rank, protection)
+    stack.callback(exporter.close)
+    return exporter.address_from(os.environ.get("HOROVOD_TRAIN_HOST", world.host))
+
+
+def protection_of(metrics: Metrics, environ: Mapping[str, str]) -> Protection:
+    """Return who may read a job's metrics.
+
+    Raises:
+        UserError: The variable with the password is not set.
+    """
+    tls, auth = metrics.tls, metrics.basic_auth
+    if auth is not None and not environ.get(auth.password_variable):
+        raise UserError(
+            f"metrics.basic_auth.password_variable: {auth.password_variable} is not set for this rank",
+            hint=f"launch.secrets: {{{auth.password_variable}: env:{auth.password_variable}}} passes it on",
+        )
+    return Protection(
+        certificate=_path(tls.certificate) if tls is not None else None,
+        key=_path(tls.key) if tls is not None else None,
+        client_ca=_path(tls.client_ca) if tls is not None and tls.client_ca is not None else None,
+        user=auth.user if auth is not None else None,
+        password=environ[auth.password_variable] if auth is not None else "",
+    )
+
+
+def watch_device(job: Job, recorder: Recorder, uuid: str, memory: Callable[[], DeviceMemory | None]) -> None:
+    """Have a rank's device read whenever somebody asks, and record what it can do at most.
+
+    Args:
+        job: Says which precision it computes in, and may know the device's peak.
+        recorder: Gets the readings.
+        uuid: Of the GPU; empty: there is none.
+        memory: Returns what the framework has on it; None: there is none.
+    """
+
+    def read_device_memory() -> DeviceMemoryRecord | None:
+        found = memory()
+        return None if found is None else DeviceMemoryRecord(*found)
+
+    recorder.sample(read_device_memory)
+    gpu = gpu_sampler(uuid)
+    if gpu is not None:
+        recorder.sample(gpu)
+    known = peak_flops(gpu.name, job.train.precision) if gpu is not None else None
+    recorder.record(ReferenceRecord(peak_flops=job.metrics.device_peak_flops or known))
+
+
+def compare_with_one_rank(job: Job, world: Communicator, recorder: Recorder) -> None:
+    """Look, on rank 0 of several, for what one rank achieves; it may take as long as file systems do."""
+    if world.rank != 0 or world.size == 1:
+        return
+
+    def look() -> None:
+        run_dir = Path(job.run_dir).expanduser()
+        recorder.record(ReferenceRecord(samples_per_s=baseline_samples_per_s(job, run_dir)))
+
+    Thread(target=look, daemon=True).start()
+
+
+def keep_last_metrics(
+    job: Job, world: Communicator, recorder: Recorder, log_dir: Path, stack: ExitStack
+) -> None:
+    """When the stack is closed, leave the rank's last metrics in the run's folder and where the job says."""
+    metrics = job.metrics
+    if not metrics.enabled:
+        return
+    if metrics.push_url is not None:
+        stack.callback(push_last_metrics, recorder.registry, metrics.push_url, job.name, world.rank)
+    if metrics.textfile_dir is not None:
+        folder = Path(metrics.textfile_dir).expanduser()
+        stack.callback(write_last_metrics, recorder.registry, folder / f"{job.name}-rank-{world.rank}.prom")
+    stack.callback(write_last_metrics, recorder.registry, log_dir / f"rank-{world.rank}.prom")
+
+
+def _path(name: str) -> Path:
+    return Path(name).expanduser()

@@ -1,0 +1,132 @@
+"""What NVIDIA's management library says of a rank's GPU. Without the library or a GPU: nothing.
+
+A GPU is known by its UUID: numbers mean one thing to CUDA and another to NVML. What a GPU or its driver does
+not tell (consumer cards have no ECC, virtual ones no power) is left out, and no error.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from time import monotonic
+from types import ModuleType
+from typing import TypeVar
+from uuid import UUID
+
+from horovod_train.telemetry.records import GpuRecord
+
+log = logging.getLogger(__name__)
+Value = TypeVar("Value")
+
+MIN_INTERVAL_S = 1.0
+"""A reading serves everybody who asks within so long: some drivers take milliseconds for one."""
+
+THROTTLE_REASONS = {
+    "power_cap": "nvmlClocksThrottleReasonSwPowerCap",
+    "hardware_slowdown": "nvmlClocksThrottleReasonHwSlowdown",
+    "power_brake": "nvmlClocksThrottleReasonHwPowerBrakeSlowdown",
+    "thermal_hardware": "nvmlClocksThrottleReasonHwThermalSlowdown",
+    "thermal_software": "nvmlClocksThrottleReasonSwThermalSlowdown",
+    "sync_boost": "nvmlClocksThrottleReasonSyncBoost",
+}
+"""Reasons for a lower clock, as labels, by the name of NVML's bit. Idle GPUs and those whose clock somebody
+has set are not held down."""
+
+
+class GpuSampler:
+    """Reads one GPU.
+
+    Args:
+        library: The package ``pynvml``, from nvidia-ml-py.
+        uuid: Of the GPU, 32 hexadecimal digits.
+
+    Raises:
+        Exception: What the library raises where there is no driver or no such GPU.
+    """
+
+    def __init__(self, library: ModuleType, uuid: str) -> None:
+        self._nvml = library
+        library.nvmlInit()
+        self._handle = library.nvmlDeviceGetHandleByUUID(f"GPU-{UUID(uuid)}")
+        self.name = _text(library.nvmlDeviceGetName(self._handle))
+        self._ecc_before = self._ecc_counters()
+        self._read_s = float("-inf")
+
+    def __call__(self) -> GpuRecord | None:
+        """Return a reading; None: the last one is not old yet."""
+        now_s = monotonic()
+        if now_s - self._read_s < MIN_INTERVAL_S:
+            return None
+        self._read_s = now_s
+        nvml, gpu = self._nvml, self._handle
+        memory = self._told(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
+        return GpuRecord(
+            utilization=self._told(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
+            memory_used_bytes=None if memory is None else int(memory.used),
+            memory_total_bytes=None if memory is None else int(memory.total),
+            power_w=self._told(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+            temperature_c=self._told(
+                lambda: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
+            ),
+            clock_hz=self._told(lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6),
+            throttled=self._told(self._throttled),
+            ecc_errors=self._new_ecc_errors(),
+        )
+
+    def _told(self, read: Callable[[], Value]) -> Value | None:
+        """Return a value, or None where the GPU does not tell it."""
+        with suppress(self._nvml.NVMLError):
+            return read()
+        return None
+
+    def _throttled(self) -> dict[str, int]:
+        reasons = self._nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle)
+        return {
+            label: int(bool(reasons & getattr(self._nvml, bit))) for label, bit in THROTTLE_REASONS.items()
+        }
+
+    def _ecc_counters(self) -> dict[str, int]:
+        nvml = self._nvml
+        kinds = {
+            "corrected": nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED,
+            "uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
+        }
+        found = {
+            kind: self._told(
+                lambda number=number: int(  # type: ignore[misc]
+                    nvml.nvmlDeviceGetTotalEccErrors(self._handle, number, nvml.NVML_VOLATILE_ECC)
+                )
+            )
+            for kind, number in kinds.items()
+        }
+        return {kind: count for kind, count in found.items() if count is not None}
+
+    def _new_ecc_errors(self) -> dict[str, int]:
+        counters = self._ecc_counters()
+        before, self._ecc_before = self._ecc_before, counters
+        return {kind: max(0, count - before.get(kind, count)) for kind, count in counters.items()}
+
+
+def gpu_sampler(uuid: str) -> GpuSampler | None:
+    """Return what reads a GPU; None: there is no library, no driver, or no such GPU.
+
+    Args:
+        uuid: Of the GPU, 32 hexadecimal digits; empty: the rank has none.
+    """
+    if not uuid:
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        log.warning("no metrics of the GPU: nvidia-ml-py is not installed (pip install nvidia-ml-py)")
+        return None
+    try:
+        return GpuSampler(pynvml, uuid)
+    except pynvml.NVMLError as error:
+        log.warning("no metrics of the GPU: %s", error)
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,150 @@
+"""Who waits for whom: ranks tell each other how long they waited in each step, and where their time went."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from time import monotonic
+
+import numpy as np
+import numpy.typing as npt
+
+from horovod_train.events.types import RankTimes
+from horovod_train.events.wire import Reporter
+from horovod_train.frameworks.base import PHASES
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.telemetry.records import WAIT_PHASE, WaitRecord
+from horovod_train.telemetry.waiting import share_out
+from horovod_train.training.hooks.base import Hook, HookParts
+from horovod_train.training.readings import StepReport
+from horovod_train.training.run import Run
+
+RANKS_PER_EVENT = 32
+"""Lines stay short: launchers cut long ones."""
+
+MIN_REPORT_S = 2.0
+REPORT_S_PER_RANK = 0.03
+"""A thousand ranks are reported every 30 s: as many bytes a second as a few ranks every 2 s, or less."""
+
+# Time and number of steps, number of samples, time of each phase; then the first step whose wait is told.
+_SUMS = struct.Struct(f"<{3 + len(PHASES)}d")
+_FIRST = struct.Struct("<q")
+
+
+class AttributeWaiting(Hook):
+    """Tells other ranks how long this one waits, and records who waited for whom.
+
+    Args:
+        num_ranks: Ranks of the world.
+        rank: This one.
+        recorder: Gets what is found of this rank.
+        reporter: Rank 0's gets what is found of all.
+    """
+
+    def __init__(self, num_ranks: int, rank: int, recorder: Recorder, reporter: Reporter) -> None:
+        self._rank = rank
+        self._recorder = recorder
+        self._reporter = reporter
+        self._first_step = 0
+        self._waits_s: list[float] = []
+        self._sums = np.zeros(3 + len(PHASES))
+        self._interval_s = max(MIN_REPORT_S, REPORT_S_PER_RANK * num_ranks)
+        self._reported_s = monotonic()
+        # Of all ranks since the last report: sums as above, waiting, waited for.
+        self._of_ranks = np.zeros((num_ranks, self._sums.size + 2))
+
+    @classmethod
+    def of(cls, parts: HookParts) -> AttributeWaiting | None:
+        """Return the hook, if the job has metrics."""
+        if not parts.job.metrics.enabled:
+            return None
+        hook = cls(parts.world.size, parts.world.rank, parts.recorder, parts.reporter)
+        parts.exchange.speakers.append(hook)
+        return hook
+
+    def on_reading(self, run: Run, report: StepReport) -> None:
+        """Note how long this rank waited, and where the rest of the step's time went."""
+        clock = report.outcome.clock
+        phases = clock.seconds
+        sums = self._sums
+        sums[0] += clock.total_s
+        sums[1] += 1
+        sums[2] += report.share.num_local_samples
+        for place, phase in enumerate(PHASES, 3):
+            if phase in phases:
+                sums[place] += phases[phase]
+        wait_s = phases.get(WAIT_PHASE)
+        if report.step != self._first_step + len(self._waits_s) or wait_s is None:
+            # The first step of all, or training has gone back.
+            self._first_step, self._waits_s = report.step, []
+        if wait_s is not None:
+            self._waits_s.append(wait_s)
+
+    def say(self) -> bytes:
+        """Return the sums since the last exchange, and the waits of steps."""
+        waits = np.array(self._waits_s, np.float32).tobytes()
+        said = _SUMS.pack(*self._sums) + _FIRST.pack(self._first_step) + waits
+        self._sums[:] = 0
+        return said
+
+    def hear(self, of_ranks: Sequence[bytes]) -> None:
+        """Share out the waiting of the steps that all ranks know of."""
+        if self._rank == 0:
+            for rank, message in enumerate(of_ranks):
+                self._of_ranks[rank, :-2] += _SUMS.unpack_from(message)
+        firsts = [_FIRST.unpack_from(message, _SUMS.size)[0] for message in of_ranks]
+        waits = [np.frombuffer(message, np.float32, offset=_SUMS.size + _FIRST.size) for message in of_ranks]
+        begin = max(firsts)
+        end = min(first + len(each) for first, each in zip(firsts, waits, strict=True))
+        if end > begin:
+            known = [each[begin - first : end - first] for first, each in zip(firsts, waits, strict=True)]
+            self._share_out(np.stack(known, axis=1).astype(np.float64))
+            self._waits_s = self._waits_s[end - self._first_step :]
+            self._first_step = end
+        if self._rank == 0 and monotonic() - self._reported_s >= self._interval_s:
+            self._report()
+
+    def _share_out(self, waits_s: npt.NDArray[np.float64]) -> None:
+        waiting, waited_for, communication = share_out(waits_s)
+        self._recorder.record(
+            WaitRecord(
+                waiting_s=float(waiting[self._rank]),
+                communication_s=float(communication.sum()),
+                waited_for_s=float(waited_for[self._rank]),
+            )
+        )
+        self._of_ranks[:, -2] += waiting
+        self._of_ranks[:, -1] += waited_for
+
+    def on_end(self, run: Run) -> None:
+        """Report the rest."""
+        if self._rank == 0:
+            self._report()
+
+    def _report(self) -> None:
+        """Report what ranks did since the last time, those of 32 in an event."""
+        now = monotonic()
+        table, self._of_ranks = self._of_ranks, np.zeros_like(self._of_ranks)
+        seconds, self._reported_s = now - self._reported_s, now
+        if not table[:, 1].any():
+            return
+        seen = {phase: table[:, place] for place, phase in enumerate(PHASES, 3) if table[:, place].any()}
+        knows_waits = WAIT_PHASE in seen
+        for begin in range(0, len(table), RANKS_PER_EVENT):
+            part = slice(begin, begin + RANKS_PER_EVENT)
+            self._reporter.report(
+                RankTimes(
+                    first_rank=begin,
+                    seconds=round(seconds, 3),
+                    steps=tuple(map(int, table[part, 1])),
+                    samples=tuple(map(int, table[part, 2])),
+                    step_s=_rounded(table[part, 0]),
+                    phases_s={phase: _rounded(column[part]) for phase, column in seen.items()},
+                    waiting_s=_rounded(table[part, -2]) if knows_waits else (),
+                    waited_for_s=_rounded(table[part, -1]) if knows_waits else (),
+                )
+            )
+
+
+def _rounded(numbers: npt.NDArray[np.float64]) -> tuple[float, ...]:
+    return tuple(round(number, 4) for number in numbers.tolist())
