@@ -21,6 +21,8 @@ setup(
         "horovod_train": ["py.typed"],
         "horovod_train.horovod": ["patches/*.patch", "*.cc"],
         "horovod_train.launch.launchers.mpijob": ["*.json"],
+        "horovod_train.monitor": ["page/*"],
+        "horovod_train.monitor.grafana": ["shipped/*"],
         "horovod_train.tasks": ["*.yaml"],
     },
     install_requires=[
@@ -59,6 +61,8 @@ setup(
         "transformers": ["accelerate>=1.10", "transformers>=5.0"],
         # The launcher mpijob.
         "kubernetes": ["jsonschema>=4.20", "kubernetes>=30"],
+        # `horovod-train dashboards push`.
+        "grafana": ["grafana-client>=5"],
         "mutants": ["cosmic-ray"],
         "tasks": ["scikit-learn"],
         "optimizers": ["pytorch-optimizer>=3.0"],

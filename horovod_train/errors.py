@@ -34,6 +34,8 @@ class HorovodTrainError(Exception):
     """
 
     exit_code = 1
+    cause = "other"
+    """What kind of failure it is, one of a few words: a label of metrics."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -48,6 +50,7 @@ class UserError(HorovodTrainError):
     """Something the user wrote cannot work; exit code 2."""
 
     exit_code = 2
+    cause = "configuration"
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,8 @@ class OperationalError(HorovodTrainError):
 class EngineError(OperationalError):
     """Horovod cannot be built, found or started."""
 
+    cause = "engine"
+
 
 class LaunchError(OperationalError):
     """The ranks could not be started, or ended without saying why."""
@@ -112,6 +117,8 @@ class LostError(LaunchError):
         hosts: Hosts that cannot take part; empty: it is not known which.
     """
 
+    cause = "lost"
+
     has_saved = False
     """Whether the ranks had written a checkpoint since they were started."""
 
@@ -123,23 +130,32 @@ class LostError(LaunchError):
 class WorldError(OperationalError):
     """The ranks found are not the ranks asked for."""
 
+    cause = "world"
+
 
 class CheckpointError(OperationalError):
     """A checkpoint cannot be written, found or trusted."""
+
+    cause = "checkpoint"
 
 
 class DesyncError(OperationalError):
     """Ranks no longer hold the same state."""
 
+    cause = "replicas_differ"
+
 
 class PeerError(OperationalError):
     """Another rank failed first; this rank only notices it."""
+
+    cause = "lost"
 
 
 class NumericError(HorovodTrainError):
     """A loss or gradient is not a finite number; exit code 3."""
 
     exit_code = 3
+    cause = "not_finite"
 
 
 class PreemptedError(HorovodTrainError):

@@ -398,6 +398,7 @@ def _report_failure(error: BaseException, reporter: Reporter) -> int:
             traceback=text[-MAX_TRACEBACK_CHARS:],
             is_cause=not isinstance(error, PeerError),
             exit_code=code,
+            cause=error.cause if isinstance(error, HorovodTrainError) else "task",
         )
     )
     if text and not reporter.as_json:

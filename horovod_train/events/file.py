@@ -141,11 +141,20 @@ def read_events(path: Path) -> Iterator[Record]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                fields = json.loads(line)
-                event = KINDS[fields["kind"]].model_validate_json(line)
-                yield Record(float(fields["time_unix_s"]), fields["rank"], event)
+                yield as_record(line)
             except (ValueError, KeyError, TypeError, RecursionError):
                 continue  # half a line, or of another version
+
+
+def as_record(line: str) -> Record:
+    """Return what a line of the file says.
+
+    Raises:
+        ValueError: It is half a line, or of another version; or a KeyError, TypeError or RecursionError.
+    """
+    fields = json.loads(line)
+    event = KINDS[fields["kind"]].model_validate_json(line)
+    return Record(float(fields["time_unix_s"]), fields["rank"], event)
 
 
 def _kind_of(line: str) -> str:

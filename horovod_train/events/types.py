@@ -11,6 +11,12 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+WAIT_PHASE = "allreduce_wait"
+"""The phase of a step in which a rank waits for the all-reduce: for others, and for the network."""
+
+PHASES = ("data", "forward", "backward", "compute", WAIT_PHASE, "optimizer")
+"""``compute`` is forward and backward, with all-reduce and update where a graph does not tell them apart."""
+
 
 class Event(BaseModel):
     """One thing that happened on a rank.
@@ -47,6 +53,31 @@ class StateChanged(Event):
 
     state: str
     message: str
+
+
+class Attempt(Event):
+    """Ranks are started: once, or again and again where a job is elastic.
+
+    Attributes:
+        number: How often ranks of this run were started before.
+        num_ranks: How many are started now.
+        hosts: Where; empty: on this machine.
+    """
+
+    kind = "attempt"
+
+    number: int
+    num_ranks: int
+    hosts: tuple[str, ...]
+
+
+class HostsLost(Event):
+    """Hosts do not answer any more, or ranks on them show no sign of life."""
+
+    kind = "hosts_lost"
+
+    hosts: tuple[str, ...]
+    why: str
 
 
 class Started(Event):
@@ -229,6 +260,7 @@ class Failure(Event):
         traceback: Where in the code; empty where the message says it all.
         is_cause: Whether it is more than the notice that another rank is gone.
         exit_code: With which code it ends.
+        cause: What kind of failure it is, one of a few words; empty: an older version has not said.
     """
 
     kind = "failure"
@@ -238,6 +270,7 @@ class Failure(Event):
     traceback: str
     is_cause: bool
     exit_code: int
+    cause: str = ""
 
 
 KINDS: Mapping[str, type[Event]] = {each.kind: each for each in Event.__subclasses__()}

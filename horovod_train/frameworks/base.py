@@ -20,9 +20,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch, Order
 from horovod_train.errors import UserError
-
-PHASES = ("data", "forward", "backward", "compute", "allreduce_wait", "optimizer")
-"""``compute`` is forward and backward, with all-reduce and update where a graph does not tell them apart."""
+from horovod_train.events.types import WAIT_PHASE
 
 
 @dataclass(slots=True)
@@ -48,7 +46,7 @@ class StepClock:
     @property
     def own_s(self) -> float | None:
         """Time without waiting for the all-reduce; None: nobody knows how long that was."""
-        waited_s = self.seconds.get("allreduce_wait")
+        waited_s = self.seconds.get(WAIT_PHASE)
         return None if waited_s is None else self.total_s - waited_s
 
     def lap(self, phase: str) -> None:

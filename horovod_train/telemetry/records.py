@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-WAIT_PHASE = "allreduce_wait"
-"""The phase of a step in which a rank waits for the all-reduce: for others, and for the network."""
-
 
 @dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
 class StepRecord:

@@ -72,6 +72,8 @@ ROOMS = {
     "launch.submit": BASICS
     | {"config", "events"}
     | {"launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.supervise"},
+    "monitor": BASICS
+    | {"config", "events", "launch.base", "launch.jobs", "telemetry.metric", "telemetry.catalog"},
     "doctor": BASICS | {"config", "events", "launch"},
     "tasks": set(),
     # Composition roots: the trainer's, and the library's.
@@ -122,7 +124,9 @@ OUTSIDE = {
     "mxnet": {"frameworks", "tasks"},
     "click": {"cli"},
     "rich": {"launch", "cli"},
-    "prometheus_client": {"telemetry"},
+    "prometheus_client": {"telemetry", "monitor"},
+    "tornado": {"monitor"},
+    "plotly": {"monitor"},
     "pydantic": {"config", "checkpoint", "events", "launch"},
     "mpi4py": {"frameworks"},
 }

@@ -64,9 +64,18 @@ class SupervisedLauncher(PolledLauncher):
             with remembered_signals() as asked:
                 if (elastic := request.job.launch.elastic) is not None:
                     plan.write_files()  # each attempt has a plan of its own
-                    run_elastic(self, request, elastic, console, state, asked, followers)
+                    run_elastic(self, request, elastic, console, state, asked, followers, events.write)
                 else:
-                    run_attempt(self, request, plan, console, state, asked=asked, followers=followers)
+                    run_attempt(
+                        self,
+                        request,
+                        plan,
+                        console,
+                        state,
+                        asked=asked,
+                        followers=followers,
+                        record=events.write,
+                    )
         except BaseException as error:
             state.end(error)
             raise

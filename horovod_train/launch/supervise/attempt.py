@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Protocol
 
+from horovod_train.errors import LostError
+from horovod_train.events.types import Attempt, Event, HostsLost
 from horovod_train.files import LogFile
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
@@ -55,6 +57,7 @@ def run_attempt(
     alongside: AlongsideRanks = lambda _: nullcontext(),
     asked: Sequence[int] = (),
     followers: Sequence[Follower] = (),
+    record: Callable[[Event], None] = lambda _: None,
 ) -> None:
     """Start the ranks and stay with them to their end.
 
@@ -67,6 +70,7 @@ def run_attempt(
         alongside: What goes on while the ranks run.
         asked: Signals that came before.
         followers: Who wants to see the output besides those who always do.
+        record: Told what happens to the ranks as a whole.
 
     Raises:
         HorovodTrainError: Anything but a good end, explained.
@@ -87,6 +91,13 @@ def run_attempt(
             hosts = connect_all(request.hosts, shell, request.stage, launch.host_timeout_s)
             stack.callback(hosts.close)
             prepare(hosts, request, environ, secrets, console)
+        record(
+            Attempt(
+                number=request.attempt,
+                num_ranks=request.num_ranks,
+                hosts=tuple(host.name for host in request.hosts if not host.is_here),
+            )
+        )
         control = RunControl(hosts, state, guard, launch.grace_s)
         watch = watching_ranks(hosts, request.job.health, follow.report_frozen, control.give_up)
         with control.stopper.listening(), alongside(control.stopper.drain), watch:
@@ -96,7 +107,12 @@ def run_attempt(
             code = execute(plan, marked, follow.output.see, keep={guard, *hosts.pids})
             if code and not control.has_ended_them and (host := hosts.silent(launch.host_timeout_s)):
                 control.lost = (host, "it is silent")
-    follow.outcome.check(Ended(code, control.stopper.received, control.lost, control.frozen))
+    try:
+        follow.outcome.check(Ended(code, control.stopper.received, control.lost, control.frozen))
+    except LostError as error:
+        if error.hosts:
+            record(HostsLost(hosts=tuple(error.hosts), why=error.message))
+        raise
 
 
 class Following:

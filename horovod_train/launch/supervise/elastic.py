@@ -12,7 +12,7 @@ when a host leaves in good order and too few stay (issue 3494 there), loses and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -20,6 +20,7 @@ from itertools import count
 from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.launch import Elastic
 from horovod_train.errors import LostError, PreemptedError
+from horovod_train.events.types import Event
 from horovod_train.files import LogFile
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
@@ -40,6 +41,7 @@ def run_elastic(
     state: StateFile,
     asked: Sequence[int],
     followers: Sequence[Follower] = (),
+    record: Callable[[Event], None] = lambda _: None,
 ) -> None:
     """Train to the end, on whatever hosts there are.
 
@@ -51,6 +53,7 @@ def run_elastic(
         state: Where to note how it stands.
         asked: Signals that came while nobody else listened.
         followers: Who wants to see the output of all ranks.
+        record: Told what happens to the ranks as a whole.
 
     Raises:
         HorovodTrainError: Anything but a good end, explained; among it, for ``wait_s`` there were too few
@@ -73,7 +76,7 @@ def run_elastic(
         alongside = partial(membership.watching, attempt)
         plan = launcher.plan(attempt)
         try:
-            run_attempt(launcher, attempt, plan, console, state, alongside, asked, followers)
+            run_attempt(launcher, attempt, plan, console, state, alongside, asked, followers, record)
         except PreemptedError as error:
             # Whoever asks the launcher means the job. Who asks a rank means its host.
             if error.stopped_by is not None:

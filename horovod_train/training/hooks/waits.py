@@ -9,11 +9,10 @@ from time import monotonic
 import numpy as np
 import numpy.typing as npt
 
-from horovod_train.events.types import RankTimes
+from horovod_train.events.types import PHASES, WAIT_PHASE, RankTimes
 from horovod_train.events.wire import Reporter
-from horovod_train.frameworks.base import PHASES
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.records import WAIT_PHASE, WaitRecord
+from horovod_train.telemetry.records import WaitRecord
 from horovod_train.telemetry.waiting import share_out
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.readings import StepReport

@@ -1,0 +1,32 @@
+"""``horovod-train targets``."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.group(name="targets")
+def command() -> None:
+    """Tell Prometheus which ranks there are."""
+
+
+@command.command(name="serve")
+@click.argument("folders", metavar="[FOLDER]...", nargs=-1)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=9300, show_default=True, type=click.IntRange(0, 65535), metavar="PORT")
+def serve(folders: tuple[str, ...], host: str, port: int) -> None:
+    """Serve the ranks of all jobs in FOLDERs of runs (default: runs), and metrics of the jobs themselves.
+
+    /targets is for Prometheus' http_sd_configs, /metrics for its scrape_configs. Whoever asks has to send
+    the token in HOROVOD_TRAIN_TOKEN, if that is set.
+    """
+    from horovod_train.monitor.runs import places_of
+    from horovod_train.monitor.targets_server import serve_targets
+
+    server = serve_targets(places_of(folders or ("runs",)), host, port)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
+    click.echo(f"{address}/targets for http_sd_configs, {address}/metrics for a scrape; Ctrl-C ends it")
+    try:
+        server.wait()
+    except KeyboardInterrupt:
+        server.close()

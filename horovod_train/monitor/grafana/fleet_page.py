@@ -1,0 +1,88 @@
+"""The dashboard of all jobs: how they stand, ranks wanted and present, failures."""
+
+from __future__ import annotations
+
+from horovod_train.monitor.grafana.panels import Page, panel
+
+_JOB = "{{training_job}}"
+_MISSING = "(horovod_train_job_wanted_ranks - horovod_train_job_present_ranks)"
+_GOES_ON = 'horovod_train_job_state{state=~"starting|running"}'
+
+JOBS = (
+    panel(
+        "number",
+        "Jobs by state",
+        "The newest run of each job.",
+        ("count by (state) (horovod_train_job_state)", "{{state}}"),
+        span=24,
+    ),
+    panel(
+        "table",
+        "States",
+        "The newest run of each job.",
+        ("max by (training_job, run, state) (horovod_train_job_state)", ""),
+        span=12,
+    ),
+    panel(
+        "table",
+        "Failures",
+        "Why jobs have failed, in the last week.",
+        ("max by (training_job, run, cause) (horovod_train_job_failed)", ""),
+        span=12,
+    ),
+)
+
+RANKS = (
+    panel("graph", "Ranks that train", "Of all jobs.", ("horovod_train_job_present_ranks", _JOB)),
+    panel(
+        "graph",
+        "Ranks that are missing",
+        "Wanted by the job, and not there, while it goes on.",
+        (
+            f"{_MISSING} and on (training_job, run) {_GOES_ON}",
+            _JOB,
+        ),
+    ),
+    panel(
+        "graph",
+        "Ranks that stand idle",
+        "Time lost to slower ranks and to the network, of all jobs.",
+        (
+            "sum by (training_job) (horovod_train:waiting:ratio + horovod_train:communication:ratio)",
+            _JOB,
+        ),
+    ),
+)
+
+TROUBLE = (
+    panel(
+        "graph",
+        "Started again",
+        "Ranks of a run that were started anew.",
+        ("horovod_train_job_restarts_total", _JOB),
+        span=6,
+    ),
+    panel(
+        "graph",
+        "Preemptions",
+        "Ranks that were asked to leave, and saved.",
+        ("horovod_train_job_preemptions_total", _JOB),
+        span=6,
+    ),
+    panel("graph", "Hosts lost", "Each time anew.", ("horovod_train_job_lost_hosts_total", _JOB), span=6),
+    panel(
+        "graph",
+        "Events a minute",
+        "By kind, of all jobs.",
+        ("sum by (kind) (rate(horovod_train_job_events_total[5m])) * 60", "{{kind}}"),
+        span=6,
+    ),
+)
+
+PAGE = Page(
+    "horovod-train-fleet",
+    "horovod_train: Fleet",
+    "All jobs: how they stand, ranks wanted and present, failures. It needs `horovod-train targets serve`.",
+    (),
+    (("Jobs", JOBS), ("Ranks", RANKS), ("Trouble", TROUBLE)),
+)

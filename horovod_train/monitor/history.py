@@ -1,0 +1,232 @@
+"""What has happened in a run, from its ``events.jsonl``: read on from where it was left."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from horovod_train.events.file import EVENTS_FILE, Record, as_record
+from horovod_train.events.types import (
+    Attempt,
+    CheckpointWritten,
+    Evaluation,
+    Event,
+    Failure,
+    HostsLost,
+    Notice,
+    Opened,
+    Preempted,
+    Progress,
+    RankTimes,
+    Resumed,
+    Started,
+    StateChanged,
+    Summary,
+    Target,
+    Targets,
+)
+from horovod_train.monitor.rank_series import RankSeries
+
+MAX_POINTS = 2000
+MAX_EVENTS = 500
+# What a person wants to see marked on a time axis.
+MARKED = (
+    Attempt, CheckpointWritten, Evaluation, Failure, HostsLost, Notice, Opened, Preempted, Resumed, Started,
+    StateChanged, Summary,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """How far training was at some time."""
+
+    time_unix_s: float
+    step: int
+    epoch: int
+    loss: float
+    lr: float
+    samples_per_s: float
+
+
+@dataclass
+class History:
+    """What has happened in one run so far.
+
+    Attributes:
+        job: Name of the job.
+        run_id: Name of the run.
+        started: What its last ranks train; None: they have not begun.
+        world_size_wanted: Ranks that its last attempt was to have; None: nobody has said.
+        num_attempts: How often its ranks were started.
+        num_preemptions: How often they were asked to leave, and saved.
+        hosts_lost: Hosts that were lost, each time anew.
+        targets: Where its ranks serve metrics, by rank.
+        points: How far training was, the oldest first, thinned.
+        last: How far it is; None: no step was told yet.
+        num_steps: Steps it is to make, as last told.
+        ranks: Where the time of ranks went.
+        metrics: Its last evaluation.
+        checkpoint: The last checkpoint that was written, and when; None: there is none.
+        failures: Why ranks failed, in this start of the run.
+        summary: How it ended; None: it has not, or not well.
+        events: What a person wants to see marked, the newest last.
+        counts: Events by kind.
+        state: Its last state by its own word; None: nobody tells, as of a launch by hand.
+    """
+
+    job: str = ""
+    run_id: str = ""
+    started: Started | None = None
+    world_size_wanted: int | None = None
+    num_attempts: int = 0
+    num_preemptions: int = 0
+    hosts_lost: list[str] = field(default_factory=list)
+    targets: dict[int, Target] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    last: Point | None = None
+    num_steps: int = 0
+    ranks: RankSeries = field(default_factory=RankSeries)
+    metrics: dict[str, float] = field(default_factory=dict)
+    checkpoint: tuple[float, str] | None = None
+    failures: list[tuple[int, Failure]] = field(default_factory=list)
+    summary: Summary | None = None
+    events: deque[Record] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    counts: Counter[str] = field(default_factory=Counter)
+    state: StateChanged | None = None
+    begun_unix_s: float | None = None
+    told_unix_s: float = 0.0
+    _is_preempted: bool = False
+
+    def add(self, record: Record) -> None:
+        """Take the next event."""
+        event = record.event
+        self.counts[event.kind] += 1
+        self.told_unix_s = record.time_unix_s
+        if self.begun_unix_s is None:
+            self.begun_unix_s = record.time_unix_s
+        if isinstance(event, MARKED):
+            self.events.append(record)
+        self._measure(record.time_unix_s, event)
+        self._begin(event)
+        self._end(record.rank or 0, event)
+
+    def _measure(self, time_unix_s: float, event: Event) -> None:
+        """Take an event that measures something."""
+        match event:
+            case Progress():
+                self._add_progress(time_unix_s, event)
+            case RankTimes():
+                self.ranks.add_event(time_unix_s, event)
+            case Evaluation():
+                self.metrics = dict(event.metrics)
+            case CheckpointWritten(error=""):
+                self.checkpoint = (time_unix_s, event.path)
+
+    def _end(self, rank: int, event: Event) -> None:
+        """Take an event with which something ends."""
+        match event:
+            case StateChanged():
+                self.state = event
+            case HostsLost():
+                self.hosts_lost += event.hosts
+            case Failure():
+                self.failures.append((rank, event))
+            case Preempted():
+                self._note_preempted()
+            case Summary():
+                self.summary, self.metrics = event, dict(event.metrics)
+
+    def _begin(self, event: Event) -> None:
+        """Take an event with which something begins."""
+        match event:
+            case Opened():
+                self.job, self.run_id = event.job, event.run_id
+                self.targets, self.failures, self.summary, self.state = {}, [], None, None
+                self._is_preempted = False
+            case Attempt():
+                self.num_attempts += 1
+                self.world_size_wanted = event.num_ranks
+                self.targets, self.failures = {}, []
+                self._is_preempted = False
+            case Started():
+                self.started = event
+                self.ranks.begin(event.world_size)
+            case Targets():
+                self.targets |= {int(each.labels["rank"]): each for each in event.targets}
+
+    def _note_preempted(self) -> None:
+        """Count an attempt that was asked to leave, however many of its ranks say so."""
+        if not self._is_preempted:
+            self._is_preempted = True
+            self.num_preemptions += 1
+
+    def _add_progress(self, time_unix_s: float, event: Progress) -> None:
+        point = Point(time_unix_s, event.step, event.epoch, event.loss, event.lr, event.samples_per_s)
+        self.num_steps, self.last = event.num_steps, point
+        self.points.append(point)
+        if len(self.points) > MAX_POINTS:
+            self.points = [*self.points[:-1:2], self.points[-1]]
+
+    @property
+    def cause(self) -> str:
+        """What kind of failure it was, one of a few words."""
+        causes = [failure.cause for _, failure in self.failures if failure.is_cause]
+        return next(filter(None, causes), "lost")
+
+    @property
+    def has_said_its_end(self) -> bool:
+        """Whether rank 0 has told how the last attempt ended."""
+        return self.summary is not None or bool(self.failures) or self._is_preempted
+
+
+class HistoryReader:
+    """Reads the history of a run, and on from there.
+
+    Args:
+        log_dir: Folder of the run.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self.log_dir = log_dir
+        self.history = History()
+        self._path = log_dir / EVENTS_FILE
+        self._identity: tuple[int, int] | None = None
+        self._at_bytes = 0
+
+    def read_on(self) -> History:
+        """Read what has come since; a file that is not there or cannot be read has nothing new."""
+        try:
+            found = self._path.stat()
+            identity = (found.st_dev, found.st_ino)
+            if identity != self._identity or found.st_size < self._at_bytes:
+                # It was written anew, with fewer lines.
+                self._identity, self._at_bytes, self.history = identity, 0, History()
+            if found.st_size > self._at_bytes:
+                with self._path.open("rb") as file:
+                    file.seek(self._at_bytes)
+                    data = file.read()
+                whole, _, rest = data.rpartition(b"\n")
+                self._at_bytes += len(data) - len(rest)
+                for record in parsed(whole.decode("utf-8", errors="replace").split("\n")):
+                    self.history.add(record)
+        except OSError:
+            pass
+        return self.history
+
+
+def parsed(lines: Iterable[str]) -> Iterator[Record]:
+    """Yield what lines of the file say, as far as this version knows it."""
+    for line in lines:
+        try:
+            yield as_record(line)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+
+
+def as_json(record: Record) -> dict[str, object]:
+    """Return a record as plain JSON; numbers that are not finite become null, which browsers can read."""
+    fields = json.loads(record.event.model_dump_json())
+    return {"time_unix_s": record.time_unix_s, "rank": record.rank, "kind": record.event.kind, **fields}

@@ -1,0 +1,191 @@
+"""Metrics of whole jobs, from the folders of their runs: how they stand, and how often they began again.
+
+Ranks cannot tell these: a job that has failed has no ranks any more. ``horovod-train targets serve`` shows
+them for the newest run of each job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from time import time
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+from horovod_train.launch.base import JobStatus
+from horovod_train.monitor.history import History
+from horovod_train.monitor.runs import Run, Runs
+from horovod_train.telemetry.metric import JOB_LABELS, Metric
+
+ENDED_FOR_S = 7 * 24 * 3600.0
+"""A job that ended longer ago is not shown any more."""
+
+MAX_JOBS = 1000
+
+
+@dataclass(frozen=True)
+class JobReading:
+    """A run of a job, as it is now.
+
+    Attributes:
+        status: How it stands.
+        history: What has happened in it.
+        begun_unix_s: When it began.
+        ended_unix_s: When it ended; None: it has not.
+    """
+
+    status: JobStatus
+    history: History
+    begun_unix_s: float
+    ended_unix_s: float | None
+
+
+def _present(reading: JobReading) -> int:
+    started = reading.history.started
+    return started.world_size if started is not None and reading.status.state in ("running", "leaving") else 0
+
+
+def _failed(reading: JobReading) -> Mapping[str, int]:
+    return {reading.history.cause: 1} if reading.status.state == "failed" else {}
+
+
+JOB_CATALOG = (
+    Metric(
+        "horovod_train_job_state",
+        "gauge",
+        "1 for the state that the job is in: waiting, starting, running, leaving, succeeded, failed, "
+        "preempted, cancelled, unknown.",
+        "How does the job stand?",
+        JobReading,
+        lambda job: {job.status.state: 1},
+        label="state",
+    ),
+    Metric(
+        "horovod_train_job_failed",
+        "gauge",
+        "1 where the job has failed, by cause: configuration, task, not_finite, replicas_differ, checkpoint, "
+        "engine, world, lost, other.",
+        "Why did the job fail?",
+        JobReading,
+        _failed,
+        label="cause",
+    ),
+    Metric(
+        "horovod_train_job_wanted_ranks",
+        "gauge",
+        "Ranks that were started last.",
+        "Is the world as large as it was to be?",
+        JobReading,
+        lambda job: job.history.world_size_wanted,
+    ),
+    Metric(
+        "horovod_train_job_present_ranks",
+        "gauge",
+        "Ranks that train; 0 where none do.",
+        "Is the world as large as it was to be?",
+        JobReading,
+        _present,
+    ),
+    Metric(
+        "horovod_train_job_restarts_total",
+        "counter",
+        "How often ranks of the run were started again.",
+        "Does the job get anywhere, or does it begin again and again?",
+        JobReading,
+        lambda job: max(0, job.history.num_attempts - 1),
+    ),
+    Metric(
+        "horovod_train_job_preemptions_total",
+        "counter",
+        "How often ranks of the run were asked to leave, and saved.",
+        "How often is the job preempted?",
+        JobReading,
+        lambda job: job.history.num_preemptions,
+    ),
+    Metric(
+        "horovod_train_job_lost_hosts_total",
+        "counter",
+        "Hosts that were lost in the run, each time anew.",
+        "Do hosts fail?",
+        JobReading,
+        lambda job: len(job.history.hosts_lost),
+    ),
+    Metric(
+        "horovod_train_job_events_total",
+        "counter",
+        "Events of the run by kind, as in its events.jsonl.",
+        "What happens in the job?",
+        JobReading,
+        lambda job: dict(job.history.counts),
+        label="kind",
+    ),
+    Metric(
+        "horovod_train_job_begun_timestamp_seconds",
+        "gauge",
+        "When the run began.",
+        "How long does the job run?",
+        JobReading,
+        lambda job: job.begun_unix_s,
+    ),
+    Metric(
+        "horovod_train_job_ended_timestamp_seconds",
+        "gauge",
+        "When the run ended. Absent while it has not.",
+        "When did the job end?",
+        JobReading,
+        lambda job: job.ended_unix_s,
+    ),
+)
+
+
+def newest_of_jobs(runs: Iterable[Run]) -> Iterator[tuple[Run, JobReading]]:
+    """Yield the newest run of each job, and how it stands; not of those that ended long ago.
+
+    Args:
+        runs: Runs, the newest first.
+    """
+    seen: set[str] = set()
+    for run in runs:
+        if run.job in seen or len(seen) >= MAX_JOBS:
+            continue
+        seen.add(run.job)
+        status, history = run.status(), run.history()
+        ended_s = history.told_unix_s if status.has_ended else None
+        if ended_s is None or time() - ended_s < ENDED_FOR_S:
+            begun_s = history.begun_unix_s
+            yield run, JobReading(status, history, begun_s if begun_s is not None else time(), ended_s)
+
+
+class JobCollector(Collector):
+    """Reads jobs whenever metrics are asked for.
+
+    Args:
+        runs: Where they lie.
+        metrics: What is shown of them.
+    """
+
+    def __init__(self, runs: Runs, metrics: tuple[Metric, ...] = JOB_CATALOG) -> None:
+        self._runs = runs
+        self._metrics = metrics
+
+    def describe(self) -> Iterable[Family]:
+        """Return nothing: names are known when jobs are."""
+        return ()
+
+    def collect(self) -> Iterator[Family]:
+        """Yield the metrics of all jobs."""
+        readings = list(newest_of_jobs(self._runs.all()))
+        for metric in self._metrics:
+            labels = [*JOB_LABELS, *([metric.label] if metric.label else [])]
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = kind(metric.name, metric.help, labels=labels)
+            for run, reading in readings:
+                value = metric.value(reading)
+                found = value if isinstance(value, Mapping) else {None: value}
+                for label, number in found.items():
+                    if number is not None:
+                        given = [run.job, run.run_id, *([label] if label is not None else [])]
+                        family.add_metric(given, float(number))
+            yield family

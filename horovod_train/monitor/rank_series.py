@@ -1,0 +1,118 @@
+"""Where the time of each rank went, window after window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from horovod_train.events.types import PHASES, WAIT_PHASE, RankTimes
+
+Floats = npt.NDArray[np.float32]
+
+COLUMNS = ("steps", "samples", "step_s", "waiting_s", "waited_for_s", *PHASES)
+MAX_WINDOWS = 360
+"""When there are more, two become one: the picture stays as wide as a screen, and memory as small."""
+
+
+@dataclass
+class Window:
+    """Some time of all ranks.
+
+    Attributes:
+        end_unix_s: When it ended.
+        seconds: How long it was.
+        table: Sums over its steps, shape [len(COLUMNS), ranks]; NaN: not known.
+    """
+
+    end_unix_s: float
+    seconds: float
+    table: Floats
+
+    def __getitem__(self, column: str) -> Floats:
+        """Return a column, shape [ranks]."""
+        found: Floats = self.table[COLUMNS.index(column)]
+        return found
+
+    @property
+    def own_s(self) -> Floats:
+        """Own time of each rank: of its steps, without waiting for the all-reduce; shape [ranks]."""
+        found: Floats = self["step_s"] - self[WAIT_PHASE]
+        return found
+
+
+@dataclass
+class RankSeries:
+    """Windows of a run, the oldest first; those of an elastic job may have different numbers of ranks."""
+
+    windows: list[Window] = field(default_factory=list)
+    num_ranks: int = 0
+
+    def begin(self, num_ranks: int) -> None:
+        """Ranks have begun to train."""
+        self.num_ranks = num_ranks
+
+    def add_event(self, time_unix_s: float, event: RankTimes) -> None:
+        """Take what some ranks have told; those of a window come one after the other."""
+        end = event.first_rank + len(event.steps)
+        if not self.windows or event.first_rank == 0:
+            self._append(Window(time_unix_s, event.seconds, unknown(max(end, self.num_ranks))))
+        window = self.windows[-1]
+        if window.table.shape[1] < end:
+            more = unknown(end - window.table.shape[1])
+            window.table = np.concatenate([window.table, more], axis=1)
+        told: Mapping[str, Sequence[float]] = {
+            "steps": event.steps,
+            "samples": event.samples,
+            "step_s": event.step_s,
+            "waiting_s": event.waiting_s,
+            "waited_for_s": event.waited_for_s,
+            **event.phases_s,
+        }
+        for row, column in enumerate(COLUMNS):
+            numbers = told.get(column, ())
+            if len(numbers) == len(event.steps):
+                window.table[row, event.first_rank : end] = numbers
+
+    def add(self, window: Window) -> None:
+        """Add a window of all ranks."""
+        self.num_ranks = window.table.shape[1]
+        self._append(window)
+
+    def _append(self, window: Window) -> None:
+        self.windows.append(window)
+        if len(self.windows) > MAX_WINDOWS:
+            self.windows = [
+                joined(self.windows[place : place + 2]) for place in range(0, len(self.windows), 2)
+            ]
+
+    def recent(self, seconds: float) -> Window | None:
+        """Return the last so many seconds as one window; None: there is nothing, or ranks have changed."""
+        chosen: list[Window] = []
+        for window in reversed(self.windows):
+            if chosen and window.table.shape != chosen[0].table.shape:
+                break
+            chosen.insert(0, window)
+            if sum(each.seconds for each in chosen) >= seconds:
+                break
+        return joined(chosen) if chosen else None
+
+
+def unknown(num_ranks: int) -> Floats:
+    """Return a table of which nothing is known yet."""
+    return np.full((len(COLUMNS), num_ranks), np.nan, np.float32)
+
+
+def joined(windows: Sequence[Window]) -> Window:
+    """Return windows that follow each other as one; the newest decides how many ranks there are."""
+    last = windows[-1]
+    alike = [window for window in windows if window.table.shape == last.table.shape]
+    seconds = sum(window.seconds for window in alike)
+    if len(alike) == 1:
+        return last
+    tables = np.stack([window.table for window in alike])
+    table: Floats = np.asarray(np.nansum(tables, axis=0), np.float32)
+    table[np.isnan(tables).all(axis=0)] = np.nan
+    return Window(last.end_unix_s, seconds, table)

@@ -1,0 +1,294 @@
+"""Prometheus' recording and alerting rules, from which ``rules.yaml`` is made.
+
+    recordings    what dashboards and alerts have in common: a name, and the query behind it
+    alerts        a query, for how long it has to hold, and what a person is told; each has a section of its
+                  own in docs/runbook.md, under its name
+
+No alert fires after a normal end, a drain or a cancel: ranks that have ended are no targets any more, so that
+their series end together, and a job that is leaving makes no steps for a reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import yaml
+
+from horovod_train.monitor.stragglers import SLOWER_BY
+
+RUNBOOK = "docs/runbook.md"
+"""Where alerts link to, unless a site names its own address."""
+
+CHECKPOINT_AGE_S = 3600.0
+
+JOB = "training_job, run"
+RANK = "training_job, run, rank, local_rank, host"
+_P = "horovod_train_"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recording rule.
+
+    Attributes:
+        name: Name of its series: what it is of, and which function has made it.
+        expr: The query.
+        help: What it means, one sentence.
+    """
+
+    name: str
+    expr: str
+    help: str
+
+
+@dataclass(frozen=True)
+class Alert:
+    """An alerting rule.
+
+    Attributes:
+        name: Its name, and the title of its section in the runbook.
+        expr: The query; it fires for each series that it returns.
+        hold: For how long it has to hold, as Prometheus writes a duration.
+        severity: critical: work is being lost; warning: time or accuracy is.
+        summary: One sentence, with labels of the series.
+    """
+
+    name: str
+    expr: str
+    hold: str
+    severity: Literal["critical", "warning"]
+    summary: str
+
+
+def _rate(metric: str, window: str = "2m") -> str:
+    return f"rate({_P}{metric}[{window}])"
+
+
+_PER_STEP = f"{_rate('own_seconds_total')} / ({_rate('steps_total')} > 0)"
+
+RECORDINGS = (
+    Recording(
+        "horovod_train:own_seconds:per_step",
+        _PER_STEP,
+        "Own time of a rank for each step: without waiting for the all-reduce.",
+    ),
+    Recording(
+        "horovod_train:own_seconds:ratio_to_median",
+        "horovod_train:own_seconds:per_step / on (training_job, run) group_left () "
+        f"quantile by ({JOB}) (0.5, horovod_train:own_seconds:per_step)",
+        "Own time of a rank in units of the median of all ranks of its job.",
+    ),
+    Recording(
+        "horovod_train:samples:rate",
+        _rate("samples_total"),
+        "Samples a second of a rank.",
+    ),
+    Recording(
+        "horovod_train:samples:job_rate",
+        f"sum by ({JOB}) (horovod_train:samples:rate)",
+        "Samples a second of a job.",
+    ),
+    Recording(
+        "horovod_train:scaling_efficiency:ratio",
+        f"horovod_train:samples:job_rate / on ({JOB}) (max by ({JOB}) ({_P}world_size_present) "
+        f"* on ({JOB}) max by ({JOB}) ({_P}baseline_samples_per_second))",
+        "Samples a second of a job in units of as many ranks that each do what one alone has done.",
+    ),
+    Recording(
+        "horovod_train:phase_seconds:per_step",
+        f"{_rate('step_phase_seconds_sum')} / on ({RANK}) group_left () ({_rate('steps_total')} > 0)",
+        "Time of a phase for each step.",
+    ),
+    Recording(
+        "horovod_train:phase:ratio",
+        f"{_rate('step_phase_seconds_sum')} / on ({RANK}) group_left () ({_rate('step_seconds_sum')} > 0)",
+        "Part of the time of steps that a phase takes.",
+    ),
+    Recording(
+        "horovod_train:waiting:ratio",
+        _rate("waiting_seconds_total"),
+        "Part of the time in which a rank waits for ranks that come later.",
+    ),
+    Recording(
+        "horovod_train:waited_for:idle_ranks",
+        _rate("waited_for_seconds_total"),
+        "How many ranks stand idle because of a rank, on average.",
+    ),
+    Recording(
+        "horovod_train:communication:ratio",
+        _rate("communication_seconds_total"),
+        "Part of the time that the exchange itself takes, as far as no computation hides it.",
+    ),
+    Recording(
+        "horovod_train:model_flops:utilization_ratio",
+        f"{_rate('model_flops_total')} / on ({RANK}) ({_P}device_peak_flops > 0)",
+        "Part of its device's peak that a rank's forward and backward use.",
+    ),
+    Recording(
+        "horovod_train:ranks:present",
+        f"count by ({JOB}) ({_P}steps_total)",
+        "Ranks of a job that answer Prometheus.",
+    ),
+)
+
+_LEAVING = f'{_P}job_state{{state=~"leaving|succeeded|cancelled|preempted"}}'
+
+
+def alerts(checkpoint_age_s: float = CHECKPOINT_AGE_S) -> tuple[Alert, ...]:
+    """Return the alerting rules.
+
+    Args:
+        checkpoint_age_s: A checkpoint is too old after so long.
+    """
+    return (
+        Alert(
+            "HorovodTrainRankMissing",
+            f"(max by ({JOB}) ({_P}world_size_present) > horovod_train:ranks:present) "
+            f"unless on ({JOB}) {_LEAVING}",
+            "2m",
+            "critical",
+            "{{ $labels.training_job }}: only some of its {{ $value }} ranks answer",
+        ),
+        Alert(
+            "HorovodTrainStraggler",
+            f"horovod_train:own_seconds:ratio_to_median > {1 + SLOWER_BY:g}",
+            "5m",
+            "warning",
+            "{{ $labels.training_job }}: rank {{ $labels.rank }} on {{ $labels.host }} needs "
+            "{{ $value | humanize }} times as long for its own part of a step as the median rank",
+        ),
+        Alert(
+            "HorovodTrainNoProgress",
+            f"(max by ({JOB}) (rate({_P}steps_total[10m])) == 0) unless on ({JOB}) {_LEAVING}",
+            "5m",
+            "critical",
+            "{{ $labels.training_job }}: no rank has made a step for ten minutes",
+        ),
+        Alert(
+            "HorovodTrainNonFiniteSteps",
+            f"max by ({JOB}) (increase({_P}non_finite_steps_total[10m])) > 0",
+            "0m",
+            "warning",
+            "{{ $labels.training_job }}: steps were not used because loss or gradient was not finite",
+        ),
+        Alert(
+            "HorovodTrainLossSpike",
+            f"max by ({JOB}) ({_P}loss) > 2 * (max by ({JOB}) (avg_over_time({_P}loss[30m] offset 5m)) > 0)",
+            "2m",
+            "warning",
+            "{{ $labels.training_job }}: the loss is {{ $value | humanize }}, more than twice its mean of "
+            "half an hour",
+        ),
+        Alert(
+            "HorovodTrainCheckpointTooOld",
+            f"max by ({JOB}) ({_P}checkpoint_age_seconds) > {checkpoint_age_s:g}",
+            "5m",
+            "warning",
+            "{{ $labels.training_job }}: its last checkpoint is {{ $value | humanizeDuration }} old",
+        ),
+        Alert(
+            "HorovodTrainCheckpointsFail",
+            f"max by ({JOB}) (increase({_P}checkpoint_failures_total[1h])) > 0",
+            "0m",
+            "critical",
+            "{{ $labels.training_job }}: a checkpoint could not be written",
+        ),
+        Alert(
+            "HorovodTrainDataBound",
+            f'avg by ({JOB}) (horovod_train:phase:ratio{{phase="data"}}) > 0.2',
+            "10m",
+            "warning",
+            "{{ $labels.training_job }}: ranks spend {{ $value | humanizePercentage }} of their steps "
+            "waiting for data",
+        ),
+        Alert(
+            "HorovodTrainWorldTooSmall",
+            f"max by ({JOB}) ({_P}world_size_present) < max by ({JOB}) ({_P}world_size_wanted)",
+            "10m",
+            "warning",
+            "{{ $labels.training_job }}: it trains on {{ $value }} ranks, fewer than it asked for",
+        ),
+        Alert(
+            "HorovodTrainGpuThrottled",
+            f'max by ({RANK}) ({_P}gpu_throttled{{reason!="power_cap"}}) > 0',
+            "10m",
+            "warning",
+            "{{ $labels.training_job }}: the clock of rank {{ $labels.rank }}'s GPU on {{ $labels.host }} is "
+            "held down",
+        ),
+        Alert(
+            "HorovodTrainGpuMemoryErrors",
+            f'increase({_P}gpu_ecc_errors_total{{kind="uncorrected"}}[1h]) > 0',
+            "0m",
+            "critical",
+            "{{ $labels.training_job }}: the GPU of rank {{ $labels.rank }} on {{ $labels.host }} has memory "
+            "errors",
+        ),
+        Alert(
+            "HorovodTrainReplicasDiffer",
+            f'{_P}job_failed{{cause="replicas_differ"}} == 1',
+            "0m",
+            "critical",
+            "{{ $labels.training_job }}: it was ended because ranks held different weights",
+        ),
+        Alert(
+            "HorovodTrainJobFailed",
+            f'{_P}job_failed{{cause!="replicas_differ"}} == 1 and on ({JOB}) '
+            f"(time() - {_P}job_ended_timestamp_seconds < 3600)",
+            "0m",
+            "warning",
+            "{{ $labels.training_job }}: it has failed ({{ $labels.cause }})",
+        ),
+        Alert(
+            "HorovodTrainGraceTooShort",
+            f"max by ({JOB}) ({_P}grace_needed_seconds) > max by ({JOB}) ({_P}grace_granted_seconds)",
+            "5m",
+            "warning",
+            "{{ $labels.training_job }}: to save and leave it needs {{ $value | humanizeDuration }}, more "
+            "than launch.grace_s",
+        ),
+    )
+
+
+def anchor(alert: Alert) -> str:
+    """Return the fragment of an address that leads to an alert's section of the runbook."""
+    return alert.name.lower()
+
+
+def document(runbook: str = RUNBOOK, checkpoint_age_s: float = CHECKPOINT_AGE_S) -> dict[str, object]:
+    """Return all rules as Prometheus reads them.
+
+    Args:
+        runbook: Address of the runbook; each alert links to its section.
+        checkpoint_age_s: A checkpoint is too old after so long.
+    """
+    recordings: list[dict[str, object]] = [{"record": each.name, "expr": each.expr} for each in RECORDINGS]
+    alerting: list[dict[str, object]] = [
+        {
+            "alert": alert.name,
+            "expr": alert.expr,
+            "for": alert.hold,
+            "labels": {"severity": alert.severity},
+            "annotations": {"summary": alert.summary, "runbook_url": f"{runbook}#{anchor(alert)}"},
+        }
+        for alert in alerts(checkpoint_age_s)
+    ]
+    return {
+        "groups": [
+            {"name": "horovod_train_recordings", "interval": "15s", "rules": recordings},
+            {"name": "horovod_train_alerts", "interval": "15s", "rules": alerting},
+        ]
+    }
+
+
+def as_yaml(rules: dict[str, object]) -> str:
+    """Return rules as a file."""
+    return yaml.safe_dump(rules, sort_keys=False, width=1000)
+
+
+def recordings_as_markdown(recordings: Iterable[Recording] = RECORDINGS) -> str:
+    """Return a table of recording rules for the documentation."""
+    rows = ["| series | meaning |", "|---|---|"]
+    return "\n".join([*rows, *(f"| `{each.name}` | {each.help} |" for each in recordings)])

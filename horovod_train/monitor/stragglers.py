@@ -1,0 +1,71 @@
+"""Which ranks are slow, and in what. The same rule as the alert's (``rules.py``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_train.events.types import PHASES, WAIT_PHASE
+from horovod_train.monitor.rank_series import Window
+
+SLOWER_BY = 0.2
+"""A rank is slow whose own time is so much above the median of all."""
+
+MIN_WINDOW_S = 30.0
+"""Of less time nothing is said: a hiccup is no straggler."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slow.
+
+    Attributes:
+        rank: Which one.
+        own_s: Its own time, per step.
+        median_s: The median of all ranks' own time, per step.
+        phase: Where most of the difference is; empty: nobody knows.
+        excess_s: How much it is there, per step.
+    """
+
+    rank: int
+    own_s: float
+    median_s: float
+    phase: str
+    excess_s: float
+
+
+def stragglers(window: Window) -> list[Straggler]:
+    """Return the ranks that are slow, the slowest first.
+
+    Args:
+        window: The time that is looked at.
+    """
+    steps = window["steps"]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        own = window.own_s / steps
+    known = np.isfinite(own)
+    if known.sum() < 2:
+        return []
+    median = float(np.median(own[known]))
+    slow = np.flatnonzero(known & (own > (1 + SLOWER_BY) * median))
+    found = [_explained(window, int(rank), float(own[rank]), median, slow.tolist()) for rank in slow]
+    return sorted(found, key=lambda each: -each.own_s)
+
+
+def _explained(window: Window, rank: int, own_s: float, median_s: float, slow: list[int]) -> Straggler:
+    """Say in which phase a rank is slow, compared with the median of those that are not."""
+    steps = window["steps"]
+    others = np.ones(len(steps), bool)
+    others[slow] = False
+    excess: dict[str, float] = {}
+    for phase in PHASES:
+        if phase == WAIT_PHASE:
+            continue
+        with np.errstate(divide="ignore", invalid="ignore"):
+            per_step = window[phase] / steps
+        usual = per_step[others & np.isfinite(per_step)]
+        if len(usual) and np.isfinite(per_step[rank]):
+            excess[phase] = float(per_step[rank] - np.median(usual))
+    phase = max(excess, key=excess.__getitem__, default="")
+    return Straggler(rank, own_s, median_s, phase, excess.get(phase, 0.0))
