@@ -221,6 +221,7 @@ class NumpyReplica(IdenticalReplica):
             is_finite=is_finite,
             bytes_reduced=packed.nbytes if self._world.size > 1 else 0,
             clock=clock,
+            flops=getattr(self.task, "FLOPS_PER_SAMPLE", 0) * step.share.num_local_samples or None,
         )
 
     def _sum(self, array: np.ndarray) -> np.ndarray:
@@ -290,6 +291,17 @@ class NumpyFramework:
         eval_data = getattr(task, "eval_data", None)
         replica = NumpyReplica(task, optimizer, mesh.data)
         return replica, read(task.train_data()), read(eval_data()) if eval_data else None
+
+    def gpu_uuid(self) -> str:
+        """Return the GPU that a test plays (``tests/fakes/pynvml.py``)."""
+        return os.environ.get("FAKE_GPU_UUID", "")
+
+    def device_memory(self) -> tuple[int, int | None, int] | None:
+        """Return what arrays of this process take, as if they lay on that GPU."""
+        if not self.gpu_uuid():
+            return None
+        resident = psutil.Process().memory_info().rss
+        return resident // 2, resident, resident
 
     def rng_state(self) -> tuple[Any, Mapping[str, ArrayBlob]]:
         """Return the state of Python's and NumPy's generators."""

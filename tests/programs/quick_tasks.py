@@ -43,6 +43,8 @@ class Noted:
         chatter: Bytes that a call prints.
     """
 
+    FLOPS_PER_SAMPLE = 2 * 6 * 3 * 2  # forward, and the gradient of the weights
+
     def __init__(
         self, notes: str, kill: str = "", num_samples: int = 60, pause_s: float = 0.0, chatter: int = 0
     ) -> None:
