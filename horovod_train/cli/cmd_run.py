@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, closing, nullcontext
+from pathlib import Path
 from typing import Unpack
 
 import click
@@ -20,7 +22,10 @@ from horovod_train.cli.options import (
 @job_argument
 @launch_options
 @dry_run_option
-def command(job: str, *, dry_run: bool, **options: Unpack[LaunchOptions]) -> None:
+@click.option(
+    "--ui", is_flag=True, help="Show the run in the browser while it lasts; the address is printed."
+)
+def command(job: str, *, dry_run: bool, ui: bool, **options: Unpack[LaunchOptions]) -> None:
     """Train JOB (a file, or the name of a shipped task) and stay with it to its end."""
     from horovod_train.cli.plan import in_words
     from horovod_train.launch.submit import make_plan, run_job
@@ -38,4 +43,27 @@ def command(job: str, *, dry_run: bool, **options: Unpack[LaunchOptions]) -> Non
     drop_what_cannot_be_shown()
     launcher = request.job.launch.launcher
     click.echo(f"run {request.run_id}: {launcher} starts {request.num_ranks} rank(s); {request.run_dir}")
-    sys.exit(run_job(request, plan, JobConsole(Console()), is_new=not options["resolved"]))
+    with page_of(request.run_dir) if ui else nullcontext():
+        code = run_job(request, plan, JobConsole(Console()), is_new=not options["resolved"])
+    sys.exit(code)
+
+
+def page_of(folder: Path) -> AbstractContextManager[object]:
+    """Serve the page of a job's runs, and tell where it is.
+
+    Args:
+        folder: Where they lie.
+    """
+    from horovod_train.cli.cmd_ui import where_it_is
+    from horovod_train.errors import UserError
+    from horovod_train.monitor.ui_server import PORT, serve_page
+    from horovod_train.monitor.web import make_token, token_of_environment
+
+    host, token = "127.0.0.1", token_of_environment() or make_token()
+    try:
+        server = serve_page([folder], [], host=host, port=PORT, token=token, may_end=False)
+    except UserError:  # another job has the usual port
+        server = serve_page([folder], [], host=host, port=0, token=token, may_end=False)
+    for line in where_it_is(host, server.port, token):
+        click.echo(line)
+    return closing(server)

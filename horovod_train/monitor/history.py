@@ -165,7 +165,12 @@ class History:
 
     def _add_progress(self, time_unix_s: float, event: Progress) -> None:
         point = Point(time_unix_s, event.step, event.epoch, event.loss, event.lr, event.samples_per_s)
-        self.num_steps, self.last = event.num_steps, point
+        self.num_steps = event.num_steps
+        self.add_point(point)
+
+    def add_point(self, point: Point) -> None:
+        """Take how far training is."""
+        self.last = point
         self.points.append(point)
         if len(self.points) > MAX_POINTS:
             self.points = [*self.points[:-1:2], self.points[-1]]

@@ -128,7 +128,8 @@ def application(
         token: What whoever asks has to know; None: nothing.
         settings: What handlers find in their settings.
     """
-    made = Application(list(handlers), default_handler_class=NotFound)
+    # Compressed where it is worth it: what a page asks again and again is mostly numbers.
+    made = Application(list(handlers), default_handler_class=NotFound, compress_response=True)
     made.settings |= {"names": names_of(host), "token": token, "reader": ThreadPoolExecutor(1), **settings}
     return made
 
@@ -161,6 +162,7 @@ class Server:
 
     Attributes:
         port: Port that it listens on.
+        at_close: Called when it has stopped.
 
     Raises:
         UserError: The port is taken, or the address is not this host's.
@@ -175,6 +177,7 @@ class Server:
             ) from error
         self.port: int = self._sockets[0].getsockname()[1]
         self._application = application
+        self.at_close: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_up = Event()
         self._thread = Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -203,6 +206,7 @@ class Server:
         if self._thread.is_alive() and self._loop is not None:
             self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join(5)
+            self.at_close()
 
     def wait(self) -> None:
         """Return when the server has stopped, which it does not do by itself."""

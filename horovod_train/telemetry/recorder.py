@@ -11,7 +11,7 @@ from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric as Family
-from prometheus_client.registry import Collector
+from prometheus_client.registry import RestrictedRegistry
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.telemetry.catalog import CATALOG
@@ -44,9 +44,7 @@ class Recorder:
         world_size_wanted: int,
         metrics: tuple[Metric, ...] = CATALOG,
     ) -> None:
-        self.registry = CollectorRegistry()
-        self._samplers = _Samplers(self.record)
-        self.registry.register(self._samplers)  # first: what they read is in the answer to whoever asks
+        self.registry = SampledRegistry(self.record)
         self._rank_labels = (job, run, str(world.rank), str(world.local_rank), world.host)
         self._families = {metric.name: self._make(metric) for metric in metrics}
         self._fed_by: dict[type, list[Metric]] = {}
@@ -62,7 +60,7 @@ class Recorder:
 
     def sample(self, sampler: Sampler) -> None:
         """Have something read whenever metrics are asked for."""
-        self._samplers.read.append(sampler)
+        self.registry.samplers.append(sampler)
 
     def record(self, source: object) -> None:
         """Record a step, an evaluation, a write, whatever the catalog has a class for; from any thread."""
@@ -91,26 +89,35 @@ class Recorder:
         return getattr(child, TAKES[self._kinds[name]])  # type: ignore[no-any-return]
 
 
-class _Samplers(Collector):
-    """Reads what is read only when somebody asks; has no metrics of its own."""
+class SampledRegistry(CollectorRegistry):
+    """Reads what is read only when somebody asks, and then answers.
+
+    Args:
+        record: Gets the readings.
+    """
 
     def __init__(self, record: Callable[[object], None]) -> None:
-        self.read: list[Sampler] = []
+        super().__init__()
+        self.samplers: list[Sampler] = []
         self._record = record
 
-    def describe(self) -> Iterable[Family]:
-        """Return nothing."""
-        return ()
-
     def collect(self) -> Iterable[Family]:
-        """Read and record."""
-        for sampler in list(self.read):
+        """Return everything."""
+        self._sample()
+        return super().collect()
+
+    def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
+        """Return what gives some of it."""
+        self._sample()
+        return super().restricted_registry(names)
+
+    def _sample(self) -> None:
+        for sampler in list(self.samplers):
             try:
                 reading = sampler()
             except Exception as error:  # noqa: BLE001  (a driver that fails costs its metrics, and no others)
-                self.read.remove(sampler)
+                self.samplers.remove(sampler)
                 log.warning("a sampler of metrics is left out: %s: %s", type(error).__name__, error)
                 continue
             if reading is not None:
                 self._record(reading)
-        return ()

@@ -73,7 +73,8 @@ ROOMS = {
     | {"config", "events"}
     | {"launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.supervise"},
     "monitor": BASICS
-    | {"config", "events", "launch.base", "launch.jobs", "telemetry.metric", "telemetry.catalog"},
+    | {"config", "events", "launch.base", "launch.jobs", "launch.submit"}
+    | {"telemetry.metric", "telemetry.catalog"},
     "doctor": BASICS | {"config", "events", "launch"},
     "tasks": set(),
     # Composition roots: the trainer's, and the library's.

@@ -1,0 +1,260 @@
+"""What is looked at: runs that lie in folders, and ranks that are asked where there is no folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Lock, Thread
+from time import monotonic, time
+from typing import Protocol
+
+from horovod_train.errors import UserError
+from horovod_train.events.types import Target
+from horovod_train.launch.base import JobStatus
+from horovod_train.monitor.history import History, Point
+from horovod_train.monitor.live import (
+    NUM_THREADS,
+    Access,
+    RankReading,
+    access_of,
+    ask_all,
+    by_rank,
+    targets_of,
+    window_between,
+)
+from horovod_train.monitor.runs import Run, Runs
+
+ASK_INTERVAL_S = 2.0
+MOST_OF_THE_TIME = 5
+"""Asking takes at most a fifth of the time: of a thousand ranks it takes seconds."""
+
+LOOKED_AT_S = 30.0
+"""Ranks of a run that nobody has looked at for so long are not asked."""
+
+
+class Watched(Protocol):
+    """A run that can be looked at."""
+
+    @property
+    def key(self) -> str:
+        """What it is called in addresses."""
+        ...
+
+    @property
+    def job(self) -> str:
+        """Name of its job."""
+        ...
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run."""
+        ...
+
+    @property
+    def log_dir(self) -> Path | None:
+        """Its folder; None: it has none here."""
+        ...
+
+    def history(self) -> History:
+        """Return what has happened in it so far."""
+        ...
+
+    def status(self) -> JobStatus:
+        """Return how it stands."""
+        ...
+
+
+@dataclass
+class Readings:
+    """What the ranks of a run have said last.
+
+    Attributes:
+        of_ranks: By rank; of those that have answered.
+        asked: Ranks that were asked.
+        time_unix_s: When.
+        last: By rank, the last answer of each, however old.
+    """
+
+    of_ranks: dict[int, RankReading] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
+    time_unix_s: float = 0.0
+    last: dict[int, RankReading] = field(default_factory=dict)
+
+    @property
+    def silent(self) -> set[int]:
+        """Ranks that were asked and have not answered."""
+        return self.asked - self.of_ranks.keys()
+
+
+class AskedRun:
+    """A run that is known by its ranks alone.
+
+    Args:
+        job: Name of its job.
+        run_id: Name of the run.
+    """
+
+    log_dir: Path | None = None
+
+    def __init__(self, job: str, run_id: str) -> None:
+        self.job, self.run_id = job, run_id
+        self.key = f"{job}/{run_id}"
+        self._history = History(job=job, run_id=run_id)
+        self._num_up = 0
+        self._num_asked = 0
+
+    def history(self) -> History:
+        """Return what was learnt so far."""
+        return self._history
+
+    def status(self) -> JobStatus:
+        """Return how it stands, as far as that is seen from its ranks."""
+        if not self._num_asked:
+            return JobStatus("unknown", message="its ranks were not asked yet")
+        answers = f"{self._num_up} of {self._num_asked} ranks answer"
+        return JobStatus("running" if self._num_up else "unknown", message=answers)
+
+    def take(self, targets: Mapping[int, Target], before: Readings, now: Readings) -> None:
+        """Take what its ranks have said."""
+        history = self._history
+        history.targets = dict(targets)
+        self._num_up, self._num_asked = len(now.of_ranks), len(now.asked)
+        num_ranks = max(targets, default=-1) + 1
+        seconds = now.time_unix_s - before.time_unix_s
+        if before.of_ranks:
+            history.ranks.add(window_between(before.of_ranks, now.of_ranks, seconds, num_ranks))
+        told = next(iter(now.of_ranks.values()), None)
+        if told is None:
+            return
+        values, older = told.values, next(iter(before.of_ranks.values()), told).values
+        samples = sum(
+            reading.values.get("samples", 0.0) - before.of_ranks[rank].values.get("samples", 0.0)
+            for rank, reading in now.of_ranks.items()
+            if rank in before.of_ranks
+        )
+        if values.get("steps") != older.get("steps") or not history.points:
+            history.add_point(
+                Point(
+                    now.time_unix_s,
+                    int(values.get("steps", 0)),
+                    int(values.get("epoch", 0)),
+                    values.get("loss", float("nan")),
+                    values.get("learning_rate", float("nan")),
+                    samples / seconds if before.of_ranks else float("nan"),
+                )
+            )
+        if "world_size_wanted" in values:
+            history.world_size_wanted = int(values["world_size_wanted"])
+
+
+class Board:
+    """Everything that can be looked at; asks ranks in a thread of its own.
+
+    Args:
+        places: Folders of runs.
+        sources: Files, addresses or lists of targets.
+        access: How ranks of the sources are asked.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[Path],
+        sources: Sequence[str] = (),
+        access: Access = Access(),  # noqa: B008
+    ) -> None:
+        self._runs = Runs(places)
+        self._sources = sources
+        self._access = access
+        self._asked: dict[str, AskedRun] = {}
+        self._targets: dict[str, list[Target]] = {}
+        self._readings: dict[str, Readings] = {}
+        self._looked_s: dict[str, float] = {}
+        self._pool = ThreadPoolExecutor(NUM_THREADS)
+        self._lock = Lock()
+        self._over = Event()
+        self._thread = Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ask nobody any more."""
+        self._over.set()
+        self._thread.join()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def runs(self) -> list[Watched]:
+        """Return everything there is, the newest first."""
+        with self._lock:
+            return [*self._asked.values(), *self._runs.all()]
+
+    def look_at(self, key: str) -> tuple[Watched, Readings] | None:
+        """Return a run, and what its ranks have said last; from now on they are asked."""
+        with self._lock:
+            run: Watched | None = self._asked.get(key) or self._runs.find(key)
+            if run is None:
+                return None
+            self._looked_s[key] = monotonic()
+            return run, self._readings.get(key, Readings())
+
+    def _work(self) -> None:
+        while True:
+            begun_s = monotonic()
+            self._ask_sources()
+            self._ask_runs()
+            took_s = monotonic() - begun_s
+            if self._over.wait(max(ASK_INTERVAL_S - took_s, took_s * (MOST_OF_THE_TIME - 1))):
+                return
+
+    def _ask_sources(self) -> None:
+        """Ask the ranks of all sources, run by run."""
+        groups: dict[tuple[str, str], list[Target]] = {}
+        for source in self._sources:
+            with suppress(UserError):  # a server of targets that does not answer now may do so later
+                self._targets[source] = targets_of(source) or []
+            found = self._targets.get(source, [])
+            for target in found:
+                names = target.labels.get("training_job", "job"), target.labels.get("run", source)
+                groups.setdefault(names, []).append(target)
+        for (job, run_id), targets in groups.items():
+            run = self._asked.get(f"{job}/{run_id}") or AskedRun(job, run_id)
+            ranks = by_rank(targets)
+            before, now = self._ask(run.key, ranks, self._access)
+            with self._lock:
+                run.take(ranks, before, now)
+                self._asked[run.key] = run
+
+    def _ask_runs(self) -> None:
+        """Ask the ranks of runs that are looked at."""
+        now_s = monotonic()
+        for key in [key for key, looked_s in self._looked_s.items() if now_s - looked_s < LOOKED_AT_S]:
+            with self._lock:
+                run = self._runs.find(key)
+                targets = dict(run.history().targets) if run is not None else {}
+                has_ended = run is None or run.status().has_ended
+            if run is None or key in self._asked:
+                continue
+            if has_ended:
+                self._readings[key] = Readings()
+            else:
+                self._ask(key, targets, _access_of(run))
+
+    def _ask(self, key: str, targets: Mapping[int, Target], access: Access) -> tuple[Readings, Readings]:
+        """Ask ranks; return what they had said before, and what they say now."""
+        before = self._readings.get(key, Readings())
+        addresses = {rank: target.address for rank, target in targets.items()}
+        found = ask_all(addresses, access, self._pool)
+        now = Readings(found, set(addresses), time(), {**before.last, **found})
+        self._readings[key] = now
+        return before, now
+
+
+def _access_of(run: Run) -> Access:
+    try:
+        document = json.loads((run.log_dir / "job.json").read_bytes())
+        return access_of(document, os.environ)
+    except (OSError, ValueError, AttributeError):
+        return Access()

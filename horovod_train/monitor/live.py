@@ -1,0 +1,222 @@
+"""Ask ranks for their metrics, as Prometheus would, and make windows of what counters have done since."""
+
+from __future__ import annotations
+
+import base64
+import json
+import ssl
+import urllib.request
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import time
+from urllib.parse import urlencode
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from horovod_train.errors import UserError
+from horovod_train.events.types import Target
+from horovod_train.monitor.rank_series import COLUMNS, Window, unknown
+
+TIMEOUT_S = 2.0
+MAX_BYTES = 1 << 20
+NUM_THREADS = 16
+_P = "horovod_train_"
+
+COUNTERS = {
+    "steps": f"{_P}steps_total",
+    "samples": f"{_P}samples_total",
+    "step_s": f"{_P}step_seconds_sum",
+    "waiting_s": f"{_P}waiting_seconds_total",
+    "waited_for_s": f"{_P}waited_for_seconds_total",
+}
+"""Columns of a window, and the counters whose growth they are."""
+
+PHASE_SUM = f"{_P}step_phase_seconds_sum"
+SHOWN = (
+    "epoch",
+    "loss",
+    "learning_rate",
+    "world_size_wanted",
+    "world_size_present",
+    "resident_memory_bytes",
+    "device_memory_allocated_bytes",
+    "device_memory_peak_bytes",
+    "gpu_utilization_ratio",
+    "gpu_memory_used_bytes",
+    "gpu_power_watts",
+    "gpu_temperature_celsius",
+    "gpu_clock_hertz",
+)
+"""Metrics that are shown as they are."""
+
+ASKED = urlencode(
+    [("name[]", name) for name in (*COUNTERS.values(), PHASE_SUM, *(_P + each for each in SHOWN))]
+)
+
+
+@dataclass
+class RankReading:
+    """What a rank says now.
+
+    Attributes:
+        values: By column of a window, phase, or name of a metric without prefix.
+        labels: Of its series.
+    """
+
+    values: dict[str, float] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Access:
+    """How ranks are asked.
+
+    Attributes:
+        scheme: http or https.
+        authorization: Header of that name; empty: none.
+        context: Whose certificates are trusted; None: as the system says.
+    """
+
+    scheme: str = "http"
+    authorization: str = ""
+    context: ssl.SSLContext | None = None
+
+
+def access_of(job: Mapping[str, object], environ: Mapping[str, str]) -> Access:
+    """Return how the ranks of a job are asked, as far as this machine has what it takes.
+
+    Args:
+        job: The resolved job, as JSON has it.
+        environ: Has the password, in the variable that the job names.
+    """
+    metrics = job.get("metrics")
+    if not isinstance(metrics, Mapping):
+        return Access()
+    tls, auth = metrics.get("tls"), metrics.get("basic_auth")
+    authorization, context = "", None
+    if isinstance(auth, Mapping):
+        password = environ.get(str(auth.get("password_variable")), "")
+        pair = base64.b64encode(f"{auth.get('user')}:{password}".encode()).decode()
+        authorization = f"Basic {pair}"
+    if isinstance(tls, Mapping):
+        context = ssl.create_default_context()
+        certificate = Path(str(tls.get("certificate"))).expanduser()
+        if certificate.is_file():  # the ranks' own is trusted, whoever has signed it
+            context.load_verify_locations(certificate)
+    return Access("https" if tls else "http", authorization, context)
+
+
+def ask(address: str, access: Access = Access()) -> RankReading | None:
+    """Return what a rank says; None: it does not answer."""
+    headers = {"Authorization": access.authorization} if access.authorization else {}
+    url = f"{access.scheme}://{address}/metrics?{ASKED}"
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310  (http or https)
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=access.context) as answer:  # noqa: S310
+            return parse(answer.read(MAX_BYTES).decode())
+    except (OSError, ValueError):
+        return None
+
+
+def parse(text: str) -> RankReading:
+    """Return what an answer says.
+
+    Raises:
+        ValueError: It is not in the format of Prometheus.
+    """
+    columns = {name: column for column, name in COUNTERS.items()}
+    shown = {_P + name: name for name in SHOWN}
+    reading = RankReading()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name == PHASE_SUM:
+                reading.values[sample.labels.get("phase", "")] = sample.value
+            elif (key := columns.get(sample.name) or shown.get(sample.name)) is not None:
+                reading.values[key] = sample.value
+                reading.labels = sample.labels
+    return reading
+
+
+def ask_all(addresses: Mapping[int, str], access: Access, pool: ThreadPoolExecutor) -> dict[int, RankReading]:
+    """Return what ranks say, by rank; those that do not answer are absent."""
+    answers = pool.map(lambda address: ask(address, access), addresses.values())
+    return {rank: answer for rank, answer in zip(addresses, answers, strict=True) if answer is not None}
+
+
+def window_between(
+    before: Mapping[int, RankReading], now: Mapping[int, RankReading], seconds: float, num_ranks: int
+) -> Window:
+    """Return what ranks did between two readings; a counter that has become smaller began again."""
+    table = unknown(num_ranks)
+    for rank, reading in now.items():
+        if rank not in before or not 0 <= rank < num_ranks:
+            continue
+        old = before[rank].values
+        for row, column in enumerate(COLUMNS):
+            if column in reading.values and column in old:
+                grown = reading.values[column] - old[column]
+                table[row, rank] = grown if grown >= 0 else reading.values[column]
+    return Window(time(), seconds, table)
+
+
+def targets_of(source: str) -> list[Target] | None:
+    """Return the targets that a file or an address names; None: it is neither.
+
+    Args:
+        source: A file for ``file_sd_configs``, the address of one for ``http_sd_configs``, or ``host:port``
+            of ranks, with commas between them.
+
+    Raises:
+        UserError: It cannot be read, or is something else.
+    """
+    path = Path(source).expanduser()
+    is_url = source.startswith(("http://", "https://"))
+    if not is_url and not path.is_file():
+        return _named(source)
+    try:
+        if is_url:
+            with urllib.request.urlopen(source, timeout=10) as answer:  # noqa: S310  (http or https)
+                document = json.loads(answer.read())
+        else:
+            document = json.loads(path.read_bytes())
+        return [
+            Target(address=str(address), labels={str(k): str(v) for k, v in group.get("labels", {}).items()})
+            for group in document
+            for address in group["targets"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"{source} does not name targets: {type(error).__name__}: {error}",
+            hint='a list as Prometheus wants it is expected: [{"targets": ["host:port"], "labels": {}}]',
+        ) from error
+
+
+def _named(source: str) -> list[Target] | None:
+    """Return the targets of ``host:port,host:port``."""
+    parts = source.split(",")
+    if not all(":" in part and part.rpartition(":")[2].isdigit() for part in parts):
+        return None
+    return [Target(address=part.strip(), labels={}) for part in parts]
+
+
+def by_rank(targets: Iterable[Target]) -> dict[int, Target]:
+    """Return targets by rank; those without the label are numbered as they come."""
+    found: dict[int, Target] = {}
+    for number, target in enumerate(targets):
+        label = target.labels.get("rank", "")
+        found[int(label) if label.isdigit() else number] = target
+    return found
+
+
+def finite(numbers: Sequence[float] | np.ndarray, digits: int = 3) -> list[float | None]:
+    """Return numbers for JSON, with so many significant digits; those that are not finite become null."""
+    array = np.asarray(numbers, np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(array))))
+    scale = np.where(np.isfinite(scale), scale, 1.0)
+    rounded = np.round(array * scale) / scale
+    known = zip(rounded.tolist(), np.isfinite(rounded).tolist(), strict=True)
+    return [number if is_known else None for number, is_known in known]

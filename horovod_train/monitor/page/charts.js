@@ -1,0 +1,114 @@
+// Draws what the server says. Plotly comes from its own package; it is loaded beside everything else.
+
+const QUIET = { displayModeBar: false, responsive: true };
+const loaded = new Promise((resolve, reject) => {
+  const script = document.createElement("script");
+  script.src = "/plotly.js";
+  script.onload = () => resolve(window.Plotly);
+  script.onerror = () => reject(new Error("the charts could not be loaded"));
+  document.head.append(script);
+});
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const time = (seconds) => new Date(seconds * 1000);
+
+function layout(extra) {
+  const axis = { gridcolor: colour("line"), zerolinecolor: colour("line"), automargin: true };
+  return {
+    margin: { l: 46, r: 12, t: 8, b: 34 },
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: colour("text"), size: 12 },
+    showlegend: false,
+    uirevision: "same",
+    ...extra,
+    xaxis: { ...axis, ...extra?.xaxis },
+    yaxis: { ...axis, ...extra?.yaxis },
+  };
+}
+
+async function draw(id, traces, extra, description) {
+  const plotly = await loaded;
+  const element = document.getElementById(id);
+  element.setAttribute("aria-label", description);
+  await plotly.react(element, traces, layout(extra), QUIET);
+}
+
+function line(id, points, values, name, description) {
+  const trace = {
+    x: points.time_unix_s.map(time), y: values, mode: "lines", name, line: { color: colour("accent"), width: 1.5 },
+  };
+  return draw(id, [trace], { yaxis: { rangemode: name === "loss" ? "normal" : "tozero" } }, description);
+}
+
+export function drawProgress(points) {
+  const last = (values) => values.findLast((value) => value !== null) ?? "unknown";
+  return Promise.all([
+    line("chart-loss", points, points.loss, "loss", `Loss over time, now ${last(points.loss)}`),
+    line("chart-speed", points, points.samples_per_s, "samples/s",
+      `Samples a second over time, now ${last(points.samples_per_s)}`),
+    line("chart-lr", points, points.lr, "learning rate", `Learning rate over time, now ${last(points.lr)}`),
+  ]);
+}
+
+export async function drawHeat(heat) {
+  const milliseconds = heat.rows.map((row) => row.map((value) => (value === null ? null : value * 1000)));
+  // From nothing to twice the middle: ranks that are alike look alike, and a fifth more is seen.
+  const all = milliseconds.flat().filter((value) => value !== null).sort((a, b) => a - b);
+  const middle = all[all.length >> 1] ?? 1;
+  const trace = {
+    type: "heatmap",
+    x: heat.time_unix_s.map(time),
+    y: heat.rows.map((_, rank) => rank),
+    z: milliseconds,
+    zmin: 0,
+    zmax: Math.max(2 * middle, all[Math.floor(all.length * 0.98)] ?? 0),
+    colorscale: "YlOrRd",
+    reversescale: true,
+    colorbar: { title: { text: "ms" }, thickness: 12, outlinewidth: 0 },
+    hovertemplate: "rank %{y}<br>%{x|%H:%M:%S}<br>%{z:.3g} ms a step<extra></extra>",
+  };
+  const few = heat.rows.length <= 20;
+  const yaxis = { title: { text: "rank" }, autorange: "reversed", ...(few ? { dtick: 1 } : {}) };
+  await draw("chart-heat", [trace], { yaxis },
+    `Own time of a step of ${heat.rows.length} ranks over ${heat.time_unix_s.length} moments; the table of ranks has the numbers`);
+  document.getElementById("chart-heat").dataset.drawn = String(heat.rows.length);
+}
+
+const PHASE_COLOURS = {
+  data: "#e69f00", forward: "#56b4e9", backward: "#0072b2", compute: "#009e73", allreduce_wait: "#999999", optimizer: "#cc79a7",
+};
+
+// The ranks that are worth a bar: all of them where they fit, else those with most of it.
+function chosen(values, most) {
+  const ranks = values.map((_, rank) => rank);
+  if (ranks.length <= most) return ranks;
+  return ranks.sort((a, b) => (values[b] ?? -1) - (values[a] ?? -1)).slice(0, most).sort((a, b) => a - b);
+}
+
+export function drawRanks(ranks) {
+  const phases = ranks.phases_s ?? {};
+  const own = ranks.own_s ?? ranks.rank.map(() => null);
+  const shown = chosen(own, 24);
+  const names = shown.map((rank) => `${rank}`);
+  const bars = Object.entries(phases).map(([phase, values]) => ({
+    type: "bar", name: phase, x: names, y: shown.map((rank) => (values[rank] ?? 0) * 1000),
+    marker: { color: PHASE_COLOURS[phase] },
+    hovertemplate: `rank %{x}<br>${phase}: %{y:.3g} ms<extra></extra>`,
+  }));
+  const axis = { type: "category", title: { text: shown.length < own.length ? "rank (the slowest)" : "rank" } };
+  const waited = ranks.waited_for ?? [];
+  const most = chosen(waited, 24);
+  const idle = [{
+    type: "bar", x: most.map((rank) => `${rank}`), y: most.map((rank) => waited[rank]),
+    marker: { color: colour("accent") }, hovertemplate: "rank %{x}: %{y:.3g} ranks stand idle<extra></extra>",
+  }];
+  return Promise.all([
+    draw("chart-phases", bars, {
+      barmode: "stack", showlegend: true, legend: { orientation: "h", y: 1.12 }, xaxis: axis,
+      yaxis: { title: { text: "ms a step" } },
+    }, "Time of the phases of a step, by rank; the table of ranks has the numbers"),
+    draw("chart-waited", idle, { xaxis: axis, yaxis: { title: { text: "ranks" }, rangemode: "tozero" } },
+      "Ranks that stand idle because of a rank; the table of ranks has the numbers"),
+  ]);
+}

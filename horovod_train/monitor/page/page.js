@@ -1,0 +1,263 @@
+// One page: asks the server again and again, and shows what it says. Nothing is loaded from elsewhere.
+
+import { drawHeat, drawProgress, drawRanks } from "/charts.js";
+
+const INTERVAL_MS = 2000;
+const LOG_EVERY = 3;
+const at = (id) => document.getElementById(id);
+let shown = null;
+let mayEnd = false;
+let round = 0;
+let lastRun = null;
+
+async function ask(path) {
+  const answer = await fetch(path, { headers: { Accept: "application/json" } });
+  if (!answer.ok) throw new Error(answer.status === 401 ? "the token is not valid any more" : `answer ${answer.status}`);
+  return answer;
+}
+
+function put(element, text) {
+  if (element.textContent !== text) element.textContent = text;
+}
+
+function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  return Number.isInteger(value) ? value.toLocaleString("en") : value.toLocaleString("en", { maximumSignificantDigits: digits });
+}
+
+function duration(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const whole = Math.max(0, Math.round(seconds));
+  if (whole < 60) return `${whole} s`;
+  const pad = (value) => String(value).padStart(2, "0");
+  const hours = Math.floor(whole / 3600), minutes = Math.floor((whole % 3600) / 60);
+  return hours ? `${hours}:${pad(minutes)}:${pad(whole % 60)}` : `${minutes}:${pad(whole % 60)}`;
+}
+
+const milliseconds = (value) => (value === null || value === undefined ? "–" : `${number(value * 1000, 3)} ms`);
+const percent = (value) => (value === null || value === undefined ? "–" : `${number(100 * value, 3)} %`);
+const mebibytes = (value) => (value === null || value === undefined ? "–" : `${number(value / 2 ** 20, 4)} MiB`);
+
+function showJobs(jobs) {
+  const list = at("jobs");
+  const wanted = decodeURIComponent(location.hash.slice(1));
+  shown = jobs.some((job) => job.key === wanted) ? wanted : jobs[0]?.key ?? null;
+  const rows = jobs.map((job) => {
+    const item = document.createElement("li");
+    const link = document.createElement("a");
+    link.href = `#${encodeURIComponent(job.key)}`;
+    if (job.key === shown) link.setAttribute("aria-current", "page");
+    const state = document.createElement("small");
+    const step = job.step === null ? "" : `, step ${number(job.step)}${job.num_steps ? ` of ${number(job.num_steps)}` : ""}`;
+    state.textContent = `${job.run}: ${job.state}${step}`;
+    state.className = job.state;
+    link.append(job.job, state);
+    item.append(link);
+    return item;
+  });
+  const focused = list.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+  list.replaceChildren(...rows);
+  if (focused) list.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus();
+  at("empty").hidden = jobs.length > 0;
+  at("run").hidden = jobs.length === 0;
+}
+
+function tiles(run) {
+  const left = run.samples_per_s && run.num_steps && run.global_batch_size
+    ? ((run.num_steps - run.step) * run.global_batch_size) / run.samples_per_s : null;
+  const entries = {
+    Step: run.num_steps ? `${number(run.step)} of ${number(run.num_steps)}` : number(run.step),
+    Epoch: number(run.epoch),
+    Loss: number(run.loss, 5),
+    "Samples a second": number(run.samples_per_s),
+    "Learning rate": number(run.lr),
+    Ranks: run.world_size_wanted && run.world_size_wanted !== run.world_size_present
+      ? `${number(run.world_size_present)} of ${number(run.world_size_wanted)}` : number(run.world_size_present),
+    "Time left": run.has_ended ? "–" : duration(left),
+    "Last checkpoint": run.checkpoint_unix_s ? `${duration(run.now_unix_s - run.checkpoint_unix_s)} ago` : "–",
+    "Started again": number(Math.max(0, run.num_attempts - 1)),
+    ...Object.fromEntries(Object.entries(run.metrics).map(([name, value]) => [`Evaluation: ${name}`, number(value)])),
+  };
+  const list = at("numbers");
+  const names = Object.keys(entries);
+  if ([...list.children].map((tile) => tile.dataset.name).join() !== names.join()) {
+    list.replaceChildren(...names.map((name) => {
+      const tile = document.createElement("div"), title = document.createElement("dt"), value = document.createElement("dd");
+      tile.dataset.name = name;
+      title.textContent = name;
+      tile.append(title, value);
+      return tile;
+    }));
+  }
+  names.forEach((name, place) => put(list.children[place].lastChild, entries[name]));
+}
+
+function findings(run) {
+  const found = run.findings.map((each) => {
+    const where = each.phase ? `, most of it in ${each.phase}: ${milliseconds(each.excess_s)} more than others` : "";
+    const idle = each.waited_for ? ` ${number(each.waited_for, 2)} ranks stand idle because of it.` : "";
+    return `Rank ${each.rank} needs ${milliseconds(each.own_s)} of its own for a step, the median rank ${milliseconds(each.median_s)}${where}.${idle}`;
+  });
+  const dead = run.ranks.state.flatMap((state, rank) => (state === "dead" && !run.has_ended ? [rank] : []));
+  if (dead.length) found.unshift(`${dead.length > 1 ? "Ranks" : "Rank"} ${dead.slice(0, 20).join(", ")} ${dead.length > 1 ? "do" : "does"} not answer.`);
+  const quiet = !run.ranks.own_s?.some((value) => value !== null) ? "Not known: nothing was told of it yet, or this framework does not tell waiting apart."
+    : run.ranks.window_s < run.min_window_s ? `Not known before ${run.min_window_s} s of training.`
+      : `No rank: in the last ${number(run.ranks.window_s, 2)} s all own times lay within 20 % of their median.`;
+  const texts = found.length ? found.slice(0, 8) : [quiet];
+  const list = at("findings");
+  if ([...list.children].map((item) => item.textContent).join("\n") === texts.join("\n")) return;
+  list.replaceChildren(...texts.map((text) => {
+    const item = document.createElement("li");
+    item.textContent = text;
+    return item;
+  }));
+}
+
+const COLUMNS = [
+  ["Rank", "rank", number], ["Host", "host", (text) => text || "–"], ["State", "state", (text) => text || "–"],
+  ["Own time", "own_s", milliseconds], ["Step", "step_s", milliseconds], ["Waits", "waiting", percent],
+  ["Idle because of it", "waited_for", (value) => number(value, 3)], ["Samples/s", "samples_per_s", number],
+  ["Steps", "now_steps", number], ["Loss", "now_loss", (value) => number(value, 5)],
+  ["Memory", "now_resident_memory_bytes", mebibytes], ["Device memory", "now_device_memory_allocated_bytes", mebibytes],
+  ["GPU", "now_gpu_utilization_ratio", percent], ["Power", "now_gpu_power_watts", (value) => `${number(value, 3)} W`],
+  ["GPU temperature", "now_gpu_temperature_celsius", (value) => `${number(value, 3)} °C`],
+];
+const MAX_ROWS = 200;
+
+function rankTable(ranks) {
+  const columns = COLUMNS.filter(([, key]) => ranks[key]);
+  const table = at("ranks");
+  const titles = columns.map(([title]) => title);
+  if ([...table.tHead.querySelectorAll("th")].map((cell) => cell.textContent).join() !== titles.join()) {
+    const row = document.createElement("tr");
+    row.append(...titles.map((title) => {
+      const cell = document.createElement("th");
+      cell.scope = "col";
+      cell.textContent = title;
+      return cell;
+    }));
+    table.tHead.replaceChildren(row);
+    table.tBodies[0].replaceChildren();
+  }
+  let order = ranks.rank;
+  if (order.length > MAX_ROWS) {
+    const badness = (rank) => (ranks.state[rank] === "dead" || ranks.state[rank] === "failed" ? 1e9 : ranks.own_s?.[rank] ?? 0);
+    order = [...order].sort((a, b) => badness(b) - badness(a)).slice(0, MAX_ROWS);
+  }
+  const body = table.tBodies[0];
+  while (body.rows.length > order.length) body.deleteRow(-1);
+  order.forEach((rank, place) => {
+    const row = body.rows[place] ?? body.insertRow();
+    row.dataset.rank = rank;
+    columns.forEach(([, key, format], column) => {
+      const cell = row.cells[column] ?? row.insertCell();
+      put(cell, format(ranks[key][rank]));
+      if (key === "state") cell.className = ranks.state[rank];
+    });
+  });
+}
+
+const EVENT_TEXT = {
+  attempt: (event) => `ranks start: ${event.num_ranks}${event.hosts.length ? ` on ${event.hosts.join(", ")}` : ""}`,
+  checkpoint: (event) => (event.error ? `checkpoint failed: ${event.error}` : `checkpoint ${event.path.split("/").pop()}`),
+  evaluation: (event) => `evaluation after epoch ${event.epoch}: ${Object.entries(event.metrics).map(([name, value]) => `${name} ${number(value)}`).join(", ")}`,
+  failure: (event) => `rank ${event.rank} on ${event.host} failed: ${event.message.split("\n")[0]}`,
+  hosts_lost: (event) => `lost: ${event.hosts.join(", ")}`,
+  notice: (event) => event.text,
+  opened: (event) => `${event.job} begins`,
+  preempted: (event) => `rank ${event.rank} was asked to leave; saved after step ${event.step}`,
+  resumed: (event) => `resumed from ${event.checkpoint}, step ${event.step}`,
+  started: (event) => `training begins on ${event.world_size} rank(s)`,
+  state: (event) => `state: ${event.state}${event.message ? `, ${event.message.split("\n")[0]}` : ""}`,
+  summary: (event) => `trained: ${event.steps} steps in ${duration(event.seconds)}`,
+};
+
+function eventList(events) {
+  const list = at("events");
+  const key = events.length ? `${events.length} ${events.at(-1).time_unix_s}` : "none";
+  if (list.dataset.key === key) return;
+  list.dataset.key = key;
+  list.replaceChildren(...events.toReversed().map((event) => {
+    const item = document.createElement("li"), when = document.createElement("time");
+    const date = new Date(event.time_unix_s * 1000);
+    when.dateTime = date.toISOString();
+    when.textContent = date.toLocaleTimeString("en-GB");
+    item.append(when, EVENT_TEXT[event.kind]?.(event) ?? event.kind);
+    return item;
+  }));
+}
+
+async function showRun(run) {
+  put(at("job"), run.job);
+  put(at("run-id"), run.run);
+  put(at("state"), run.state);
+  at("state").className = `state ${run.state}`;
+  put(at("message"), run.message);
+  at("actions").hidden = !mayEnd || run.has_ended;
+  document.title = `${run.job}: ${run.state}`;
+  tiles(run);
+  findings(run);
+  rankTable(run.ranks);
+  eventList(run.events);
+  put(at("heat-caption"), run.heat.is_own
+    ? "Own time of a step, by rank: without waiting for others"
+    : "Time of a step, by rank: this framework does not tell waiting apart");
+  await drawHeat(run.heat);
+  await Promise.all([drawProgress(run.points), drawRanks(run.ranks)]);
+}
+
+async function showLog(key) {
+  const text = await (await ask(`/api/log?key=${encodeURIComponent(key)}`)).text();
+  const log = at("log");
+  const isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
+  put(log, text || "no log here");
+  if (isAtEnd) log.scrollTop = log.scrollHeight;
+}
+
+async function look() {
+  try {
+    const document_ = await (await ask("/api/jobs")).json();
+    mayEnd = document_.may_end;
+    showJobs(document_.jobs);
+    if (shown !== null) {
+      lastRun = await (await ask(`/api/run?key=${encodeURIComponent(shown)}`)).json();
+      await showRun(lastRun);
+      if (round++ % LOG_EVERY === 0) await showLog(shown);
+    }
+    put(at("connection"), `as of ${new Date().toLocaleTimeString("en-GB")}`);
+    at("connection").className = "";
+  } catch (error) {
+    put(at("connection"), `nothing new: ${error.message}`);
+    at("connection").className = "lost";
+  }
+}
+
+async function end(how, question) {
+  if (!confirm(question)) return;
+  const answer = await fetch("/api/end", {
+    method: "POST",
+    headers: { "X-Requested-With": "horovod_train", "Content-Type": "application/json" },
+    body: JSON.stringify({ key: shown, how }),
+  });
+  const told = answer.headers.get("Content-Type")?.startsWith("application/json") ? (await answer.json()).message : await answer.text();
+  put(at("message"), told || "asked; it may take a moment");
+}
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  if (lastRun) showRun(lastRun);
+}
+
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+setTheme(prefersDark.matches ? "dark" : "light");
+prefersDark.addEventListener("change", () => setTheme(prefersDark.matches ? "dark" : "light"));
+at("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
+at("drain").addEventListener("click", () => end("drain", "Let the job save and leave?"));
+at("cancel").addEventListener("click", () => end("stop", "Cancel the job? It may save first, for as long as its grace allows."));
+addEventListener("hashchange", () => { round = 0; look(); });
+
+// One round after the other: a server that is slow is not asked twice at a time.
+for (;;) {
+  await look();
+  await new Promise((resolve) => { setTimeout(resolve, document.hidden ? 5 * INTERVAL_MS : INTERVAL_MS); });
+}

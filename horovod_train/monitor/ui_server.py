@@ -1,0 +1,223 @@
+"""The page in the browser: one page, its data as JSON, and nothing from elsewhere.
+
+/                  the page; with the token it lets the browser in
+/page.js, ...      what the page is made of; Plotly comes out of its own package
+/api/jobs          all runs
+/api/run?key=      one of them, with what its ranks say now
+/api/log?key=      the end of its log
+/api/end           ends it, where that was allowed
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from threading import Thread
+from typing import Literal
+
+from tornado.web import HTTPError
+
+from horovod_train.errors import HorovodTrainError
+from horovod_train.launch.submit import submitted
+from horovod_train.monitor.board import Board, Readings, Watched
+from horovod_train.monitor.live import Access
+from horovod_train.monitor.view import job_row, log_tail, run_document
+from horovod_train.monitor.web import Guarded, Server, application
+
+PORT = 9301
+MAX_JOBS_SHOWN = 200
+PAGE_FILES = {
+    "page.js": "text/javascript; charset=utf-8",
+    "charts.js": "text/javascript; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+}
+HOW = {"drain", "stop"}
+
+
+class _Page(Guarded):
+    """The page itself."""
+
+    def get(self) -> None:
+        """Answer; the token becomes a cookie, and leaves the address."""
+        if self.get_query_argument("token", ""):
+            # Strict: no other page's link or form carries it here.
+            self.set_cookie(
+                self.cookie_name, self.settings["token"], httponly=True, samesite="Strict", expires_days=1
+            )
+            self.redirect("/")
+            return
+        self.set_header("Content-Type", "text/html; charset=utf-8")
+        self.finish(_page_file("index.html"))
+
+
+class _PageFile(Guarded):
+    """A file that the page is made of."""
+
+    def get(self, name: str) -> None:
+        """Answer."""
+        self.set_header("Content-Type", PAGE_FILES[name])
+        self.finish(_page_file(name))
+
+
+class _Plotly(Guarded):
+    """The library that draws; it stays the same, so that a browser keeps it."""
+
+    def get(self) -> None:
+        """Answer."""
+        self.set_header("Content-Type", "text/javascript; charset=utf-8")
+        self.set_header("Cache-Control", "private, max-age=86400")
+        self.set_header("Vary", "Accept-Encoding")
+        if "gzip" in self.request.headers.get("Accept-Encoding", ""):
+            self.set_header("Content-Encoding", "gzip")
+            self.finish(_plotly_compressed())
+        else:
+            self.finish(_plotly())
+
+
+class _Jobs(Guarded):
+    """The list of runs."""
+
+    async def get(self) -> None:
+        """Answer."""
+        board: Board = self.settings["board"]
+        rows = await self.read(lambda: [job_row(run) for run in board.runs()[:MAX_JOBS_SHOWN]])
+        self.send_json({"jobs": rows, "may_end": self.settings["may_end"]})
+
+
+class _Run(Guarded):
+    """One run."""
+
+    async def get(self) -> None:
+        """Answer."""
+
+        def document() -> str:
+            run, readings = _looked_at(self)
+            return json.dumps(run_document(run, readings), separators=(",", ":"), allow_nan=False)
+
+        self.set_header("Content-Type", "application/json")
+        self.finish(await self.read(document))
+
+
+class _Log(Guarded):
+    """The end of a run's log."""
+
+    async def get(self) -> None:
+        """Answer."""
+        text = await self.read(lambda: log_tail(_looked_at(self)[0]))
+        self.set_header("Content-Type", "text/plain; charset=utf-8")
+        self.finish(text)
+
+
+class _End(Guarded):
+    """Ends a run."""
+
+    async def post(self) -> None:
+        """Ask a job to end; what cannot be is told with 409.
+
+        Raises:
+            HTTPError: 403: it was not allowed; 400: what is asked is not understood; 404: no such run.
+        """
+        # No form of another page can send this header without asking first.
+        if not self.settings["may_end"] or self.request.headers.get("X-Requested-With") != "horovod_train":
+            raise HTTPError(403, reason="the page may not end jobs: start it with --allow-ending")
+        try:
+            asked = json.loads(self.request.body)
+            how: Literal["drain", "stop"] = asked["how"]
+            key = str(asked["key"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise HTTPError(400) from error
+        if how not in HOW:
+            raise HTTPError(400)
+        board: Board = self.settings["board"]
+        found = board.look_at(key)
+        if found is None:
+            raise HTTPError(404)
+        try:
+            await self.read(lambda: end(found[0], how))
+        except (HorovodTrainError, OSError) as error:
+            self.set_status(409)
+            self.send_json({"message": str(error)})
+            return
+        self.send_json({"message": ""})
+
+
+def end(run: Watched, how: Literal["drain", "stop"]) -> None:
+    """End a run as ``horovod-train drain`` and ``cancel`` do.
+
+    Raises:
+        HorovodTrainError: It is not known on this machine, or cannot be ended from here.
+    """
+    launcher, job = submitted(f"{run.job}-{run.run_id}")
+    launcher.cancel(job, how)
+
+
+def _looked_at(handler: Guarded) -> tuple[Watched, Readings]:
+    board: Board = handler.settings["board"]
+    found = board.look_at(handler.get_query_argument("key", ""))
+    if found is None:
+        raise HTTPError(404, reason="there is no such run")
+    return found
+
+
+@cache
+def _page_file(name: str) -> bytes:
+    return (files("horovod_train.monitor") / "page" / name).read_bytes()
+
+
+@cache
+def _plotly() -> bytes:
+    return (files("plotly") / "package_data" / "plotly.min.js").read_bytes()
+
+
+@cache
+def _plotly_compressed() -> bytes:
+    return gzip.compress(_plotly(), compresslevel=6)
+
+
+def serve_page(
+    places: Sequence[Path],
+    sources: Sequence[str],
+    *,
+    host: str,
+    port: int,
+    token: str,
+    may_end: bool,
+    access: Access = Access(),  # noqa: B008  (it is frozen)
+) -> Server:
+    """Serve the page.
+
+    Args:
+        places: Folders of runs.
+        sources: Files, addresses or lists of targets.
+        host: Address to listen on.
+        port: Port; 0: any that is free.
+        token: What whoever asks has to know.
+        may_end: Whether jobs can be ended from the page.
+        access: How ranks of the sources are asked.
+
+    Raises:
+        UserError: It cannot listen there.
+    """
+    handlers = [
+        ("/", _Page),
+        (f"/({'|'.join(map(_escaped, PAGE_FILES))})", _PageFile),
+        (r"/plotly\.js", _Plotly),
+        ("/api/jobs", _Jobs),
+        ("/api/run", _Run),
+        ("/api/log", _Log),
+        ("/api/end", _End),
+    ]
+    board = Board(places, sources, access)
+    Thread(target=_plotly_compressed, daemon=True).start()  # before the first one who asks has to wait for it
+    made = application(handlers, host, token, {"board": board, "may_end": may_end})
+    server = Server(made, host, port)
+    server.at_close = board.close
+    return server
+
+
+def _escaped(name: str) -> str:
+    return name.replace(".", r"\.")

@@ -1,0 +1,214 @@
+"""What the page shows, as plain JSON: pure functions of runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from time import time
+
+import numpy as np
+
+from horovod_train.events.types import PHASES
+from horovod_train.events.wire import parse_line
+from horovod_train.monitor.board import Readings, Watched
+from horovod_train.monitor.history import History, as_json
+from horovod_train.monitor.live import finite
+from horovod_train.monitor.rank_series import RankSeries, Window, joined
+from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
+
+MAX_CELLS = 60_000
+"""So many cells a picture has at most: a thousand ranks are shown over sixty windows."""
+
+LOG_TAIL_BYTES = 128 * 1024
+MAX_EVENTS_SHOWN = 200
+_RANK_IN_MESSAGE = re.compile(r"\brank (\d+)\b")
+
+Json = dict[str, object]
+
+
+def job_row(run: Watched) -> Json:
+    """Return a row of the list of jobs."""
+    status, history = run.status(), run.history()
+    last = history.last
+    return {
+        "key": run.key,
+        "job": run.job,
+        "run": run.run_id,
+        "state": status.state,
+        "message": status.message,
+        "begun_unix_s": history.begun_unix_s,
+        "step": last.step if last else None,
+        "num_steps": history.num_steps or None,
+    }
+
+
+def run_document(run: Watched, readings: Readings) -> Json:
+    """Return everything that is shown of a run.
+
+    Args:
+        run: The run.
+        readings: What its ranks have said last.
+    """
+    status, history = run.status(), run.history()
+    started, last = history.started, history.last
+    return {
+        **job_row(run),
+        "exit_code": status.exit_code,
+        "has_ended": status.has_ended,
+        "now_unix_s": time(),
+        "told_unix_s": history.told_unix_s,
+        "world_size_wanted": history.world_size_wanted,
+        "world_size_present": started.world_size if started else history.ranks.num_ranks or None,
+        "global_batch_size": started.global_batch_size if started else None,
+        "precision": started.precision if started else None,
+        "device": started.device if started else None,
+        "num_parameters": started.num_parameters if started else None,
+        "num_attempts": history.num_attempts,
+        "num_preemptions": history.num_preemptions,
+        "loss": _number(last.loss) if last else None,
+        "lr": _number(last.lr) if last else None,
+        "samples_per_s": _number(last.samples_per_s) if last else None,
+        "epoch": last.epoch if last else None,
+        "metrics": {name: _number(value) for name, value in history.metrics.items()},
+        "checkpoint_unix_s": history.checkpoint[0] if history.checkpoint else None,
+        "points": _points(history),
+        "heat": _heat(history.ranks),
+        "ranks": _rank_table(history, readings, status.message if status.has_ended else ""),
+        "asked_unix_s": readings.time_unix_s or None,
+        "findings": _findings(history.ranks),
+        "min_window_s": MIN_WINDOW_S,
+        "events": [as_json(record) for record in list(history.events)[-MAX_EVENTS_SHOWN:]],
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _points(history: History) -> Json:
+    points = history.points
+    return {
+        "time_unix_s": [point.time_unix_s for point in points],
+        "step": [point.step for point in points],
+        "loss": [_number(point.loss) for point in points],
+        "lr": [_number(point.lr) for point in points],
+        "samples_per_s": [_number(point.samples_per_s) for point in points],
+    }
+
+
+def _heat(series: RankSeries) -> Json:
+    """Return own time per step, by rank and time, in seconds; where it is unknown, the time of steps."""
+    windows = series.windows
+    num_ranks = max((window.table.shape[1] for window in windows), default=0)
+    columns = max(1, MAX_CELLS // max(1, num_ranks))
+    per_column = math.ceil(len(windows) / columns) if windows else 1
+    windows = [joined(windows[at : at + per_column]) for at in range(0, len(windows), per_column)]
+    is_own = any(np.isfinite(window.own_s).any() for window in windows)
+    matrix = np.full((num_ranks, len(windows)), np.nan, np.float32)
+    for place, window in enumerate(windows):
+        time_s = window.own_s if is_own else window["step_s"]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            matrix[: len(time_s), place] = time_s / window["steps"]
+    return {
+        "time_unix_s": [round(window.end_unix_s, 1) for window in windows],
+        "is_own": is_own,
+        "rows": [finite(row) for row in matrix],
+    }
+
+
+def _rank_table(history: History, readings: Readings, end: str) -> Json:
+    """Return a column for each thing that is known of ranks."""
+    window = history.ranks.recent(MIN_WINDOW_S)
+    known = [*readings.asked, *history.targets, *range(history.ranks.num_ranks)]
+    num_ranks = max(known, default=-1) + 1
+    columns: Json = {
+        "rank": list(range(num_ranks)),
+        "host": [_host(history, readings, rank) for rank in range(num_ranks)],
+        "state": [_state(history, readings, rank, end) for rank in range(num_ranks)],
+    }
+    if window is not None:
+        columns |= _times(window, num_ranks)
+    names = sorted({name for reading in readings.last.values() for name in reading.values})
+    for name in names:
+        if name not in PHASES:
+            columns[f"now_{name}"] = [
+                _number(readings.last[rank].values.get(name, math.nan)) if rank in readings.last else None
+                for rank in range(num_ranks)
+            ]
+    return columns
+
+
+def _times(window: Window, num_ranks: int) -> Json:
+    """Return where the time of a step went, by rank, in seconds, and the parts of time that are lost."""
+
+    def padded(numbers: np.ndarray) -> list[float | None]:
+        return [*finite(numbers), *([None] * (num_ranks - len(numbers)))][:num_ranks]
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        steps = window["steps"]
+        phases: Mapping[str, np.ndarray] = {phase: window[phase] / steps for phase in PHASES}
+        return {
+            "window_s": round(window.seconds, 1),
+            "own_s": padded(window.own_s / steps),
+            "step_s": padded(window["step_s"] / steps),
+            "waiting": padded(window["waiting_s"] / window.seconds),
+            "waited_for": padded(window["waited_for_s"] / window.seconds),
+            "samples_per_s": padded(window["samples"] / window.seconds),
+            "phases_s": {phase: padded(each) for phase, each in phases.items() if np.isfinite(each).any()},
+        }
+
+
+def _host(history: History, readings: Readings, rank: int) -> str:
+    target, reading = history.targets.get(rank), readings.last.get(rank)
+    labels = reading.labels if reading is not None and reading.labels else target.labels if target else {}
+    return labels.get("host", "")
+
+
+def _state(history: History, readings: Readings, rank: int, end: str) -> str:
+    """Return how a rank stands: trains, dead, failed, ended; empty: nobody knows."""
+    if any(rank == each and failure.is_cause for each, failure in history.failures):
+        return "failed"
+    if end:
+        # The launcher has said which rank is gone, or how all have ended.
+        named = {int(number) for number in _RANK_IN_MESSAGE.findall(end)}
+        return "dead" if rank in named else "ended"
+    if history.has_said_its_end:
+        return "ended"
+    if rank in readings.silent:
+        return "dead"
+    return "trains" if rank in readings.of_ranks else ""
+
+
+def _findings(series: RankSeries) -> list[Json]:
+    """Return the ranks that are slow, and whom others wait for; the same rule as the alert's."""
+    window = series.recent(MIN_WINDOW_S)
+    if window is None or window.seconds < MIN_WINDOW_S:
+        return []
+    return [
+        {
+            "rank": each.rank,
+            "own_s": each.own_s,
+            "median_s": each.median_s,
+            "phase": each.phase,
+            "excess_s": each.excess_s,
+            "waited_for": _number(float(window["waited_for_s"][each.rank]) / window.seconds),
+        }
+        for each in stragglers(window)
+    ]
+
+
+def log_tail(run: Watched) -> str:
+    """Return the end of a run's log as a person reads it; empty: it has none here."""
+    if run.log_dir is None:
+        return ""
+    try:
+        with (run.log_dir / "run.log").open("rb") as file:
+            size_bytes = file.seek(0, 2)
+            file.seek(max(0, size_bytes - LOG_TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    whole = text if size_bytes <= LOG_TAIL_BYTES else text.partition("\n")[2]
+    readable = (parse_line(line).readable() for line in whole.splitlines())
+    return "\n".join(line for line in readable if line is not None)
