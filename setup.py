@@ -39,6 +39,7 @@ setup(
         "safetensors>=0.5",
         "torch>=2.6",
         "tornado>=6.4",
+        "wrapt>=1.16",
     ],
     extras_require={
         # What `horovod-train engine build` needs besides a C++ compiler and make.

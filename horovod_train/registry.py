@@ -139,6 +139,9 @@ FRAMEWORKS = Registry(
     },
 )
 
+SCRIPT = "script"
+"""In place of a framework: the task is somebody's script, ``train.py:__main__``, and trains by itself."""
+
 LAUNCHERS = Registry(
     kind="launcher",
     group="horovod_train.launchers",

@@ -47,7 +47,8 @@ from horovod_train.health.world_check import check_world
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
-from horovod_train.registry import FRAMEWORKS, find_task_here
+from horovod_train.registry import FRAMEWORKS, SCRIPT, find_task_here
+from horovod_train.scripts.run import run_script
 from horovod_train.streams import drop_what_cannot_be_shown
 from horovod_train.telemetry.rank_metrics import (
     compare_with_one_rank,
@@ -109,7 +110,10 @@ def main(options: WorkerOptions) -> int:
         find_task_here(job.task)
         bind(job.launch.cpu_binding)
         with ExitStack() as stack:
-            run_rank(job, options, request, reporter, stack)
+            if job.framework == SCRIPT:
+                run_script(job, options.run_id, reporter, stack)
+            else:
+                run_rank(job, options, request, reporter, stack)
     except PreemptedError as left:
         return left.exit_code
     except SystemExit as left:

@@ -63,7 +63,7 @@ def _examine_hosts(
         if not options["hosts"] and not options["hostfile"] and options["num_ranks"] is None:
             options["num_ranks"] = 2
     with tempfile.TemporaryDirectory(prefix="horovod_train-doctor-") as folder:
-        request = replace(make_request(job or "digits", **options), run_dir=Path(folder))
+        request = replace(make_request([job or "digits"], **options), run_dir=Path(folder))
         elastic = request.job.launch.elastic
         if elastic is not None and elastic.discover is not None:
             request = on_hosts(request, discover(elastic.discover, elastic.ranks_per_host), 0)
@@ -81,10 +81,10 @@ def _examine_kubernetes(
     from horovod_train.doctor.network import AllreduceBenchmark
 
     if job is None:
-        settings = make_request("digits", **options).job.launch.kubernetes
+        settings = make_request(["digits"], **options).job.launch.kubernetes
         return list(examine_cluster(None, settings)), AllreduceBenchmark()
     options["launcher"] = "mpijob"
-    request = make_request(job, **options)
+    request = make_request([job], **options)
     findings = list(examine_cluster(request.job, request.job.launch.kubernetes))
     if not is_measured or _is_hopeless(findings):
         return findings, AllreduceBenchmark()

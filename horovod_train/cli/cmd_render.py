@@ -6,13 +6,20 @@ from typing import Unpack
 
 import click
 
-from horovod_train.cli.options import LaunchOptions, job_argument, launch_options, make_request
+from horovod_train.cli.options import (
+    LaunchOptions,
+    job_or_script_arguments,
+    launch_options,
+    make_request,
+    script_option,
+)
 
 
 @click.command(name="render")
-@job_argument
+@job_or_script_arguments
+@script_option
 @launch_options
-def command(job: str, **options: Unpack[LaunchOptions]) -> None:
+def command(job: tuple[str, ...], **options: Unpack[LaunchOptions]) -> None:
     """Print what the launcher of JOB would run, submit or apply: a command, a batch script, manifests."""
     from horovod_train.launch.submit import make_plan
 

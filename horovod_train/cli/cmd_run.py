@@ -12,21 +12,24 @@ import click
 from horovod_train.cli.options import (
     LaunchOptions,
     dry_run_option,
-    job_argument,
+    job_or_script_arguments,
     launch_options,
     make_request,
+    script_option,
 )
 
 
 @click.command(name="run")
-@job_argument
+@job_or_script_arguments
+@script_option
 @launch_options
 @dry_run_option
-@click.option(
-    "--ui", is_flag=True, help="Show the run in the browser while it lasts; the address is printed."
-)
-def command(job: str, *, dry_run: bool, ui: bool, **options: Unpack[LaunchOptions]) -> None:
-    """Train JOB (a file, or the name of a shipped task) and stay with it to its end."""
+@click.option("--ui", is_flag=True, help="Show the run in the browser; its address is printed.")
+def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[LaunchOptions]) -> None:
+    """Train JOB (a file, or the name of a shipped task) and stay with it to its end.
+
+    A script that knows nothing of this package trains with `--script train.py -- ARGS`.
+    """
     from horovod_train.cli.plan import in_words
     from horovod_train.launch.submit import make_plan, run_job
 

@@ -9,17 +9,19 @@ import click
 from horovod_train.cli.options import (
     LaunchOptions,
     dry_run_option,
-    job_argument,
+    job_or_script_arguments,
     launch_options,
     make_request,
+    script_option,
 )
 
 
 @click.command(name="submit")
-@job_argument
+@job_or_script_arguments
+@script_option
 @launch_options
 @dry_run_option
-def command(job: str, *, dry_run: bool, **options: Unpack[LaunchOptions]) -> None:
+def command(job: tuple[str, ...], *, dry_run: bool, **options: Unpack[LaunchOptions]) -> None:
     """Start JOB and return at once; prints its id."""
     from horovod_train.cli.plan import in_words
     from horovod_train.launch.submit import make_plan, submit_job

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, NotRequired, TypedDict, TypeVar, Unpack
 
 import click
 
 from horovod_train.errors import UserError, did_you_mean
+from horovod_train.registry import SCRIPT
 
 if TYPE_CHECKING:
     from horovod_train.launch.base import LaunchRequest
 
 TASKS_FOLDER = Path(__file__).parent.parent / "tasks"
 
+MAX_NAME_CHARS = 63
 Command = TypeVar("Command", bound=Callable[..., object])
 
 job_id_argument = click.argument("job_id", metavar="ID")
 job_argument = click.argument("job", metavar="JOB")
+job_or_script_arguments = click.argument("job", metavar="JOB | -- ARGS", nargs=-1)
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print exactly what would be done, and do nothing."
 )
@@ -28,6 +32,13 @@ set_option = click.option(
     multiple=True,
     metavar="FIELD=VALUE",
     help="Override a field, as in --set train.epochs=3. Can be given several times.",
+)
+
+
+script_option = click.option(
+    "--script",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Run a script that knows nothing of this package in place of JOB; its arguments follow after --.",
 )
 
 
@@ -92,18 +103,23 @@ class LaunchOptions(TypedDict):
     hostfile: Path | None
     launcher: str | None
     controller: str | None
+    script: NotRequired[Path | None]
     run_id: str | None
     resolved: bool
     overrides: tuple[str, ...]
 
 
-def make_request(job: str, **options: Unpack[LaunchOptions]) -> LaunchRequest:
+def make_request(job: Sequence[str], **options: Unpack[LaunchOptions]) -> LaunchRequest:
     """Return the launch that a command line asks for.
+
+    Args:
+        job: The job; of a script, its arguments.
+        options: What else it says.
 
     Raises:
         UserError: The job or the hosts cannot be read.
     """
-    from horovod_train.config.load import load_job
+    from horovod_train.config.load import job_from, load_job
     from horovod_train.launch.hosts.hostlist import read_hostfile
     from horovod_train.launch.submit import resolve
 
@@ -121,7 +137,38 @@ def make_request(job: str, **options: Unpack[LaunchOptions]) -> LaunchRequest:
         *(["launch.num_ranks=null"] if entries is not None and num_ranks is None else []),
     ]
     environ: dict[str, str] | None = {} if options["resolved"] else None
-    return resolve(load_job(find_job(job), [*options["overrides"], *flags], environ), options["run_id"])
+    changes = [*options["overrides"], *flags]
+    if (script := options.get("script")) is not None:
+        loaded = job_from(script_job(script, job), Path("job.yaml"), changes, environ)
+    else:
+        loaded = load_job(find_job(the_one_job(job)), changes, environ)
+    return resolve(loaded, options["run_id"])
+
+
+def the_one_job(names: Sequence[str]) -> str:
+    """Return the job that a command line names.
+
+    Raises:
+        UserError: It names none, or several.
+    """
+    if len(names) != 1:
+        found = f"several jobs: {', '.join(names)}" if names else "no job"
+        raise UserError(
+            f"{found}",
+            hint="name one JOB, or a script with --script FILE; arguments of a script follow after --",
+        )
+    return names[0]
+
+
+def script_job(script: Path, arguments: Sequence[str]) -> dict[str, object]:
+    """Return the job description that stands for a script."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", script.stem).strip("-._")[:MAX_NAME_CHARS] or "script"
+    return {
+        "name": name,
+        "framework": SCRIPT,
+        "task": f"{script.absolute()}:__main__",
+        "task_args": {"arguments": list(arguments)},
+    }
 
 
 def _quoted(hosts: list[str]) -> str:

@@ -87,9 +87,25 @@ def load_job(path: Path, overrides: Iterable[str] = (), environ: Mapping[str, st
     Raises:
         ConfigError: Anything is wrong; it lists every problem found.
     """
+    return job_from(read_tree(path), path, overrides, environ)
+
+
+def job_from(
+    tree: Tree, path: Path, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None
+) -> Job:
+    """Return the job that a tree of plain values describes; as ``load_job``, which reads it from a file.
+
+    Args:
+        tree: The values; it is changed.
+        path: Where they come from: paths in them start at its folder.
+        overrides: As for ``load_job``.
+        environ: As for ``load_job``.
+
+    Raises:
+        ConfigError: Anything is wrong; it lists every problem found.
+    """
     source = str(path)
     problems: list[Problem] = []
-    tree = read_tree(path)
     for origin, dotted, text in _assignments(overrides, os.environ if environ is None else environ, problems):
         _assign(tree, dotted, text, origin, problems)
     if with_nul := list(_with_nul(tree)):

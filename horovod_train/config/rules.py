@@ -11,6 +11,7 @@ from pathlib import Path
 
 from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.kubernetes_rules import LAUNCHER, kubernetes_rules
+from horovod_train.config.problems import shorten
 from horovod_train.config.schema import Job, Strategy
 from horovod_train.config.support import SUPPORT
 from horovod_train.errors import Problem, UnknownNameError, did_you_mean
@@ -18,6 +19,7 @@ from horovod_train.registry import (
     CODECS,
     FRAMEWORKS,
     LAUNCHERS,
+    SCRIPT,
     STRATEGIES,
     TASKS,
     TRACKERS,
@@ -37,7 +39,8 @@ DECAY_FIELDS = {
 
 def names_are_known(job: Job) -> Iterator[Problem]:
     """Frameworks, launchers, optimizers and tasks come from tables (or are import paths)."""
-    yield from _known("framework", job.framework, FRAMEWORKS)
+    if job.framework != SCRIPT:
+        yield from _known("framework", job.framework, FRAMEWORKS)
     if job.launch.launcher != "auto":
         yield from _known("launch.launcher", job.launch.launcher, LAUNCHERS)
     # Of a framework that nobody knows, nobody knows the optimizers.
@@ -285,6 +288,37 @@ def codec_can_be_chosen(job: Job) -> Iterator[Problem]:
         )
 
 
+SCRIPT_ARGS = {"arguments", "batch_size"}
+# What a script decides by itself.
+OF_JOBS = ("train", "optimizer", "lr", "data", "allreduce", "strategy", "evaluation", "checkpoint")
+
+
+def script_can_be(job: Job) -> Iterator[Problem]:
+    """A script trains by itself: what only jobs can be told is refused, never ignored."""
+    is_script = job.task.endswith(".py:__main__")
+    if job.framework != SCRIPT:
+        if is_script:
+            hint = "set framework: script"
+            yield Problem("task", repr(job.task), "is a script: it belongs to framework: script", hint)
+        return
+    if not is_script:
+        yield Problem("task", repr(job.task), "is no script", "write task: train.py:__main__")
+    for section in OF_JOBS:
+        if getattr(job, section) != Job.model_fields[section].default:
+            yield Problem(section, "", "is not for scripts, which decide it themselves", "leave it out")
+    if job.launch.elastic is not None:
+        message = "is not for scripts: they cannot be asked to save before ranks start again"
+        yield Problem("launch.elastic", "", message, "leave it out")
+    if unknown := sorted(job.task_args.keys() - SCRIPT_ARGS):
+        allowed = f"of a script it has {' and '.join(sorted(SCRIPT_ARGS))}"
+        yield Problem("task_args", ", ".join(unknown), f"is not known; {allowed}")
+    arguments, batch_size = job.task_args.get("arguments", []), job.task_args.get("batch_size", 1)
+    if not isinstance(arguments, list) or not all(isinstance(each, str | int | float) for each in arguments):
+        yield Problem("task_args.arguments", shorten(arguments), "must be a list of texts and numbers")
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        yield Problem("task_args.batch_size", shorten(batch_size), "must be a number of samples, at least 1")
+
+
 RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     names_are_known,
     task_file_exists,
@@ -301,6 +335,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     framework_can_do_it,
     strategy_can_be_chosen,
     codec_can_be_chosen,
+    script_can_be,
     kubernetes_rules,
 )
 

@@ -13,6 +13,7 @@ from horovod_train.events.types import (
     Preempted,
     Progress,
     Resumed,
+    ScriptDone,
     Started,
     Summary,
 )
@@ -40,6 +41,8 @@ def as_text(event: Event, rank: int) -> str | None:
             text = f"rank {rank}: {event.text}"
         case Preempted():
             text = f"rank {rank}: asked to leave; saved after step {event.step}"
+        case ScriptDone():
+            text = f"rank {rank}: the script has ended: {event.steps} steps, {duration(event.seconds)}"
         case Summary():
             text = "\n".join(summary_lines(event))
         case Failure():
@@ -48,7 +51,10 @@ def as_text(event: Event, rank: int) -> str | None:
 
 
 def progress_text(event: Progress) -> str:
-    """Return one line of progress."""
+    """Return one line of progress; of a script, nobody knows how far it is to go."""
+    if not event.num_steps:
+        speed = f"{event.samples_per_s:,.0f} samples/s"
+        return f"step {event.step}  loss {event.loss:.4f}  lr {event.lr:.4g}  {speed}"
     return (
         f"epoch {event.epoch + 1}/{event.num_epochs}  step {event.step}/{event.num_steps}  "
         f"{100 * event.step / max(1, event.num_steps):.0f} %  loss {event.loss:.4f}  lr {event.lr:.4g}  "
@@ -96,6 +102,8 @@ def duration(seconds: float) -> str:
 
 def _started_text(event: Started) -> str:
     ranks = "1 rank" if event.world_size == 1 else f"{event.world_size} ranks"
+    if not event.global_batch_size:
+        return f"{event.job}: {event.num_parameters:,} parameters on {ranks}, on {event.device}"
     return (
         f"{event.job}: {event.num_parameters:,} parameters on {ranks}, "
         f"global batch {event.global_batch_size}, {event.precision} on {event.device}"

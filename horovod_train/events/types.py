@@ -251,6 +251,15 @@ class Summary(Event):
     checkpoint: str
 
 
+class ScriptDone(Event):
+    """This rank's script has ended with exit code 0."""
+
+    kind = "script_done"
+
+    steps: int
+    seconds: float
+
+
 class Failure(Event):
     """This rank ends with an error.
 

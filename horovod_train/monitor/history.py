@@ -22,6 +22,7 @@ from horovod_train.events.types import (
     Progress,
     RankTimes,
     Resumed,
+    ScriptDone,
     Started,
     StateChanged,
     Summary,
@@ -34,8 +35,8 @@ MAX_POINTS = 2000
 MAX_EVENTS = 500
 # What a person wants to see marked on a time axis.
 MARKED = (
-    Attempt, CheckpointWritten, Evaluation, Failure, HostsLost, Notice, Opened, Preempted, Resumed, Started,
-    StateChanged, Summary,
+    Attempt, CheckpointWritten, Evaluation, Failure, HostsLost, Notice, Opened, Preempted, Resumed,
+    ScriptDone, Started, StateChanged, Summary,
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from horovod_train.events.types import PHASES, WAIT_PHASE, RankTimes
+from horovod_train.telemetry.waiting import share_out
 
 Floats = npt.NDArray[np.float32]
 
@@ -37,6 +38,19 @@ class Window:
         return found
 
     @property
+    def who_waits(self) -> tuple[Floats, Floats]:
+        """Time that each rank waited for others, and was waited for; shape [ranks] each.
+
+        Ranks of jobs tell it step by step. Scripts do not talk to each other: for theirs it follows from
+        the sums, which leaves out what evens out within the window.
+        """
+        waits = self[WAIT_PHASE]
+        if np.isfinite(self["waiting_s"]).any() or not np.isfinite(waits).all():
+            return self["waiting_s"], self["waited_for_s"]
+        waiting, waited_for, _ = share_out(waits[None, :].astype(np.float64))
+        return waiting.astype(np.float32), waited_for.astype(np.float32)
+
+    @property
     def own_s(self) -> Floats:
         """Own time of each rank: of its steps, without waiting for the all-reduce; shape [ranks]."""
         found: Floats = self["step_s"] - self[WAIT_PHASE]
@@ -55,9 +69,9 @@ class RankSeries:
         self.num_ranks = num_ranks
 
     def add_event(self, time_unix_s: float, event: RankTimes) -> None:
-        """Take what some ranks have told; those of a window come one after the other."""
+        """Take what some ranks have told: rank 0 of all, some in each event, or each rank of itself."""
         end = event.first_rank + len(event.steps)
-        if not self.windows or event.first_rank == 0:
+        if not self.windows or self._is_told(event.first_rank):
             self._append(Window(time_unix_s, event.seconds, unknown(max(end, self.num_ranks))))
         window = self.windows[-1]
         if window.table.shape[1] < end:
@@ -75,6 +89,11 @@ class RankSeries:
             numbers = told.get(column, ())
             if len(numbers) == len(event.steps):
                 window.table[row, event.first_rank : end] = numbers
+
+    def _is_told(self, rank: int) -> bool:
+        """Whether a rank is in the last window already: then another one begins."""
+        steps = self.windows[-1]["steps"]
+        return rank < len(steps) and bool(np.isfinite(steps[rank]))
 
     def add(self, window: Window) -> None:
         """Add a window of all ranks."""

@@ -145,6 +145,7 @@ def _times(window: Window, num_ranks: int) -> Json:
     def padded(numbers: np.ndarray) -> list[float | None]:
         return [*finite(numbers), *([None] * (num_ranks - len(numbers)))][:num_ranks]
 
+    waiting, waited_for = window.who_waits
     with np.errstate(divide="ignore", invalid="ignore"):
         steps = window["steps"]
         phases: Mapping[str, np.ndarray] = {phase: window[phase] / steps for phase in PHASES}
@@ -152,8 +153,8 @@ def _times(window: Window, num_ranks: int) -> Json:
             "window_s": round(window.seconds, 1),
             "own_s": padded(window.own_s / steps),
             "step_s": padded(window["step_s"] / steps),
-            "waiting": padded(window["waiting_s"] / window.seconds),
-            "waited_for": padded(window["waited_for_s"] / window.seconds),
+            "waiting": padded(waiting / window.seconds),
+            "waited_for": padded(waited_for / window.seconds),
             "samples_per_s": padded(window["samples"] / window.seconds),
             "phases_s": {phase: padded(each) for phase, each in phases.items() if np.isfinite(each).any()},
         }
@@ -192,7 +193,7 @@ def _findings(series: RankSeries) -> list[Json]:
             "median_s": each.median_s,
             "phase": each.phase,
             "excess_s": each.excess_s,
-            "waited_for": _number(float(window["waited_for_s"][each.rank]) / window.seconds),
+            "waited_for": _number(float(window.who_waits[1][each.rank]) / window.seconds),
         }
         for each in stragglers(window)
     ]

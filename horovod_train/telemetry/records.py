@@ -17,7 +17,7 @@ class StepRecord:
         epochs: Epochs passed, with the fraction of the current one.
         loss: Mean loss over the samples of the step, over all ranks.
         local_loss: This rank's part of it.
-        lr: Learning rate.
+        lr: Learning rate. Of a script each of these four may be unknown: None.
         grad_norm: L2 norm of the gradient before clipping; None when it was not taken.
         bytes_reduced: Bytes this rank put on the wire.
         is_finite: The step was used.
@@ -27,11 +27,11 @@ class StepRecord:
 
     seconds: float
     phase_seconds: Mapping[str, float]
-    num_samples: int
-    epochs: float
-    loss: float
-    local_loss: float
-    lr: float
+    num_samples: int | None
+    epochs: float | None
+    loss: float | None
+    local_loss: float | None
+    lr: float | None
     grad_norm: float | None
     bytes_reduced: int
     is_finite: bool

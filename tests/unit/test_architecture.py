@@ -57,6 +57,7 @@ ROOMS = {
         "health",
         "frameworks.base",
     },
+    "scripts": BASICS | {"config", "events", "collectives.base", "horovod.environment", "telemetry"},
     "launch": set(),
     "launch.hosts": BASICS
     | {"__init__", "config", "horovod.fingerprint", "horovod.build", "horovod.installed"},
@@ -74,7 +75,7 @@ ROOMS = {
     | {"launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.supervise"},
     "monitor": BASICS
     | {"config", "events", "launch.base", "launch.jobs", "launch.submit"}
-    | {"telemetry.metric", "telemetry.catalog"},
+    | {"telemetry.metric", "telemetry.catalog", "telemetry.waiting"},
     "doctor": BASICS | {"config", "events", "launch"},
     "tasks": set(),
     # Composition roots: the trainer's, and the library's.
@@ -91,6 +92,7 @@ ROOMS = {
         "telemetry",
         "health",
         "training",
+        "scripts",
     }
     | {"frameworks.base"},
     "session": BASICS
@@ -115,6 +117,7 @@ ROOMS = {
 # Only these rooms may import these packages.
 OUTSIDE = {
     "torch": {"frameworks", "session", "tasks"},
+    "wrapt": {"scripts"},
     "horovod": {"frameworks", "collectives", "horovod"},
     "tensorflow": {"frameworks", "tasks"},
     "keras": {"frameworks", "tasks"},

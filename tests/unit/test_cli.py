@@ -28,7 +28,7 @@ def test_the_verbs_are_listed(tmp_path):
     ("arguments", "message"),
     [
         (["trian"], "No such command"),
-        (["run"], "Missing argument"),
+        (["run"], "name one JOB"),
         (["run", "digitz"], "did you mean 'digits'?"),
         (["run", "digits", "-n", "0"], "0 is not in the range"),
         (["run", "digits", "-n", "two"], "is not a valid integer"),

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from horovod_train.errors import HorovodTrainError, LaunchError, LostError, PreemptedError, describe_ranks
-from horovod_train.events.types import BenchmarkDone, CheckpointWritten, Failure, Preempted, Started, Summary
+from horovod_train.events.types import (
+    BenchmarkDone,
+    CheckpointWritten,
+    Failure,
+    Preempted,
+    ScriptDone,
+    Started,
+    Summary,
+)
 from horovod_train.events.wire import Line
 from horovod_train.launch.supervise.follow import CHATTER
 from horovod_train.launch.supervise.frozen_ranks import Frozen
@@ -77,7 +85,7 @@ class Outcome:
                 self._preempted = self._preempted or event
             case Failure() as event:
                 (self._causes if event.is_cause else self._consequences).append((line.rank or 0, event))
-            case Summary() | BenchmarkDone():
+            case Summary() | BenchmarkDone() | ScriptDone():
                 self._is_done = True
 
     def _hear_launcher(self, text: str) -> None:

@@ -1,0 +1,240 @@
+"""What a rank of a script does, as far as it can be seen from outside: steps, their phases, samples, bytes.
+
+A step ends when the optimizer has updated the weights. Between two of them time is told apart by what passes
+by: a batch that is read, a backward pass, a wait for Horovod. Reading a batch before the first backward pass
+of a step begins it anew, so that an evaluation between two steps is no part of either.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from time import monotonic, perf_counter
+
+from horovod_train.events.types import WAIT_PHASE, Progress, RankTimes, Started
+from horovod_train.events.wire import Reporter
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.telemetry.records import StepRecord, WorldRecord
+
+PROGRESS_INTERVAL_S = 0.5
+MIN_REPORT_S = 2.0
+REPORT_S_PER_RANK = 0.03
+"""Each rank tells where its time went; a thousand of them do so every 30 s."""
+
+UNKNOWN = float("nan")
+
+
+class StepMeter:
+    """Measures the steps of one rank.
+
+    Args:
+        job: Name of the job.
+        rank: This rank.
+        num_ranks: Ranks that were started.
+        recorder: Gets each step.
+        reporter: Gets where time went, and on rank 0 how far it is.
+        samples_per_batch: Samples of a batch, where they cannot be seen; None: nobody has said.
+        norm_every_steps: The gradient norm is wanted this often.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        job: str,
+        rank: int,
+        num_ranks: int,
+        recorder: Recorder,
+        reporter: Reporter,
+        *,
+        samples_per_batch: int | None = None,
+        norm_every_steps: int = 50,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._job = job
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._recorder = recorder
+        self._reporter = reporter
+        self._given_samples = samples_per_batch
+        self._norm_every_steps = norm_every_steps
+        self._clock = clock
+        self._interval_s = max(MIN_REPORT_S, REPORT_S_PER_RANK * num_ranks)
+        self._reported_s = monotonic()
+        self._told_s = 0.0
+        self._begun_s = self._mark_s = clock()
+        self._phases: dict[str, float] = {}
+        self._wait_s = 0.0
+        self._bytes = 0
+        self._samples = 0
+        self._num_backward = 0
+        self._loss: float | None = None
+        self._sums: dict[str, float] = {}
+        self._since = (0, 0, 0.0)  # steps, samples, seconds since the last report
+        self._samples_told = 0
+        self.num_steps = 0
+        self.hides_phases = False
+        """Work is queued on a GPU: what the host sees of phases is not so."""
+
+    @property
+    def wants_norm(self) -> bool:
+        """Whether the gradient norm of the step that ends now is wanted."""
+        return self.num_steps % self._norm_every_steps == 0
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there was a backward pass in the step that is being made."""
+        return self._num_backward > 0
+
+    def batch(self, begun_s: float, num_samples: int | None) -> None:
+        """A batch was read, from a time until now.
+
+        Args:
+            begun_s: When that began, by the clock.
+            num_samples: How many samples it has; None: that cannot be seen.
+        """
+        if not self._num_backward:
+            self._begin(begun_s)
+        self._lap("data", self._clock())
+        if num_samples is not None and self._given_samples is None:
+            self._samples += num_samples
+
+    def begin(self, begun_s: float, num_samples: int | None) -> None:
+        """A step was begun at a time, with so many samples; None: that cannot be seen."""
+        sent = self._bytes
+        self._begin(begun_s)
+        self._bytes = sent
+        self._samples = self._given_samples or num_samples or 0
+
+    def backward(self, begun_s: float, loss: float | None) -> None:
+        """A backward pass was made, from a time until now; ``loss`` is None where it cannot be seen."""
+        self._lap("forward", begun_s)
+        self._lap("backward", self._clock())
+        self._num_backward += 1
+        self._samples += self._given_samples or 0
+        self._loss = loss
+
+    def waited(self, seconds: float) -> None:
+        """Horovod was waited for."""
+        self._wait_s += seconds
+        self._phases[WAIT_PHASE] = self._phases.get(WAIT_PHASE, 0.0) + seconds
+
+    def sent(self, size_bytes: int) -> None:
+        """Something was given to all-reduce."""
+        self._bytes += size_bytes
+
+    def step(
+        self, lr: float | None, grad_norm: float | None = None, *, last_phase: str = "optimizer"
+    ) -> None:
+        """A step has ended.
+
+        Args:
+            lr: Its learning rate; None: that cannot be seen.
+            grad_norm: L2 norm of its gradient; None: it was not taken.
+            last_phase: What the time since the last thing that was seen belongs to.
+        """
+        now_s = self._clock()
+        self._lap(last_phase, now_s)
+        self.num_steps += 1
+        total_s = now_s - self._begun_s
+        phases = {} if self.hides_phases else self._phases
+        wait_s = phases.get(WAIT_PHASE)
+        self._recorder.record(
+            StepRecord(
+                seconds=total_s,
+                phase_seconds=phases,
+                num_samples=self._samples or None,
+                epochs=None,
+                loss=None,
+                local_loss=self._loss,
+                lr=lr,
+                grad_norm=grad_norm,
+                bytes_reduced=self._bytes,
+                is_finite=True,
+                own_seconds=None if wait_s is None else total_s - wait_s,
+            )
+        )
+        for phase, seconds in phases.items():
+            self._sums[phase] = self._sums.get(phase, 0.0) + seconds
+        steps, samples, seconds = self._since
+        self._since = steps + 1, samples + self._samples, seconds + total_s
+        self._samples_told += self._samples
+        self._tell(lr)
+        self._begin(now_s)
+
+    def begin_training(self, num_parameters: int, num_present: int, device: str) -> None:
+        """The first step is being made."""
+        self._recorder.record(WorldRecord(num_wanted=self._num_ranks, num_present=num_present))
+        if self._rank == 0:
+            self._reporter.report(
+                Started(
+                    job=self._job,
+                    num_parameters=num_parameters,
+                    world_size=num_present,
+                    global_batch_size=0,
+                    precision="",
+                    device=device,
+                )
+            )
+
+    def end(self) -> None:
+        """Nothing more will come: tell the rest."""
+        self._tell_times(monotonic())
+
+    def _begin(self, now_s: float) -> None:
+        self._begun_s = self._mark_s = now_s
+        self._phases, self._wait_s = {}, 0.0
+        self._bytes = self._samples = self._num_backward = 0
+
+    def _lap(self, phase: str, now_s: float) -> None:
+        """Count the time since the last lap for a phase, but for what was waited meanwhile."""
+        seconds = now_s - self._mark_s - self._wait_s
+        self._phases[phase] = self._phases.get(phase, 0.0) + max(0.0, seconds)
+        self._mark_s, self._wait_s = now_s, 0.0
+
+    def _tell(self, lr: float | None) -> None:
+        now_s = monotonic()
+        if self._rank == 0 and now_s - self._told_s >= PROGRESS_INTERVAL_S:
+            seconds = now_s - self._told_s if self._told_s else 0.0
+            rate = (
+                self._samples_told * self._num_ranks / seconds if seconds and self._samples_told else UNKNOWN
+            )
+            self._told_s, self._samples_told = now_s, 0
+            self._reporter.report(
+                Progress(
+                    step=self.num_steps,
+                    num_steps=0,
+                    epoch=0,
+                    num_epochs=0,
+                    loss=UNKNOWN if self._loss is None else self._loss,
+                    lr=UNKNOWN if lr is None else lr,
+                    samples_per_s=rate,
+                    eta_s=UNKNOWN,
+                )
+            )
+        if now_s - self._reported_s >= self._interval_s:
+            self._tell_times(now_s)
+
+    def _tell_times(self, now_s: float) -> None:
+        steps, samples, step_s = self._since
+        if not steps:
+            return
+        self._reporter.report(
+            RankTimes(
+                first_rank=self._rank,
+                seconds=round(now_s - self._reported_s, 3),
+                steps=(steps,),
+                samples=(samples,),
+                step_s=(round(step_s, 4),),
+                phases_s={phase: (round(seconds, 4),) for phase, seconds in self._sums.items()},
+                waiting_s=(),
+                waited_for_s=(),
+            )
+        )
+        self._reported_s, self._since, self._sums = now_s, (0, 0, 0.0), {}
+
+
+def replace_everywhere(package: str, name: str, plain: object, wrapped: object) -> None:
+    """Put a function in another's place, wherever a package's modules have imported it."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith(package) and getattr(module, name, None) is plain:
+            setattr(module, name, wrapped)

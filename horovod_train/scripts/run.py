@@ -1,0 +1,187 @@
+"""One rank of somebody's script, from a resolved job to an exit code.
+
+A script is a job with ``framework: script`` and ``task: train.py:__main__``. It calls ``hvd.init()`` and
+trains as it always did. What it imports is watched from then on (``meter.py``); this rank serves metrics,
+tells events and gives signs of life as the rank of any job does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from time import monotonic, strftime
+from types import FrameType, ModuleType, TracebackType
+
+import wrapt
+
+from horovod_train.collectives.base import SingleRank
+from horovod_train.config.schema import Job
+from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError
+from horovod_train.events.types import Preempted, ScriptDone, Target, Targets
+from horovod_train.events.wire import Reporter
+from horovod_train.horovod.environment import horovod_settings
+from horovod_train.registry import load_attribute
+from horovod_train.scripts.meter import StepMeter
+from horovod_train.telemetry.rank_metrics import keep_last_metrics, open_recorder, serve
+from horovod_train.telemetry.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+# What Horovod is told in place of jobs, whose gradients travel in buckets of ours, is not for scripts.
+OWN_FUSION = {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"}
+
+
+WATCHED = {
+    "torch": ("torch_hooks", "watch_torch"),
+    "horovod.torch": ("torch_hooks", "watch_horovod_torch"),
+    "tensorflow": ("tensorflow_hooks", "watch_tensorflow"),
+    "horovod.tensorflow": ("tensorflow_hooks", "watch_horovod_tensorflow"),
+    "keras.src.optimizers.base_optimizer": ("tensorflow_hooks", "watch_optimizers"),
+}
+"""What is watched when it is imported: the file of its hooks, and the function."""
+
+
+class ScriptError(HorovodTrainError):
+    """A script has ended with an exit code of its own."""
+
+    cause = "task"
+
+    def __init__(self, exit_code: int, message: str = "") -> None:
+        super().__init__(message or f"the script has ended with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+def run_script(job: Job, run_id: str | None, reporter: Reporter, stack: ExitStack) -> None:
+    """Run a script to its end, and measure it.
+
+    Raises:
+        PreemptedError: It has ended with exit code 75: everything is saved, by its own word.
+        ScriptError: It has ended with another exit code than 0.
+        PeerError: Another rank was lost.
+        Exception: Whatever the script raises.
+    """
+    world = _place(os.environ)
+    for variable, value in horovod_settings(job).items():
+        if variable not in OWN_FUSION:
+            os.environ.setdefault(variable, value)
+    if job.launch.threads_per_rank is not None:
+        os.environ.setdefault("OMP_NUM_THREADS", str(job.launch.threads_per_rank))
+    run_id = run_id or strftime("%Y%m%d-%H%M%S")
+    reporter.rank = world.rank
+    recorder = open_recorder(job, run_id, world)
+    tell_address(job, run_id, world, recorder, reporter, stack)
+    meter = StepMeter(
+        job.name,
+        world.rank,
+        world.size,
+        recorder,
+        reporter,
+        samples_per_batch=job.task_args.get("batch_size"),
+        norm_every_steps=job.metrics.grad_norm_every_steps,
+    )
+    if job.metrics.enabled:
+        watch_imports(meter)
+    begun_s = monotonic()
+    try:
+        execute(Path(job.task.rpartition(":")[0]), list(map(str, job.task_args.get("arguments", []))))
+    except PreemptedError:
+        reporter.report(Preempted(step=meter.num_steps, epoch=0.0))
+        raise
+    finally:
+        meter.end()
+    reporter.report(ScriptDone(steps=meter.num_steps, seconds=monotonic() - begun_s))
+
+
+def execute(script: Path, arguments: list[str]) -> None:
+    """Run a script as ``python script arguments`` does; return when it has ended well.
+
+    Raises:
+        PreemptedError, ScriptError, PeerError: As ``run_script``.
+    """
+    _give_signals_back()
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if code == PreemptedError.exit_code:
+            raise PreemptedError("the script has left, and says that everything is saved") from left
+        if code:
+            said = left.code if isinstance(left.code, str) else ""
+            raise ScriptError(code, said) from left
+    except Exception as error:
+        if type(error).__name__ == "HorovodInternalError":
+            raise PeerError(f"a collective was ended because another rank left: {error}") from error
+        raise error.with_traceback(_from_script_on(error.__traceback__, script)) from error.__cause__
+
+
+def _from_script_on(trace: TracebackType | None, script: Path) -> TracebackType | None:
+    """Return the part of a traceback that is the script's."""
+    found = trace
+    while found is not None and found.tb_frame.f_code.co_filename != str(script):
+        found = found.tb_next
+    return found or trace
+
+
+def _give_signals_back() -> None:
+    """Let the script have its signals as any program has; the launch asks ranks to leave with SIGUSR1.
+
+    To a script that knows nothing of this, SIGTERM is what asks it to leave.
+    """
+
+    def pass_on(_number: int, _frame: FrameType | None) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR1, pass_on)
+
+
+def watch_imports(meter: StepMeter) -> None:
+    """Watch what a script imports, from the moment that it does.
+
+    What cannot be watched is told, and the script goes on: of another version, say.
+    """
+
+    def watch(hooks: str, name: str, _: ModuleType) -> None:
+        try:
+            load_attribute(f"horovod_train.scripts.{hooks}:{name}", what="hooks")(meter)
+        except Exception as error:  # noqa: BLE001
+            log.warning("metrics of the script are incomplete: %s: %s", type(error).__name__, error)
+
+    for module, (hooks, name) in WATCHED.items():
+        wrapt.register_post_import_hook(partial(watch, hooks, name), module)
+
+
+def tell_address(
+    job: Job, run_id: str, world: SingleRank, recorder: Recorder, reporter: Reporter, stack: ExitStack
+) -> None:
+    """Serve this rank's metrics, and tell where."""
+    address = serve(job, world, recorder, stack)
+    keep_last_metrics(job, world, recorder, Path(job.run_dir).expanduser() / job.name / run_id, stack)
+    if address is not None:
+        labels = {
+            "training_job": job.name,
+            "run": run_id,
+            "rank": str(world.rank),
+            "local_rank": str(world.local_rank),
+            "host": world.host,
+        }
+        reporter.report(Targets(targets=(Target(address=address, labels=labels),)))
+
+
+def _place(environ: Mapping[str, str]) -> SingleRank:
+    """Return this rank's place among those that the launcher has started; the script joins them itself."""
+
+    def number(what: str, alone: int) -> int:
+        names = (f"HOROVOD_{what}", f"OMPI_COMM_WORLD_{what}")
+        return int(next((environ[name] for name in names if name in environ), alone))
+
+    return SingleRank(rank=number("RANK", 0), size=number("SIZE", 1), local_rank=number("LOCAL_RANK", 0))

@@ -1,0 +1,137 @@
+"""TensorFlow and Horovod's binding for it, watched while a script uses them.
+
+A step is the outermost call of a function in whose graph something is given to all-reduce; where nothing is
+compiled, it ends when a Keras optimizer has updated the weights. Inside of a graph nothing is told apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from time import perf_counter
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+
+from horovod_train.scripts.meter import StepMeter, replace_everywhere
+
+
+class _Calls:
+    """Functions that are being called, and those that make steps."""
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []
+        self.bytes_of_step: dict[int, int] = {}
+        """Bytes that a call gives to all-reduce, by the identity of the function."""
+        self.optimizer: Any = None
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate of the optimizer that was seen last."""
+        try:
+            return None if self.optimizer is None else float(self.optimizer.learning_rate)
+        except (TypeError, ValueError, AttributeError):
+            return None
+
+
+_calls = _Calls()
+
+
+def watch_tensorflow(meter: StepMeter) -> None:
+    """Watch the functions that a script has compiled."""
+    plain_call = Function.__call__
+
+    @wraps(plain_call)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        is_outermost, begun_s = not _calls.running, perf_counter()
+        _calls.running.append(self)
+        try:
+            found = plain_call(self, *args, **kwargs)
+        finally:
+            _calls.running.pop()
+        if is_outermost and id(self) in _calls.bytes_of_step:
+            meter.sent(_calls.bytes_of_step[id(self)])
+            if _is_horovods(self):  # where nothing is compiled, it sums gradients in a function of its own
+                meter.waited(perf_counter() - begun_s)
+            else:
+                meter.begin(begun_s, length_of((args, kwargs)))
+                _step(meter)
+        return found
+
+    Function.__call__ = call
+
+
+def watch_optimizers(meter: StepMeter) -> None:
+    """Watch the optimizers of Keras."""
+    optimizers: Any = sys.modules["keras.src.optimizers.base_optimizer"].BaseOptimizer
+    plain_apply = optimizers.apply
+
+    @wraps(plain_apply)
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = plain_apply(self, *args, **kwargs)
+        _calls.optimizer = self
+        if not _calls.running and tf.executing_eagerly():
+            _step(meter)
+        return found
+
+    optimizers.apply = apply
+
+
+def watch_horovod_tensorflow(meter: StepMeter) -> None:
+    """Watch what is given to all-reduce."""
+    for name in ("_allreduce", "_grouped_allreduce"):
+        plain = getattr(sys.modules["horovod.tensorflow.mpi_ops"], name)
+        replace_everywhere("horovod.tensorflow", name, plain, _counted(plain, meter))
+
+
+def _counted(plain: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
+    @wraps(plain)
+    def counted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        size_bytes = sum(map(_size_bytes, tensors if isinstance(tensors, list | tuple) else [tensors]))
+        if _calls.running:  # a graph is being made: each call of it will give as much
+            outermost = id(_calls.running[0])
+            _calls.bytes_of_step[outermost] = _calls.bytes_of_step.get(outermost, 0) + size_bytes
+            return plain(tensors, *args, **kwargs)
+        meter.sent(size_bytes)
+        begun_s = perf_counter()
+        try:
+            return plain(tensors, *args, **kwargs)
+        finally:
+            meter.waited(perf_counter() - begun_s)
+
+    return counted
+
+
+def _is_horovods(function: Any) -> bool:
+    return str(function.python_function.__module__).startswith("horovod.")
+
+
+def _step(meter: StepMeter) -> None:
+    if not meter.num_steps:
+        horovod = sys.modules.get("horovod.tensorflow")
+        size = horovod.size() if horovod is not None and horovod.is_initialized() else 1
+        variables = getattr(_calls.optimizer, "_trainable_variables", ())
+        num_parameters = sum(variable.shape.num_elements() or 0 for variable in map(_as_tensor, variables))
+        on_gpu = bool(tf.config.list_logical_devices("GPU"))
+        meter.hides_phases = on_gpu
+        meter.begin_training(num_parameters, size, "gpu" if on_gpu else "cpu")
+    meter.step(_calls.lr, last_phase="compute")
+
+
+def _as_tensor(variable: Any) -> Any:
+    return getattr(variable, "value", variable)
+
+
+def _size_bytes(tensor: Any) -> int:
+    return int((tensor.shape.num_elements() or 0) * tensor.dtype.size)
+
+
+def length_of(arguments: object) -> int | None:
+    """Return the length of the first array or tensor among arguments; None: there is none."""
+    for each in tf.nest.flatten(arguments):
+        shape = getattr(each, "shape", None)
+        if shape is not None and len(shape):
+            return int(shape[0])
+    return None

@@ -1,0 +1,153 @@
+"""PyTorch and Horovod's binding for it, watched while a script uses them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.nn.utils import get_total_norm
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from horovod_train.scripts.meter import StepMeter, replace_everywhere
+
+
+def watch_torch(meter: StepMeter) -> None:
+    """Watch batches, backward passes and updates of any script."""
+    steps = _Steps(meter)
+    register_optimizer_step_pre_hook(steps.before)
+    register_optimizer_step_post_hook(steps.after)
+    plain_backward, plain_next = torch.autograd.backward, _BaseDataLoaderIter.__next__
+
+    @wraps(plain_backward)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:  # Tensor.backward calls it, too
+        begun_s = perf_counter()
+        plain_backward(tensors, *args, **kwargs)
+        steps.depth = 0  # an update that has raised an error is over
+        meter.backward(begun_s, loss_of(tensors))
+
+    @wraps(plain_next)
+    def next_batch(self: _BaseDataLoaderIter) -> Any:
+        begun_s = perf_counter()
+        found = plain_next(self)
+        meter.batch(begun_s, batch_size(found))
+        return found
+
+    torch.autograd.backward = backward
+    _BaseDataLoaderIter.__next__ = next_batch  # type: ignore[method-assign]
+
+
+class _Steps:
+    """Notices when an optimizer has updated the weights."""
+
+    def __init__(self, meter: StepMeter) -> None:
+        self._meter = meter
+        self._main: torch.optim.Optimizer | None = None
+        self._norm: float | None = None
+        self._seen: set[torch.optim.Optimizer] = set()
+        self.depth = 0
+        """Horovod's optimizer calls the one it wraps: both are told of."""
+
+    def before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """An update begins."""
+        if self._main is None and (self._meter.has_gradients or optimizer in self._seen):
+            self._main = optimizer  # the first of several is the one that makes steps
+            self._seen.clear()
+            self._begin(optimizer)
+        if optimizer is not self._main:
+            if self._main is None:
+                self._seen.add(
+                    optimizer
+                )  # Horovod updates with zeros when it broadcasts an optimizer's state
+            return
+        self.depth += 1
+        if self.depth == 2 or not hasattr(optimizer, "synchronize"):  # gradients are those of all ranks now
+            self._norm = self._take_norm(optimizer) if self._meter.wants_norm else None
+
+    def after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """An update has been made."""
+        if optimizer is not self._main:
+            return
+        self.depth = max(0, self.depth - 1)
+        if not self.depth:
+            lr = optimizer.param_groups[0].get("lr")
+            self._meter.step(None if lr is None else float(lr), self._norm)
+            self._norm = None
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        parameters = list(_parameters(optimizer))
+        device = str(parameters[0].device) if parameters else ""
+        self._meter.hides_phases = device != "" and not device.startswith("cpu")
+        horovod = sys.modules.get("horovod.torch")
+        size = horovod.size() if horovod is not None and horovod.is_initialized() else 1
+        self._meter.begin_training(sum(each.numel() for each in parameters), size, device)
+
+    @staticmethod
+    def _take_norm(optimizer: torch.optim.Optimizer) -> float | None:
+        gradients = [each.grad for each in _parameters(optimizer) if each.grad is not None]
+        if not gradients or any(each.is_sparse for each in gradients):
+            return None
+        return float(get_total_norm(gradients))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (each for group in optimizer.param_groups for each in group["params"])
+
+
+def loss_of(tensors: object) -> float | None:
+    """Return a loss, if it is one number on the CPU: elsewhere the host would have to wait for it."""
+    if isinstance(tensors, torch.Tensor) and tensors.device.type == "cpu" and tensors.numel() == 1:
+        return float(tensors.detach())
+    return None
+
+
+def batch_size(batch: object) -> int | None:
+    """Return the samples of a batch: the length of the first tensor in it; None: it has none."""
+    level: list[object] = [batch]
+    while level:
+        found = level.pop(0)
+        if isinstance(found, torch.Tensor):
+            return len(found) if found.dim() else None
+        if isinstance(found, dict):
+            level += found.values()
+        elif isinstance(found, list | tuple):
+            level += found
+    return None
+
+
+def watch_horovod_torch(meter: StepMeter) -> None:
+    """Watch what a script gives to all-reduce, and how long it waits."""
+    operations = sys.modules["horovod.torch.mpi_ops"]
+    plain = operations.synchronize
+    replace_everywhere("horovod.torch", "synchronize", plain, _timed(plain, meter))
+    for name in ("_allreduce_async", "_reducescatter_async"):
+        setattr(operations, name, _counted(getattr(operations, name), meter, lambda tensor: [tensor]))
+    for name in ("_grouped_allreduce_async", "_grouped_reducescatter_async"):
+        setattr(operations, name, _counted(getattr(operations, name), meter, lambda tensors: tensors))
+
+
+def _timed(plain: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
+    @wraps(plain)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        begun_s = perf_counter()
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            meter.waited(perf_counter() - begun_s)
+
+    return timed
+
+
+def _counted(
+    plain: Callable[..., Any], meter: StepMeter, tensors_of: Callable[[Any], list[Any]]
+) -> Callable[..., Any]:
+    @wraps(plain)
+    def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        meter.sent(sum(each.numel() * each.element_size() for each in tensors_of(tensor)))
+        return plain(tensor, *args, **kwargs)
+
+    return counted
