@@ -168,18 +168,10 @@ def run_rank(
     run.restore = lambda step: take_over(run, manager.at(step), framework)
 
     parts = HookParts(
-        job=job,
-        run_id=run_id,
-        world=world,
-        framework=framework,
-        manager=manager,
-        recorder=recorder,
-        reporter=reporter,
-        exchange=RegularExchange(world),
-        is_asked_to_leave=lambda: request.is_made,
-        report_interval_s=0.2 if options.as_events else 5.0,
-        at_end=stack,
-    )
+        job=job, run_id=run_id, world=world, framework=framework, manager=manager, recorder=recorder,
+        reporter=reporter, exchange=RegularExchange(world), is_asked_to_leave=lambda: request.is_made,
+        report_interval_s=0.2 if options.as_events else 5.0, at_end=stack,
+    )  # fmt: skip
     run.hooks += make_hooks(parts)
     if world.rank == 0:
         tell_start(run, reporter)

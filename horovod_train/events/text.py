@@ -52,7 +52,7 @@ def as_text(event: Event, rank: int) -> str | None:
 
 def progress_text(event: Progress) -> str:
     """Return one line of progress; of a script, nobody knows how far it is to go."""
-    if not event.num_steps:
+    if not event.num_epochs:
         speed = f"{event.samples_per_s:,.0f} samples/s"
         return f"step {event.step}  loss {event.loss:.4f}  lr {event.lr:.4g}  {speed}"
     return (

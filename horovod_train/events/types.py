@@ -61,6 +61,7 @@ class Attempt(Event):
     Attributes:
         number: How often ranks of this run were started before.
         num_ranks: How many are started now.
+        num_wanted: How many the job asked for.
         hosts: Where; empty: on this machine.
     """
 
@@ -68,6 +69,7 @@ class Attempt(Event):
 
     number: int
     num_ranks: int
+    num_wanted: int
     hosts: tuple[str, ...]
 
 

@@ -40,6 +40,7 @@ class LaunchRequest:
             is not known.
         attempt: How often the ranks of this run were started before.
         program: Python module and arguments of a rank; empty: the worker.
+        num_wanted: Ranks that the job asked for, where it may be given fewer; None: as many as are started.
     """
 
     job: Job
@@ -49,6 +50,7 @@ class LaunchRequest:
     own_interface: str | None = None
     attempt: int = 0
     program: tuple[str, ...] = ()
+    num_wanted: int | None = None
 
     @property
     def log_dir(self) -> Path:

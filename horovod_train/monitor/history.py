@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from horovod_train.events.file import EVENTS_FILE, Record, as_record
@@ -139,6 +139,8 @@ class History:
                 self._note_preempted()
             case Summary():
                 self.summary, self.metrics = event, dict(event.metrics)
+                if self.last is not None:  # progress is told now and then
+                    self.last = replace(self.last, step=event.steps)
 
     def _begin(self, event: Event) -> None:
         """Take an event with which something begins."""
@@ -149,7 +151,7 @@ class History:
                 self._is_preempted = False
             case Attempt():
                 self.num_attempts += 1
-                self.world_size_wanted = event.num_ranks
+                self.world_size_wanted = event.num_wanted
                 self.targets, self.failures = {}, []
                 self._is_preempted = False
             case Started():

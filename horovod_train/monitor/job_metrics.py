@@ -75,7 +75,7 @@ JOB_CATALOG = (
     Metric(
         "horovod_train_job_wanted_ranks",
         "gauge",
-        "Ranks that were started last.",
+        "Ranks that the job asked for.",
         "Is the world as large as it was to be?",
         JobReading,
         lambda job: job.history.world_size_wanted,

@@ -216,7 +216,7 @@ def finite(numbers: Sequence[float] | np.ndarray, digits: int = 3) -> list[float
     array = np.asarray(numbers, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(array))))
-    scale = np.where(np.isfinite(scale), scale, 1.0)
-    rounded = np.round(array * scale) / scale
+        scale = np.where(np.isfinite(scale), scale, 1.0)
+        rounded = np.round(array * scale) / scale
     known = zip(rounded.tolist(), np.isfinite(rounded).tolist(), strict=True)
     return [number if is_known else None for number, is_known in known]

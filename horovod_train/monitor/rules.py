@@ -11,7 +11,7 @@ their series end together, and a job that is leaving makes no steps for a reason
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import yaml
@@ -136,120 +136,125 @@ RECORDINGS = (
 _LEAVING = f'{_P}job_state{{state=~"leaving|succeeded|cancelled|preempted"}}'
 
 
+_AGE = "CHECKPOINT_AGE"  # stands for a number of seconds that a site chooses
+
+_ALERTS = (
+    Alert(
+        "HorovodTrainRankMissing",
+        f"(max by ({JOB}) ({_P}world_size_present) > horovod_train:ranks:present) "
+        f"unless on ({JOB}) {_LEAVING}",
+        "2m",
+        "critical",
+        "{{ $labels.training_job }}: only some of its {{ $value }} ranks answer",
+    ),
+    Alert(
+        "HorovodTrainStraggler",
+        f"horovod_train:own_seconds:ratio_to_median > {1 + SLOWER_BY:g}",
+        "5m",
+        "warning",
+        "{{ $labels.training_job }}: rank {{ $labels.rank }} on {{ $labels.host }} needs "
+        "{{ $value | humanize }} times as long for its own part of a step as the median rank",
+    ),
+    Alert(
+        "HorovodTrainNoProgress",
+        f"(max by ({JOB}) (rate({_P}steps_total[10m])) == 0) unless on ({JOB}) {_LEAVING}",
+        "5m",
+        "critical",
+        "{{ $labels.training_job }}: no rank has made a step for ten minutes",
+    ),
+    Alert(
+        "HorovodTrainNonFiniteSteps",
+        f"max by ({JOB}) (increase({_P}non_finite_steps_total[10m])) > 0",
+        "0m",
+        "warning",
+        "{{ $labels.training_job }}: steps were not used because loss or gradient was not finite",
+    ),
+    Alert(
+        "HorovodTrainLossSpike",
+        f"max by ({JOB}) ({_P}loss) > 2 * (max by ({JOB}) (avg_over_time({_P}loss[30m] offset 5m)) > 0)",
+        "2m",
+        "warning",
+        "{{ $labels.training_job }}: the loss is {{ $value | humanize }}, more than twice its mean of "
+        "half an hour",
+    ),
+    Alert(
+        "HorovodTrainCheckpointTooOld",
+        f"max by ({JOB}) ({_P}checkpoint_age_seconds) > {_AGE}",
+        "5m",
+        "warning",
+        "{{ $labels.training_job }}: its last checkpoint is {{ $value | humanizeDuration }} old",
+    ),
+    Alert(
+        "HorovodTrainCheckpointsFail",
+        f"max by ({JOB}) (increase({_P}checkpoint_failures_total[1h])) > 0",
+        "0m",
+        "critical",
+        "{{ $labels.training_job }}: a checkpoint could not be written",
+    ),
+    Alert(
+        "HorovodTrainDataBound",
+        f'avg by ({JOB}) (horovod_train:phase:ratio{{phase="data"}}) > 0.2',
+        "10m",
+        "warning",
+        "{{ $labels.training_job }}: ranks spend {{ $value | humanizePercentage }} of their steps "
+        "waiting for data",
+    ),
+    Alert(
+        "HorovodTrainWorldTooSmall",
+        f"max by ({JOB}) ({_P}world_size_present) < max by ({JOB}) ({_P}world_size_wanted)",
+        "10m",
+        "warning",
+        "{{ $labels.training_job }}: it trains on {{ $value }} ranks, fewer than it asked for",
+    ),
+    Alert(
+        "HorovodTrainGpuThrottled",
+        f'max by ({RANK}) ({_P}gpu_throttled{{reason!="power_cap"}}) > 0',
+        "10m",
+        "warning",
+        "{{ $labels.training_job }}: the clock of rank {{ $labels.rank }}'s GPU on {{ $labels.host }} is "
+        "held down",
+    ),
+    Alert(
+        "HorovodTrainGpuMemoryErrors",
+        f'increase({_P}gpu_ecc_errors_total{{kind="uncorrected"}}[1h]) > 0',
+        "0m",
+        "critical",
+        "{{ $labels.training_job }}: the GPU of rank {{ $labels.rank }} on {{ $labels.host }} has memory "
+        "errors",
+    ),
+    Alert(
+        "HorovodTrainReplicasDiffer",
+        f'{_P}job_failed{{cause="replicas_differ"}} == 1',
+        "0m",
+        "critical",
+        "{{ $labels.training_job }}: it was ended because ranks held different weights",
+    ),
+    Alert(
+        "HorovodTrainJobFailed",
+        f'{_P}job_failed{{cause!="replicas_differ"}} == 1 and on ({JOB}) '
+        f"(time() - {_P}job_ended_timestamp_seconds < 3600)",
+        "0m",
+        "warning",
+        "{{ $labels.training_job }}: it has failed ({{ $labels.cause }})",
+    ),
+    Alert(
+        "HorovodTrainGraceTooShort",
+        f"max by ({JOB}) ({_P}grace_needed_seconds) > max by ({JOB}) ({_P}grace_granted_seconds)",
+        "5m",
+        "warning",
+        "{{ $labels.training_job }}: to save and leave it needs {{ $value | humanizeDuration }}, more "
+        "than launch.grace_s",
+    ),
+)
+
+
 def alerts(checkpoint_age_s: float = CHECKPOINT_AGE_S) -> tuple[Alert, ...]:
     """Return the alerting rules.
 
     Args:
         checkpoint_age_s: A checkpoint is too old after so long.
     """
-    return (
-        Alert(
-            "HorovodTrainRankMissing",
-            f"(max by ({JOB}) ({_P}world_size_present) > horovod_train:ranks:present) "
-            f"unless on ({JOB}) {_LEAVING}",
-            "2m",
-            "critical",
-            "{{ $labels.training_job }}: only some of its {{ $value }} ranks answer",
-        ),
-        Alert(
-            "HorovodTrainStraggler",
-            f"horovod_train:own_seconds:ratio_to_median > {1 + SLOWER_BY:g}",
-            "5m",
-            "warning",
-            "{{ $labels.training_job }}: rank {{ $labels.rank }} on {{ $labels.host }} needs "
-            "{{ $value | humanize }} times as long for its own part of a step as the median rank",
-        ),
-        Alert(
-            "HorovodTrainNoProgress",
-            f"(max by ({JOB}) (rate({_P}steps_total[10m])) == 0) unless on ({JOB}) {_LEAVING}",
-            "5m",
-            "critical",
-            "{{ $labels.training_job }}: no rank has made a step for ten minutes",
-        ),
-        Alert(
-            "HorovodTrainNonFiniteSteps",
-            f"max by ({JOB}) (increase({_P}non_finite_steps_total[10m])) > 0",
-            "0m",
-            "warning",
-            "{{ $labels.training_job }}: steps were not used because loss or gradient was not finite",
-        ),
-        Alert(
-            "HorovodTrainLossSpike",
-            f"max by ({JOB}) ({_P}loss) > 2 * (max by ({JOB}) (avg_over_time({_P}loss[30m] offset 5m)) > 0)",
-            "2m",
-            "warning",
-            "{{ $labels.training_job }}: the loss is {{ $value | humanize }}, more than twice its mean of "
-            "half an hour",
-        ),
-        Alert(
-            "HorovodTrainCheckpointTooOld",
-            f"max by ({JOB}) ({_P}checkpoint_age_seconds) > {checkpoint_age_s:g}",
-            "5m",
-            "warning",
-            "{{ $labels.training_job }}: its last checkpoint is {{ $value | humanizeDuration }} old",
-        ),
-        Alert(
-            "HorovodTrainCheckpointsFail",
-            f"max by ({JOB}) (increase({_P}checkpoint_failures_total[1h])) > 0",
-            "0m",
-            "critical",
-            "{{ $labels.training_job }}: a checkpoint could not be written",
-        ),
-        Alert(
-            "HorovodTrainDataBound",
-            f'avg by ({JOB}) (horovod_train:phase:ratio{{phase="data"}}) > 0.2',
-            "10m",
-            "warning",
-            "{{ $labels.training_job }}: ranks spend {{ $value | humanizePercentage }} of their steps "
-            "waiting for data",
-        ),
-        Alert(
-            "HorovodTrainWorldTooSmall",
-            f"max by ({JOB}) ({_P}world_size_present) < max by ({JOB}) ({_P}world_size_wanted)",
-            "10m",
-            "warning",
-            "{{ $labels.training_job }}: it trains on {{ $value }} ranks, fewer than it asked for",
-        ),
-        Alert(
-            "HorovodTrainGpuThrottled",
-            f'max by ({RANK}) ({_P}gpu_throttled{{reason!="power_cap"}}) > 0',
-            "10m",
-            "warning",
-            "{{ $labels.training_job }}: the clock of rank {{ $labels.rank }}'s GPU on {{ $labels.host }} is "
-            "held down",
-        ),
-        Alert(
-            "HorovodTrainGpuMemoryErrors",
-            f'increase({_P}gpu_ecc_errors_total{{kind="uncorrected"}}[1h]) > 0',
-            "0m",
-            "critical",
-            "{{ $labels.training_job }}: the GPU of rank {{ $labels.rank }} on {{ $labels.host }} has memory "
-            "errors",
-        ),
-        Alert(
-            "HorovodTrainReplicasDiffer",
-            f'{_P}job_failed{{cause="replicas_differ"}} == 1',
-            "0m",
-            "critical",
-            "{{ $labels.training_job }}: it was ended because ranks held different weights",
-        ),
-        Alert(
-            "HorovodTrainJobFailed",
-            f'{_P}job_failed{{cause!="replicas_differ"}} == 1 and on ({JOB}) '
-            f"(time() - {_P}job_ended_timestamp_seconds < 3600)",
-            "0m",
-            "warning",
-            "{{ $labels.training_job }}: it has failed ({{ $labels.cause }})",
-        ),
-        Alert(
-            "HorovodTrainGraceTooShort",
-            f"max by ({JOB}) ({_P}grace_needed_seconds) > max by ({JOB}) ({_P}grace_granted_seconds)",
-            "5m",
-            "warning",
-            "{{ $labels.training_job }}: to save and leave it needs {{ $value | humanizeDuration }}, more "
-            "than launch.grace_s",
-        ),
-    )
+    return tuple(replace(alert, expr=alert.expr.replace(_AGE, f"{checkpoint_age_s:g}")) for alert in _ALERTS)
 
 
 def anchor(alert: Alert) -> str:

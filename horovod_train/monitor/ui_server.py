@@ -130,7 +130,7 @@ class _End(Guarded):
             key = str(asked["key"])
         except (ValueError, KeyError, TypeError) as error:
             raise HTTPError(400) from error
-        if how not in HOW:
+        if not isinstance(how, str) or how not in HOW:
             raise HTTPError(400)
         board: Board = self.settings["board"]
         found = board.look_at(key)

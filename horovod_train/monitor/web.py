@@ -19,7 +19,6 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from tornado.httpserver import HTTPServer
-from tornado.netutil import bind_sockets
 from tornado.web import Application, HTTPError, RequestHandler
 
 from horovod_train.errors import UserError
@@ -170,12 +169,14 @@ class Server:
 
     def __init__(self, application: Application, host: str, port: int) -> None:
         try:
-            self._sockets = bind_sockets(port, address=host, family=socket.AF_UNSPEC)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
             raise UserError(
                 f"cannot listen on {host}:{port}: {error.strerror or error}", hint="choose another --port"
             ) from error
-        self.port: int = self._sockets[0].getsockname()[1]
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
         self._application = application
         self.at_close: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -195,7 +196,7 @@ class Server:
             max_body_size=MAX_BODY_BYTES,
             max_header_size=MAX_HEADER_BYTES,
         )
-        server.add_sockets(self._sockets)
+        server.add_socket(self._socket)
         self._is_up.set()
         await self._over.wait()
         server.stop()

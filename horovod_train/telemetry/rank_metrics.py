@@ -20,12 +20,15 @@ from horovod_train.telemetry.records import DeviceMemoryRecord, ReferenceRecord
 from horovod_train.telemetry.samplers.nvml import gpu_sampler
 from horovod_train.telemetry.samplers.process import read_memory
 
+WANTED_VARIABLE = "HOROVOD_TRAIN_RANKS_WANTED"
 DeviceMemory = tuple[int, int | None, int]
 
 
 def open_recorder(job: Job, run_id: str, world: Communicator) -> Recorder:
     """Return the recorder of a rank; what is known of its host is read whenever somebody asks."""
-    recorder = Recorder(job.name, run_id, world, job.launch.num_ranks or world.size)
+    # Of an elastic job, ranks are told: for them it is a job with as many ranks as there are now.
+    wanted = os.environ.get(WANTED_VARIABLE) or job.launch.num_ranks or world.size
+    recorder = Recorder(job.name, run_id, world, int(wanted))
     recorder.sample(read_memory)
     return recorder
 

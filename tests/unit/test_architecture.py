@@ -116,10 +116,10 @@ ROOMS = {
 
 # Only these rooms may import these packages.
 OUTSIDE = {
-    "torch": {"frameworks", "session", "tasks"},
+    "torch": {"frameworks", "session", "tasks", "scripts"},
     "wrapt": {"scripts"},
     "horovod": {"frameworks", "collectives", "horovod"},
-    "tensorflow": {"frameworks", "tasks"},
+    "tensorflow": {"frameworks", "tasks", "scripts"},
     "keras": {"frameworks", "tasks"},
     "jax": {"frameworks", "tasks"},
     "optax": {"frameworks", "tasks"},

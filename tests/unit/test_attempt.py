@@ -128,6 +128,7 @@ class TestAGoodEnd:
         assert [(record.rank, record.event.kind) for record in records] == [
             (None, "opened"),
             (None, "state"),  # starting
+            (None, "attempt"),
             (None, "state"),  # running
             (0, "started"),
             (0, "progress"),
@@ -521,7 +522,7 @@ class TestWhileRanksRun:
     def test_that_is_elastic_goes_on_when_hosts_come_and_go(self, run, monkeypatch):
         carried = []
 
-        def run_elastic(launcher, request, elastic, console, state, asked, followers):
+        def run_elastic(launcher, request, elastic, console, state, asked, followers, record):
             carried.append((elastic.min_ranks, state.read().state, list(asked)))
 
         monkeypatch.setattr("horovod_train.launch.launchers.supervised.run_elastic", run_elastic)

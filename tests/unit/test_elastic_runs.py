@@ -49,7 +49,7 @@ def train(tmp_path, monkeypatch):
     def run(*ends, asked=(), discover="echo localhost:3", **wishes):
         starts, ends = [], list(ends)
 
-        def run_attempt(launcher, attempt, plan, console, state, alongside, asked, followers):
+        def run_attempt(launcher, attempt, plan, console, state, alongside, asked, followers, record):
             assert plan.argv == (attempt.rank_command,)
             with alongside(lambda: None):  # as while ranks run
                 starts.append(attempt)

@@ -91,13 +91,7 @@ def run_attempt(
             hosts = connect_all(request.hosts, shell, request.stage, launch.host_timeout_s)
             stack.callback(hosts.close)
             prepare(hosts, request, environ, secrets, console)
-        record(
-            Attempt(
-                number=request.attempt,
-                num_ranks=request.num_ranks,
-                hosts=tuple(host.name for host in request.hosts if not host.is_here),
-            )
-        )
+        record(attempt_of(request))
         control = RunControl(hosts, state, guard, launch.grace_s)
         watch = watching_ranks(hosts, request.job.health, follow.report_frozen, control.give_up)
         with control.stopper.listening(), alongside(control.stopper.drain), watch:
@@ -113,6 +107,13 @@ def run_attempt(
         if error.hosts:
             record(HostsLost(hosts=tuple(error.hosts), why=error.message))
         raise
+
+
+def attempt_of(request: LaunchRequest) -> Attempt:
+    """Return the event that ranks are started."""
+    hosts = tuple(host.name for host in request.hosts if not host.is_here)
+    num_wanted = request.num_wanted or request.num_ranks
+    return Attempt(number=request.attempt, num_ranks=request.num_ranks, num_wanted=num_wanted, hosts=hosts)
 
 
 class Following:

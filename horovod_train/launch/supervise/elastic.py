@@ -56,8 +56,8 @@ def run_elastic(
         record: Told what happens to the ranks as a whole.
 
     Raises:
-        HorovodTrainError: Anything but a good end, explained; among it, for ``wait_s`` there were too few
-            hosts, or ranks were lost ``max_failures`` times in a row without a checkpoint in between.
+        HorovodTrainError: Anything but a good end, explained; among it, too few hosts for ``wait_s``, or
+            ``max_failures`` losses in a row without a checkpoint in between.
     """
     log = LogFile(request.log_dir / LOG_FILE)
 
@@ -85,14 +85,7 @@ def run_elastic(
             membership.forget_losses()
         except LostError as error:
             failures = 0 if error.has_saved else failures + 1
-            if failures > elastic.max_failures:
-                raise _gave_up(error, failures) from error
-            if error.has_saved:
-                membership.forget_losses()
-            say(f"elastic: {error}")
-            membership.lose(error.hosts)
-            going_on = "elastic: going on from the newest checkpoint"
-            say(f"{going_on} ({failures} losses in a row without a new one)")
+            _go_on(error, failures, elastic, membership, say)
         else:
             return
 
@@ -116,7 +109,27 @@ def on_hosts(request: LaunchRequest, hosts: Sequence[str], number: int) -> Launc
     }
     launch = launch.model_copy(update=changes)
     job = request.job.model_copy(update={"launch": launch})
-    return replace(request, job=job, attempt=number, own_interface=interface_towards(launch))
+    wanted = request.job.launch.most_ranks
+    return replace(
+        request, job=job, attempt=number, own_interface=interface_towards(launch), num_wanted=wanted
+    )
+
+
+def _go_on(
+    error: LostError, failures: int, elastic: Elastic, membership: Membership, say: Callable[[str], None]
+) -> None:
+    """Go on without the hosts that were lost.
+
+    Raises:
+        LostError: It was one loss in a row too many.
+    """
+    if failures > elastic.max_failures:
+        raise _gave_up(error, failures) from error
+    if error.has_saved:
+        membership.forget_losses()
+    say(f"elastic: {error}")
+    membership.lose(error.hosts)
+    say(f"elastic: going on from the newest checkpoint ({failures} losses in a row without a new one)")
 
 
 def _gave_up(error: LostError, failures: int) -> LostError:

@@ -54,6 +54,8 @@ def prepare(
             console.print(
                 f"{name}: network interface {interface.name} ({interface.address}): {interface.reason}"
             )
+    # Of an elastic job, ranks are told one with as many ranks as there are now.
+    wanted = {"HOROVOD_TRAIN_RANKS_WANTED": str(request.num_wanted)} if request.num_wanted else {}
     archive = ""
     if job.launch.ship_code:
         job, archive = _with_shipped_code(job, request.stage)
@@ -70,7 +72,7 @@ def prepare(
                 prefix=found.prefix,
                 folder=request.folder,
                 program=request.program,
-                variables={**variables, **secrets},
+                variables={**variables, **wanted, **secrets},
             ),
             "archive": archive,
         }

@@ -21,14 +21,22 @@ JOBS = (
         "States",
         "The newest run of each job.",
         ("max by (training_job, run, state) (horovod_train_job_state)", ""),
-        span=12,
+        span=8,
+    ),
+    panel(
+        "bars",
+        "Running for",
+        "How long jobs that go on have been running.",
+        (f"(time() - horovod_train_job_begun_timestamp_seconds) and on (training_job, run) {_GOES_ON}", _JOB),
+        unit="s",
+        span=8,
     ),
     panel(
         "table",
         "Failures",
         "Why jobs have failed, in the last week.",
         ("max by (training_job, run, cause) (horovod_train_job_failed)", ""),
-        span=12,
+        span=8,
     ),
 )
 

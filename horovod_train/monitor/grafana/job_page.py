@@ -130,6 +130,7 @@ SAFETY = (
         "So much work would be lost if a host failed then.",
         (same_on_all("horovod_train_checkpoint_age_seconds"), _JOB),
         unit="s",
+        span=6,
     ),
     panel(
         "graph",
@@ -137,6 +138,15 @@ SAFETY = (
         "Is the file system fast enough?",
         (f"max {_BY} ({of_selected(f'{_WRITE}_sum')} / {of_selected(f'{_WRITE}_count')})", "mean"),
         unit="s",
+        span=6,
+    ),
+    panel(
+        "graph",
+        "Size of a checkpoint",
+        "How much room do checkpoints take?",
+        (same_on_all("horovod_train_checkpoint_size_bytes"), _JOB),
+        unit="bytes",
+        span=6,
     ),
     panel(
         "graph",
@@ -145,6 +155,7 @@ SAFETY = (
         (same_on_all("horovod_train_grace_needed_seconds"), "needed"),
         (same_on_all("horovod_train_grace_granted_seconds"), "granted"),
         unit="s",
+        span=6,
     ),
 )
 

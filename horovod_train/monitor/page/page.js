@@ -59,7 +59,7 @@ function showJobs(jobs) {
   list.replaceChildren(...rows);
   if (focused) list.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus();
   at("empty").hidden = jobs.length > 0;
-  at("run").hidden = jobs.length === 0;
+  if (jobs.length === 0) at("run").hidden = true;
 }
 
 function tiles(run) {
@@ -199,6 +199,7 @@ async function showRun(run) {
   findings(run);
   rankTable(run.ranks);
   eventList(run.events);
+  at("run").hidden = false; // not before it has its size: nothing that is seen moves
   put(at("heat-caption"), run.heat.is_own
     ? "Own time of a step, by rank: without waiting for others"
     : "Time of a step, by rank: this framework does not tell waiting apart");

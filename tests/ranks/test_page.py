@@ -1,0 +1,212 @@
+"""The page, in a real browser: what it shows is what ranks say, and it stays where it is."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from support.browser import browser, needs_browser, tab
+from support.exporters import ServedRanks
+from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, free_port, write_job
+
+from horovod_train.monitor import board as board_module
+from horovod_train.monitor import view as view_module
+from horovod_train.monitor.ui_server import serve_page
+
+pytestmark = [pytest.mark.ranks, needs_browser]
+TOKEN = "s3cret"  # noqa: S105
+SHOWN_MS = 20_000
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The folder of a real run on three ranks that has ended."""
+    folder = tmp_path_factory.mktemp("ended")
+    job = write_job(
+        folder / "job.yaml",
+        name="ended",
+        framework="numpy",
+        task=f"{PROGRAMS / 'quick_tasks.py'}:Noted",
+        task_args={"notes": str(folder), "pause_s": 0.005, "num_samples": 60},
+        run_dir=str(folder / "runs"),
+        train={"epochs": 60, "batch_size_per_rank": 4},
+        lr={"base_lr": 0.01, "reference_batch_size": 4},
+        launch={"num_ranks": 3},
+    )
+    run = [str(BIN / "horovod-train"), "run", str(job)]
+    subprocess.run(run, env=environment(), check=True, timeout=TIMEOUT_S, stdout=subprocess.DEVNULL)
+    return folder / "runs"
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """Four ranks that serve metrics, one of them slow, and the page on them."""
+    monkeypatch.setattr(board_module, "ASK_INTERVAL_S", 0.2)
+    monkeypatch.setattr(view_module, "MIN_WINDOW_S", 1.0)
+    ranks = ServedRanks([0.02, 0.02, 0.045, 0.02], free_port())
+    server = serve_page(
+        [], [str(ranks.write_targets(tmp_path / "targets.json"))],
+        host="127.0.0.1", port=0, token=TOKEN, may_end=False,
+    )  # fmt: skip
+    yield ranks, f"http://127.0.0.1:{server.port}/?token={TOKEN}"
+    server.close()
+    ranks.close()
+
+
+@pytest.fixture
+def page_of_ended(ended):
+    server = serve_page([ended], [], host="127.0.0.1", port=0, token=TOKEN, may_end=False)
+    yield f"http://127.0.0.1:{server.port}/?token={TOKEN}"
+    server.close()
+
+
+def scraped(address, name):
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        text = answer.read().decode()
+    (value,) = [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"horovod_train_{name}"
+    ]
+    return value
+
+
+def until(is_so, seconds=15.0):
+    deadline = time.monotonic() + seconds
+    while not (found := is_so()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+def test_the_slow_rank_is_named_and_numbers_are_those_of_the_ranks(served, chromium):
+    ranks, address = served
+    with tab(chromium) as shown:
+        shown.page.goto(address)
+        shown.page.wait_for_selector("#chart-heat[data-drawn='4']", timeout=SHOWN_MS)
+        until(lambda: "Rank 2 needs" in shown.text("#findings"))
+        said = shown.text("#findings")
+        assert "45 ms of its own" in said
+        assert "most of it in data: 12.5 ms more" in said or "most of it in forward: 12.5 ms more" in said
+        assert "Rank 0" not in said
+        ranks.stop()
+        until(lambda: shown.rows()[0]["Steps"] == f"{ranks.num_steps:,}")
+        for row, where in zip(shown.rows(), ranks.addresses, strict=True):
+            assert row["Host"] == f"n{row['Rank']}"
+            assert row["State"] == "trains"
+            assert int(row["Steps"].replace(",", "")) == scraped(where, "steps_total")
+            assert float(row["Loss"]) == pytest.approx(scraped(where, "loss"), abs=1e-4)
+        assert shown.tiles()["Learning rate"] == "0.125"
+        assert not shown.complaints
+
+
+def test_a_rank_that_dies_appears_as_dead(served, chromium):
+    ranks, address = served
+    with tab(chromium) as shown:
+        shown.page.goto(address)
+        until(lambda: [row["State"] for row in shown.rows()] == ["trains"] * 4)
+        ranks.exporters[1].close()
+
+        until(lambda: shown.rows()[1]["State"] == "dead")
+        assert "Rank 1 does not answer." in shown.text("#findings")
+        assert [row["State"] for row in shown.rows()] == ["trains", "dead", "trains", "trains"]
+
+
+def test_a_run_that_has_ended_is_shown_whole(page_of_ended, chromium):
+    with tab(chromium) as shown:
+        shown.page.goto(page_of_ended)
+        shown.page.wait_for_selector("#chart-heat[data-drawn='3']", timeout=SHOWN_MS)
+
+        assert shown.text("#state") == "succeeded"
+        assert shown.tiles()["Step"] == "300 of 300"
+        assert re.search(r"\d", shown.tiles()["Evaluation: loss"])
+        assert "trained: 300 steps" in shown.text("#events")
+        until(lambda: "trained ended: 60 epochs, 300 steps" in shown.text("#log"))
+        assert {row["State"] for row in shown.rows()} == {"ended"}
+        assert shown.page.locator("#jobs a[aria-current=page]").count() == 1
+        assert not shown.complaints
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_moves(page_of_ended, chromium):
+    with tab(chromium) as shown:
+        shown.page.goto(page_of_ended)
+        shown.page.wait_for_selector("#chart-heat[data-drawn]", timeout=SHOWN_MS)
+        shown.page.wait_for_timeout(3000)
+
+        place = page_of_ended.partition("/?")[0]
+        assert len(shown.asked) > 6
+        assert all(each.startswith((place, "data:", "blob:")) for each in shown.asked)
+        assert TOKEN not in shown.page.url, "it does not stay in the address"
+        assert shown.page.evaluate("window.layoutShift") < 0.1
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1280, "dark")])
+def test_it_fits_a_phone_and_the_dark(page_of_ended, chromium, width, scheme):
+    with tab(chromium, width=width, height=844, scheme=scheme) as shown:
+        shown.page.goto(page_of_ended)
+        shown.page.wait_for_selector("#chart-heat[data-drawn]", timeout=SHOWN_MS)
+
+        assert shown.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        background = shown.page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        assert background == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 28)")
+
+
+def test_it_can_be_used_without_a_mouse(page_of_ended, chromium):
+    with tab(chromium) as shown:
+        shown.page.goto(page_of_ended)
+        shown.page.wait_for_selector("#chart-heat[data-drawn]", timeout=SHOWN_MS)
+        shown.page.keyboard.press("Tab")
+        assert shown.page.evaluate("document.activeElement.textContent") == "Skip to the run"
+        shown.page.keyboard.press("Tab")
+        shown.page.keyboard.press("Enter")
+        assert shown.page.evaluate("document.documentElement.dataset.theme") == "dark"
+        shown.page.keyboard.press("Tab")
+        assert shown.page.evaluate("document.activeElement.closest('nav') !== null")
+        # Whoever cannot see a chart is told what it shows.
+        assert "Loss over time, now" in shown.page.get_attribute("#chart-loss", "aria-label")
+
+
+def test_without_the_token_there_is_no_page(page_of_ended, chromium):
+    with tab(chromium) as shown:
+        answer = shown.page.goto(page_of_ended.partition("?")[0])
+
+        assert answer.status == 401
+        assert "the address that was printed" in shown.page.content()
+
+
+def test_run_with_ui_prints_where_it_is_and_serves_while_the_run_lasts(tmp_path, chromium):
+    job = write_job(
+        tmp_path / "job.yaml",
+        name="shown",
+        framework="numpy",
+        task=f"{PROGRAMS / 'quick_tasks.py'}:Noted",
+        task_args={"notes": str(tmp_path), "pause_s": 0.02, "num_samples": 60},
+        run_dir=str(tmp_path / "runs"),
+        train={"epochs": 1000, "batch_size_per_rank": 4},
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "horovod_train", "run", str(job), "--ui"],
+        env=environment(), stdout=subprocess.PIPE, text=True,
+    ) as run:  # fmt: skip
+        lines = [run.stdout.readline() for _ in range(3)]
+        said = "".join(lines)
+        address = re.search(r"page: (http://127\.0\.0\.1:\d+/\?token=[0-9a-f]{32})$", said, re.MULTILINE)
+        assert re.search(r"ssh -L (\d+):127\.0\.0\.1:\1 ", said)
+        with tab(chromium) as shown:
+            shown.page.goto(address[1])
+            until(lambda: "running" in shown.text("#state"))
+        run.terminate()
+        run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 75

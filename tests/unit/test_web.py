@@ -1,0 +1,305 @@
+"""The servers of the control side under rude, curious and hostile clients."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
+
+import pytest
+from click.testing import CliRunner
+
+from horovod_train.cli.cmd_ui import where_it_is
+from horovod_train.cli.main import cli
+from horovod_train.errors import LaunchError, UserError
+from horovod_train.events.file import EventsFile, opened
+from horovod_train.monitor import ui_server as ui_module
+from horovod_train.monitor import web as web_module
+from horovod_train.monitor.targets_server import serve_targets
+from horovod_train.monitor.ui_server import serve_page
+from horovod_train.monitor.web import names_of
+
+TOKEN = "s3cret"  # noqa: S105
+KNOWN = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    folder = tmp_path / "runs" / "j" / "r"
+    folder.mkdir(parents=True)
+    events = EventsFile(folder / "events.jsonl")
+    events.write(opened("j", "r"))
+    events.close()
+    (tmp_path / "secret.txt").write_text("nobody's business")
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def page(runs):
+    server = serve_page([runs], [], host="127.0.0.1", port=0, token=TOKEN, may_end=False)
+    yield server.port
+    server.close()
+    server.close()
+
+
+@pytest.fixture
+def ending_page(runs, monkeypatch):
+    ended = []
+    monkeypatch.setattr(ui_module, "end", lambda run, how: ended.append((run.key, how)))
+    server = serve_page([runs], [], host="127.0.0.1", port=0, token=TOKEN, may_end=True)
+    yield server.port, ended
+    server.close()
+
+
+def ask(port, path, method="GET", body=None, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection.request(method, path, body, given)
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read().decode()
+    finally:
+        connection.close()
+
+
+def raw(port, data):
+    with socket.create_connection(("127.0.0.1", port), 5) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(10)
+        try:
+            return connection.recv(65536)
+        except ConnectionResetError:
+            return b""
+
+
+PATHS = [
+    "/",
+    "/page.js",
+    "/page.css",
+    "/charts.js",
+    "/plotly.js",
+    "/api/jobs",
+    "/api/run?key=j/r",
+    "/api/log?key=j/r",
+]
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/nothing"])
+@pytest.mark.parametrize(
+    "headers", [{}, {"Authorization": "Bearer wrong"}, {"Cookie": "horovod_train_1=s3cret"}]
+)
+def test_nothing_is_read_without_the_token(page, path, headers):
+    status, _, text = ask(page, path, **headers)
+
+    assert status == 401
+    assert "the token is missing or wrong" in text
+    assert "horovod_train</title>" not in text
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_with_it_everything_is_and_nothing_is_kept_or_embedded(page, path):
+    status, headers, _ = ask(page, path, **KNOWN)
+
+    assert status == 200
+    assert headers["X-Frame-Options"] == "DENY"
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "Server" not in headers
+    assert headers["Cache-Control"] == ("private, max-age=86400" if path == "/plotly.js" else "no-store")
+
+
+def test_the_token_becomes_a_cookie_that_scripts_and_other_pages_do_not_get(page):
+    status, headers, _ = ask(page, f"/?token={TOKEN}")
+
+    assert (status, headers["Location"]) == (302, "/")
+    cookie = headers["Set-Cookie"]
+    assert cookie.startswith(f"horovod_train_{page}=")
+    assert "HttpOnly" in cookie
+    assert "SameSite=Strict" in cookie
+    assert ask(page, "/api/jobs", Cookie=cookie.partition(";")[0])[0] == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:1", "null"])
+def test_another_origin_is_refused(page, origin):
+    assert ask(page, "/api/jobs", Origin=origin, **KNOWN)[0] == 403
+
+
+def test_its_own_origin_is_not(page):
+    assert ask(page, "/api/jobs", Origin=f"http://127.0.0.1:{page}", **KNOWN)[0] == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "[::2]", "localhost.evil.example"])
+def test_another_name_for_this_address_is_refused(page, host):
+    """A page of evil.example could let its name point here, and would be of the same origin."""
+    assert ask(page, "/api/jobs", Host=host, **KNOWN)[0] == 400
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/../secret.txt", "/..%2fsecret.txt", "/page.js/../../../secret.txt", "/%2e%2e/%2e%2e/etc/passwd",
+        "//etc/passwd", "/api/run?key=../secret.txt", "/api/log?key=..%2f..%2fetc", "/api/run?key=",
+        "/api/log", "/api/run?key=j/r/../../..", "/page.css%00.js",
+    ],
+)  # fmt: skip
+def test_nothing_outside_is_ever_read(page, path):
+    status, _, text = ask(page, path, **KNOWN)
+
+    assert status in (400, 404)
+    assert "nobody's business" not in text
+    assert "root:" not in text
+
+
+class TestEnding:
+    ASKED = json.dumps({"key": "j/r", "how": "drain"})
+    OURS: ClassVar = {"X_Requested_With": "horovod_train", **KNOWN}
+
+    def test_is_refused_where_it_was_not_allowed(self, page):
+        status, _, text = ask(page, "/api/end", "POST", self.ASKED, **self.OURS)
+
+        assert status == 403
+        assert "--allow-ending" in text
+
+    @pytest.mark.parametrize(
+        "headers",
+        [{}, KNOWN, {"X_Requested_With": "horovod_train"}, {**OURS, "Origin": "http://evil.example"}],
+    )
+    def test_needs_the_token_and_to_be_asked_by_the_page(self, ending_page, headers):
+        port, ended = ending_page
+
+        assert ask(port, "/api/end", "POST", self.ASKED, **headers)[0] in (401, 403)
+        assert not ended
+
+    @pytest.mark.parametrize(
+        ("body", "status"),
+        [
+            ("", 400), ("[]", 400), ("{", 400), ('{"key": "j/r"}', 400),
+            ('{"key": "j/r", "how": "kill -9"}', 400), ('{"key": "j/r", "how": ["drain"]}', 400), ('{"key": "x/y", "how": "drain"}', 404),
+        ],
+    )  # fmt: skip
+    def test_what_is_not_understood_ends_nothing(self, ending_page, body, status):
+        port, ended = ending_page
+
+        assert ask(port, "/api/end", "POST", body, **self.OURS)[0] == status
+        assert not ended
+        assert ask(port, "/api/end", **self.OURS)[0] == 405
+
+    def test_ends_the_run_that_was_meant(self, ending_page):
+        port, ended = ending_page
+
+        assert ask(port, "/api/end", "POST", self.ASKED, **self.OURS)[0] == 200
+        assert ended == [("j/r", "drain")]
+
+    def test_says_why_it_cannot(self, runs, monkeypatch):
+        def refuse(run, how):
+            raise LaunchError("it is carried out elsewhere")
+
+        monkeypatch.setattr(ui_module, "end", refuse)
+        server = serve_page([runs], [], host="127.0.0.1", port=0, token=TOKEN, may_end=True)
+        try:
+            status, _, text = ask(server.port, "/api/end", "POST", self.ASKED, **self.OURS)
+        finally:
+            server.close()
+
+        assert status == 409
+        assert "carried out elsewhere" in text
+
+    def test_a_run_that_this_machine_has_not_started_is_said_so(self, page, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+        with pytest.raises(UserError, match="no job 'j-r'"):
+            ui_module.end(type("Run", (), {"job": "j", "run_id": "r"}), "drain")
+
+
+def test_malformed_requests_disturb_nobody(page):
+    for data in (
+        b"\0" * 5000, b"GET", b"GET /\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 200_000,
+        b"POST /api/end HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999999\r\n\r\n",
+        b"POST /api/end HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: -5\r\n\r\n",
+        b"POST /api/end HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"\xff\xfe / HTTP/1.1\r\n\r\n",
+    ):  # fmt: skip
+        answer = raw(page, data)
+        assert not answer or answer.startswith(b"HTTP/1.1 4"), answer[:80]
+
+    assert ask(page, "/api/jobs", **KNOWN)[0] == 200
+
+
+def test_five_hundred_at_the_same_time_are_all_answered(page):
+    with ThreadPoolExecutor(50) as pool:
+        statuses = list(pool.map(lambda _: ask(page, "/api/jobs", **KNOWN)[0], range(500)))
+
+    assert statuses == [200] * 500
+
+
+def test_who_does_not_ask_or_read_holds_up_nobody_and_is_closed(runs, monkeypatch):
+    monkeypatch.setattr(web_module, "IDLE_S", 0.5)
+    server = serve_page([runs], [], host="127.0.0.1", port=0, token=TOKEN, may_end=False)
+    try:
+        silent = [socket.create_connection(("127.0.0.1", server.port), 5) for _ in range(100)]
+        for connection in silent[:50]:
+            connection.sendall(b"GET /plotly.js HTTP/1.1\r\nHost: 127.0.0.1\r\n")  # and no end
+        assert ask(server.port, "/api/jobs", **KNOWN)[0] == 200
+        time.sleep(1.5)
+        for connection in silent:
+            connection.settimeout(5)
+            assert connection.recv(1) == b""
+            connection.close()
+    finally:
+        server.close()
+
+
+class TestTargets:
+    def test_are_open_on_loopback_and_need_a_token_where_one_is_set(self, runs, monkeypatch):
+        server = serve_targets([runs], "127.0.0.1", 0)
+        try:
+            assert ask(server.port, "/targets")[2] == "[]"
+            assert 'horovod_train_job_state{run="r"' in ask(server.port, "/metrics")[2]
+            assert ask(server.port, "/../secret.txt")[0] == 404
+        finally:
+            server.close()
+        monkeypatch.setenv("HOROVOD_TRAIN_TOKEN", TOKEN)
+        server = serve_targets([runs], "127.0.0.1", 0)
+        try:
+            assert ask(server.port, "/targets")[0] == 401
+            assert ask(server.port, "/targets", **KNOWN)[0] == 200
+        finally:
+            server.close()
+
+
+def test_a_port_that_is_taken_is_said(runs, page):
+    with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{page}.*\n.*--port"):
+        serve_targets([runs], "127.0.0.1", page)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", {"127.0.0.1", "localhost", "::1"}),
+        ("node7", {"node7", "127.0.0.1", "localhost", "::1"}),
+        ("0.0.0.0", set()),  # noqa: S104
+    ],
+)
+def test_the_names_of_a_server_follow_from_where_it_listens(host, expected):
+    assert set(names_of(host)) == expected
+
+
+def test_a_person_is_told_how_to_come_from_another_machine():
+    here, tunnel = where_it_is("127.0.0.1", 9301, "x")
+
+    assert here == "page: http://127.0.0.1:9301/?token=x"
+    assert "ssh -L 9301:127.0.0.1:9301 " in tunnel
+    assert len(where_it_is("0.0.0.0", 9301, "x")) == 1  # noqa: S104
+    assert "[::2]:9301" in where_it_is("::2", 9301, "x")[0]
+
+
+def test_what_is_not_there_is_said(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    done = CliRunner().invoke(cli, ["ui", "nothing"])
+
+    assert isinstance(done.exception, UserError)
+    assert "neither a folder nor a job" in str(done.exception)
