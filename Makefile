@@ -2,7 +2,7 @@
 #
 #   make train    install, build the engine, train the digits task on two ranks
 #   make test     install, run every test
-#   make servers  install sshd, Slurm and buildah for the tests that need them (root, Debian)
+#   make servers  install sshd, Slurm, buildah, Prometheus and Chromium for the tests that need them (root, Debian)
 #   make check    lint, types and tests: what CI runs
 #   make mxnet    install MXNet and its engine into an environment of their own
 #   make image    build the container image and try it (root, buildah, debootstrap)
@@ -88,11 +88,12 @@ mxnet: tools $(MXNET)/engine
 train: tools $(VENV)/installed $(VENV)/engine
 	@$(BIN)/horovod-train run digits --set checkpoint.resume=never
 
-# What tests of hosts, of Slurm and of the image need besides Python; they are skipped without.
+# What tests of hosts, of Slurm, of the image, of metrics and of the page need besides Python; they are skipped
+# without.
 servers:
-	@command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] || { echo "error: needs root on Debian or Ubuntu: install iproute2 openssh-server slurm-wlm munge buildah debootstrap by hand"; exit 2; }
-	@for program in ip sshd slurmctld slurmd munged buildah debootstrap; do PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
-	[ -z "$${missing:-}" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends iproute2 openssh-server openssh-client slurm-wlm munge buildah debootstrap >/dev/null; }
+	@command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] || { echo "error: needs root on Debian or Ubuntu: install iproute2 openssh-server slurm-wlm munge buildah debootstrap prometheus chromium by hand"; exit 2; }
+	@for program in ip sshd slurmctld slurmd munged buildah debootstrap prometheus promtool chromium; do PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
+	[ -z "$${missing:-}" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends iproute2 openssh-server openssh-client slurm-wlm munge buildah debootstrap prometheus chromium >/dev/null; }
 
 test: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest -n 2 --matrix=docs/frameworks.md

@@ -1,6 +1,7 @@
 """Write manifests for Kustomize: what `horovod-train render` says of each job.yaml here.
 
     base/                the manifests of base/job.yaml
+    monitoring/          Grafana's dashboards as ConfigMaps, Prometheus' rules, and what tells of jobs
     overlays/<name>/     what is different, or new, in those of overlays/<name>/job.yaml
 
 usage: python k8s/generate.py     after a change of a job.yaml, or of the renderer
@@ -16,10 +17,13 @@ from horovod_train.config.load import load_job
 from horovod_train.launch.launchers.mpijob.document import Manifest, as_yaml
 from horovod_train.launch.launchers.mpijob.render import render
 from horovod_train.launch.submit import resolve
+from horovod_train.monitor import rules
+from horovod_train.monitor.shipped import dashboards
 
 FOLDER = Path(__file__).parent
 OVERLAYS = ("cpu", "elastic", "gpu", "monitoring", "spot")
 RUN_ID = "first"
+MONITORING = "monitoring"  # the namespace of Prometheus and Grafana
 IMAGE = "registry.example/horovod_train"
 
 
@@ -66,7 +70,92 @@ def generated() -> dict[Path, str]:
     files[Path("base/kustomization.yaml")] = kustomization([file_name(manifest) for manifest in base], [])
     for name in OVERLAYS:
         files |= overlay(Path("overlays") / name, base)
+    return files | monitoring()
+
+
+def monitoring() -> dict[Path, str]:
+    """Return what a cluster needs once, for all jobs."""
+    folder = Path("monitoring")
+    files = {folder / "rules.yaml": as_yaml([prometheus_rule()]), folder / "targets.yaml": as_yaml(targets())}
+    for name, text in dashboards().items():
+        files[folder / f"{name.removesuffix('.json')}.yaml"] = as_yaml([config_map(name, text)])
+    files[folder / "kustomization.yaml"] = kustomization(sorted(path.name for path in files), [])
     return files
+
+
+def config_map(name: str, text: str) -> Manifest:
+    """Return a dashboard as Grafana's sidecar finds it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {
+            "name": name.removesuffix(".json"),
+            "namespace": MONITORING,
+            "labels": {"grafana_dashboard": "1"},
+        },
+        "data": {name: text},
+    }
+
+
+def prometheus_rule() -> Manifest:
+    """Return the rules as Prometheus' operator takes them."""
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "horovod-train", "namespace": MONITORING},
+        "spec": rules.document(),
+    }
+
+
+def targets() -> list[Manifest]:
+    """Return what tells Prometheus of jobs that have ended: `targets serve` on the volume of their runs."""
+    labels = {"app.kubernetes.io/name": "horovod-train-targets"}
+    container = {
+        "name": "targets",
+        "image": IMAGE,
+        "command": ["horovod-train", "targets", "serve", "/data/runs", "--host", "0.0.0.0"],  # noqa: S104
+        "ports": [{"name": "metrics", "containerPort": 9300}],
+        "readinessProbe": {"tcpSocket": {"port": 9300}},
+        "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "512Mi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "volumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}],
+    }
+    pod = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": 1000,
+            "runAsGroup": 1000,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data", "readOnly": True}}],
+    }
+    deployment = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "horovod-train-targets", "labels": labels},
+        "spec": {
+            "replicas": 1,
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+        },
+    }
+    monitor = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PodMonitor",
+        "metadata": {"name": "horovod-train-targets", "labels": labels},
+        "spec": {
+            "selector": {"matchLabels": labels},
+            "podMetricsEndpoints": [{"port": "metrics", "interval": "30s"}],
+        },
+    }
+    return [deployment, monitor]
 
 
 def overlay(folder: Path, base: Sequence[Manifest]) -> dict[Path, str]:
@@ -91,8 +180,9 @@ def overlay(folder: Path, base: Sequence[Manifest]) -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    for old in [*FOLDER.glob("base/*.yaml"), *FOLDER.glob("overlays/*/*.yaml")]:
+    for old in [*FOLDER.glob("*/*.yaml"), *FOLDER.glob("overlays/*/*.yaml")]:
         if old.name != "job.yaml":
             old.unlink()
+    (FOLDER / "monitoring").mkdir(exist_ok=True)
     for path, text in generated().items():
         (FOLDER / path).write_text(text, encoding="utf-8")

@@ -191,6 +191,9 @@ class Kubernetes(Section):
     pod_monitor: bool = False
     """Make a PodMonitor, so that Prometheus' operator scrapes each rank."""
 
+    scrape_annotations: bool = False
+    """Annotate workers (prometheus.io/scrape) for a Prometheus without its operator; one rank in each."""
+
     labels: dict[QualifiedName, LabelValue] = {}
     """Further labels of the job and its pods."""
 

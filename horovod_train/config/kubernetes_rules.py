@@ -117,8 +117,20 @@ def _ranks(job: Job) -> Iterator[Problem]:
 
 
 def _metrics(job: Job) -> Iterator[Problem]:
-    if not job.launch.kubernetes.pod_monitor:
+    kubernetes = job.launch.kubernetes
+    if kubernetes.scrape_annotations and kubernetes.ranks_per_worker > 1:
+        yield Problem(
+            "launch.kubernetes.scrape_annotations",
+            "true",
+            f"names one port, and workers have {kubernetes.ranks_per_worker} ranks, each with a port of its own",
+            "scrape ports by their names, as docs/monitoring.md shows, or set pod_monitor: true",
+        )
+    if not kubernetes.pod_monitor:
         return
+    for field in ("tls", "basic_auth"):
+        if getattr(job.metrics, field) is not None:
+            message = "cannot be had with launch.kubernetes.pod_monitor: true, which knows neither"
+            yield Problem(f"metrics.{field}", "", message, "write a PodMonitor of your own for such jobs")
     if not job.metrics.enabled:
         yield Problem(
             "launch.kubernetes.pod_monitor", "true", "has nothing to scrape: metrics.enabled is false"

@@ -7,11 +7,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import kubernetes_validate
 import pytest
 import yaml
 from support.launching import BIN
 
 from horovod_train.launch.launchers.mpijob.validate import check
+from horovod_train.monitor.shipped import dashboards, rules_file
 
 K8S = Path(__file__).parents[2] / "k8s"
 GENERATE = runpy.run_path(str(K8S / "generate.py"))
@@ -38,6 +40,18 @@ def test_the_files_are_those_that_the_renderer_writes():
     }
 
     assert found == GENERATE["generated"](), "run `python k8s/generate.py`"
+
+
+def test_what_a_cluster_needs_once_is_what_ships_with_the_package():
+    made = kustomize(K8S / "monitoring")
+    maps = [manifest for manifest in made if manifest["kind"] == "ConfigMap"]
+
+    assert {name: text for each in maps for name, text in each["data"].items()} == dashboards()
+    assert all(each["metadata"]["labels"] == {"grafana_dashboard": "1"} for each in maps)
+    (rule,) = (manifest for manifest in made if manifest["kind"] == "PrometheusRule")
+    assert rule["spec"] == yaml.safe_load(rules_file())
+    (deployment,) = (manifest for manifest in made if manifest["kind"] == "Deployment")
+    kubernetes_validate.validate(deployment, "1.33", strict=True)
 
 
 @pytest.mark.parametrize("name", ["base", *(f"overlays/{name}" for name in GENERATE["OVERLAYS"])])

@@ -234,11 +234,21 @@ def _pod(job: Job, container: Manifest, volumes: list[Manifest], *, on_demand: b
         spec["imagePullSecrets"] = [{"name": name} for name in kubernetes.image_pull_secrets]
     if not on_demand:
         spec |= _placement(job)
-    annotations = {"sidecar.istio.io/inject": "false", **kubernetes.annotations}
+    scraped = {} if on_demand else _scrape_annotations(job)
+    annotations = {"sidecar.istio.io/inject": "false", **scraped, **kubernetes.annotations}
     metadata: Manifest = {"annotations": annotations}
     if labels := _labels(job):
         metadata["labels"] = labels
     return {"metadata": metadata, "spec": spec}
+
+
+def _scrape_annotations(job: Job) -> dict[str, str]:
+    """Return what a Prometheus looks for that was configured by its chart, without the operator."""
+    if not (job.launch.kubernetes.scrape_annotations and job.metrics.enabled):
+        return {}
+    scheme = "http" if job.metrics.tls is None else "https"
+    found = {"scrape": "true", "port": str(job.metrics.port), "path": "/metrics", "scheme": scheme}
+    return {f"prometheus.io/{name}": value for name, value in found.items()}
 
 
 def _placement(job: Job) -> Manifest:
