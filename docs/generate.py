@@ -3,7 +3,7 @@
     docs/job.md                      every field of a job description
     docs/events.md                   every kind of event
     docs/images/learning-rate.svg    the schedule on 1, 4 and 16 ranks
-    docs/monitoring.md               the table of metrics
+    docs/monitoring.md               the tables of metrics
 
 usage: python docs/generate.py
 """
@@ -21,6 +21,8 @@ from matplotlib import pyplot as plt
 from horovod_train.config.schema import Job, LearningRate
 from horovod_train.events.types import KINDS
 from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.monitor.job_metrics import JOB_CATALOG
+from horovod_train.monitor.rules import recordings_as_markdown
 from horovod_train.telemetry.catalog import CATALOG
 from horovod_train.telemetry.metric import as_markdown
 
@@ -171,9 +173,19 @@ def _type(field: dict[str, Any]) -> str:
 
 
 def monitoring_with_metrics() -> str:
-    """Return the page about monitoring with the table of metrics as it is in the code."""
-    table = f"<!-- metrics -->\n{as_markdown(CATALOG)}\n<!-- /metrics -->"
-    return re.sub(r"<!-- metrics -->.*?<!-- /metrics -->", table, MONITORING.read_text(), flags=re.DOTALL)
+    """Return the page about monitoring with its tables as they are in the code."""
+    page = MONITORING.read_text()
+    tables = {
+        "metrics": as_markdown(CATALOG),
+        "job metrics": as_markdown(JOB_CATALOG),
+        "recordings": recordings_as_markdown(),
+    }
+    for name, table in tables.items():
+        marked = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
+        page = re.sub(
+            rf"<!-- {name} -->.*?<!-- /{name} -->", lambda _, text=marked: text, page, flags=re.DOTALL
+        )
+    return page
 
 
 if __name__ == "__main__":

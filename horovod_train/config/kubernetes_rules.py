@@ -122,7 +122,7 @@ def _metrics(job: Job) -> Iterator[Problem]:
         yield Problem(
             "launch.kubernetes.scrape_annotations",
             "true",
-            f"names one port, and workers have {kubernetes.ranks_per_worker} ranks, each with a port of its own",
+            f"names one port, and workers have {kubernetes.ranks_per_worker} ranks with a port each",
             "scrape ports by their names, as docs/monitoring.md shows, or set pod_monitor: true",
         )
     if not kubernetes.pod_monitor:

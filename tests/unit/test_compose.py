@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_images_are_pinned_have_no_rights_and_are_reached_from_here_only(name):
 
 def test_the_job_is_one_that_can_be_trained():
     command = SERVICES["train"]["command"]
-    settings = [after for before, after in zip(command, command[1:], strict=False) if before == "--set"]
+    settings = [after for before, after in pairwise(command) if before == "--set"]
     job = load_job(find_job("digits"), settings, {})
 
     assert job.metrics.host == "0.0.0.0"  # noqa: S104  (it is what Prometheus' container needs)

@@ -178,7 +178,9 @@ class TestEnding:
         ("body", "status"),
         [
             ("", 400), ("[]", 400), ("{", 400), ('{"key": "j/r"}', 400),
-            ('{"key": "j/r", "how": "kill -9"}', 400), ('{"key": "j/r", "how": ["drain"]}', 400), ('{"key": "x/y", "how": "drain"}', 404),
+            ('{"key": "j/r", "how": "kill -9"}', 400),
+            ('{"key": "j/r", "how": ["drain"]}', 400),
+            ('{"key": "x/y", "how": "drain"}', 404),
         ],
     )  # fmt: skip
     def test_what_is_not_understood_ends_nothing(self, ending_page, body, status):
