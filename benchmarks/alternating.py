@@ -1,17 +1,20 @@
-"""Our worker, with metrics recorded in every second block of steps only.
+"""Our worker, with all that is measured in every second block of steps only.
 
 Two processes on a shared machine differ by more than what metrics cost. Neighbouring blocks of one
-process do not. usage: as ``python -m horovod_train worker --events JOB``, with JOB alone
+process do not. In a block without, steps are not recorded and ranks tell each other nothing of where their
+time went. usage: as ``python -m horovod_train worker --events JOB``, with JOB alone
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from horovod_train import worker
 from horovod_train.training.hooks.metrics import RecordMetrics
-from horovod_train.training.run import Run, StepReport
+from horovod_train.training.hooks.waits import AttributeWaiting
 
 BLOCK_STEPS = 5
 
@@ -21,13 +24,33 @@ def is_recorded(step: int) -> bool:
     return step // BLOCK_STEPS % 2 == 0
 
 
+class InBlocks:
+    """Lets hooks do something in every second block, the same ones on all ranks."""
+
+    def __init__(self) -> None:
+        self.is_on = True
+        self._tell(RecordMetrics)
+        self._tell(AttributeWaiting)
+        say, hear = AttributeWaiting.say, AttributeWaiting.hear
+        AttributeWaiting.say = lambda hook: say(hook) if self.is_on else b""  # type: ignore[method-assign]
+
+        def hear_if_on(hook: AttributeWaiting, of_ranks: Sequence[bytes]) -> None:
+            if self.is_on:
+                hear(hook, of_ranks)
+
+        AttributeWaiting.hear = hear_if_on  # type: ignore[method-assign]
+
+    def _tell(self, kind: Any) -> None:
+        plain: Callable[..., None] = kind.on_reading
+
+        def on_reading(hook: Any, run: Any, report: Any) -> None:
+            self.is_on = is_recorded(report.step - 1)
+            if self.is_on:
+                plain(hook, run, report)
+
+        kind.on_reading = on_reading
+
+
 if __name__ == "__main__":
-    record = RecordMetrics.on_step
-
-    def record_in_blocks(self: RecordMetrics, run: Run, report: StepReport) -> None:
-        """Record a step, or not."""
-        if is_recorded(run.progress.step - 1):
-            record(self, run, report)
-
-    RecordMetrics.on_step = record_in_blocks  # type: ignore[method-assign]
+    InBlocks()
     sys.exit(worker.main(worker.WorkerOptions(Path(sys.argv[1]), as_events=True)))

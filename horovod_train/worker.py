@@ -56,6 +56,7 @@ from horovod_train.telemetry.rank_metrics import (
     open_recorder,
     serve,
     watch_device,
+    watch_exchange,
 )
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.bridge import LoopBridge
@@ -156,6 +157,7 @@ def run_rank(
     manager = open_checkpoints(job, world, environment, recorder, reporter, stack)
     addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
     compare_with_one_rank(job, world, recorder)
+    watch_exchange(recorder, getattr(world, "allreduce_counters", lambda: None))
 
     mesh = Mesh.data_parallel(world)
     run = make_run(job, mesh, *framework.prepare(job, mesh))

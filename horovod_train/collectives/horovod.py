@@ -22,6 +22,7 @@ from horovod_train.collectives.base import Communicator, SingleRank
 from horovod_train.collectives.log import Collective, CollectiveLog
 from horovod_train.config.schema import Job
 from horovod_train.errors import EngineError, PeerError, WorldError
+from horovod_train.horovod.counters import allreduce_counters
 from horovod_train.horovod.environment import horovod_settings, started_as_one_of_many
 
 Result = TypeVar("Result")
@@ -100,6 +101,11 @@ class HorovodCommunicator:
     def allgather_arrays(self, array: Array, name: str) -> Array:
         """Return the arrays of all ranks, shape [any], one after the other."""
         raise NotImplementedError
+
+    @staticmethod
+    def allreduce_counters() -> tuple[int, float] | None:
+        """Return bytes and seconds of all-reduces so far, as the engine counts them; None: it does not."""
+        return allreduce_counters()
 
     def close(self) -> None:
         """Leave the world. Safe to call twice."""

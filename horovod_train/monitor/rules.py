@@ -122,6 +122,12 @@ RECORDINGS = (
         "Part of the time that the exchange itself takes, as far as no computation hides it.",
     ),
     Recording(
+        "horovod_train:allreduce_bus:bytes_per_second",
+        f"2 * (1 - 1 / {_P}world_size_present) * {_rate('exchanged_bytes_total')} "
+        f"/ ({_rate('exchange_seconds_total')} > 0)",
+        "Bus bandwidth of all-reduce: 2 (n - 1) / n of its bytes a second, as nccl-tests defines it.",
+    ),
+    Recording(
         "horovod_train:model_flops:utilization_ratio",
         f"{_rate('model_flops_total')} / on ({RANK}) ({_P}device_peak_flops > 0)",
         "Part of its device's peak that a rank's forward and backward use.",

@@ -26,10 +26,11 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError
 from horovod_train.events.types import Preempted, ScriptDone, Target, Targets
 from horovod_train.events.wire import Reporter
+from horovod_train.horovod.counters import allreduce_counters
 from horovod_train.horovod.environment import horovod_settings
 from horovod_train.registry import load_attribute
 from horovod_train.scripts.meter import StepMeter
-from horovod_train.telemetry.rank_metrics import keep_last_metrics, open_recorder, serve
+from horovod_train.telemetry.rank_metrics import keep_last_metrics, open_recorder, serve, watch_exchange
 from horovod_train.telemetry.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ def run_script(job: Job, run_id: str | None, reporter: Reporter, stack: ExitStac
     run_id = run_id or strftime("%Y%m%d-%H%M%S")
     reporter.rank = world.rank
     recorder = open_recorder(job, run_id, world)
+    watch_exchange(recorder, allreduce_counters)
     tell_address(job, run_id, world, recorder, reporter, stack)
     meter = StepMeter(
         job.name,

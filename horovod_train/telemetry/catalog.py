@@ -14,6 +14,7 @@ from horovod_train.telemetry.metric import Metric
 from horovod_train.telemetry.records import (
     DeviceMemoryRecord,
     EvaluationRecord,
+    ExchangeRecord,
     GpuRecord,
     GraceRecord,
     MemoryRecord,
@@ -175,6 +176,28 @@ STEPS = (
         "How much of the device's speed does training use?",
         StepRecord,
         lambda step: step.flops,
+        from_zero=False,
+    ),
+)
+
+EXCHANGE = (
+    Metric(
+        "horovod_train_exchanged_bytes_total",
+        "counter",
+        "Bytes that all-reduces of this rank have summed, as the engine counts them. Absent on GPUs.",
+        "How fast is the network, or the memory, that ranks exchange through?",
+        ExchangeRecord,
+        lambda exchange: exchange.size_bytes,
+        from_zero=False,
+    ),
+    Metric(
+        "horovod_train_exchange_seconds_total",
+        "counter",
+        "Time that all-reduces of this rank have taken from when all ranks were ready, hidden behind "
+        "computation or not. Absent on GPUs.",
+        "How fast is the network, or the memory, that ranks exchange through?",
+        ExchangeRecord,
+        lambda exchange: exchange.seconds,
         from_zero=False,
     ),
 )
@@ -385,4 +408,4 @@ MACHINE = (
     ),
 )
 
-CATALOG = (*STEPS, *JOB, *MACHINE)
+CATALOG = (*STEPS, *EXCHANGE, *JOB, *MACHINE)

@@ -16,7 +16,7 @@ from horovod_train.telemetry.ending import push_last_metrics, write_last_metrics
 from horovod_train.telemetry.exporter import Exporter, Protection
 from horovod_train.telemetry.peaks import peak_flops
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.records import DeviceMemoryRecord, ReferenceRecord
+from horovod_train.telemetry.records import DeviceMemoryRecord, ExchangeRecord, ReferenceRecord
 from horovod_train.telemetry.samplers.nvml import gpu_sampler
 from horovod_train.telemetry.samplers.process import read_memory
 
@@ -88,6 +88,27 @@ def watch_device(job: Job, recorder: Recorder, uuid: str, memory: Callable[[], D
         recorder.sample(gpu)
     known = peak_flops(gpu.name, job.train.precision) if gpu is not None else None
     recorder.record(ReferenceRecord(peak_flops=job.metrics.device_peak_flops or known))
+
+
+def watch_exchange(recorder: Recorder, counters: Callable[[], tuple[int, float] | None]) -> None:
+    """Have the engine's counters read whenever somebody asks.
+
+    Args:
+        recorder: Gets what has come since.
+        counters: Returns bytes and seconds so far; None: nothing is counted.
+    """
+    before = (0, 0.0)
+
+    def read() -> ExchangeRecord | None:
+        nonlocal before
+        found = counters()
+        if found is None or not found[1]:
+            return None
+        since = ExchangeRecord(found[0] - before[0], found[1] - before[1])
+        before = found
+        return since
+
+    recorder.sample(read)
 
 
 def compare_with_one_rank(job: Job, world: Communicator, recorder: Recorder) -> None:

@@ -55,6 +55,19 @@ class WaitRecord:
 
 
 @dataclass(frozen=True)
+class ExchangeRecord:
+    """What all-reduces have moved since the last reading, as the engine counts it.
+
+    Attributes:
+        size_bytes: Bytes of this rank.
+        seconds: How long they took, from when all ranks were ready.
+    """
+
+    size_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class EvaluationRecord:
     """The metrics of one evaluation, over all samples of all ranks."""
 

@@ -68,6 +68,7 @@ class SocketCommunicator:
         self.host = socket.gethostname()
         self.waiting_since_s: float | None = None
         self.waiting_in = None
+        self._counters = (0, 0.0)
         self._folder = Path(job.run_dir).expanduser() / job.name
         self._folder.mkdir(parents=True, exist_ok=True)
         self._place = self._folder / f".ranks-of-{launch_of(environ)}.json"
@@ -79,8 +80,17 @@ class SocketCommunicator:
 
     def allreduce_array(self, array: np.ndarray) -> np.ndarray:
         """Return the sum of an array over ranks."""
-        pieces = [np.frombuffer(piece, array.dtype) for piece in self.allgather(array.tobytes())]
-        return sum(pieces[1:], pieces[0].copy()).reshape(array.shape)
+        gathered = self.allgather(array.tobytes())
+        begun_s = time.perf_counter()  # all ranks are ready, and their data is here
+        pieces = [np.frombuffer(piece, array.dtype) for piece in gathered]
+        total = sum(pieces[1:], pieces[0].copy()).reshape(array.shape)
+        size_bytes, seconds = self._counters
+        self._counters = size_bytes + array.nbytes, seconds + time.perf_counter() - begun_s
+        return total
+
+    def allreduce_counters(self) -> tuple[int, float]:
+        """Return bytes and seconds of sums so far, as Horovod's engine counts them."""
+        return self._counters
 
     def allgather(self, data: bytes) -> list[bytes]:
         """Return the bytes of every rank, by rank."""

@@ -157,6 +157,7 @@ def rank_of(process):
 @pytest.mark.campaign
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_a_slow_link_reads_as_communication_and_accuses_nobody(tmp_path, controller):
+    (tmp_path / "cluster").mkdir()
     with cluster(tmp_path / "cluster", ("node1", "node2")) as hosts:
         slow = hosts.nodes["node2"].namespace
         subprocess.run(

@@ -28,7 +28,7 @@ ROOMS = {
     "data": BASICS | {"config"},
     "cpu_affinity": set(),
     "horovod": BASICS | {"config"},
-    "collectives": BASICS | {"config", "horovod.environment"},
+    "collectives": BASICS | {"config", "horovod.environment", "horovod.counters"},
     "checkpoint": BASICS | {"config", "collectives.base"},
     "health": BASICS | {"config", "collectives.base", "horovod.fingerprint", "checkpoint.arrays"},
     "telemetry": BASICS | {"config", "events", "collectives.base", "checkpoint.write_report"},
@@ -57,7 +57,8 @@ ROOMS = {
         "health",
         "frameworks.base",
     },
-    "scripts": BASICS | {"config", "events", "collectives.base", "horovod.environment", "telemetry"},
+    "scripts": BASICS
+    | {"config", "events", "collectives.base", "horovod.environment", "horovod.counters", "telemetry"},
     "launch": set(),
     "launch.hosts": BASICS
     | {"__init__", "config", "horovod.fingerprint", "horovod.build", "horovod.installed"},

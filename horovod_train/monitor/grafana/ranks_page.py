@@ -68,6 +68,25 @@ FOR_WHOM = (
     ),
 )
 
+NETWORK = (
+    panel(
+        "graph",
+        "Bus bandwidth of all-reduce",
+        "How fast ranks exchange data, from when all are ready: what the network or the memory gives.",
+        (of_selected("horovod_train:allreduce_bus:bytes_per_second"), _RANK),
+        unit="Bps",
+        span=12,
+    ),
+    panel(
+        "graph",
+        "Time in all-reduce",
+        "Part of the time in which data is exchanged, hidden behind computation or not.",
+        (f"rate({of_selected('horovod_train_exchange_seconds_total')}[2m])", _RANK),
+        unit="percentunit",
+        span=12,
+    ),
+)
+
 _STEP = of_selected("horovod_train_step_seconds_bucket")
 WHAT = (
     panel(
@@ -100,6 +119,7 @@ PAGE = Page(
         ("Who is slow?", WHO),
         ("In which phase?", IN_WHAT),
         ("Who waits, and for whom?", FOR_WHOM),
+        ("How fast is the exchange?", NETWORK),
         ("What does each do?", WHAT),
     ),
 )
