@@ -77,6 +77,7 @@ setup(
             "kubernetes-validate",
             "matplotlib",
             "mypy",
+            "playwright",
             "pre-commit",
             "pytest",
             "pytest-timeout",

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 IMAGES = ROOT / "docs" / "images"
 TOKEN = "screenshots"  # noqa: S105
 JOB = {
-    "name": "resnet-noise",
+    "name": "demo",
     "task": f"{ROOT / 'tests' / 'programs' / 'slow_tasks.py'}:Slowed",
     "task_args": {"data_s": {"2": 0.03}, "pause_s": 0.06},
     "train": {"epochs": 100, "max_steps": 800, "batch_size_per_rank": 16},
@@ -61,7 +61,7 @@ def take_pictures() -> None:
             page.goto(f"http://127.0.0.1:9388/?token={TOKEN}")
             page.get_by_text("Rank 2 needs").wait_for(timeout=180_000)
             page.wait_for_timeout(3000)
-            clip = {"x": 0, "y": 0, "width": width, "height": 1180}
+            clip = {"x": 0, "y": 0, "width": width, "height": 1330}
             page.screenshot(path=IMAGES / name, clip=clip, full_page=True)
         browser.close()
 

@@ -48,7 +48,6 @@ from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import FRAMEWORKS, SCRIPT, find_task_here
-from horovod_train.scripts.run import run_script
 from horovod_train.streams import drop_what_cannot_be_shown
 from horovod_train.telemetry.rank_metrics import (
     compare_with_one_rank,
@@ -112,6 +111,8 @@ def main(options: WorkerOptions) -> int:
         bind(job.launch.cpu_binding)
         with ExitStack() as stack:
             if job.framework == SCRIPT:
+                from horovod_train.scripts.run import run_script
+
                 run_script(job, options.run_id, reporter, stack)
             else:
                 run_rank(job, options, request, reporter, stack)

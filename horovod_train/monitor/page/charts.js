@@ -105,7 +105,7 @@ export function drawRanks(ranks) {
   }];
   return Promise.all([
     draw("chart-phases", bars, {
-      barmode: "stack", showlegend: true, legend: { orientation: "h", y: 1.12 }, xaxis: axis,
+      barmode: "stack", showlegend: true, legend: { orientation: "v" }, xaxis: axis,
       yaxis: { title: { text: "ms a step" } },
     }, "Time of the phases of a step, by rank; the table of ranks has the numbers"),
     draw("chart-waited", idle, { xaxis: axis, yaxis: { title: { text: "ranks" }, rangemode: "tozero" } },

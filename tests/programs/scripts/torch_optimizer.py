@@ -1,6 +1,8 @@
 """A script in the style of Horovod's documentation: DistributedOptimizer around a loop of one's own."""
 
 import argparse
+import signal
+import sys
 import time
 
 import horovod.torch as hvd
@@ -12,8 +14,17 @@ parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--passes", type=int, default=1)
 parser.add_argument("--slow-rank", type=int, default=-1)
 parser.add_argument("--end", default="")
+parser.add_argument("--save", default="")
 args = parser.parse_args()
 
+
+def save_and_leave(*_):
+    print("saved by the script itself", flush=True)
+    sys.exit(75)
+
+
+if args.save:
+    signal.signal(signal.SIGTERM, save_and_leave)
 hvd.init()
 torch.manual_seed(1)
 torch.set_num_threads(1)
