@@ -55,7 +55,11 @@ async def main(num_ranks: int, targets: Path) -> None:
     begun_s = time.monotonic()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:  # whoever asked has gone
+            writer.close()
+            return
         rank = addresses[writer.get_extra_info("sockname")[0]]
         body = grown(short if b"name%5B%5D" in head else whole, (time.monotonic() - begun_s) / STEP_S, rank)
         writer.write(

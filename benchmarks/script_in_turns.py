@@ -54,9 +54,9 @@ class Switch:
 def main(num_steps: int) -> None:
     """Train, and print the ratio of neighbouring blocks."""
     torch.set_num_threads(1)
-    data = TensorDataset(torch.randn(8192, 256), torch.randint(10, (8192,)))
-    hidden = [torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512), torch.nn.ReLU()]
-    model = torch.nn.Sequential(*hidden, torch.nn.Linear(512, 10))
+    data = TensorDataset(torch.randn(8192, 784), torch.randint(10, (8192,)))
+    hidden = [torch.nn.Linear(784, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1024), torch.nn.ReLU()]
+    model = torch.nn.Sequential(*hidden, torch.nn.Linear(1024, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     switch, blocks = Switch(), []
     batches = iter(DataLoader(data, batch_size=64))
