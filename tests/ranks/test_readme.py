@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import signal
 import subprocess
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 from support.launching import TIMEOUT_S, environment, free_port
@@ -27,6 +30,8 @@ NOT_RUN_HERE = {
     next(command for command in INLINE if "node01" in command): "planned below; test_hosts.py has hosts",
     "make train": "is the first block of commands",
     "make check": "runs this test",
+    "horovod-train ui runs": "serves until it is stopped; started below, after the first training",
+    "horovod-train targets serve": "serves until it is stopped; tests/ranks/test_prometheus.py asks it",
 }
 
 
@@ -66,6 +71,27 @@ def test_the_first_command_trains_and_ends_with_a_summary(tmp_path):
     assert float(re.search(r"evaluation .*accuracy ([\d.]+)", output)[1]) >= 0.95
     for line in ("throughput", "global batch    64", "peak 0.03", "metrics", "checkpoint"):
         assert line in output
+
+
+def test_after_it_the_page_shows_the_run_that_has_ended(tmp_path):
+    """The port is one of the system's choice, lest somebody's page is in the way; otherwise as written."""
+    assert "horovod-train ui runs" in INLINE
+    run("make train", ROOT, HOROVOD_TRAIN__RUN_DIR=str(tmp_path / "runs"))
+    command = ["horovod-train", "ui", "runs", "--port", "0"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+    ) as page:
+        try:
+            lines = iter(page.stdout.readline, "")
+            found = (re.search(r"(http://\S+/)\?token=(\S+)", line) for line in lines)
+            address, token = next(filter(None, found)).groups()
+            asked = Request(f"{address}api/jobs", headers={"Authorization": f"Bearer {token}"})  # noqa: S310
+            with urlopen(asked, timeout=TIMEOUT_S) as answer:  # noqa: S310
+                (job,) = json.load(answer)["jobs"]
+        finally:
+            page.send_signal(signal.SIGINT)
+        assert (job["job"], job["state"], job["step"]) == ("digits", "succeeded", job["num_steps"])
+        assert page.wait(TIMEOUT_S) == 0
 
 
 @pytest.mark.parametrize("block", BLOCKS[1:], ids=lambda block: block.strip().splitlines()[0][:50])
