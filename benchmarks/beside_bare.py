@@ -24,7 +24,9 @@ def copy_of(recorder: Recorder) -> CollectorRegistry:
     registry = CollectorRegistry()
     for family in recorder.registry.collect():
         children = {tuple(sorted(s.labels.items())): s for s in family.samples if "le" not in s.labels}
-        names = sorted(next(iter(children.values())).labels) if children else []
+        if not children:  # nothing of it has been seen
+            continue
+        names = sorted(next(iter(children.values())).labels)
         bounds = sorted({float(s.labels["le"]) for s in family.samples if "le" in s.labels})
         if family.type == "histogram":
             made = Histogram(family.name, family.documentation, names, registry=registry, buckets=bounds)
