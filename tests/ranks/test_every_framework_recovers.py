@@ -85,7 +85,7 @@ def watched_run(path, folder, name, env):
             time.sleep(0.05)
             try:
                 addresses = [entry["targets"][0] for entry in json.loads(targets.read_text())]
-                # A question of its own each time: who asks the same again within a second gets the same answer.
+                # Who asks the same again within a second gets the same answer.
                 question = f"metrics?asked={time.monotonic()}"
                 found = [
                     urllib.request.urlopen(f"http://{address}/{question}", timeout=5).read().decode()
