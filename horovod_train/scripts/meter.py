@@ -21,6 +21,9 @@ MIN_REPORT_S = 2.0
 REPORT_S_PER_RANK = 0.03
 """Each rank tells where its time went; a thousand of them do so every 30 s."""
 
+LOSS_INTERVAL_S = 0.05
+"""Reading a loss takes tens of microseconds: of quick steps not every one's is read."""
+
 UNKNOWN = float("nan")
 
 
@@ -68,6 +71,7 @@ class StepMeter:
         self._samples = 0
         self._num_backward = 0
         self._loss: float | None = None
+        self._loss_s = -LOSS_INTERVAL_S
         self._sums: dict[str, float] = {}
         self._since = (0, 0, 0.0)  # steps, samples, seconds since the last report
         self._samples_told = 0
@@ -79,6 +83,11 @@ class StepMeter:
     def wants_norm(self) -> bool:
         """Whether the gradient norm of the step that ends now is wanted."""
         return self.num_steps % self._norm_every_steps == 0
+
+    @property
+    def wants_loss(self) -> bool:
+        """Whether the loss of the backward pass that ends now is wanted."""
+        return self._clock() - self._loss_s >= LOSS_INTERVAL_S
 
     @property
     def has_gradients(self) -> bool:
@@ -106,12 +115,13 @@ class StepMeter:
         self._samples = self._given_samples or num_samples or 0
 
     def backward(self, begun_s: float, loss: float | None) -> None:
-        """A backward pass was made, from a time until now; ``loss`` is None where it cannot be seen."""
+        """A backward pass was made, from a time until now; ``loss`` is None where it is not known."""
         self._lap("forward", begun_s)
         self._lap("backward", self._clock())
         self._num_backward += 1
         self._samples += self._given_samples or 0
-        self._loss = loss
+        if loss is not None:
+            self._loss, self._loss_s = loss, self._mark_s
 
     def waited(self, seconds: float) -> None:
         """Horovod was waited for."""

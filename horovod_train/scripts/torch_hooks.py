@@ -28,7 +28,7 @@ def watch_torch(meter: StepMeter) -> None:
         begun_s = perf_counter()
         plain_backward(tensors, *args, **kwargs)
         steps.depth = 0  # an update that has raised an error is over
-        meter.backward(begun_s, loss_of(tensors))
+        meter.backward(begun_s, loss_of(tensors) if meter.wants_loss else None)
 
     @wraps(plain_next)
     def next_batch(self: _BaseDataLoaderIter) -> Any:

@@ -24,7 +24,7 @@ def record_step(recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: 
     recorder.record(
         StepRecord(
             seconds=outcome.clock.total_s,
-            phase_seconds=outcome.clock.seconds,
+            phase_seconds=dict(outcome.clock.seconds),  # counted later
             num_samples=share.num_local_samples,
             epochs=epochs,
             loss=outcome.loss,

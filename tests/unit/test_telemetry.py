@@ -18,8 +18,8 @@ from horovod_train.frameworks.base import StepClock
 from horovod_train.telemetry.catalog import CATALOG
 from horovod_train.telemetry.exporter import PORT_STEP, Exporter
 from horovod_train.telemetry.metric import RANK_LABELS, Metric
-from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.records import StepRecord
+from horovod_train.telemetry.recorder import MAX_ASIDE, Recorder
+from horovod_train.telemetry.records import StepRecord, WorldRecord
 
 
 def samples(recorder):
@@ -52,6 +52,31 @@ def record(recorder, **changes):
 @pytest.fixture
 def recorder():
     return Recorder("job", "run", SingleRank(), 4)
+
+
+def test_whoever_asks_hears_of_the_last_step_and_in_between_no_more_than_some_are_put_aside(recorder):
+    counted = []
+    plain = recorder._count
+    recorder._count = lambda source: (counted.append(source), plain(source))
+    for number in range(MAX_ASIDE + 5):
+        record(recorder, local_loss=float(number))
+    assert len(counted) == MAX_ASIDE
+
+    found = samples(recorder)
+
+    assert found["horovod_train_steps_total",] == MAX_ASIDE + 5
+    assert found["horovod_train_local_loss",] == MAX_ASIDE + 4
+
+
+def test_what_is_no_step_is_counted_at_once_and_after_the_steps_before_it(recorder):
+    """How old a checkpoint is, for one, counts from when it was told of."""
+    order = []
+    recorder._count = lambda source: order.append(type(source))
+
+    record(recorder)
+    recorder.record(WorldRecord(num_wanted=4, num_present=4))
+
+    assert order == [StepRecord, WorldRecord]
 
 
 def test_a_step_moves_every_metric_it_speaks_of(recorder):
