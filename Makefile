@@ -142,6 +142,7 @@ check: lint test
 bench: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m benchmarks.run
 	@$(BIN)/python -m benchmarks.frameworks
+	@$(BIN)/python -m benchmarks.monitoring
 
 accuracy: tools $(VENV)/installed-dev $(VENV)/engine-dev
 	@$(BIN)/python -m benchmarks.accuracy

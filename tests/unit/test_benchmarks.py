@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.browser import needs_browser
+from support.prometheus import needs_prometheus
 
 from benchmarks.frameworks import FRAMEWORKS
+from benchmarks.monitoring import MEASURES
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +65,17 @@ def test_the_time_of_the_host_can_be_compared_with_another_version():
     first, second, median = output.splitlines()
     assert first.count(" us") == second.count(" us") == 3
     assert median.startswith("median ")
+
+
+@pytest.mark.campaign
+@pytest.mark.ranks
+@needs_browser
+@needs_prometheus
+@pytest.mark.parametrize("only", MEASURES)
+def test_what_watching_costs_is_printed(only):
+    output = run("benchmarks.monitoring", "--only", only, "--steps", "400", "--ranks", "8")
+
+    assert output.startswith(only)
 
 
 @pytest.mark.campaign
