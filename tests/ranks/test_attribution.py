@@ -155,16 +155,17 @@ def rank_of(process):
 
 
 @pytest.mark.campaign
+@pytest.mark.parametrize("slow_nodes", [("node2",), ("node1", "node2")], ids=["one way", "both ways"])
 @pytest.mark.parametrize("controller", ["mpi", "gloo"])
-def test_a_slow_link_reads_as_communication_and_accuses_nobody(tmp_path, controller):
+def test_a_slow_link_reads_as_communication_and_accuses_nobody(tmp_path, controller, slow_nodes):
     (tmp_path / "cluster").mkdir()
     with cluster(tmp_path / "cluster", ("node1", "node2")) as hosts:
-        slow = hosts.nodes["node2"].namespace
-        subprocess.run(
-            ["ip", "netns", "exec", slow, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf",
-             "rate", "50mbit", "burst", "256kb", "latency", "50ms"],
-            check=True, capture_output=True,
-        )  # fmt: skip
+        for node in slow_nodes:
+            subprocess.run(
+                ["ip", "netns", "exec", hosts.nodes[node].namespace, "tc", "qdisc", "replace", "dev", "eth0",
+                 "root", "tbf", "rate", "50mbit", "burst", "256kb", "latency", "50ms"],
+                check=True, capture_output=True,
+            )  # fmt: skip
         launch = {"hosts": ["node1:1", "node2:1"], "ssh": hosts.ssh}
         job = slowed(tmp_path, 2, controller, 100, pause_s=0.02, width=20_000, launch=launch)
         run = hosts.command(str(BIN / "horovod-train"), "run", str(job))
@@ -175,7 +176,10 @@ def test_a_slow_link_reads_as_communication_and_accuses_nobody(tmp_path, control
     steps = last_metrics(log_dir, 2, "step_seconds_sum")
     waited_for = last_metrics(log_dir, 2, "waited_for_seconds_total")
     assert communication[0] > 0.5 * steps[0], "200,000 numbers over 50 Mbit/s take more than 100 ms"
-    assert max(waited_for) < 0.15 * communication[0]
+    # Over Gloo a rank is done when the kernel has its last bytes, and the other end still waits for them to
+    # arrive: behind a link that is slow one way, a rank is waited for without being slow.
+    is_buffered = controller == "gloo" and slow_nodes == ("node2",)
+    assert max(waited_for) < (0.5 if is_buffered else 0.15) * communication[0]
 
 
 @pytest.mark.campaign
