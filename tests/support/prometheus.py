@@ -36,6 +36,11 @@ class Prometheus:
         with urllib.request.urlopen(f"{self.address}{path}?{query}", timeout=10) as answer:  # noqa: S310
             return json.loads(answer.read())["data"]
 
+    def check_ready(self) -> None:
+        """Raise `OSError` as long as it cannot be asked."""
+        with urllib.request.urlopen(f"{self.address}/-/ready", timeout=10):  # noqa: S310
+            pass
+
     def query(self, expr: str) -> list[dict[str, Any]]:
         """Evaluate a query now; an error of Prometheus is an error here, with its words."""
         try:
@@ -82,9 +87,9 @@ def prometheus(folder: Path, scrape_configs: list[Any], rules: str = "") -> Iter
         while True:
             assert process.poll() is None, (folder / "log").read_text()
             try:
-                server.query("1")
+                server.check_ready()
                 break
-            except OSError:
+            except OSError:  # nobody listens yet, or it answers 503 for its data is being opened
                 assert time.monotonic() < deadline, (folder / "log").read_text()
                 time.sleep(0.1)
         yield server
