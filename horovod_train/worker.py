@@ -51,7 +51,6 @@ from horovod_train.registry import FRAMEWORKS, SCRIPT, find_task_here
 from horovod_train.streams import drop_what_cannot_be_shown
 from horovod_train.telemetry.rank_metrics import (
     compare_with_one_rank,
-    keep_last_metrics,
     open_recorder,
     serve,
     watch_device,
@@ -246,17 +245,9 @@ def serve_metrics(
     job: Job, world: Communicator, run_id: str, recorder: Recorder, reporter: Reporter, stack: ExitStack
 ) -> list[str]:
     """Serve this rank's metrics; return every rank's address, and tell ``run`` about them."""
-    address = serve(job, world, recorder, stack)
-    keep_last_metrics(job, world, recorder, Path(job.run_dir).expanduser() / job.name / run_id, stack)
-    labels = {
-        "training_job": job.name,
-        "run": run_id,
-        "rank": str(world.rank),
-        "local_rank": str(world.local_rank),
-        "host": world.host,
-    }
-    known = allgather_json(world, [address, labels])
-    targets = [Target(address=address, labels=labels) for address, labels in known if address]
+    target = serve(job, run_id, world, recorder, stack)
+    known = allgather_json(world, None if target is None else target.model_dump(mode="json"))
+    targets = [Target.model_validate(each) for each in known if each is not None]
     if world.rank == 0:
         for at in range(0, len(targets), 8):  # lines stay short: launchers cut long ones
             reporter.report(Targets(targets=tuple(targets[at : at + 8])))

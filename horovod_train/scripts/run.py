@@ -24,14 +24,13 @@ import wrapt
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError
-from horovod_train.events.types import Preempted, ScriptDone, Target, Targets
+from horovod_train.events.types import Preempted, ScriptDone, Targets
 from horovod_train.events.wire import Reporter
 from horovod_train.horovod.counters import allreduce_counters
 from horovod_train.horovod.environment import horovod_settings
 from horovod_train.registry import load_attribute
 from horovod_train.scripts.meter import StepMeter
-from horovod_train.telemetry.rank_metrics import keep_last_metrics, open_recorder, serve, watch_exchange
-from horovod_train.telemetry.recorder import Recorder
+from horovod_train.telemetry.rank_metrics import open_recorder, serve, watch_exchange
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +77,9 @@ def run_script(job: Job, run_id: str | None, reporter: Reporter, stack: ExitStac
     reporter.rank = world.rank
     recorder = open_recorder(job, run_id, world)
     watch_exchange(recorder, allreduce_counters)
-    tell_address(job, run_id, world, recorder, reporter, stack)
+    target = serve(job, run_id, world, recorder, stack)
+    if target is not None:
+        reporter.report(Targets(targets=(target,)))
     meter = StepMeter(
         job.name,
         world.rank,
@@ -160,23 +161,6 @@ def watch_imports(meter: StepMeter) -> None:
 
     for module, (hooks, name) in WATCHED.items():
         wrapt.register_post_import_hook(partial(watch, hooks, name), module)
-
-
-def tell_address(
-    job: Job, run_id: str, world: SingleRank, recorder: Recorder, reporter: Reporter, stack: ExitStack
-) -> None:
-    """Serve this rank's metrics, and tell where."""
-    address = serve(job, world, recorder, stack)
-    keep_last_metrics(job, world, recorder, Path(job.run_dir).expanduser() / job.name / run_id, stack)
-    if address is not None:
-        labels = {
-            "training_job": job.name,
-            "run": run_id,
-            "rank": str(world.rank),
-            "local_rank": str(world.local_rank),
-            "host": world.host,
-        }
-        reporter.report(Targets(targets=(Target(address=address, labels=labels),)))
 
 
 def _place(environ: Mapping[str, str]) -> SingleRank:

@@ -11,6 +11,7 @@ from threading import Thread
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job, Metrics
 from horovod_train.errors import UserError
+from horovod_train.events.types import Target
 from horovod_train.telemetry.baseline import baseline_samples_per_s
 from horovod_train.telemetry.ending import push_last_metrics, write_last_metrics
 from horovod_train.telemetry.exporter import Exporter, Protection
@@ -33,8 +34,11 @@ def open_recorder(job: Job, run_id: str, world: Communicator) -> Recorder:
     return recorder
 
 
-def serve(job: Job, world: Communicator, recorder: Recorder, stack: ExitStack) -> str | None:
-    """Serve a rank's metrics until the stack is closed; return the address for others, None: nowhere.
+def serve(job: Job, run_id: str, world: Communicator, recorder: Recorder, stack: ExitStack) -> Target | None:
+    """Serve a rank's metrics until the stack is closed, and leave the last ones in files then.
+
+    Returns:
+        Where Prometheus finds them; None: the job wants no metrics.
 
     Raises:
         UserError: The job asks for a password that is not there.
@@ -44,7 +48,16 @@ def serve(job: Job, world: Communicator, recorder: Recorder, stack: ExitStack) -
     protection = protection_of(job.metrics, os.environ)
     exporter = Exporter(recorder.registry, job.metrics.host, job.metrics.port + world.local_rank, protection)
     stack.callback(exporter.close)
-    return exporter.address_from(os.environ.get("HOROVOD_TRAIN_HOST", world.host))
+    _keep_last_metrics(job, run_id, world, recorder, stack)
+    labels = {
+        "training_job": job.name,
+        "run": run_id,
+        "rank": str(world.rank),
+        "local_rank": str(world.local_rank),
+        "host": world.host,
+    }
+    address = exporter.address_from(os.environ.get("HOROVOD_TRAIN_HOST", world.host))
+    return None if address is None else Target(address=address, labels=labels)
 
 
 def protection_of(metrics: Metrics, environ: Mapping[str, str]) -> Protection:
@@ -123,19 +136,18 @@ def compare_with_one_rank(job: Job, world: Communicator, recorder: Recorder) -> 
     Thread(target=look, daemon=True).start()
 
 
-def keep_last_metrics(
-    job: Job, world: Communicator, recorder: Recorder, log_dir: Path, stack: ExitStack
+def _keep_last_metrics(
+    job: Job, run_id: str, world: Communicator, recorder: Recorder, stack: ExitStack
 ) -> None:
     """When the stack is closed, leave the rank's last metrics in the run's folder and where the job says."""
     metrics = job.metrics
-    if not metrics.enabled:
-        return
     if metrics.push_url is not None:
         stack.callback(push_last_metrics, recorder.registry, metrics.push_url, job.name, world.rank)
     if metrics.textfile_dir is not None:
-        folder = Path(metrics.textfile_dir).expanduser()
-        stack.callback(write_last_metrics, recorder.registry, folder / f"{job.name}-rank-{world.rank}.prom")
-    stack.callback(write_last_metrics, recorder.registry, log_dir / f"rank-{world.rank}.prom")
+        file = _path(metrics.textfile_dir) / f"{job.name}-rank-{world.rank}.prom"
+        stack.callback(write_last_metrics, recorder.registry, file)
+    file = _path(job.run_dir) / job.name / run_id / f"rank-{world.rank}.prom"
+    stack.callback(write_last_metrics, recorder.registry, file)
 
 
 def _path(name: str) -> Path:
