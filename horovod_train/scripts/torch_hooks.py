@@ -59,10 +59,8 @@ class _Steps:
             self._seen.clear()
             self._begin(optimizer)
         if optimizer is not self._main:
-            if self._main is None:
-                self._seen.add(
-                    optimizer
-                )  # Horovod updates with zeros when it broadcasts an optimizer's state
+            if self._main is None:  # Horovod updates with zeros when it broadcasts an optimizer's state
+                self._seen.add(optimizer)
             return
         self.depth += 1
         if self.depth == 2 or not hasattr(optimizer, "synchronize"):  # gradients are those of all ranks now
