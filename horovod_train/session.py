@@ -264,6 +264,8 @@ class Step:
         self._progress = progress
         self._guard = guard
         self._at = -1
+        self.number = progress.step + 1
+        """Counted from the beginning of training through all restarts; the first is 1."""
         replica.begin(planned)
 
     def __iter__(self) -> Iterator[Any]:
@@ -356,7 +358,7 @@ class SessionMetrics:
 
     def record(self, step: Step, outcome: StepOutcome, lr: float, epochs: float) -> None:
         """Record one step."""
-        record_step(self._recorder, step.share, outcome, lr, epochs)
+        record_step(self._recorder, step.share, outcome, lr, step.number, epochs)
 
 
 @dataclass

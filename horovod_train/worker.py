@@ -373,10 +373,19 @@ def _explained_exit(left: SystemExit) -> UserError:
     )
 
 
+def _told_from_the_script_on(error: BaseException) -> traceback.TracebackException:
+    """Return an error's traceback; where a script runs, without what has started it."""
+    told = traceback.TracebackException.from_exception(error)
+    starts = [place for place, frame in enumerate(told.stack) if frame.filename == "<frozen runpy>"]
+    if starts:
+        del told.stack[: starts[-1] + 1]
+    return told
+
+
 def _report_failure(error: BaseException, reporter: Reporter) -> int:
     """Tell about a failure and return the exit code that belongs to it."""
     expected = isinstance(error, HorovodTrainError)
-    text = "" if expected else "".join(traceback.format_exception(error))
+    text = "" if expected else "".join(_told_from_the_script_on(error).format())
     message = str(error) if expected else f"{type(error).__name__}: {error}"
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[:MAX_MESSAGE_CHARS] + " ..."
@@ -399,16 +408,21 @@ def _report_failure(error: BaseException, reporter: Reporter) -> int:
 def _end_children() -> None:
     """End what this rank has started: mpirun waits for ever for whoever holds a rank's output open."""
     children = [
-        child
-        for child in psutil.Process().children(recursive=True)
-        # Python's own helper ends with this process, and has to see its end to clean up.
-        if "multiprocessing.resource_tracker" not in " ".join(_command_of(child))
+        child for child in psutil.Process().children(recursive=True) if not _is_helper(_command_of(child))
     ]
     for signal_to in (psutil.Process.terminate, psutil.Process.kill):
         for child in children:
             with suppress(psutil.NoSuchProcess):
                 signal_to(child)
         _, children = psutil.wait_procs(children, timeout=2)
+
+
+def _is_helper(command: list[str]) -> bool:
+    """Whether a process ends with this one by itself, and has to see its end to clean up.
+
+    Such are Python's resource tracker, and Open MPI's daemon of a script that joined MPI on one rank.
+    """
+    return "multiprocessing.resource_tracker" in " ".join(command) or Path(*command[:1]).name == "orted"
 
 
 def _command_of(process: psutil.Process) -> list[str]:

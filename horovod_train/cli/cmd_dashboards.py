@@ -29,10 +29,13 @@ def command() -> None:
 )
 def export(folder: Path, runbook: str | None, checkpoint_age: float) -> None:
     """Write dashboards (JSON, for Grafana) and rules (YAML, for Prometheus) into FOLDER."""
+    from horovod_train.errors import UserError
     from horovod_train.files import write_whole
     from horovod_train.monitor.rules import RUNBOOK
     from horovod_train.monitor.shipped import RULES, dashboards, rules_file
 
+    if runbook is not None and not runbook.startswith(("http://", "https://")):
+        raise UserError(f"--runbook {runbook} is no address", hint="begin it with https://")
     texts = {**dashboards(), RULES: rules_file(runbook or RUNBOOK, checkpoint_age)}
     for name, text in texts.items():
         write_whole(folder / name, text, mode=0o644)
@@ -41,16 +44,17 @@ def export(folder: Path, runbook: str | None, checkpoint_age: float) -> None:
 
 @command.command(name="push")
 @click.argument("url")
-@click.option(
-    "--token",
-    envvar="GRAFANA_TOKEN",
-    required=True,
-    help="Of a service account; from GRAFANA_TOKEN, so that it stands on no command line.",
-)
 @click.option("--folder", default="horovod_train", show_default=True, help="Title of the folder in Grafana.")
-def push(url: str, token: str, folder: str) -> None:
-    """Put the dashboards into the Grafana at URL."""
+def push(url: str, folder: str) -> None:
+    """Put the dashboards into the Grafana at URL; GRAFANA_TOKEN has the token of a service account."""
+    import os
+
+    from horovod_train.errors import UserError
     from horovod_train.monitor.push import push_dashboards
     from horovod_train.monitor.shipped import dashboards
 
+    token = os.environ.get("GRAFANA_TOKEN")
+    if not token:
+        hint = "export GRAFANA_TOKEN=..., the token of a service account that may edit dashboards"
+        raise UserError("GRAFANA_TOKEN is not set", hint=hint)
     push_dashboards(url, token, dashboards(), folder, say)

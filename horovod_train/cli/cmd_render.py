@@ -7,6 +7,7 @@ from typing import Unpack
 import click
 
 from horovod_train.cli.options import (
+    JobOrScriptCommand,
     LaunchOptions,
     job_or_script_arguments,
     launch_options,
@@ -15,7 +16,7 @@ from horovod_train.cli.options import (
 )
 
 
-@click.command(name="render")
+@click.command(name="render", cls=JobOrScriptCommand)
 @job_or_script_arguments
 @script_option
 @launch_options

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from shlex import quote
 from typing import Unpack
 
 import click
 
 from horovod_train.cli.options import (
+    JobOrScriptCommand,
     LaunchOptions,
     dry_run_option,
     job_or_script_arguments,
@@ -19,7 +22,7 @@ from horovod_train.cli.options import (
 )
 
 
-@click.command(name="run")
+@click.command(name="run", cls=JobOrScriptCommand)
 @job_or_script_arguments
 @script_option
 @launch_options
@@ -51,8 +54,9 @@ def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[
     sys.exit(code)
 
 
-def page_of(folder: Path) -> AbstractContextManager[object]:
-    """Serve the page of a job's runs, and tell where it is.
+@contextmanager
+def page_of(folder: Path) -> Iterator[None]:
+    """Serve the page of a job's runs until the run has ended, and tell where it is.
 
     Args:
         folder: Where they lie.
@@ -69,4 +73,9 @@ def page_of(folder: Path) -> AbstractContextManager[object]:
         server = serve_page([folder], [], host=host, port=0, token=token, may_end=False)
     for line in where_it_is(host, server.port, token):
         click.echo(line)
-    return closing(server)
+    try:
+        yield
+        server.show_the_end()
+    finally:
+        server.close()
+    click.echo(f"the run stays to be looked at: horovod-train ui {quote(str(folder))}")

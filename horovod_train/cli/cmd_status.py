@@ -13,8 +13,9 @@ from horovod_train.cli.options import job_id_argument
 @job_id_argument
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 def command(job_id: str, *, as_json: bool) -> None:
-    """Show how the job ID stands."""
+    """Show how the job ID stands, how far it is, and which ranks are slow."""
     from horovod_train.launch.submit import submitted
+    from horovod_train.monitor.brief import in_brief, read_lately
 
     launcher, job = submitted(job_id)
     status = launcher.status(job)
@@ -26,4 +27,6 @@ def command(job_id: str, *, as_json: bool) -> None:
     click.echo(f"{job.job_id}: {status.state}{code}")
     if status.message:
         click.echo(f"  {status.message}")
+    for line in in_brief(read_lately(job.log_dir)):
+        click.echo(f"  {line}")
     click.echo(f"  {job.log_dir}")

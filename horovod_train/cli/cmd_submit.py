@@ -7,6 +7,7 @@ from typing import Unpack
 import click
 
 from horovod_train.cli.options import (
+    JobOrScriptCommand,
     LaunchOptions,
     dry_run_option,
     job_or_script_arguments,
@@ -16,7 +17,7 @@ from horovod_train.cli.options import (
 )
 
 
-@click.command(name="submit")
+@click.command(name="submit", cls=JobOrScriptCommand)
 @job_or_script_arguments
 @script_option
 @launch_options

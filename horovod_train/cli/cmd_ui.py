@@ -22,7 +22,7 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
     from pathlib import Path
 
     from horovod_train.monitor.live import targets_of
-    from horovod_train.monitor.runs import places_of
+    from horovod_train.monitor.runs import folders_of_runs, places_of
     from horovod_train.monitor.ui_server import serve_page
     from horovod_train.monitor.web import make_token, token_of_environment
 
@@ -36,6 +36,8 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
     server = serve_page(places, sources, host=host, port=port, token=token, may_end=allow_ending)
     for line in where_it_is(host, server.port, token):
         click.echo(line)
+    if places and not any(True for place in places for _ in folders_of_runs(place)):
+        click.echo(f"no runs in {', '.join(map(str, places))} yet; they appear on the page as they begin")
     try:
         server.wait()
     except KeyboardInterrupt:
@@ -50,4 +52,6 @@ def where_it_is(host: str, port: int, token: str) -> list[str]:
     lines = [f"page: http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={token}"]
     if is_here:
         lines.append(f"from another machine: ssh -L {port}:127.0.0.1:{port} {name}, then the same address")
+    else:
+        lines.append("this is HTTP: who can read the network between can read the page, and the token")
     return lines

@@ -23,6 +23,34 @@ Command = TypeVar("Command", bound=Callable[..., object])
 job_id_argument = click.argument("job_id", metavar="ID")
 job_argument = click.argument("job", metavar="JOB")
 job_or_script_arguments = click.argument("job", metavar="JOB | -- ARGS", nargs=-1)
+
+
+class JobOrScriptCommand(click.Command):
+    """A verb that takes a job, or with ``--script`` the arguments of a script after ``--``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the command line; what is meant for the script and stands before ``--`` is refused.
+
+        Raises:
+            UsageError: It cannot be read.
+        """
+        ours = args[: args.index("--")] if "--" in args else list(args)
+        if any(each.partition("=")[0] == "--script" for each in ours):
+            self._check_before_dashes(ctx, ours)
+        return super().parse_args(ctx, args)
+
+    def _check_before_dashes(self, ctx: click.Context, ours: list[str]) -> None:
+        how = "arguments of the script follow after --, as in -- "
+        try:
+            found = self.make_parser(ctx).parse_args(list(ours))[0].get("job")
+        except click.NoSuchOption as error:
+            text = f"No such option {error.option_name}: {how}{error.option_name} ..."
+            raise click.UsageError(text, ctx) from error
+        if isinstance(found, tuple) and found:
+            words = " ".join(found)
+            raise click.UsageError(f"{words}: {how}{words}", ctx)
+
+
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print exactly what would be done, and do nothing."
 )
@@ -49,6 +77,8 @@ def find_job(name: str) -> Path:
         UserError: There is neither.
     """
     path = Path(name)
+    if path.suffix == ".py":
+        raise UserError(f"{name} is a script, not a job", hint=f"run it with --script {name} -- ARGS")
     shipped = {file.stem: file for file in sorted(TASKS_FOLDER.glob("*.yaml"))}
     if path.is_file():
         return path
@@ -139,7 +169,7 @@ def make_request(job: Sequence[str], **options: Unpack[LaunchOptions]) -> Launch
     environ: dict[str, str] | None = {} if options["resolved"] else None
     changes = [*options["overrides"], *flags]
     if (script := options.get("script")) is not None:
-        loaded = job_from(script_job(script, job), Path("job.yaml"), changes, environ)
+        loaded = job_from(script_job(script, job), Path(), f"--script {script}", changes, environ)
     else:
         loaded = load_job(find_job(the_one_job(job)), changes, environ)
     return resolve(loaded, options["run_id"])
@@ -151,6 +181,8 @@ def the_one_job(names: Sequence[str]) -> str:
     Raises:
         UserError: It names none, or several.
     """
+    if names and names[0].endswith(".py"):
+        find_job(names[0])  # refuses it, whatever follows
     if len(names) != 1:
         found = f"several jobs: {', '.join(names)}" if names else "no job"
         raise UserError(
@@ -161,7 +193,13 @@ def the_one_job(names: Sequence[str]) -> str:
 
 
 def script_job(script: Path, arguments: Sequence[str]) -> dict[str, object]:
-    """Return the job description that stands for a script."""
+    """Return the job description that stands for a script.
+
+    Raises:
+        UserError: It is not Python, by its name.
+    """
+    if script.suffix != ".py":
+        raise UserError(f"--script {script}: a Python file is expected, and its name ends in .py")
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", script.stem).strip("-._")[:MAX_NAME_CHARS] or "script"
     return {
         "name": name,

@@ -87,30 +87,34 @@ def load_job(path: Path, overrides: Iterable[str] = (), environ: Mapping[str, st
     Raises:
         ConfigError: Anything is wrong; it lists every problem found.
     """
-    return job_from(read_tree(path), path, overrides, environ)
+    return job_from(read_tree(path), path.parent, str(path), overrides, environ)
 
 
 def job_from(
-    tree: Tree, path: Path, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None
+    tree: Tree,
+    folder: Path,
+    source: str,
+    overrides: Iterable[str] = (),
+    environ: Mapping[str, str] | None = None,
 ) -> Job:
     """Return the job that a tree of plain values describes; as ``load_job``, which reads it from a file.
 
     Args:
         tree: The values; it is changed.
-        path: Where they come from: paths in them start at its folder.
+        folder: Where paths in them start.
+        source: Where they come from, for a person.
         overrides: As for ``load_job``.
         environ: As for ``load_job``.
 
     Raises:
         ConfigError: Anything is wrong; it lists every problem found.
     """
-    source = str(path)
     problems: list[Problem] = []
     for origin, dotted, text in _assignments(overrides, os.environ if environ is None else environ, problems):
         _assign(tree, dotted, text, origin, problems)
     if with_nul := list(_with_nul(tree)):
         raise ConfigError(source, [*problems, *with_nul])  # files are looked for below
-    _anchor_paths(tree, path.parent, problems)
+    _anchor_paths(tree, folder, problems)
     job = _validate(tree, problems)
     if problems or job is None:
         raise ConfigError(source, problems)

@@ -16,6 +16,7 @@ from horovod_train.events.types import (
     ScriptDone,
     Started,
     Summary,
+    Targets,
 )
 
 
@@ -30,6 +31,8 @@ def as_text(event: Event, rank: int) -> str | None:
     match event:
         case Started():
             text = _started_text(event)
+        case Targets():
+            text = _targets_text(event)
         case Progress():
             text = progress_text(event)
         case Evaluation():
@@ -37,29 +40,48 @@ def as_text(event: Event, rank: int) -> str | None:
             text = f"epoch {event.epoch}: {found}"
         case Resumed():
             text = f"resumed from {event.checkpoint}: epoch {event.epoch}, step {event.step}"
-        case Notice():
-            text = f"rank {rank}: {event.text}"
-        case Preempted():
-            text = f"rank {rank}: asked to leave; saved after step {event.step}"
-        case ScriptDone():
-            text = f"rank {rank}: the script has ended: {event.steps} steps, {duration(event.seconds)}"
         case Summary():
             text = "\n".join(summary_lines(event))
+    return text or _text_with_rank(event, rank)
+
+
+def _text_with_rank(event: Event, rank: int) -> str | None:
+    """Return an event that is that of one rank; None for any other."""
+    match event:
+        case Notice():
+            return f"rank {rank}: {event.text}"
+        case Preempted():
+            return f"rank {rank}: asked to leave; saved after step {event.step}"
+        case ScriptDone():
+            return f"rank {rank}: the script has ended: {event.steps} steps, {duration(event.seconds)}"
         case Failure():
-            text = f"error: rank {rank} on {event.host}: {event.message}"
-    return text
+            return f"error: rank {rank} on {event.host}: {event.message}"
+        case _:
+            return None
 
 
 def progress_text(event: Progress) -> str:
-    """Return one line of progress; of a script, nobody knows how far it is to go."""
-    if not event.num_epochs:
-        speed = f"{event.samples_per_s:,.0f} samples/s"
-        return f"step {event.step}  loss {event.loss:.4f}  lr {event.lr:.4g}  {speed}"
-    return (
-        f"epoch {event.epoch + 1}/{event.num_epochs}  step {event.step}/{event.num_steps}  "
-        f"{100 * event.step / max(1, event.num_steps):.0f} %  loss {event.loss:.4f}  lr {event.lr:.4g}  "
-        f"{event.samples_per_s:,.0f} samples/s  ETA {duration(event.eta_s)}"
+    """Return one line of progress, without what is not known.
+
+    >>> progress_text(Progress(step=3, num_steps=0, epoch=0, num_epochs=0, loss=0.5, lr=None,
+    ...                        samples_per_s=None, eta_s=None, loss_is_local=True))
+    'step 3  loss of rank 0: 0.5000'
+    """
+    parts = (
+        f"epoch {event.epoch + 1}/{event.num_epochs}" if event.num_epochs else "",
+        f"step {event.step}/{event.num_steps}" if event.num_steps else f"step {event.step}",
+        f"{100 * event.step / event.num_steps:.0f} %" if event.num_steps else "",
+        # Of a script it is the loss of rank 0, which tells it.
+        _known("loss of rank 0: {:.4f}" if event.loss_is_local else "loss {:.4f}", event.loss),
+        _known("lr {:.4g}", event.lr),
+        _known("{:,.0f} samples/s", event.samples_per_s),
+        "" if event.eta_s is None else f"ETA {duration(event.eta_s)}",
     )
+    return "  ".join(filter(None, parts))
+
+
+def _known(how: str, number: float | None) -> str:
+    return "" if number is None else how.format(number)
 
 
 def summary_lines(event: Summary) -> Iterator[str]:
@@ -67,7 +89,10 @@ def summary_lines(event: Summary) -> Iterator[str]:
     metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
     yield f"trained {event.job}: {event.epochs:g} epochs, {event.steps} steps, {duration(event.seconds)}"
     yield f"  evaluation      {metrics or 'none'}"
-    yield f"  throughput      {event.samples_per_s:,.0f} samples/s, {event.world_size} rank(s)"
+    speed = f"{event.samples_per_s:,.0f} samples/s, {event.world_size} rank(s)"
+    # All was trained before: a checkpoint of the last step lies there.
+    nothing = "nothing was left to train; --set checkpoint.resume=never begins anew"
+    yield f"  throughput      {speed if event.samples_per_s else nothing}"
     yield f"  global batch    {event.global_batch_size}"
     lr = learning_rate(event.lr_scaling, event.base_lr, event.reference_batch_size, event.peak_lr)
     yield f"  learning rate   {lr}"
@@ -98,6 +123,12 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(whole, 3600)
     minutes, secs = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{secs:02}" if hours else f"{minutes}:{secs:02}"
+
+
+def _targets_text(event: Targets) -> str | None:
+    """Return where rank 0 serves its metrics; the others are in the files for Prometheus."""
+    found = [each.address for each in event.targets if each.labels.get("rank") == "0"]
+    return f"metrics of rank 0: {found[0]}" if found else None
 
 
 def _started_text(event: Started) -> str:

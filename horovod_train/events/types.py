@@ -118,7 +118,19 @@ class Targets(Event):
 
 
 class Progress(Event):
-    """How far training is; ``epoch`` counts from 0."""
+    """How far training is.
+
+    Attributes:
+        step: Optimizer steps made.
+        num_steps: Steps that are to be made; 0: not known, as of a script.
+        epoch: The epoch under way, counted from 0.
+        num_epochs: Epochs that are to be made; 0: not known.
+        loss: Of the last step, the mean over all ranks' samples; None: not known.
+        lr: Learning rate of the last step; None: not known.
+        samples_per_s: Samples a second of all ranks; None: not known.
+        eta_s: Time that is left; None: not known.
+        loss_is_local: The loss is that of rank 0's samples alone.
+    """
 
     kind = "progress"
 
@@ -126,10 +138,11 @@ class Progress(Event):
     num_steps: int
     epoch: int
     num_epochs: int
-    loss: float
-    lr: float
-    samples_per_s: float
-    eta_s: float
+    loss: float | None
+    lr: float | None
+    samples_per_s: float | None
+    eta_s: float | None
+    loss_is_local: bool = False
 
 
 class RankTimes(Event):
@@ -139,7 +152,7 @@ class RankTimes(Event):
         first_rank: Rank of the first number; further ranks follow.
         seconds: Wall time since the last event.
         steps: Optimizer steps of each rank.
-        samples: Samples that each rank read.
+        samples: Samples that each rank read; empty where that is not known.
         step_s: Time of its steps.
         phases_s: Time of its steps by phase, as far as it is known.
         waiting_s: Time that it waited for ranks that came later; empty where that is not known.

@@ -7,7 +7,7 @@ from time import monotonic
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from horovod_train.events.text import as_text, duration, progress_text
+from horovod_train.events.text import as_text, progress_text
 from horovod_train.events.types import Event, Summary
 from horovod_train.events.types import Progress as ProgressEvent
 
@@ -57,21 +57,16 @@ class JobConsole:
             return
         if self._progress is None or self._task is None:
             self._progress = Progress(
-                TextColumn("epoch {task.fields[epoch]}"),
-                BarColumn(),
-                TextColumn("{task.percentage:3.0f} %  step {task.completed}/{task.total}"),
+                BarColumn(bar_width=20),
                 TextColumn("{task.fields[numbers]}"),
-                TextColumn("ETA {task.fields[eta]}"),
                 console=self._console,
                 transient=True,
             )
-            self._task = self._progress.add_task("", total=None, epoch="", numbers="", eta="")
+            self._task = self._progress.add_task("", total=None, numbers="")
             self._progress.start()
         self._progress.update(
             self._task,
             completed=event.step,
-            total=event.num_steps,
-            epoch=f"{event.epoch + 1}/{event.num_epochs}",
-            numbers=f"loss {event.loss:.4f}  {event.samples_per_s:,.0f} samples/s",
-            eta=duration(event.eta_s),
+            total=event.num_steps or None,  # of a script nobody knows: the bar moves to and fro
+            numbers=progress_text(event),
         )

@@ -131,6 +131,8 @@ class AskedRun:
         told = next(iter(now.of_ranks.values()), None)
         if told is None:
             return
+        self.job = told.labels.get("training_job", self.job)
+        self.run_id = told.labels.get("run", self.run_id)
         values, older = told.values, next(iter(before.of_ranks.values()), told).values
         samples = sum(
             reading.values.get("samples", 0.0) - before.of_ranks[rank].values.get("samples", 0.0)
@@ -141,11 +143,11 @@ class AskedRun:
             history.add_point(
                 Point(
                     now.time_unix_s,
-                    int(values.get("steps", 0)),
-                    int(values.get("epoch", 0)),
-                    values.get("loss", float("nan")),
-                    values.get("learning_rate", float("nan")),
-                    samples / seconds if before.of_ranks else float("nan"),
+                    int(values.get("step", values.get("steps", 0))),
+                    int(values["epoch"]) + 1 if "epoch" in values else None,
+                    values.get("loss"),
+                    values.get("learning_rate"),
+                    samples / seconds if before.of_ranks else None,
                 )
             )
         if "world_size_wanted" in values:
@@ -185,6 +187,11 @@ class Board:
         self._over.set()
         self._thread.join()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def last_look_s(self) -> float:
+        """When somebody has looked at a run last, by the monotonic clock."""
+        return max([*self._looked_s.values()], default=float("-inf"))
 
     def runs(self) -> list[Watched]:
         """Return everything there is, the newest first."""

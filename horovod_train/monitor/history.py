@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from horovod_train.events.file import EVENTS_FILE, Record, as_record
@@ -42,14 +42,23 @@ MARKED = (
 
 @dataclass(frozen=True)
 class Point:
-    """How far training was at some time."""
+    """How far training was at some time; None: that is not known.
+
+    Attributes:
+        time_unix_s: When.
+        step: Optimizer steps made.
+        epochs_begun: Epochs begun, the one under way among them.
+        loss: Of the last step.
+        lr: Learning rate of it.
+        samples_per_s: Samples a second of all ranks.
+    """
 
     time_unix_s: float
     step: int
-    epoch: int
-    loss: float
-    lr: float
-    samples_per_s: float
+    epochs_begun: int | None
+    loss: float | None
+    lr: float | None
+    samples_per_s: float | None
 
 
 @dataclass
@@ -67,11 +76,14 @@ class History:
         targets: Where its ranks serve metrics, by rank.
         points: How far training was, the oldest first, thinned.
         last: How far it is; None: no step was told yet.
-        num_steps: Steps it is to make, as last told.
+        num_steps: Steps it is to make, as last told; 0: not known.
+        num_epochs: Epochs it is to make, as last told; 0: not known.
+        loss_is_local: The loss is that of rank 0's samples alone, as of a script.
         ranks: Where the time of ranks went.
         metrics: Its last evaluation.
         checkpoint: The last checkpoint that was written, and when; None: there is none.
         failures: Why ranks failed, in this start of the run.
+        ended: Ranks whose script has ended well, in this start of the run.
         summary: How it ended; None: it has not, or not well.
         events: What a person wants to see marked, the newest last.
         counts: Events by kind.
@@ -89,10 +101,13 @@ class History:
     points: list[Point] = field(default_factory=list)
     last: Point | None = None
     num_steps: int = 0
+    num_epochs: int = 0
+    loss_is_local: bool = False
     ranks: RankSeries = field(default_factory=RankSeries)
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: tuple[float, str] | None = None
     failures: list[tuple[int, Failure]] = field(default_factory=list)
+    ended: set[int] = field(default_factory=set)
     summary: Summary | None = None
     events: deque[Record] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     counts: Counter[str] = field(default_factory=Counter)
@@ -108,7 +123,7 @@ class History:
         self.told_unix_s = record.time_unix_s
         if self.begun_unix_s is None:
             self.begun_unix_s = record.time_unix_s
-        if isinstance(event, MARKED):
+        if isinstance(event, MARKED) and not (isinstance(event, ScriptDone) and record.rank):
             self.events.append(record)
         self._measure(record.time_unix_s, event)
         self._begin(event)
@@ -125,6 +140,10 @@ class History:
                 self.metrics = dict(event.metrics)
             case CheckpointWritten(error=""):
                 self.checkpoint = (time_unix_s, event.path)
+            case Summary():
+                self.summary, self.metrics = event, dict(event.metrics)
+                if self.last is None or self.last.step != event.steps:  # nothing was left to train
+                    self.last = Point(time_unix_s, event.steps, None, None, None, None)
 
     def _end(self, rank: int, event: Event) -> None:
         """Take an event with which something ends."""
@@ -137,28 +156,29 @@ class History:
                 self.failures.append((rank, event))
             case Preempted():
                 self._note_preempted()
-            case Summary():
-                self.summary, self.metrics = event, dict(event.metrics)
-                if self.last is not None:  # progress is told now and then
-                    self.last = replace(self.last, step=event.steps)
+            case ScriptDone():
+                self.ended.add(rank)
 
     def _begin(self, event: Event) -> None:
         """Take an event with which something begins."""
         match event:
             case Opened():
                 self.job, self.run_id = event.job, event.run_id
-                self.targets, self.failures, self.summary, self.state = {}, [], None, None
-                self._is_preempted = False
+                self.summary = self.state = None
+                self._begin_attempt()
             case Attempt():
                 self.num_attempts += 1
                 self.world_size_wanted = event.num_wanted
-                self.targets, self.failures = {}, []
-                self._is_preempted = False
+                self._begin_attempt()
             case Started():
                 self.started = event
                 self.ranks.begin(event.world_size)
             case Targets():
                 self.targets |= {int(each.labels["rank"]): each for each in event.targets}
+
+    def _begin_attempt(self) -> None:
+        self.targets, self.failures, self.ended = {}, [], set()
+        self._is_preempted = False
 
     def _note_preempted(self) -> None:
         """Count an attempt that was asked to leave, however many of its ranks say so."""
@@ -167,9 +187,12 @@ class History:
             self.num_preemptions += 1
 
     def _add_progress(self, time_unix_s: float, event: Progress) -> None:
-        point = Point(time_unix_s, event.step, event.epoch, event.loss, event.lr, event.samples_per_s)
-        self.num_steps = event.num_steps
-        self.add_point(point)
+        self.num_steps, self.num_epochs = event.num_steps, event.num_epochs
+        self.loss_is_local = event.loss_is_local
+        epochs_begun = event.epoch + 1 if event.num_epochs else None
+        self.add_point(
+            Point(time_unix_s, event.step, epochs_begun, event.loss, event.lr, event.samples_per_s)
+        )
 
     def add_point(self, point: Point) -> None:
         """Take how far training is."""
@@ -186,8 +209,13 @@ class History:
 
     @property
     def has_said_its_end(self) -> bool:
-        """Whether rank 0 has told how the last attempt ended."""
-        return self.summary is not None or bool(self.failures) or self._is_preempted
+        """Whether ranks have told how the last attempt ended."""
+        return self.summary is not None or bool(self.failures) or self._is_preempted or self.scripts_ended
+
+    @property
+    def scripts_ended(self) -> bool:
+        """Whether the script has ended well on every rank."""
+        return bool(self.ended) and len(self.ended) >= (self.world_size_wanted or 1)
 
 
 class HistoryReader:
@@ -195,14 +223,16 @@ class HistoryReader:
 
     Args:
         log_dir: Folder of the run.
+        last_bytes: Begin with the last so many bytes; None: at the beginning.
     """
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, last_bytes: int | None = None) -> None:
         self.log_dir = log_dir
         self.history = History()
         self._path = log_dir / EVENTS_FILE
         self._identity: tuple[int, int] | None = None
         self._at_bytes = 0
+        self._last_bytes = last_bytes
 
     def read_on(self) -> History:
         """Read what has come since; a file that is not there or cannot be read has nothing new."""
@@ -211,7 +241,8 @@ class HistoryReader:
             identity = (found.st_dev, found.st_ino)
             if identity != self._identity or found.st_size < self._at_bytes:
                 # It was written anew, with fewer lines.
-                self._identity, self._at_bytes, self.history = identity, 0, History()
+                begin = 0 if self._last_bytes is None else max(0, found.st_size - self._last_bytes)
+                self._identity, self._at_bytes, self.history = identity, begin, History()
             if found.st_size > self._at_bytes:
                 with self._path.open("rb") as file:
                     file.seek(self._at_bytes)

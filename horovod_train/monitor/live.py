@@ -36,6 +36,7 @@ COUNTERS = {
 
 PHASE_SUM = f"{_P}step_phase_seconds_sum"
 SHOWN = (
+    "step",
     "epoch",
     "loss",
     "learning_rate",
@@ -195,10 +196,18 @@ def targets_of(source: str) -> list[Target] | None:
 
 
 def _named(source: str) -> list[Target] | None:
-    """Return the targets of ``host:port,host:port``."""
+    """Return the targets of ``host:port,host:port``; None: that is not what it is.
+
+    Raises:
+        UserError: There is no such port.
+    """
     parts = source.split(",")
-    if not all(":" in part and part.rpartition(":")[2].isdigit() for part in parts):
+    ports = [part.rpartition(":")[2] for part in parts if ":" in part]
+    if len(ports) < len(parts) or not all(map(str.isdigit, ports)):
         return None
+    for port in ports:
+        if not 0 < int(port) < 65536:
+            raise UserError(f"{source}: {port} is no port", hint="ports are 1 to 65535")
     return [Target(address=part.strip(), labels={}) for part in parts]
 
 

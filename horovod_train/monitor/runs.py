@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import time
 
-from horovod_train.errors import HorovodTrainError, UserError
+from horovod_train.errors import HorovodTrainError, UserError, did_you_mean
 from horovod_train.events.file import EVENTS_FILE
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.jobs import STATE_FILE, StateFile, find_job
@@ -62,7 +62,7 @@ class Run:
             # Of a run of another host, its own word is all there is.
             return self._state.read()
         history = self.history()
-        if history.summary is not None:
+        if history.summary is not None or history.scripts_ended:
             return JobStatus("succeeded", 0)
         if history.failures:
             _, failure = history.failures[0]
@@ -129,9 +129,11 @@ def places_of(names: Sequence[str]) -> list[Path]:
         try:
             found.append(find_job(name).log_dir)
         except HorovodTrainError as error:
+            near = did_you_mean(path.name, [each.name for each in path.absolute().parent.glob("*/")])
             raise UserError(
-                f"{name!r} is neither a folder nor a job: {error.message}",
-                hint="name the folder of a run, of a job or of several (run_dir, as a rule `runs`), "
+                f"{path.absolute()} is no folder, and {error.message}",
+                hint=near
+                or "name the folder of a run, of a job or of several (run_dir, as a rule `runs`), "
                 "or a job of `horovod-train list --all`",
             ) from error
     return found

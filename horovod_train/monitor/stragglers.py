@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from horovod_train.events.types import PHASES, WAIT_PHASE
 from horovod_train.monitor.rank_series import Window
@@ -23,14 +24,14 @@ class Straggler:
     Attributes:
         rank: Which one.
         own_s: Its own time, per step.
-        median_s: The median of all ranks' own time, per step.
+        others_s: The median own time of the ranks that are not slow, per step.
         phase: Where most of the difference is; empty: nobody knows.
         excess_s: How much it is there, per step.
     """
 
     rank: int
     own_s: float
-    median_s: float
+    others_s: float
     phase: str
     excess_s: float
 
@@ -49,15 +50,18 @@ def stragglers(window: Window) -> list[Straggler]:
         return []
     median = float(np.median(own[known]))
     slow = np.flatnonzero(known & (own > (1 + SLOWER_BY) * median))
-    found = [_explained(window, int(rank), float(own[rank]), median, slow.tolist()) for rank in slow]
+    others = known.copy()
+    others[slow] = False
+    usual_s = float(np.median(own[others]))
+    found = [_explained(window, int(rank), float(own[rank]), usual_s, others) for rank in slow]
     return sorted(found, key=lambda each: -each.own_s)
 
 
-def _explained(window: Window, rank: int, own_s: float, median_s: float, slow: list[int]) -> Straggler:
+def _explained(
+    window: Window, rank: int, own_s: float, others_s: float, others: npt.NDArray[np.bool_]
+) -> Straggler:
     """Say in which phase a rank is slow, compared with the median of those that are not."""
     steps = window["steps"]
-    others = np.ones(len(steps), bool)
-    others[slow] = False
     excess: dict[str, float] = {}
     for phase in PHASES:
         if phase == WAIT_PHASE:
@@ -68,4 +72,4 @@ def _explained(window: Window, rank: int, own_s: float, median_s: float, slow: l
         if len(usual) and np.isfinite(per_step[rank]):
             excess[phase] = float(per_step[rank] - np.median(usual))
     phase = max(excess, key=excess.__getitem__, default="")
-    return Straggler(rank, own_s, median_s, phase, excess.get(phase, 0.0))
+    return Straggler(rank, own_s, others_s, phase, excess.get(phase, 0.0))

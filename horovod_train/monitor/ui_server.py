@@ -17,9 +17,10 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from threading import Thread
+from time import monotonic, sleep
 from typing import Literal
 
-from tornado.web import HTTPError
+from tornado.web import Application, HTTPError
 
 from horovod_train.errors import HorovodTrainError
 from horovod_train.launch.submit import submitted
@@ -30,6 +31,9 @@ from horovod_train.monitor.web import Guarded, Server, application
 
 PORT = 9301
 MAX_JOBS_SHOWN = 200
+LOOKS_S = 3.0
+"""A page that somebody looks at asks every two seconds."""
+
 PAGE_FILES = {
     "page.js": "text/javascript; charset=utf-8",
     "charts.js": "text/javascript; charset=utf-8",
@@ -178,6 +182,31 @@ def _plotly_compressed() -> bytes:
     return gzip.compress(_plotly(), compresslevel=6)
 
 
+class PageServer(Server):
+    """Serves the page, and knows whether somebody looks at it.
+
+    Args:
+        application: What is served.
+        host: Address to listen on.
+        port: Port; 0: any that is free.
+        board: What the page shows; closed with the server.
+    """
+
+    def __init__(self, application: Application, host: str, port: int, board: Board) -> None:
+        super().__init__(application, host, port)
+        self._board = board
+        self.at_close = board.close
+
+    def show_the_end(self) -> None:
+        """If somebody looks, return once they have seen how it all stands now, and soon in any case."""
+        begun_s = monotonic()
+        if begun_s - self._board.last_look_s > LOOKS_S:
+            return
+        while self._board.last_look_s < begun_s and monotonic() - begun_s < LOOKS_S:
+            sleep(0.1)
+        sleep(0.5)  # the answer is on its way
+
+
 def serve_page(
     places: Sequence[Path],
     sources: Sequence[str],
@@ -187,7 +216,7 @@ def serve_page(
     token: str,
     may_end: bool,
     access: Access = Access(),  # noqa: B008  (it is frozen)
-) -> Server:
+) -> PageServer:
     """Serve the page.
 
     Args:
@@ -214,9 +243,7 @@ def serve_page(
     board = Board(places, sources, access)
     Thread(target=_plotly_compressed, daemon=True).start()  # before the first one who asks has to wait for it
     made = application(handlers, host, token, {"board": board, "may_end": may_end})
-    server = Server(made, host, port)
-    server.at_close = board.close
-    return server
+    return PageServer(made, host, port, board)
 
 
 def _escaped(name: str) -> str:

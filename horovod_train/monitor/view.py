@@ -67,9 +67,12 @@ def run_document(run: Watched, readings: Readings) -> Json:
         "num_attempts": history.num_attempts,
         "num_preemptions": history.num_preemptions,
         "loss": _number(last.loss) if last else None,
+        "loss_is_finite": last is None or last.loss is None or math.isfinite(last.loss),
+        "loss_is_local": history.loss_is_local,
         "lr": _number(last.lr) if last else None,
         "samples_per_s": _number(last.samples_per_s) if last else None,
-        "epoch": last.epoch if last else None,
+        "epochs_begun": last.epochs_begun if last else None,
+        "num_epochs": history.num_epochs or None,
         "metrics": {name: _number(value) for name, value in history.metrics.items()},
         "checkpoint_unix_s": history.checkpoint[0] if history.checkpoint else None,
         "points": _points(history),
@@ -82,8 +85,9 @@ def run_document(run: Watched, readings: Readings) -> Json:
     }
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _number(value: float | None) -> float | None:
+    """Return a number as JSON has it; None: it is not known, or not finite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _points(history: History) -> Json:
@@ -111,6 +115,7 @@ def _heat(series: RankSeries) -> Json:
         with np.errstate(divide="ignore", invalid="ignore"):
             matrix[: len(time_s), place] = time_s / window["steps"]
     return {
+        "begun_unix_s": round(windows[0].end_unix_s - windows[0].seconds, 1) if windows else None,
         "time_unix_s": [round(window.end_unix_s, 1) for window in windows],
         "is_own": is_own,
         "rows": [finite(row) for row in matrix],
@@ -170,6 +175,8 @@ def _state(history: History, readings: Readings, rank: int, end: str) -> str:
     """Return how a rank stands: trains, dead, failed, ended; empty: nobody knows."""
     if any(rank == each and failure.is_cause for each, failure in history.failures):
         return "failed"
+    if rank in history.ended:
+        return "ended"
     if end:
         # The launcher has said which rank is gone, or how all have ended.
         named = {int(number) for number in _RANK_IN_MESSAGE.findall(end)}
@@ -190,7 +197,7 @@ def _findings(series: RankSeries) -> list[Json]:
         {
             "rank": each.rank,
             "own_s": each.own_s,
-            "median_s": each.median_s,
+            "others_s": each.others_s,
             "phase": each.phase,
             "excess_s": each.excess_s,
             "waited_for": _number(float(window.who_waits[1][each.rank]) / window.seconds),

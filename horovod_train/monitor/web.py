@@ -7,6 +7,7 @@ origin in the same browser is refused, and so is a name for this address that is
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import json
 import logging
@@ -172,8 +173,9 @@ class Server:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._socket = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
+            hint = "choose another --port" if error.errno == errno.EADDRINUSE else "is it this host's --host?"
             raise UserError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}", hint="choose another --port"
+                f"cannot listen on {host}:{port}: {error.strerror or error}", hint=hint
             ) from error
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]

@@ -7,11 +7,12 @@ of a step begins it anew, so that an evaluation between two steps is no part of 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from time import monotonic, perf_counter
 
-from horovod_train.events.types import WAIT_PHASE, Progress, RankTimes, Started
+from horovod_train.events.types import WAIT_PHASE, Notice, Progress, RankTimes, Started
 from horovod_train.events.wire import Reporter
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.records import StepRecord, WorldRecord
@@ -23,8 +24,6 @@ REPORT_S_PER_RANK = 0.03
 
 LOSS_INTERVAL_S = 0.05
 """Reading a loss takes tens of microseconds: of quick steps not every one's is read."""
-
-UNKNOWN = float("nan")
 
 
 class StepMeter:
@@ -72,10 +71,18 @@ class StepMeter:
         self._num_backward = 0
         self._loss: float | None = None
         self._loss_s = -LOSS_INTERVAL_S
+        self._lr: float | None = None
+        self._is_finite: bool | None = None
+        self._was_finite = True
+        self._finite_step = 0
         self._sums: dict[str, float] = {}
         self._since = (0, 0, 0.0)  # steps, samples, seconds since the last report
         self._samples_told = 0
+        self._samples_per_s: float | None = None
+        self._step_told = 0
         self.num_steps = 0
+        self.has_joined = False
+        """The script has called ``hvd.init()``."""
         self.hides_phases = False
         """Work is queued on a GPU: what the host sees of phases is not so."""
 
@@ -122,6 +129,7 @@ class StepMeter:
         self._samples += self._given_samples or 0
         if loss is not None:
             self._loss, self._loss_s = loss, self._mark_s
+            self._is_finite = math.isfinite(loss)
 
     def waited(self, seconds: float) -> None:
         """Horovod was waited for."""
@@ -145,6 +153,8 @@ class StepMeter:
         now_s = self._clock()
         self._lap(last_phase, now_s)
         self.num_steps += 1
+        self._lr = lr
+        self._look_at_numbers(grad_norm)
         total_s = now_s - self._begun_s
         phases = {} if self.hides_phases else self._phases
         wait_s = phases.get(WAIT_PHASE)
@@ -159,7 +169,7 @@ class StepMeter:
                 lr=lr,
                 grad_norm=grad_norm,
                 bytes_reduced=self._bytes,
-                is_finite=True,
+                is_finite=self._is_finite,
                 own_seconds=None if wait_s is None else total_s - wait_s,
             )
         )
@@ -168,11 +178,12 @@ class StepMeter:
         steps, samples, seconds = self._since
         self._since = steps + 1, samples + self._samples, seconds + total_s
         self._samples_told += self._samples
-        self._tell(lr)
+        self._tell()
         self._begin(now_s)
 
     def begin_training(self, num_parameters: int, num_present: int, device: str) -> None:
         """The first step is being made."""
+        self._check_world()
         self._recorder.record(WorldRecord(num_wanted=self._num_ranks, num_present=num_present))
         if self._rank == 0:
             self._reporter.report(
@@ -188,12 +199,43 @@ class StepMeter:
 
     def end(self) -> None:
         """Nothing more will come: tell the rest."""
+        if self._rank == 0 and self.num_steps > self._step_told:
+            self._tell_progress(monotonic())
         self._tell_times(monotonic())
+
+    def _check_world(self) -> None:
+        """Tell a person whose ranks do not know of each other: it looks as if all were well."""
+        if (
+            self._rank == 0
+            and self._num_ranks > 1
+            and not self.has_joined
+            and "mpi4py.MPI" not in sys.modules
+        ):
+            text = (
+                f"{self._num_ranks} ranks were started, but the script trains and has not called hvd.init(): "
+                "each rank trains alone, on the same data unless the script sees to that"
+            )
+            self._reporter.report(Notice(text=text))
+
+    def _look_at_numbers(self, grad_norm: float | None) -> None:
+        """Tell, once, that the loss or the gradient is not finite; a script goes on, or not, as it likes."""
+        if grad_norm is not None and not math.isfinite(grad_norm):
+            self._is_finite = False
+        if self._is_finite is False and self._was_finite:
+            norm = "" if grad_norm is None else f", the gradient norm {grad_norm}"
+            text = f"not finite: in step {self.num_steps} this rank's loss is {self._loss}{norm}"
+            if self._finite_step:
+                text += f"; in step {self._finite_step} it was finite (of quick steps not all are looked at)"
+            self._reporter.report(Notice(text=text))
+            self._was_finite = False
+        if self._is_finite:
+            self._finite_step = self.num_steps
 
     def _begin(self, now_s: float) -> None:
         self._begun_s = self._mark_s = now_s
         self._phases, self._wait_s = {}, 0.0
         self._bytes = self._samples = self._num_backward = 0
+        self._is_finite = None
 
     def _lap(self, phase: str, now_s: float) -> None:
         """Count the time since the last lap for a phase, but for what was waited meanwhile."""
@@ -201,28 +243,30 @@ class StepMeter:
         self._phases[phase] = self._phases.get(phase, 0.0) + max(0.0, seconds)
         self._mark_s, self._wait_s = now_s, 0.0
 
-    def _tell(self, lr: float | None) -> None:
+    def _tell(self) -> None:
         now_s = monotonic()
         if self._rank == 0 and now_s - self._told_s >= PROGRESS_INTERVAL_S:
-            seconds = now_s - self._told_s if self._told_s else 0.0
-            rate = (
-                self._samples_told * self._num_ranks / seconds if seconds and self._samples_told else UNKNOWN
-            )
-            self._told_s, self._samples_told = now_s, 0
-            self._reporter.report(
-                Progress(
-                    step=self.num_steps,
-                    num_steps=0,
-                    epoch=0,
-                    num_epochs=0,
-                    loss=UNKNOWN if self._loss is None else self._loss,
-                    lr=UNKNOWN if lr is None else lr,
-                    samples_per_s=rate,
-                    eta_s=UNKNOWN,
-                )
-            )
+            self._tell_progress(now_s)
         if now_s - self._reported_s >= self._interval_s:
             self._tell_times(now_s)
+
+    def _tell_progress(self, now_s: float) -> None:
+        if self._step_told and self._samples_told and now_s - self._told_s >= PROGRESS_INTERVAL_S:
+            self._samples_per_s = self._samples_told * self._num_ranks / (now_s - self._told_s)
+        self._told_s, self._samples_told, self._step_told = now_s, 0, self.num_steps
+        self._reporter.report(
+            Progress(
+                step=self.num_steps,
+                num_steps=0,
+                epoch=0,
+                num_epochs=0,
+                loss=self._loss,
+                lr=self._lr,
+                samples_per_s=self._samples_per_s,
+                eta_s=None,
+                loss_is_local=True,
+            )
+        )
 
     def _tell_times(self, now_s: float) -> None:
         steps, samples, step_s = self._since
@@ -233,7 +277,7 @@ class StepMeter:
                 first_rank=self._rank,
                 seconds=round(now_s - self._reported_s, 3),
                 steps=(steps,),
-                samples=(samples,),
+                samples=(samples,) if samples else (),  # none: they cannot be seen
                 step_s=(round(step_s, 4),),
                 phases_s={phase: (round(seconds, 4),) for phase, seconds in self._sums.items()},
                 waiting_s=(),

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from time import monotonic, strftime
-from types import FrameType, ModuleType, TracebackType
+from types import FrameType, ModuleType
 
 import wrapt
 
@@ -30,6 +30,7 @@ from horovod_train.horovod.counters import allreduce_counters
 from horovod_train.horovod.environment import horovod_settings
 from horovod_train.registry import load_attribute
 from horovod_train.scripts.meter import StepMeter
+from horovod_train.telemetry.catalog import SCRIPT_CATALOG
 from horovod_train.telemetry.rank_metrics import open_recorder, serve, watch_exchange
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ OWN_FUSION = {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"}
 
 
 WATCHED = {
+    "horovod.common.basics": ("horovod_hooks", "watch_joining"),
     "torch": ("torch_hooks", "watch_torch"),
     "horovod.torch": ("torch_hooks", "watch_horovod_torch"),
     "tensorflow": ("tensorflow_hooks", "watch_tensorflow"),
@@ -75,7 +77,7 @@ def run_script(job: Job, run_id: str | None, reporter: Reporter, stack: ExitStac
         os.environ.setdefault("OMP_NUM_THREADS", str(job.launch.threads_per_rank))
     run_id = run_id or strftime("%Y%m%d-%H%M%S")
     reporter.rank = world.rank
-    recorder = open_recorder(job, run_id, world)
+    recorder = open_recorder(job, run_id, world, SCRIPT_CATALOG)
     watch_exchange(recorder, allreduce_counters)
     target = serve(job, run_id, world, recorder, stack)
     if target is not None:
@@ -123,15 +125,7 @@ def execute(script: Path, arguments: list[str]) -> None:
     except Exception as error:
         if type(error).__name__ == "HorovodInternalError":
             raise PeerError(f"a collective was ended because another rank left: {error}") from error
-        raise error.with_traceback(_from_script_on(error.__traceback__, script)) from error.__cause__
-
-
-def _from_script_on(trace: TracebackType | None, script: Path) -> TracebackType | None:
-    """Return the part of a traceback that is the script's."""
-    found = trace
-    while found is not None and found.tb_frame.f_code.co_filename != str(script):
-        found = found.tb_next
-    return found or trace
+        raise
 
 
 def _give_signals_back() -> None:

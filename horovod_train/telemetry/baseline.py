@@ -67,10 +67,11 @@ def _samples_per_s(path: Path) -> float | None:
     readings: list[float] = []
     summary: Summary | None = None
     for record in read_events(path):
-        if isinstance(record.event, Progress):
-            readings.append(record.event.samples_per_s)
-        elif isinstance(record.event, Summary):
-            summary = record.event
+        match record.event:
+            case Progress(samples_per_s=float() as samples_per_s):
+                readings.append(samples_per_s)
+            case Summary():
+                summary = record.event
     if summary is None or summary.world_size != 1:
         return None
     # What lies between steps, evaluations above all, is in the summary, too.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from horovod_train.checkpoint.write_report import WriteReport
 from horovod_train.telemetry.metric import Metric
@@ -113,6 +114,15 @@ STEPS = (
         lambda step: step.num_samples,
     ),
     Metric(
+        "horovod_train_step",
+        "gauge",
+        "The last optimizer step, counted from the beginning of training through all restarts. Absent where "
+        "a script trains.",
+        "How far is training?",
+        StepRecord,
+        lambda step: step.step,
+    ),
+    Metric(
         "horovod_train_epoch",
         "gauge",
         "Epochs passed, with the fraction of the current one.",
@@ -163,10 +173,11 @@ STEPS = (
     Metric(
         "horovod_train_non_finite_steps_total",
         "counter",
-        "Steps not used because loss or gradient was not finite.",
+        "Steps not used because loss or gradient was not finite; of a script, which decides itself what it "
+        "uses, those of which that was seen.",
         "Are steps lost to NaN and infinity?",
         StepRecord,
-        lambda step: None if step.is_finite else 1,
+        lambda step: None if step.is_finite is None else int(not step.is_finite),
     ),
     Metric(
         "horovod_train_model_flops_total",
@@ -409,3 +420,8 @@ MACHINE = (
 )
 
 CATALOG = (*STEPS, *EXCHANGE, *JOB, *MACHINE)
+
+SCRIPT_CATALOG = tuple(
+    replace(metric, from_zero=False) if metric.source is StepRecord else metric for metric in CATALOG
+)
+"""The same, of a script: what cannot be seen from outside is absent, not zero."""

@@ -13,8 +13,10 @@ from horovod_train.config.schema import Job, Metrics
 from horovod_train.errors import UserError
 from horovod_train.events.types import Target
 from horovod_train.telemetry.baseline import baseline_samples_per_s
+from horovod_train.telemetry.catalog import CATALOG
 from horovod_train.telemetry.ending import push_last_metrics, write_last_metrics
 from horovod_train.telemetry.exporter import Exporter, Protection
+from horovod_train.telemetry.metric import Metric
 from horovod_train.telemetry.peaks import peak_flops
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.records import DeviceMemoryRecord, ExchangeRecord, ReferenceRecord
@@ -25,11 +27,13 @@ WANTED_VARIABLE = "HOROVOD_TRAIN_RANKS_WANTED"
 DeviceMemory = tuple[int, int | None, int]
 
 
-def open_recorder(job: Job, run_id: str, world: Communicator) -> Recorder:
+def open_recorder(
+    job: Job, run_id: str, world: Communicator, metrics: tuple[Metric, ...] = CATALOG
+) -> Recorder:
     """Return the recorder of a rank; what is known of its host is read whenever somebody asks."""
     # Of an elastic job, ranks are told: for them it is a job with as many ranks as there are now.
     wanted = os.environ.get(WANTED_VARIABLE) or job.launch.num_ranks or world.size
-    recorder = Recorder(job.name, run_id, world, int(wanted))
+    recorder = Recorder(job.name, run_id, world, int(wanted), metrics)
     recorder.sample(read_memory)
     return recorder
 

@@ -20,8 +20,9 @@ class StepRecord:
         lr: Learning rate. Of a script each of these four may be unknown: None.
         grad_norm: L2 norm of the gradient before clipping; None when it was not taken.
         bytes_reduced: Bytes this rank put on the wire.
-        is_finite: The step was used.
+        is_finite: Loss and gradient were finite, or the step was not used; None: nobody has looked.
         own_seconds: Its time without waiting for the all-reduce; None: that cannot be told apart.
+        step: Which step of the training it was, resumed steps included; None: that is not known.
         flops: Floating-point operations of this rank in the step; None: they were not counted.
     """
 
@@ -34,9 +35,10 @@ class StepRecord:
     lr: float | None
     grad_norm: float | None
     bytes_reduced: int
-    is_finite: bool
+    is_finite: bool | None
     own_seconds: float | None = None
     flops: float | None = None
+    step: int | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from horovod_train.telemetry.records import StepRecord
 from horovod_train.training.progress import DataOrder, Progress
 
 
-def record_step(recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: float, epochs: float) -> None:
+def record_step(
+    recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: float, step: int, epochs: float
+) -> None:
     """Record one step as metrics of this rank."""
     recorder.record(
         StepRecord(
@@ -35,6 +37,7 @@ def record_step(recorder: Recorder, share: StepShare, outcome: StepOutcome, lr: 
             is_finite=outcome.is_finite,
             own_seconds=outcome.clock.own_s,
             flops=outcome.flops,
+            step=step,
         )
     )
 

@@ -31,6 +31,7 @@ from horovod_train.launch.supervise.rank_logs import RankLogs
 from horovod_train.launch.supervise.signals import RunControl, interrupted_by_signals
 from horovod_train.launch.supervise.stalls import Stalls
 from horovod_train.launch.supervise.targets import TargetFiles, target_paths
+from horovod_train.registry import SCRIPT
 
 AlongsideRanks = Callable[[Callable[[], None]], AbstractContextManager[None]]
 """What goes on alongside the ranks; it gets a function that asks them to save and leave."""
@@ -141,7 +142,8 @@ class Following:
         self._log = LogFile(request.log_dir / LOG_FILE, self._note_loss)
         self.stalls = Stalls(self.note)
         launch = request.job.launch
-        self.outcome = Outcome(self.stalls, LOG_FILE, launch.grace_s, request.attempt)
+        is_script = request.job.framework == SCRIPT
+        self.outcome = Outcome(self.stalls, LOG_FILE, launch.grace_s, request.attempt, is_script=is_script)
         self.output = Output(
             [
                 RunLog(self._log),

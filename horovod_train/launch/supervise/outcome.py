@@ -6,6 +6,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from signal import SIGTERM
 
 from horovod_train.errors import HorovodTrainError, LaunchError, LostError, PreemptedError, describe_ranks
 from horovod_train.events.types import (
@@ -21,7 +22,7 @@ from horovod_train.events.wire import Line
 from horovod_train.launch.supervise.follow import CHATTER
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.stalls import Stalls
-from horovod_train.signals import exit_code_of
+from horovod_train.signals import PATIENT_SIGNALS, exit_code_of
 
 NUM_LAST_LINES = 20
 
@@ -55,13 +56,17 @@ class Outcome:
         log_name: Name of the run's log, for whoever wants to read more.
         grace_s: Time that ranks get to save, in seconds.
         attempt: How often ranks of this run were started before.
+        is_script: Somebody's script trains: what a signal does to it is up to the script.
     """
 
-    def __init__(self, stalls: Stalls, log_name: str, grace_s: float, attempt: int) -> None:
+    def __init__(
+        self, stalls: Stalls, log_name: str, grace_s: float, attempt: int, *, is_script: bool = False
+    ) -> None:
         self._stalls = stalls
         self._log_name = log_name
         self._grace_s = grace_s
         self._attempt = attempt
+        self._is_script = is_script
         self._has_started = False
         self._has_saved = False
         self._is_done = False
@@ -132,6 +137,14 @@ class Outcome:
         raise self._explain_silence(ended.code)
 
     def _explain_stop(self, number: int) -> HorovodTrainError:
+        if self._is_script and not self._causes:
+            # However politely it was asked: what reaches a script is SIGTERM.
+            number = SIGTERM if number in PATIENT_SIGNALS else number
+            stopped = LaunchError(
+                f"stopped by signal {number}: the script was asked to leave with SIGTERM, and has ended",
+                hint="one that then saves, and leaves with exit code 75, counts as preempted",
+            )
+            return _with_code(stopped, exit_code_of(number))
         if not self._has_started:
             return stopped_early(number, self._attempt)
         if self._causes:
@@ -180,7 +193,7 @@ class Outcome:
         ranks = describe_ranks(sorted({rank for rank, _ in same}))
         message = f"{ranks} on {', '.join(hosts)}: {first.message}"
         if first.traceback:
-            message = f"{first.traceback.rstrip()}\n{message}"
+            message = f"{message}\n{first.traceback.rstrip()}"
         return _with_code(LaunchError(message), first.exit_code)
 
     def _lost(self, message: str, hint: str, hosts: Sequence[str] = ()) -> LostError:

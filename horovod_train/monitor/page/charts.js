@@ -27,8 +27,16 @@ function layout(extra) {
   };
 }
 
+const EMPTY = {
+  xaxis: { visible: false },
+  yaxis: { visible: false },
+  annotations: [{ text: "no data yet", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }],
+};
+
 async function draw(id, traces, extra, description) {
   const plotly = await loaded;
+  const known = (values) => values?.some((value) => (Array.isArray(value) ? known(value) : value !== null && value !== undefined));
+  if (!traces.some((trace) => known(trace.z ?? trace.y))) [traces, extra] = [[], EMPTY];
   const element = document.getElementById(id);
   element.setAttribute("aria-label", description);
   await plotly.react(element, traces, layout(extra), QUIET);
@@ -36,7 +44,8 @@ async function draw(id, traces, extra, description) {
 
 function line(id, points, values, name, description) {
   const trace = {
-    x: points.time_unix_s.map(time), y: values, mode: "lines", name, line: { color: colour("accent"), width: 1.5 },
+    x: points.time_unix_s.map(time), y: values, name, line: { color: colour("accent"), width: 1.5 },
+    mode: points.time_unix_s.length < 3 ? "lines+markers" : "lines",
   };
   return draw(id, [trace], { yaxis: { rangemode: name === "loss" ? "normal" : "tozero" } }, description);
 }
@@ -53,12 +62,14 @@ export function drawProgress(points) {
 
 export async function drawHeat(heat) {
   const milliseconds = heat.rows.map((row) => row.map((value) => (value === null ? null : value * 1000)));
-  // From nothing to twice the middle: ranks that are alike look alike, and a fifth more is seen.
-  const all = milliseconds.flat().filter((value) => value !== null).sort((a, b) => a - b);
+  // From nothing to twice the middle: ranks that are alike look alike, and a fifth more is seen. The first
+  // steps, in which all gets warm, have no say in it.
+  const warm = heat.time_unix_s.length > 2 ? 1 : 0;
+  const all = milliseconds.flatMap((row) => row.slice(warm)).filter((value) => value !== null).sort((a, b) => a - b);
   const middle = all[all.length >> 1] ?? 1;
   const trace = {
     type: "heatmap",
-    x: heat.time_unix_s.map(time),
+    x: [heat.begun_unix_s, ...heat.time_unix_s].map(time), // edges: one more than there are columns
     y: heat.rows.map((_, rank) => rank),
     z: milliseconds,
     zmin: 0,
@@ -99,6 +110,7 @@ export function drawRanks(ranks) {
   const axis = { type: "category", title: { text: shown.length < own.length ? "rank (the slowest)" : "rank" } };
   const waited = ranks.waited_for ?? [];
   const most = chosen(waited, 24);
+  const largest = Math.max(0.1, ...waited.map((value) => value ?? 0));
   const idle = [{
     type: "bar", x: most.map((rank) => `${rank}`), y: most.map((rank) => waited[rank]),
     marker: { color: colour("accent") }, hovertemplate: "rank %{x}: %{y:.3g} ranks stand idle<extra></extra>",
@@ -108,7 +120,7 @@ export function drawRanks(ranks) {
       barmode: "stack", showlegend: true, legend: { orientation: "v" }, xaxis: axis,
       yaxis: { title: { text: "ms a step" } },
     }, "Time of the phases of a step, by rank; the table of ranks has the numbers"),
-    draw("chart-waited", idle, { xaxis: axis, yaxis: { title: { text: "ranks" }, rangemode: "tozero" } },
+    draw("chart-waited", idle, { xaxis: axis, yaxis: { title: { text: "ranks" }, range: [0, 1.05 * largest] } },
       "Ranks that stand idle because of a rank; the table of ranks has the numbers"),
   ]);
 }

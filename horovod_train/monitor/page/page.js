@@ -22,6 +22,8 @@ function put(element, text) {
 
 function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-4 || size >= 1e9)) return value.toExponential(2);
   return Number.isInteger(value) ? value.toLocaleString("en") : value.toLocaleString("en", { maximumSignificantDigits: digits });
 }
 
@@ -62,13 +64,15 @@ function showJobs(jobs) {
   if (jobs.length === 0) at("run").hidden = true;
 }
 
+const lossTitle = (run) => (run.loss_is_local ? "Loss of rank 0" : "Loss");
+
 function tiles(run) {
   const left = run.samples_per_s && run.num_steps && run.global_batch_size
     ? ((run.num_steps - run.step) * run.global_batch_size) / run.samples_per_s : null;
   const entries = {
     Step: run.num_steps ? `${number(run.step)} of ${number(run.num_steps)}` : number(run.step),
-    Epoch: number(run.epoch),
-    Loss: number(run.loss, 5),
+    ...(run.epochs_begun === null ? {} : { Epoch: run.num_epochs ? `${number(run.epochs_begun)} of ${number(run.num_epochs)}` : number(run.epochs_begun) }),
+    [lossTitle(run)]: run.loss_is_finite ? number(run.loss, 5) : "not finite",
     "Samples a second": number(run.samples_per_s),
     "Learning rate": number(run.lr),
     Ranks: run.world_size_wanted && run.world_size_wanted !== run.world_size_present
@@ -92,18 +96,28 @@ function tiles(run) {
   names.forEach((name, place) => put(list.children[place].lastChild, entries[name]));
 }
 
+// Why no rank is named.
+function nobody(run) {
+  const { rank, own_s: own, step_s: steps, window_s: seconds } = run.ranks;
+  if (!steps?.some((value) => value !== null)) return "Not known: nothing was told of it yet.";
+  if (rank.length === 1) return "One rank: there is nobody to compare it with.";
+  if (!own?.some((value) => value !== null)) return "Not known: where this trains, waiting cannot be told apart from work.";
+  if (seconds < run.min_window_s) {
+    return run.has_ended ? `Not known: ${number(seconds, 2)} s of training were too short to tell; ${run.min_window_s} s are needed.`
+      : `Not known before ${run.min_window_s} s of training.`;
+  }
+  return `No rank: in the last ${number(seconds, 2)} s all own times lay within 20 % of their median.`;
+}
+
 function findings(run) {
   const found = run.findings.map((each) => {
-    const where = each.phase ? `, most of it in ${each.phase}: ${milliseconds(each.excess_s)} more than others` : "";
+    const where = each.phase ? `; ${milliseconds(each.excess_s)} of the difference is in ${each.phase}` : "";
     const idle = each.waited_for ? ` ${number(each.waited_for, 2)} ranks stand idle because of it.` : "";
-    return `Rank ${each.rank} needs ${milliseconds(each.own_s)} of its own for a step, the median rank ${milliseconds(each.median_s)}${where}.${idle}`;
+    return `Rank ${each.rank} needs ${milliseconds(each.own_s)} of its own for a step, the others ${milliseconds(each.others_s)}${where}.${idle}`;
   });
   const dead = run.ranks.state.flatMap((state, rank) => (state === "dead" && !run.has_ended ? [rank] : []));
   if (dead.length) found.unshift(`${dead.length > 1 ? "Ranks" : "Rank"} ${dead.slice(0, 20).join(", ")} ${dead.length > 1 ? "do" : "does"} not answer.`);
-  const quiet = !run.ranks.own_s?.some((value) => value !== null) ? "Not known: nothing was told of it yet, or this framework does not tell waiting apart."
-    : run.ranks.window_s < run.min_window_s ? `Not known before ${run.min_window_s} s of training.`
-      : `No rank: in the last ${number(run.ranks.window_s, 2)} s all own times lay within 20 % of their median.`;
-  const texts = found.length ? found.slice(0, 8) : [quiet];
+  const texts = found.length ? found.slice(0, 8) : [nobody(run)];
   const list = at("findings");
   if ([...list.children].map((item) => item.textContent).join("\n") === texts.join("\n")) return;
   list.replaceChildren(...texts.map((text) => {
@@ -165,6 +179,7 @@ const EVENT_TEXT = {
   hosts_lost: (event) => `lost: ${event.hosts.join(", ")}`,
   notice: (event) => event.text,
   opened: (event) => `${event.job} begins`,
+  script_done: (event) => `the script has ended: ${number(event.steps)} steps in ${duration(event.seconds)}`,
   preempted: (event) => `rank ${event.rank} was asked to leave; saved after step ${event.step}`,
   resumed: (event) => `resumed from ${event.checkpoint}, step ${event.step}`,
   started: (event) => `training begins on ${event.world_size} rank(s)`,
@@ -200,6 +215,7 @@ async function showRun(run) {
   rankTable(run.ranks);
   eventList(run.events);
   at("run").hidden = false; // not before it has its size: nothing that is seen moves
+  put(at("loss-caption"), lossTitle(run));
   put(at("heat-caption"), run.heat.is_own
     ? "Own time of a step, by rank: without waiting for others"
     : "Time of a step, by rank: this framework does not tell waiting apart");
@@ -228,7 +244,9 @@ async function look() {
     put(at("connection"), `as of ${new Date().toLocaleTimeString("en-GB")}`);
     at("connection").className = "";
   } catch (error) {
-    put(at("connection"), `nothing new: ${error.message}`);
+    const gone = lastRun?.has_ended ? "the server of this page has ended; `horovod-train ui` shows the run again"
+      : "the server of this page does not answer";
+    put(at("connection"), error instanceof TypeError ? gone : `nothing new: ${error.message}`);
     at("connection").className = "lost";
   }
 }

@@ -23,7 +23,8 @@ class RecordMetrics(Hook):
 
     def on_reading(self, run: Run, report: StepReport) -> None:
         """Record the step."""
-        record_step(self._recorder, report.share, report.outcome, report.lr, report.epochs_passed)
+        step, epochs = report.step, report.epochs_passed
+        record_step(self._recorder, report.share, report.outcome, report.lr, step, epochs)
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
         """Record the evaluation."""

@@ -24,6 +24,7 @@ class ReportProgress(Hook):
         self._recent: deque[tuple[float, int]] = deque()
         self._samples = 0
         self._num_steps = 0
+        self._untold: tuple[float, StepReport] | None = None
 
     @classmethod
     def of(cls, parts: HookParts) -> ReportProgress:
@@ -38,15 +39,24 @@ class ReportProgress(Hook):
     def on_reading(self, run: Run, report: StepReport) -> None:
         """Report when the interval has passed."""
         self._samples += report.share.num_samples
-        now = monotonic()
-        if now < self._next or run.world.rank != 0:
-            return
-        self._next = now + self._interval_s
-        self._recent.append((now, self._samples))
-        while len(self._recent) > 2 and now - self._recent[0][0] > self.WINDOW_S:
+        now_s = monotonic()
+        self._untold = now_s, report
+        if now_s >= self._next and run.world.rank == 0:
+            self._next = now_s + self._interval_s
+            self._tell(run, now_s, report)
+
+    def on_end(self, run: Run) -> None:
+        """Report the last step, however long ago the one before it was told."""
+        if self._untold is not None and run.world.rank == 0:
+            self._tell(run, *self._untold)
+
+    def _tell(self, run: Run, now_s: float, report: StepReport) -> None:
+        self._untold = None
+        self._recent.append((now_s, self._samples))
+        while len(self._recent) > 2 and now_s - self._recent[0][0] > self.WINDOW_S:
             self._recent.popleft()
-        since, before = self._recent[0]
-        samples_per_s = (self._samples - before) / max(1e-9, now - since)
+        since_s, before = self._recent[0]
+        samples_per_s = (self._samples - before) / max(1e-9, now_s - since_s)
         samples_left = (self._num_steps - report.step) * run.global_batch_size
         self._reporter.report(
             Progress(

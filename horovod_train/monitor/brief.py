@@ -1,0 +1,49 @@
+"""How far a run is and who is slow, in a few lines for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from time import time
+
+from horovod_train.events.text import duration
+from horovod_train.monitor.history import History, HistoryReader
+from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
+
+TAIL_BYTES = 1 << 20
+"""Of events no more than these are read: what is asked is how it stands now."""
+
+
+def read_lately(log_dir: Path) -> History:
+    """Return what has happened in a run lately; nothing, where there are no events."""
+    return HistoryReader(log_dir, last_bytes=TAIL_BYTES).read_on()
+
+
+def in_brief(history: History, now_unix_s: float | None = None) -> Iterator[str]:
+    """Yield lines for a person; none where no step was told.
+
+    Args:
+        history: Of the run.
+        now_unix_s: The time; None: now.
+    """
+    last = history.last
+    if last is None:
+        return
+    of_rank_0 = " of rank 0" if history.loss_is_local else ""
+    parts = (
+        f"step {last.step:,}" + (f" of {history.num_steps:,}" if history.num_steps else ""),
+        "" if last.epochs_begun is None else f"epoch {last.epochs_begun} of {history.num_epochs}",
+        "" if last.loss is None else f"loss{of_rank_0} {last.loss:.4f}",
+        "" if last.samples_per_s is None else f"{last.samples_per_s:,.0f} samples/s",
+    )
+    ago = duration(max(0.0, (time() if now_unix_s is None else now_unix_s) - last.time_unix_s))
+    yield ", ".join(filter(None, parts)) + f"; {ago} ago"
+    window = history.ranks.recent(MIN_WINDOW_S)
+    if window is None or window.seconds < MIN_WINDOW_S:
+        return
+    for slow in stragglers(window)[:8]:
+        where = f", most of the difference in {slow.phase}" if slow.phase else ""
+        yield (
+            f"rank {slow.rank} is slow: {1000 * slow.own_s:,.1f} ms of its own for a step, "
+            f"the others {1000 * slow.others_s:,.1f} ms{where}"
+        )

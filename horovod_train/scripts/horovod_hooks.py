@@ -1,0 +1,23 @@
+"""Horovod itself, watched while a script joins the other ranks."""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from typing import Any
+
+from horovod_train.scripts.meter import StepMeter
+
+
+def watch_joining(meter: StepMeter) -> None:
+    """Note that the script has called ``hvd.init()``, whichever framework's it is."""
+    basics: Any = sys.modules["horovod.common.basics"].HorovodBasics
+    plain_init = basics.init
+
+    @wraps(plain_init)
+    def init(*args: Any, **kwargs: Any) -> Any:
+        found = plain_init(*args, **kwargs)
+        meter.has_joined = True
+        return found
+
+    basics.init = init
