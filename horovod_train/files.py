@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import Literal
+from typing import BinaryIO, Literal
 
 Access = Literal["private", "group", "everyone"]
 MODES: dict[Access, int] = {"private": 0o700, "group": 0o750, "everyone": 0o755}
@@ -52,6 +54,19 @@ def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
         with suppress(OSError):
             Path(temporary).unlink()
         raise
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading, whoever it is from: a pipe is not waited for, nor a link followed.
+
+    Raises:
+        OSError: It is not there, may not be read, or is something else.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return os.fdopen(handle, "rb")
 
 
 class LogFile:

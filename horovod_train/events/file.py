@@ -16,12 +16,13 @@ from threading import Lock
 from time import time
 
 from horovod_train import __version__
-from horovod_train.events.types import KINDS, Event, Notice, Opened
+from horovod_train.events.types import KINDS, MAX_RANKS, Event, Notice, Opened
 from horovod_train.files import LogFile, write_whole
 
 EVENTS_FILE = "events.jsonl"
 FORMAT_VERSION = 1
 MAX_BYTES = 16 * 2**20
+MAX_UNIX_S = 1 << 40
 
 
 def opened(job: str, run_id: str) -> Opened:
@@ -154,7 +155,10 @@ def as_record(line: str) -> Record:
     """
     fields = json.loads(line)
     event = KINDS[fields["kind"]].model_validate_json(line)
-    return Record(float(fields["time_unix_s"]), fields["rank"], event)
+    time_unix_s, rank = fields["time_unix_s"], fields["rank"]
+    if not 0 <= time_unix_s < MAX_UNIX_S or not (rank is None or 0 <= rank < MAX_RANKS):
+        raise ValueError("a time or a rank that cannot be")
+    return Record(float(time_unix_s), rank, event)
 
 
 def _kind_of(line: str) -> str:

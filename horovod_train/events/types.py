@@ -9,13 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 WAIT_PHASE = "allreduce_wait"
 """The phase of a step in which a rank waits for the all-reduce: for others, and for the network."""
 
 PHASES = ("data", "forward", "backward", "compute", WAIT_PHASE, "optimizer")
 """``compute`` is forward and backward, with all-reduce and update where a graph does not tell them apart."""
+
+
+MAX_RANKS = 1 << 20
+"""Nobody has more; a damaged number is not to make a table as large as itself."""
 
 
 class Event(BaseModel):
@@ -161,7 +165,7 @@ class RankTimes(Event):
 
     kind = "rank_times"
 
-    first_rank: int
+    first_rank: int = Field(ge=0, lt=MAX_RANKS)
     seconds: float
     steps: tuple[int, ...]
     samples: tuple[int, ...]

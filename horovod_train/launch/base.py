@@ -153,11 +153,13 @@ class JobStatus:
         state: One word.
         exit_code: How it ended; None while it has not.
         message: What explains the state; may be empty.
+        cause: Of a job that has failed, what kind of failure whoever carried it out has seen; empty: none.
     """
 
     state: State
     exit_code: int | None = None
     message: str = ""
+    cause: str = ""
 
     @property
     def has_ended(self) -> bool:

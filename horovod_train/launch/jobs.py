@@ -136,12 +136,12 @@ class StateFile:
         self._on_change = on_change
         self._last_change: tuple[State, str] | None = None
         self._remarks: dict[str, str] = {}
-        self._last: tuple[State, int | None, str] | None = None
+        self._last: tuple[State, int | None, str, str] | None = None
         self._is_unwritable = False
 
-    def write(self, state: State, exit_code: int | None = None, message: str = "") -> None:
+    def write(self, state: State, exit_code: int | None = None, message: str = "", cause: str = "") -> None:
         """Note how it stands; this process is the one that carries it out."""
-        self._last = (state, exit_code, message)
+        self._last = (state, exit_code, message, cause)
         message = "; ".join(filter(None, (message, *self._remarks.values())))
         if self._last_change != (state, message):
             self._last_change = (state, message)
@@ -150,6 +150,7 @@ class StateFile:
             "state": state,
             "exit_code": exit_code,
             "message": message,
+            "cause": cause,
             "pid": os.getpid(),
             "boot_id": boot_id(),
             "pid_start_ticks": start_ticks(os.getpid()),
@@ -173,13 +174,14 @@ class StateFile:
     def end(self, error: BaseException) -> None:
         """Note an end other than a good one. Who has left, and was cancelled, is not to be run again."""
         if not isinstance(error, HorovodTrainError):
-            self.write("failed", 1, f"{type(error).__name__}: {error}")
+            self.write("failed", 1, f"{type(error).__name__}: {error}", "other")
         elif isinstance(error, PreemptedError):
             if self._cancelled.exists():
                 error.exit_code = exit_code_of(signal.SIGTERM)
             self.write("cancelled" if error.exit_code > 128 else "preempted", error.exit_code, error.message)
         else:
-            self.write("cancelled" if error.exit_code > 128 else "failed", error.exit_code, str(error))
+            state: State = "cancelled" if error.exit_code > 128 else "failed"
+            self.write(state, error.exit_code, str(error), error.cause if state == "failed" else "")
 
     def remark(self, subject: str, text: str) -> None:
         """Say something of a subject along with whatever is noted from now on."""
@@ -207,11 +209,19 @@ class StateFile:
         """Return how it stands by its own word, whichever host carries it out."""
         document = self._document()
         if document is not None:
-            return JobStatus(document["state"], document["exit_code"], document["message"])
-        if self._path.exists():
-            return JobStatus("unknown", 1, f"{self._path} is damaged; {LOG_FILE} beside it has the output")
-        if not self._path.parent.is_dir():
-            return JobStatus("unknown", 1, f"{self._path.parent} is not there: removed, or not mounted here")
+            cause = document.get("cause")
+            told = (document["state"], document["exit_code"], document["message"])
+            return JobStatus(*told, cause if isinstance(cause, str) else "")
+        try:
+            if self._path.exists():
+                self._path.open("rb").close()
+                text = f"{self._path} is damaged; {LOG_FILE} beside it has the output"
+                return JobStatus("unknown", 1, text)
+            if not self._path.parent.is_dir():
+                text = f"{self._path.parent} is not there: removed, or not mounted here"
+                return JobStatus("unknown", 1, text)
+        except OSError as error:
+            return JobStatus("unknown", 1, f"{self._path} cannot be read: {error.strerror}")
         return JobStatus("waiting", message="not started yet")
 
     def pid(self) -> int | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,12 +15,15 @@ from threading import Event, Lock, Thread
 from time import monotonic, time
 from typing import Protocol
 
+import numpy as np
+
 from horovod_train.errors import UserError
 from horovod_train.events.types import Target
 from horovod_train.launch.base import JobStatus
 from horovod_train.monitor.history import History, Point
 from horovod_train.monitor.live import (
     NUM_THREADS,
+    TIMEOUT_S,
     Access,
     RankReading,
     access_of,
@@ -28,6 +33,8 @@ from horovod_train.monitor.live import (
     window_between,
 )
 from horovod_train.monitor.runs import Run, Runs
+
+log = logging.getLogger(__name__)
 
 ASK_INTERVAL_S = 2.0
 MOST_OF_THE_TIME = 5
@@ -77,12 +84,14 @@ class Readings:
         of_ranks: By rank; of those that have answered.
         asked: Ranks that were asked.
         time_unix_s: When.
+        time_s: When, by the monotonic clock.
         last: By rank, the last answer of each, however old.
     """
 
     of_ranks: dict[int, RankReading] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
     time_unix_s: float = 0.0
+    time_s: float = 0.0
     last: dict[int, RankReading] = field(default_factory=dict)
 
     @property
@@ -103,8 +112,10 @@ class AskedRun:
 
     def __init__(self, job: str, run_id: str) -> None:
         self.job, self.run_id = job, run_id
+        self.named = job, run_id
+        """What its targets call it; its ranks may know it by other names."""
         self.key = f"{job}/{run_id}"
-        self._history = History(job=job, run_id=run_id)
+        self._history = History()
         self._num_up = 0
         self._num_asked = 0
 
@@ -115,7 +126,7 @@ class AskedRun:
     def status(self) -> JobStatus:
         """Return how it stands, as far as that is seen from its ranks."""
         if not self._num_asked:
-            return JobStatus("unknown", message="its ranks were not asked yet")
+            return JobStatus("unknown", message="none of its ranks is among the targets")
         answers = f"{self._num_up} of {self._num_asked} ranks answer"
         return JobStatus("running" if self._num_up else "unknown", message=answers)
 
@@ -125,20 +136,17 @@ class AskedRun:
         history.targets = dict(targets)
         self._num_up, self._num_asked = len(now.of_ranks), len(now.asked)
         num_ranks = max(targets, default=-1) + 1
-        seconds = now.time_unix_s - before.time_unix_s
-        if before.of_ranks:
-            history.ranks.add(window_between(before.of_ranks, now.of_ranks, seconds, num_ranks))
+        seconds = now.time_s - before.time_s
+        window = window_between(before.of_ranks, now.of_ranks, seconds, num_ranks)
+        if before.of_ranks and now.of_ranks:
+            history.ranks.add(window)
         told = next(iter(now.of_ranks.values()), None)
         if told is None:
             return
         self.job = told.labels.get("training_job", self.job)
         self.run_id = told.labels.get("run", self.run_id)
         values, older = told.values, next(iter(before.of_ranks.values()), told).values
-        samples = sum(
-            reading.values.get("samples", 0.0) - before.of_ranks[rank].values.get("samples", 0.0)
-            for rank, reading in now.of_ranks.items()
-            if rank in before.of_ranks
-        )
+        samples = float(np.nansum(window["samples"]))
         if values.get("steps") != older.get("steps") or not history.points:
             history.add_point(
                 Point(
@@ -147,7 +155,7 @@ class AskedRun:
                     int(values["epoch"]) + 1 if "epoch" in values else None,
                     values.get("loss"),
                     values.get("learning_rate"),
-                    samples / seconds if before.of_ranks else None,
+                    samples / seconds if np.isfinite(window["samples"]).any() else None,
                 )
             )
         if "world_size_wanted" in values:
@@ -185,8 +193,8 @@ class Board:
     def close(self) -> None:
         """Ask nobody any more."""
         self._over.set()
-        self._thread.join()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)  # whoever is being asked need not be waited for
+        self._thread.join(TIMEOUT_S)
 
     @property
     def last_look_s(self) -> float:
@@ -210,8 +218,13 @@ class Board:
     def _work(self) -> None:
         while True:
             begun_s = monotonic()
-            self._ask_sources()
-            self._ask_runs()
+            try:
+                self._ask_sources()
+                self._ask_runs()
+            except Exception:
+                if self._over.is_set():
+                    return
+                log.exception("ranks could not be asked")
             took_s = monotonic() - begun_s
             if self._over.wait(max(ASK_INTERVAL_S - took_s, took_s * (MOST_OF_THE_TIME - 1))):
                 return
@@ -226,8 +239,10 @@ class Board:
             for target in found:
                 names = target.labels.get("training_job", "job"), target.labels.get("run", source)
                 groups.setdefault(names, []).append(target)
-        for (job, run_id), targets in groups.items():
-            run = self._asked.get(f"{job}/{run_id}") or AskedRun(job, run_id)
+        for run in self._asked.values():
+            groups.setdefault(run.named, [])  # its ranks are no targets any more
+        for named, targets in groups.items():
+            run = self._asked.get("/".join(named)) or AskedRun(*named)
             ranks = by_rank(targets)
             before, now = self._ask(run.key, ranks, self._access)
             with self._lock:
@@ -254,14 +269,25 @@ class Board:
         before = self._readings.get(key, Readings())
         addresses = {rank: target.address for rank, target in targets.items()}
         found = ask_all(addresses, access, self._pool)
-        now = Readings(found, set(addresses), time(), {**before.last, **found})
+        now = Readings(found, set(addresses), time(), monotonic(), {**before.last, **found})
         self._readings[key] = now
         return before, now
 
 
 def _access_of(run: Run) -> Access:
+    """Return how the ranks of a run are asked.
+
+    A job names the variable that has its password, and the events beside it the addresses that get it: what
+    others have written, or could have, gets none of this account's.
+    """
     try:
+        is_ours = all(map(_belongs_to_us, (run.log_dir, run.log_dir / "job.json")))
         document = json.loads((run.log_dir / "job.json").read_bytes())
-        return access_of(document, os.environ)
+        return access_of(document, os.environ if is_ours else {})
     except (OSError, ValueError, AttributeError):
         return Access()
+
+
+def _belongs_to_us(path: Path) -> bool:
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

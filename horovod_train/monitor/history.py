@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 from horovod_train.events.file import EVENTS_FILE, Record, as_record
 from horovod_train.events.types import (
@@ -29,9 +30,12 @@ from horovod_train.events.types import (
     Target,
     Targets,
 )
+from horovod_train.files import open_regular
+from horovod_train.monitor.live import by_rank
 from horovod_train.monitor.rank_series import RankSeries
 
 MAX_POINTS = 2000
+MAX_READ_BYTES = 32 * 2**20
 MAX_EVENTS = 500
 # What a person wants to see marked on a time axis.
 MARKED = (
@@ -66,8 +70,6 @@ class History:
     """What has happened in one run so far.
 
     Attributes:
-        job: Name of the job.
-        run_id: Name of the run.
         started: What its last ranks train; None: they have not begun.
         world_size_wanted: Ranks that its last attempt was to have; None: nobody has said.
         num_attempts: How often its ranks were started.
@@ -81,17 +83,14 @@ class History:
         loss_is_local: The loss is that of rank 0's samples alone, as of a script.
         ranks: Where the time of ranks went.
         metrics: Its last evaluation.
-        checkpoint: The last checkpoint that was written, and when; None: there is none.
+        checkpoint_unix_s: When the last checkpoint was written; None: there is none.
         failures: Why ranks failed, in this start of the run.
         ended: Ranks whose script has ended well, in this start of the run.
         summary: How it ended; None: it has not, or not well.
         events: What a person wants to see marked, the newest last.
         counts: Events by kind.
-        state: Its last state by its own word; None: nobody tells, as of a launch by hand.
     """
 
-    job: str = ""
-    run_id: str = ""
     started: Started | None = None
     world_size_wanted: int | None = None
     num_attempts: int = 0
@@ -105,13 +104,12 @@ class History:
     loss_is_local: bool = False
     ranks: RankSeries = field(default_factory=RankSeries)
     metrics: dict[str, float] = field(default_factory=dict)
-    checkpoint: tuple[float, str] | None = None
+    checkpoint_unix_s: float | None = None
     failures: list[tuple[int, Failure]] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
     summary: Summary | None = None
     events: deque[Record] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     counts: Counter[str] = field(default_factory=Counter)
-    state: StateChanged | None = None
     begun_unix_s: float | None = None
     told_unix_s: float = 0.0
     _is_preempted: bool = False
@@ -139,7 +137,7 @@ class History:
             case Evaluation():
                 self.metrics = dict(event.metrics)
             case CheckpointWritten(error=""):
-                self.checkpoint = (time_unix_s, event.path)
+                self.checkpoint_unix_s = time_unix_s
             case Summary():
                 self.summary, self.metrics = event, dict(event.metrics)
                 if self.last is None or self.last.step != event.steps:  # nothing was left to train
@@ -148,8 +146,6 @@ class History:
     def _end(self, rank: int, event: Event) -> None:
         """Take an event with which something ends."""
         match event:
-            case StateChanged():
-                self.state = event
             case HostsLost():
                 self.hosts_lost += event.hosts
             case Failure():
@@ -163,8 +159,7 @@ class History:
         """Take an event with which something begins."""
         match event:
             case Opened():
-                self.job, self.run_id = event.job, event.run_id
-                self.summary = self.state = None
+                self.summary = None
                 self._begin_attempt()
             case Attempt():
                 self.num_attempts += 1
@@ -174,7 +169,7 @@ class History:
                 self.started = event
                 self.ranks.begin(event.world_size)
             case Targets():
-                self.targets |= {int(each.labels["rank"]): each for each in event.targets}
+                self.targets |= by_rank(event.targets)
 
     def _begin_attempt(self) -> None:
         self.targets, self.failures, self.ended = {}, [], set()
@@ -203,9 +198,9 @@ class History:
 
     @property
     def cause(self) -> str:
-        """What kind of failure it was, one of a few words."""
+        """What kind of failure it was by the word of its ranks; empty: none has said."""
         causes = [failure.cause for _, failure in self.failures if failure.is_cause]
-        return next(filter(None, causes), "lost")
+        return next(filter(None, causes), "")
 
     @property
     def has_said_its_end(self) -> bool:
@@ -224,18 +219,25 @@ class HistoryReader:
     Args:
         log_dir: Folder of the run.
         last_bytes: Begin with the last so many bytes; None: at the beginning.
+        with_ranks: Know where the time of each rank went; without it, a history takes little memory.
     """
 
-    def __init__(self, log_dir: Path, last_bytes: int | None = None) -> None:
+    def __init__(self, log_dir: Path, last_bytes: int | None = None, *, with_ranks: bool = True) -> None:
         self.log_dir = log_dir
         self.history = History()
         self._path = log_dir / EVENTS_FILE
         self._identity: tuple[int, int] | None = None
         self._at_bytes = 0
         self._last_bytes = last_bytes
+        self._with_ranks = with_ranks
+        self._reading = Lock()  # of two who read at the same time both would count what is new
 
     def read_on(self) -> History:
         """Read what has come since; a file that is not there or cannot be read has nothing new."""
+        with self._reading:
+            return self._read_on()
+
+    def _read_on(self) -> History:
         try:
             found = self._path.stat()
             identity = (found.st_dev, found.st_ino)
@@ -244,21 +246,29 @@ class HistoryReader:
                 begin = 0 if self._last_bytes is None else max(0, found.st_size - self._last_bytes)
                 self._identity, self._at_bytes, self.history = identity, begin, History()
             if found.st_size > self._at_bytes:
-                with self._path.open("rb") as file:
-                    file.seek(self._at_bytes)
-                    data = file.read()
-                whole, _, rest = data.rpartition(b"\n")
-                self._at_bytes += len(data) - len(rest)
-                for record in parsed(whole.decode("utf-8", errors="replace").split("\n")):
-                    self.history.add(record)
+                self._read_from(self._at_bytes)
         except OSError:
             pass
         return self.history
 
+    def _read_from(self, at_bytes: int) -> None:
+        with open_regular(self._path) as file:
+            file.seek(at_bytes)
+            data = file.read(MAX_READ_BYTES)
+        whole, _, rest = data.rpartition(b"\n")
+        # What has no end for so long is no line of ours.
+        self._at_bytes = at_bytes + len(data) - (len(rest) if len(rest) < MAX_READ_BYTES else 0)
+        for record in parsed(
+            whole.decode("utf-8", errors="replace").split("\n"), with_ranks=self._with_ranks
+        ):
+            self.history.add(record)
 
-def parsed(lines: Iterable[str]) -> Iterator[Record]:
+
+def parsed(lines: Iterable[str], *, with_ranks: bool = True) -> Iterator[Record]:
     """Yield what lines of the file say, as far as this version knows it."""
     for line in lines:
+        if not with_ranks and f'"{RankTimes.kind}"' in line:
+            continue
         try:
             yield as_record(line)
         except (ValueError, KeyError, TypeError, RecursionError):

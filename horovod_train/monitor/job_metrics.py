@@ -48,7 +48,9 @@ def _present(reading: JobReading) -> int:
 
 
 def _failed(reading: JobReading) -> Mapping[str, int]:
-    return {reading.history.cause: 1} if reading.status.state == "failed" else {}
+    """Return why it has failed: by its ranks' own word, or else by the word of who carried it out."""
+    cause = reading.history.cause or reading.status.cause or "lost"
+    return {cause: 1} if reading.status.state == "failed" else {}
 
 
 JOB_CATALOG = (
@@ -152,7 +154,7 @@ def newest_of_jobs(runs: Iterable[Run]) -> Iterator[tuple[Run, JobReading]]:
             continue
         seen.add(run.job)
         status, history = run.status(), run.history()
-        ended_s = history.told_unix_s if status.has_ended else None
+        ended_s = (history.told_unix_s or run.changed_unix_s()) if status.has_ended else None
         if ended_s is None or time() - ended_s < ENDED_FOR_S:
             begun_s = history.begun_unix_s
             yield run, JobReading(status, history, begun_s if begun_s is not None else time(), ended_s)

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from time import time
 from urllib.parse import urlencode
@@ -17,7 +18,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from horovod_train.errors import UserError
-from horovod_train.events.types import Target
+from horovod_train.events.types import MAX_RANKS, Target
 from horovod_train.monitor.rank_series import COLUMNS, Window, unknown
 
 TIMEOUT_S = 2.0
@@ -116,10 +117,16 @@ def ask(address: str, access: Access = Access()) -> RankReading | None:
     url = f"{access.scheme}://{address}/metrics?{ASKED}"
     request = urllib.request.Request(url, headers=headers)  # noqa: S310  (http or https)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=access.context) as answer:  # noqa: S310
+        with _opener(access.context).open(request, timeout=TIMEOUT_S) as answer:
             return parse(answer.read(MAX_BYTES).decode())
-    except (OSError, ValueError):
+    except (OSError, ValueError, HTTPException):
         return None
+
+
+def _opener(context: ssl.SSLContext | None = None) -> urllib.request.OpenerDirector:
+    """Return what asks a server itself: a proxy would not reach ranks, and is not to see their password."""
+    direct = urllib.request.ProxyHandler({})
+    return urllib.request.build_opener(direct, urllib.request.HTTPSHandler(context=context))
 
 
 def parse(text: str) -> RankReading:
@@ -179,7 +186,7 @@ def targets_of(source: str) -> list[Target] | None:
         return _named(source)
     try:
         if is_url:
-            with urllib.request.urlopen(source, timeout=10) as answer:  # noqa: S310  (http or https)
+            with _opener().open(source, timeout=10) as answer:
                 document = json.loads(answer.read())
         else:
             document = json.loads(path.read_bytes())
@@ -188,7 +195,7 @@ def targets_of(source: str) -> list[Target] | None:
             for group in document
             for address in group["targets"]
         ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, HTTPException) as error:
         raise UserError(
             f"{source} does not name targets: {type(error).__name__}: {error}",
             hint='a list as Prometheus wants it is expected: [{"targets": ["host:port"], "labels": {}}]',
@@ -203,7 +210,7 @@ def _named(source: str) -> list[Target] | None:
     """
     parts = source.split(",")
     ports = [part.rpartition(":")[2] for part in parts if ":" in part]
-    if len(ports) < len(parts) or not all(map(str.isdigit, ports)):
+    if len(ports) < len(parts) or not all(port.isascii() and port.isdecimal() for port in ports):
         return None
     for port in ports:
         if not 0 < int(port) < 65536:
@@ -216,7 +223,8 @@ def by_rank(targets: Iterable[Target]) -> dict[int, Target]:
     found: dict[int, Target] = {}
     for number, target in enumerate(targets):
         label = target.labels.get("rank", "")
-        found[int(label) if label.isdigit() else number] = target
+        is_rank = label.isascii() and label.isdecimal() and int(label) < MAX_RANKS
+        found[int(label) if is_rank else number] = target
     return found
 
 

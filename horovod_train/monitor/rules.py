@@ -142,6 +142,9 @@ RECORDINGS = (
 _LEAVING = f'{_P}job_state{{state=~"leaving|succeeded|cancelled|preempted"}}'
 
 
+_LEFT_BEHIND = f"min by ({JOB}) ({_P}rank_ended_timestamp_seconds) > 0"
+"""What ranks have pushed, or left in files, when they ended: it stays, and nothing becomes of it."""
+
 _AGE = "CHECKPOINT_AGE"  # stands for a number of seconds that a site chooses
 
 _ALERTS = (
@@ -163,7 +166,8 @@ _ALERTS = (
     ),
     Alert(
         "HorovodTrainNoProgress",
-        f"(max by ({JOB}) (rate({_P}steps_total[10m])) == 0) unless on ({JOB}) {_LEAVING}",
+        f"(max by ({JOB}) (rate({_P}steps_total[10m])) == 0) "
+        f"and on ({JOB}) max by ({JOB}) ({_P}steps_total offset 10m) unless on ({JOB}) {_LEAVING}",
         "5m",
         "critical",
         "{{ $labels.training_job }}: no rank has made a step for ten minutes",
@@ -260,7 +264,13 @@ def alerts(checkpoint_age_s: float = CHECKPOINT_AGE_S) -> tuple[Alert, ...]:
     Args:
         checkpoint_age_s: A checkpoint is too old after so long.
     """
-    return tuple(replace(alert, expr=alert.expr.replace(_AGE, f"{checkpoint_age_s:g}")) for alert in _ALERTS)
+    return tuple(replace(alert, expr=_completed(alert.expr, checkpoint_age_s)) for alert in _ALERTS)
+
+
+def _completed(expr: str, checkpoint_age_s: float) -> str:
+    expr = expr.replace(_AGE, f"{checkpoint_age_s:g}")
+    is_of_job = expr.startswith(f"{_P}job_")
+    return expr if is_of_job else f"({expr}) unless on ({JOB}) ({_LEFT_BEHIND})"
 
 
 def anchor(alert: Alert) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from time import time
 
@@ -13,8 +14,11 @@ from horovod_train.launch.base import JobStatus
 from horovod_train.launch.jobs import STATE_FILE, StateFile, find_job
 from horovod_train.monitor.history import History, HistoryReader
 
-SILENT_S = 120.0
-"""A launch by hand has nobody who tells that it was killed; after so long without a word it has ended."""
+SILENT_S = 900.0
+"""A launch by hand has nobody who tells that it was killed; after so long without a word it has ended.
+
+Longer than ``health.stall_shutdown_s`` as it is by default, and than most evaluations.
+"""
 
 MAX_RUNS = 1000
 """So many runs are looked at, the newest ones: a folder may hold years of them."""
@@ -25,22 +29,23 @@ class Run:
 
     Args:
         log_dir: Its folder.
+        with_ranks: Know where the time of each rank went.
     """
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, *, with_ranks: bool = True) -> None:
         self.log_dir = log_dir
-        self._reader = HistoryReader(log_dir)
+        self._reader = HistoryReader(log_dir, with_ranks=with_ranks)
         self._state = StateFile(log_dir)
 
     @property
     def job(self) -> str:
         """Name of its job."""
-        return self.log_dir.parent.name
+        return _text(self.log_dir.parent.name)
 
     @property
     def run_id(self) -> str:
         """Name of the run."""
-        return self.log_dir.name
+        return _text(self.log_dir.name)
 
     @property
     def key(self) -> str:
@@ -69,15 +74,13 @@ class Run:
             return JobStatus("failed", failure.exit_code, failure.message)
         if history.has_said_its_end:
             return JobStatus("preempted", 75)
-        if time() - self._last_word_s() > SILENT_S:
+        if time() - self.changed_unix_s() > SILENT_S:
             return JobStatus("failed", 137, f"its rank 0 has said nothing for {SILENT_S:.0f} s")
         return JobStatus("running", message="launched by hand")
 
-    def _last_word_s(self) -> float:
-        try:
-            return (self.log_dir / EVENTS_FILE).stat().st_mtime
-        except OSError:
-            return 0.0
+    def changed_unix_s(self) -> float:
+        """Return when something was noted of it last."""
+        return _changed_s(self.log_dir)
 
 
 class Runs:
@@ -85,10 +88,12 @@ class Runs:
 
     Args:
         places: Folders of runs, of a job, or of one run.
+        with_ranks: Know where the time of each rank went: of a thousand runs that is gigabytes.
     """
 
-    def __init__(self, places: Sequence[Path]) -> None:
+    def __init__(self, places: Sequence[Path], *, with_ranks: bool = True) -> None:
         self._places = places
+        self._with_ranks = with_ranks
         self._known: dict[Path, Run] = {}
 
     def all(self) -> list[Run]:
@@ -98,20 +103,31 @@ class Runs:
             for log_dir in folders_of_runs(place):
                 found[log_dir] = _changed_s(log_dir)
         newest = sorted(found, key=lambda folder: (-found[folder], str(folder)))[:MAX_RUNS]
-        self._known = {folder: self._known.get(folder) or Run(folder) for folder in newest}
+        self._known = {
+            folder: self._known.get(folder) or Run(folder, with_ranks=self._with_ranks) for folder in newest
+        }
         return list(self._known.values())
 
     def find(self, key: str) -> Run | None:
-        """Return the run of a key; None: there is none. Nothing outside of the folders is ever looked at."""
+        """Return the run of a key; None: there is none in the folders."""
         return next((run for run in self.all() if run.key == key), None)
 
 
 def folders_of_runs(place: Path) -> Iterator[Path]:
-    """Yield the folders of runs at a place: of itself, of a job, or of all jobs below it."""
+    """Yield the folders of runs at a place: of itself, of a job, or of all jobs below it.
+
+    What this account may not look into is left out.
+    """
     for pattern in ("", "*", "*/*"):
         for folder in [place] if not pattern else place.glob(pattern):
-            if any((folder / name).is_file() for name in (EVENTS_FILE, STATE_FILE)):
-                yield folder.resolve()
+            with suppress(OSError):
+                if any((folder / name).is_file() for name in (EVENTS_FILE, STATE_FILE)):
+                    yield folder.resolve()
+
+
+def _text(name: str) -> str:
+    """Return a name of a folder as text, whatever bytes it has."""
+    return name.encode("utf-8", errors="replace").decode()
 
 
 def places_of(names: Sequence[str]) -> list[Path]:

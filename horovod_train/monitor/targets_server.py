@@ -51,7 +51,7 @@ def serve_targets(places: list[Path], host: str, port: int) -> Server:
     Raises:
         UserError: It cannot listen there.
     """
-    runs, registry = Runs(places), CollectorRegistry()
+    runs, registry = Runs(places, with_ranks=False), CollectorRegistry()
     registry.register(JobCollector(runs))
     handlers = [("/targets", _Targets), ("/metrics", _Metrics)]
     served = application(handlers, host, token_of_environment(), {"runs": runs, "registry": registry})

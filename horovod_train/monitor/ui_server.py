@@ -22,7 +22,7 @@ from typing import Literal
 
 from tornado.web import Application, HTTPError
 
-from horovod_train.errors import HorovodTrainError
+from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.launch.submit import submitted
 from horovod_train.monitor.board import Board, Readings, Watched
 from horovod_train.monitor.live import Access
@@ -48,12 +48,11 @@ class _Page(Guarded):
     def get(self) -> None:
         """Answer; the token becomes a cookie, and leaves the address."""
         if self.get_query_argument("token", ""):
-            # Strict: no other page's link or form carries it here.
+            # Strict: no other page's link or form carries it here. The page takes the token out of the
+            # address; a redirect from another page's link would come without the cookie.
             self.set_cookie(
                 self.cookie_name, self.settings["token"], httponly=True, samesite="Strict", expires_days=1
             )
-            self.redirect("/")
-            return
         self.set_header("Content-Type", "text/html; charset=utf-8")
         self.finish(_page_file("index.html"))
 
@@ -88,7 +87,17 @@ class _Jobs(Guarded):
     async def get(self) -> None:
         """Answer."""
         board: Board = self.settings["board"]
-        rows = await self.read(lambda: [job_row(run) for run in board.runs()[:MAX_JOBS_SHOWN]])
+
+        def begun(row: dict[str, object]) -> float:
+            """In this order they stay: what is written to last changes all the time."""
+            found = row["begun_unix_s"]
+            return found if isinstance(found, float) else float("-inf")
+
+        def newest() -> list[dict[str, object]]:
+            rows = [job_row(run) for run in board.runs()[:MAX_JOBS_SHOWN]]
+            return sorted(rows, key=begun, reverse=True)
+
+        rows = await self.read(newest)
         self.send_json({"jobs": rows, "may_end": self.settings["may_end"]})
 
 
@@ -155,7 +164,11 @@ def end(run: Watched, how: Literal["drain", "stop"]) -> None:
     Raises:
         HorovodTrainError: It is not known on this machine, or cannot be ended from here.
     """
-    launcher, job = submitted(f"{run.job}-{run.run_id}")
+    job_id = f"{run.job}-{run.run_id}"
+    launcher, job = submitted(job_id)  # which takes names and beginnings of ids, too
+    is_this_one = run.log_dir is not None and job.log_dir.resolve() == run.log_dir.resolve()
+    if job.job_id != job_id or not is_this_one:
+        raise UserError(f"{run.key} was not started with `run` or `submit` on this machine by this account")
     launcher.cancel(job, how)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -11,11 +12,14 @@ import numpy as np
 
 from horovod_train.events.types import PHASES
 from horovod_train.events.wire import parse_line
+from horovod_train.files import open_regular
 from horovod_train.monitor.board import Readings, Watched
 from horovod_train.monitor.history import History, as_json
 from horovod_train.monitor.live import finite
 from horovod_train.monitor.rank_series import RankSeries, Window, joined
 from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
+
+log = logging.getLogger(__name__)
 
 MAX_CELLS = 60_000
 """So many cells a picture has at most: a thousand ranks are shown over sixty windows."""
@@ -29,6 +33,16 @@ Json = dict[str, object]
 
 def job_row(run: Watched) -> Json:
     """Return a row of the list of jobs."""
+    try:
+        return _job_row(run)
+    except Exception as error:  # one run that cannot be read is not to hide the others
+        log.exception("%s cannot be shown", run.key)
+        told = {"state": "unknown", "message": f"it cannot be shown: {type(error).__name__}: {error}"}
+        nothing = dict.fromkeys(("begun_unix_s", "step", "num_steps"))
+        return {"key": run.key, "job": run.job, "run": run.run_id, **told, **nothing}
+
+
+def _job_row(run: Watched) -> Json:
     status, history = run.status(), run.history()
     last = history.last
     return {
@@ -53,7 +67,7 @@ def run_document(run: Watched, readings: Readings) -> Json:
     status, history = run.status(), run.history()
     started, last = history.started, history.last
     return {
-        **job_row(run),
+        **_job_row(run),
         "exit_code": status.exit_code,
         "has_ended": status.has_ended,
         "now_unix_s": time(),
@@ -74,7 +88,7 @@ def run_document(run: Watched, readings: Readings) -> Json:
         "epochs_begun": last.epochs_begun if last else None,
         "num_epochs": history.num_epochs or None,
         "metrics": {name: _number(value) for name, value in history.metrics.items()},
-        "checkpoint_unix_s": history.checkpoint[0] if history.checkpoint else None,
+        "checkpoint_unix_s": history.checkpoint_unix_s,
         "points": _points(history),
         "heat": _heat(history.ranks),
         "ranks": _rank_table(history, readings, status.message if status.has_ended else ""),
@@ -211,7 +225,7 @@ def log_tail(run: Watched) -> str:
     if run.log_dir is None:
         return ""
     try:
-        with (run.log_dir / "run.log").open("rb") as file:
+        with open_regular(run.log_dir / "run.log") as file:
             size_bytes = file.seek(0, 2)
             file.seek(max(0, size_bytes - LOG_TAIL_BYTES))
             text = file.read().decode("utf-8", errors="replace")

@@ -59,12 +59,16 @@ class Guarded(RequestHandler):
         Raises:
             HTTPError: 400 for another name of this address, 401 without the token, 403 from another origin.
         """
-        host = urlsplit(f"//{self.request.host}").hostname or ""
+        try:
+            named = urlsplit(f"//{self.request.host}")
+            host, self._port = named.hostname or "", named.port or 80
+        except ValueError:
+            raise HTTPError(400, reason="the name of the host cannot be read") from None
         names = self.settings["names"]
         if names and host.lower() not in names:
             raise HTTPError(400, reason="this server has another name")
         origin = self.request.headers.get("Origin")
-        if origin is not None and urlsplit(origin).netloc != self.request.host:
+        if origin is not None and origin.partition("://")[2] != self.request.host:
             raise HTTPError(403, reason="asked from another origin")
         if self.settings["token"] is not None and not self.is_known():
             raise HTTPError(401, reason="the token is missing or wrong: use the address that was printed")
@@ -72,7 +76,7 @@ class Guarded(RequestHandler):
     @property
     def cookie_name(self) -> str:
         """Name of the cookie: browsers share cookies between the ports of a host."""
-        return f"horovod_train_{urlsplit(f'//{self.request.host}').port or 80}"
+        return f"horovod_train_{self._port}"
 
     def is_known(self) -> bool:
         """Whether whoever asks knows the token."""

@@ -1,21 +1,26 @@
 """What a rank of a script does, as far as it can be seen from outside: steps, their phases, samples, bytes.
 
 A step ends when the optimizer has updated the weights. Between two of them time is told apart by what passes
-by: a batch that is read, a backward pass, a wait for Horovod. Reading a batch before the first backward pass
-of a step begins it anew, so that an evaluation between two steps is no part of either.
+by: a batch that is read, a backward pass, a wait for Horovod. An evaluation between two steps is no part of
+either. Whatever goes wrong in here ends the measuring, and never the script.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Callable
+from threading import get_ident
 from time import monotonic, perf_counter
+from types import TracebackType
 
 from horovod_train.events.types import WAIT_PHASE, Notice, Progress, RankTimes, Started
 from horovod_train.events.wire import Reporter
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.records import StepRecord, WorldRecord
+
+log = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL_S = 0.5
 MIN_REPORT_S = 2.0
@@ -35,7 +40,8 @@ class StepMeter:
         num_ranks: Ranks that were started.
         recorder: Gets each step.
         reporter: Gets where time went, and on rank 0 how far it is.
-        samples_per_batch: Samples of a batch, where they cannot be seen; None: nobody has said.
+        samples_per_batch: Samples of the batch of each backward pass, where that cannot be seen; None: nobody
+            has said.
         norm_every_steps: The gradient norm is wanted this often.
         clock: Seconds that only grow.
     """
@@ -75,12 +81,18 @@ class StepMeter:
         self._is_finite: bool | None = None
         self._was_finite = True
         self._finite_step = 0
+        self._readers: set[int] = set()
+        self._thread: int | None = None  # that trains
         self._sums: dict[str, float] = {}
         self._since = (0, 0, 0.0)  # steps, samples, seconds since the last report
         self._samples_told = 0
         self._samples_per_s: float | None = None
         self._step_told = 0
         self.num_steps = 0
+        self.is_off = False
+        """Something went wrong: nothing is measured any more."""
+        self.watching = _Watching(self)
+        """What is done within it may fail."""
         self.has_joined = False
         """The script has called ``hvd.init()``."""
         self.hides_phases = False
@@ -101,32 +113,47 @@ class StepMeter:
         """Whether there was a backward pass in the step that is being made."""
         return self._num_backward > 0
 
-    def batch(self, begun_s: float, num_samples: int | None) -> None:
+    def batch(self, begun_s: float, num_samples: int | None, reader: object = None) -> None:
         """A batch was read, from a time until now.
 
         Args:
             begun_s: When that began, by the clock.
             num_samples: How many samples it has; None: that cannot be seen.
+            reader: Who has read it. One that reads a second time before there is a backward pass reads for
+                something else than this step: an evaluation, or batches that are left out.
         """
-        if not self._num_backward:
-            self._begin(begun_s)
-        self._lap("data", self._clock())
+        if self._thread in (None, get_ident()):  # one that reads ahead takes no time from the step
+            if not self._num_backward and (not self._readers or id(reader) in self._readers):
+                self._begin(begun_s)
+            self._readers.add(id(reader))
+            self._lap("data", self._clock())
         if num_samples is not None and self._given_samples is None:
             self._samples += num_samples
+
+    def aside(self, begun_s: float) -> None:
+        """Something was done from a time until now that is no part of a step: an evaluation, say."""
+        if self._thread not in (None, get_ident()):
+            return
+        if not self._num_backward:
+            self._begin(self._clock())
+        else:
+            aside_s = self._clock() - max(begun_s, self._mark_s)
+            self._begun_s += aside_s
+            self._mark_s += aside_s
 
     def begin(self, begun_s: float, num_samples: int | None) -> None:
         """A step was begun at a time, with so many samples; None: that cannot be seen."""
         sent = self._bytes
         self._begin(begun_s)
         self._bytes = sent
-        self._samples = self._given_samples or num_samples or 0
+        self._samples = num_samples or 0
 
     def backward(self, begun_s: float, loss: float | None) -> None:
         """A backward pass was made, from a time until now; ``loss`` is None where it is not known."""
         self._lap("forward", begun_s)
         self._lap("backward", self._clock())
         self._num_backward += 1
-        self._samples += self._given_samples or 0
+        self._thread = get_ident()
         if loss is not None:
             self._loss, self._loss_s = loss, self._mark_s
             self._is_finite = math.isfinite(loss)
@@ -152,6 +179,8 @@ class StepMeter:
         """
         now_s = self._clock()
         self._lap(last_phase, now_s)
+        if self._given_samples is not None:
+            self._samples = self._given_samples * max(1, self._num_backward)
         self.num_steps += 1
         self._lr = lr
         self._look_at_numbers(grad_norm)
@@ -170,7 +199,7 @@ class StepMeter:
                 grad_norm=grad_norm,
                 bytes_reduced=self._bytes,
                 is_finite=self._is_finite,
-                own_seconds=None if wait_s is None else total_s - wait_s,
+                own_seconds=None if wait_s is None else max(0.0, total_s - wait_s),
             )
         )
         for phase, seconds in phases.items():
@@ -236,9 +265,11 @@ class StepMeter:
         self._phases, self._wait_s = {}, 0.0
         self._bytes = self._samples = self._num_backward = 0
         self._is_finite = None
+        self._readers.clear()
 
     def _lap(self, phase: str, now_s: float) -> None:
         """Count the time since the last lap for a phase, but for what was waited meanwhile."""
+        now_s = max(now_s, self._mark_s)
         seconds = now_s - self._mark_s - self._wait_s
         self._phases[phase] = self._phases.get(phase, 0.0) + max(0.0, seconds)
         self._mark_s, self._wait_s = now_s, 0.0
@@ -285,6 +316,27 @@ class StepMeter:
             )
         )
         self._reported_s, self._since, self._sums = now_s, (0, 0, 0.0), {}
+
+
+class _Watching:
+    """Lets nothing out that goes wrong in it."""
+
+    def __init__(self, meter: StepMeter) -> None:
+        self._meter = meter
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """End; after an error nothing more is measured, which is told."""
+        if not isinstance(error, Exception):
+            return False
+        if not self._meter.is_off:
+            self._meter.is_off = True
+            log.warning("nothing more is measured of the script: %s: %s", type(error).__name__, error)
+        return True
 
 
 def replace_everywhere(package: str, name: str, plain: object, wrapped: object) -> None:

@@ -112,11 +112,12 @@ def execute(script: Path, arguments: list[str]) -> None:
     """
     _give_signals_back()
     sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent))
+    sys.path.insert(0, str(script.resolve().parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+        # As Python: of a number the lowest eight bits are seen, and a text is an error.
+        code = left.code & 0xFF if isinstance(left.code, int) else int(left.code is not None)
         if code == PreemptedError.exit_code:
             raise PreemptedError("the script has left, and says that everything is saved") from left
         if code:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from time import perf_counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import tensorflow as tf
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
@@ -23,8 +24,10 @@ class _Calls:
 
     def __init__(self) -> None:
         self.running: list[Any] = []
-        self.bytes_of_step: dict[int, int] = {}
-        """Bytes that a call gives to all-reduce, by the identity of the function."""
+        self.bytes_of_step: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        """Bytes that a call of a function gives to all-reduce, by its newest graph."""
+        self.graph: Any = None
+        """The graph that is being made, or was last."""
         self.optimizer: Any = None
 
     @property
@@ -34,6 +37,15 @@ class _Calls:
             return None if self.optimizer is None else float(self.optimizer.learning_rate)
         except (TypeError, ValueError, AttributeError):
             return None
+
+    def note_traced(self, size_bytes: int) -> None:
+        """Note that each call of the graph that is being made will give so much to all-reduce."""
+        graph: Any = tf.compat.v1.get_default_graph()
+        while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:
+            graph = graph.outer_graph  # of a loop or a branch within it
+        function = self.running[0]
+        before = self.bytes_of_step.get(function, 0) if graph is self.graph else 0
+        self.graph, self.bytes_of_step[function] = graph, before + size_bytes
 
 
 _calls = _Calls()
@@ -51,13 +63,16 @@ def watch_tensorflow(meter: StepMeter) -> None:
             found = plain_call(self, *args, **kwargs)
         finally:
             _calls.running.pop()
-        if is_outermost and id(self) in _calls.bytes_of_step:
-            meter.sent(_calls.bytes_of_step[id(self)])
-            if _is_horovods(self):  # where nothing is compiled, it sums gradients in a function of its own
-                meter.waited(perf_counter() - begun_s)
-            else:
-                meter.begin(begun_s, length_of((args, kwargs)))
-                _step(meter)
+        if is_outermost and self in _calls.bytes_of_step and not meter.is_off:
+            with meter.watching:
+                meter.sent(_calls.bytes_of_step[self])
+                if _is_horovods(
+                    self
+                ):  # where nothing is compiled, it sums gradients in a function of its own
+                    meter.waited(perf_counter() - begun_s)
+                else:
+                    meter.begin(begun_s, length_of((args, kwargs)))
+                    _step(meter)
         return found
 
     Function.__call__ = call
@@ -72,8 +87,9 @@ def watch_optimizers(meter: StepMeter) -> None:
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = plain_apply(self, *args, **kwargs)
         _calls.optimizer = self
-        if not _calls.running and tf.executing_eagerly():
-            _step(meter)
+        if not _calls.running and tf.executing_eagerly() and not meter.is_off:
+            with meter.watching:
+                _step(meter)
         return found
 
     optimizers.apply = apply
@@ -89,17 +105,21 @@ def watch_horovod_tensorflow(meter: StepMeter) -> None:
 def _counted(plain: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
     @wraps(plain)
     def counted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        size_bytes = sum(map(_size_bytes, tensors if isinstance(tensors, list | tuple) else [tensors]))
-        if _calls.running:  # a graph is being made: each call of it will give as much
-            outermost = id(_calls.running[0])
-            _calls.bytes_of_step[outermost] = _calls.bytes_of_step.get(outermost, 0) + size_bytes
-            return plain(tensors, *args, **kwargs)
-        meter.sent(size_bytes)
+        is_traced = bool(_calls.running)
+        with meter.watching:
+            given = tensors if isinstance(tensors, list | tuple) else [tensors]
+            size_bytes = sum(map(_size_bytes, given))
+            if is_traced:
+                _calls.note_traced(size_bytes)
+            else:
+                meter.sent(size_bytes)
         begun_s = perf_counter()
         try:
             return plain(tensors, *args, **kwargs)
         finally:
-            meter.waited(perf_counter() - begun_s)
+            if not is_traced and not meter.is_off:
+                with meter.watching:
+                    meter.waited(perf_counter() - begun_s)
 
     return counted
 

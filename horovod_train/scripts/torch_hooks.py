@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import wraps
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +17,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from horovod_train.scripts.meter import StepMeter, replace_everywhere
 
+MAX_PARTS = 64
+"""So many parts of a batch are looked at."""
+
 
 def watch_torch(meter: StepMeter) -> None:
     """Watch batches, backward passes and updates of any script."""
@@ -22,19 +27,37 @@ def watch_torch(meter: StepMeter) -> None:
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
     plain_backward, plain_next = torch.autograd.backward, _BaseDataLoaderIter.__next__
+    depth = 0  # checkpointing calls backward within backward
 
     @wraps(plain_backward)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:  # Tensor.backward calls it, too
+        nonlocal depth
         begun_s = perf_counter()
-        plain_backward(tensors, *args, **kwargs)
-        steps.depth = 0  # an update that has raised an error is over
-        meter.backward(begun_s, loss_of(tensors) if meter.wants_loss else None)
+        depth += 1
+        try:
+            plain_backward(tensors, *args, **kwargs)
+        finally:
+            depth -= 1
+        if not depth and not meter.is_off:
+            with meter.watching:
+                steps.depth = 0  # an update that has raised an error is over
+                meter.backward(begun_s, loss_of(tensors) if meter.wants_loss else None)
 
     @wraps(plain_next)
     def next_batch(self: _BaseDataLoaderIter) -> Any:
         begun_s = perf_counter()
-        found = plain_next(self)
-        meter.batch(begun_s, batch_size(found))
+        try:
+            found = plain_next(self)
+        except StopIteration:
+            with meter.watching:
+                meter.aside(begun_s)
+            raise
+        if not meter.is_off:
+            with meter.watching:
+                if torch.is_grad_enabled():
+                    meter.batch(begun_s, batch_size(found), self)
+                else:
+                    meter.aside(begun_s)
         return found
 
     torch.autograd.backward = backward
@@ -54,6 +77,17 @@ class _Steps:
 
     def before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An update begins."""
+        if not self._meter.is_off:
+            with self._meter.watching:
+                self._before(optimizer)
+
+    def after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """An update has been made."""
+        if optimizer is self._main and not self._meter.is_off:
+            with self._meter.watching:
+                self._after(optimizer)
+
+    def _before(self, optimizer: torch.optim.Optimizer) -> None:
         if self._main is None and (self._meter.has_gradients or optimizer in self._seen):
             self._main = optimizer  # the first of several is the one that makes steps
             self._seen.clear()
@@ -66,14 +100,11 @@ class _Steps:
         if self.depth == 2 or not hasattr(optimizer, "synchronize"):  # gradients are those of all ranks now
             self._norm = self._take_norm(optimizer) if self._meter.wants_norm else None
 
-    def after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """An update has been made."""
-        if optimizer is not self._main:
-            return
+    def _after(self, optimizer: torch.optim.Optimizer) -> None:
         self.depth = max(0, self.depth - 1)
         if not self.depth:
             lr = optimizer.param_groups[0].get("lr")
-            self._meter.step(None if lr is None else float(lr), self._norm)
+            self._meter.step(as_number(lr), self._norm)
             self._norm = None
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> None:
@@ -96,6 +127,13 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (each for group in optimizer.param_groups for each in group["params"])
 
 
+def as_number(lr: object) -> float | None:
+    """Return a learning rate; None: it is none, or one for each of several things."""
+    if isinstance(lr, torch.Tensor):
+        return float(lr) if lr.numel() == 1 else None
+    return float(lr) if isinstance(lr, int | float) else None
+
+
 def loss_of(tensors: object) -> float | None:
     """Return a loss, if it is one number on the CPU: elsewhere the host would have to wait for it."""
     if isinstance(tensors, torch.Tensor) and tensors.device.type == "cpu" and tensors.numel() == 1:
@@ -104,16 +142,26 @@ def loss_of(tensors: object) -> float | None:
 
 
 def batch_size(batch: object) -> int | None:
-    """Return the samples of a batch: the length of the first tensor in it; None: it has none."""
-    level: list[object] = [batch]
-    while level:
-        found = level.pop(0)
-        if isinstance(found, torch.Tensor):
-            return len(found) if found.dim() else None
-        if isinstance(found, dict):
-            level += found.values()
-        elif isinstance(found, list | tuple):
-            level += found
+    """Return the samples of a batch; None: that cannot be seen.
+
+    Of rows that are equally long, as of ``tuple(zip(*samples))``, it is their length; else that of the first
+    tensor that is found.
+    """
+    if isinstance(batch, list | tuple) and batch and all(isinstance(row, list | tuple) for row in batch):
+        lengths = {len(row) for row in batch}
+        if len(lengths) == 1 and any(isinstance(each, torch.Tensor) for each in batch[0][:1]):
+            return lengths.pop()
+    found: deque[object] = deque([batch])
+    for _ in range(MAX_PARTS):  # of lists of numbers there may be millions
+        if not found:
+            return None
+        part = found.popleft()
+        if isinstance(part, torch.Tensor):
+            return len(part) if part.dim() else None
+        if isinstance(part, dict):
+            found.extend(islice(part.values(), MAX_PARTS))
+        elif isinstance(part, list | tuple):
+            found.extend(part[:MAX_PARTS])
     return None
 
 
@@ -135,7 +183,9 @@ def _timed(plain: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
         try:
             return plain(*args, **kwargs)
         finally:
-            meter.waited(perf_counter() - begun_s)
+            if not meter.is_off:
+                with meter.watching:
+                    meter.waited(perf_counter() - begun_s)
 
     return timed
 
@@ -145,7 +195,9 @@ def _counted(
 ) -> Callable[..., Any]:
     @wraps(plain)
     def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        meter.sent(sum(each.numel() * each.element_size() for each in tensors_of(tensor)))
+        if not meter.is_off:
+            with meter.watching:
+                meter.sent(sum(each.numel() * each.element_size() for each in tensors_of(tensor)))
         return plain(tensor, *args, **kwargs)
 
     return counted

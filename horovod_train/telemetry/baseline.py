@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
 from horovod_train.config.schema import Job
-from horovod_train.events.file import EVENTS_FILE, read_events
+from horovod_train.events.file import EVENTS_FILE, as_record, read_events
 from horovod_train.events.types import Progress, Summary
 
 MAX_RUNS = 100
 """So many runs are looked at, the newest ones: a folder may hold years of them."""
 
 MIN_READINGS = 3
+TAIL_BYTES = 256 * 1024
 
 _SECTIONS = ("framework", "task", "task_args", "train", "data")
 _LENGTH_ONLY = {"epochs", "max_steps", "seed"}
@@ -62,17 +64,30 @@ def _what_takes_time(document: Mapping[str, object]) -> dict[str, object]:
     return chosen
 
 
+def _summary(path: Path) -> Summary | None:
+    """Return how a run ended, from the end of its events: reading all of them takes time from training."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    for line in reversed(lines):
+        if f'"{Summary.kind}"' in line:
+            with suppress(ValueError, KeyError, TypeError):
+                event = as_record(line).event
+                if isinstance(event, Summary):
+                    return event
+    return None
+
+
 def _samples_per_s(path: Path) -> float | None:
     """Return the throughput of a run, if it was one of one rank and has ended well."""
-    readings: list[float] = []
-    summary: Summary | None = None
-    for record in read_events(path):
-        match record.event:
-            case Progress(samples_per_s=float() as samples_per_s):
-                readings.append(samples_per_s)
-            case Summary():
-                summary = record.event
+    summary = _summary(path)
     if summary is None or summary.world_size != 1:
         return None
+    events = (record.event for record in read_events(path))
+    readings = [
+        event.samples_per_s
+        for event in events
+        if isinstance(event, Progress) and event.samples_per_s is not None
+    ]
     # What lies between steps, evaluations above all, is in the summary, too.
     return median(readings) if len(readings) >= MIN_READINGS else summary.samples_per_s

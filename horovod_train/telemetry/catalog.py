@@ -14,6 +14,7 @@ from horovod_train.checkpoint.write_report import WriteReport
 from horovod_train.telemetry.metric import Metric
 from horovod_train.telemetry.records import (
     DeviceMemoryRecord,
+    EndRecord,
     EvaluationRecord,
     ExchangeRecord,
     GpuRecord,
@@ -247,6 +248,15 @@ JOB = (
         "Is the world as large as it was to be?",
         WorldRecord,
         lambda world: world.num_present,
+    ),
+    Metric(
+        "horovod_train_rank_ended_timestamp_seconds",
+        "gauge",
+        "When this rank has ended, in what it leaves behind for a Pushgateway or node_exporter; 0 while it "
+        "has not.",
+        "Is this a rank that trains, or what one has left behind?",
+        EndRecord,
+        lambda end: end.unix_s,
     ),
     Metric(
         "horovod_train_evaluation",

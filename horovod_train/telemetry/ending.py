@@ -20,8 +20,8 @@ def write_last_metrics(registry: CollectorRegistry, path: Path) -> None:
     try:
         write_to_textfile(str(path), registry)
         path.chmod(0o644)  # node_exporter usually runs as another user
-    except OSError as error:
-        log.warning("the last metrics were not written to %s: %s", path, error.strerror)
+    except Exception as error:  # noqa: BLE001  (training has ended well, whatever becomes of its metrics)
+        log.warning("the last metrics were not written to %s: %s", path, error)
 
 
 def push_last_metrics(registry: CollectorRegistry, url: str, training_job: str, rank: int) -> None:
@@ -34,5 +34,5 @@ def push_last_metrics(registry: CollectorRegistry, url: str, training_job: str, 
             registry=registry,
             timeout=PUSH_TIMEOUT_S,
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  (as above)
         log.warning("the last metrics were not pushed to %s: %s", url, error)

@@ -40,6 +40,9 @@ MAX_CONNECTIONS = 16
 TIMEOUT_S = 5.0
 """A connection on which nothing happens for so long is closed."""
 
+DEADLINE_S = 15.0
+"""And so is one that takes longer in all: a byte now and then would keep a thread for ever."""
+
 Request = socket.socket | tuple[bytes, socket.socket]  # as socketserver has it
 Address = tuple[str, int] | str
 App = Callable[[dict[str, str], Callable[..., object]], Iterable[bytes]]
@@ -149,6 +152,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def __init__(self, place: tuple[str, int], family: socket.AddressFamily) -> None:
         self.address_family = family
         self._free = BoundedSemaphore(MAX_CONNECTIONS)
+        self._begun_s: dict[socket.socket, float] = {}
         super().__init__(place, _Handler)
 
     def server_bind(self) -> None:
@@ -162,17 +166,35 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Request, client_address: Address) -> None:
         """Answer in a thread, if one is free."""
+        assert isinstance(request, socket.socket)  # it is no server of datagrams
         if not self._free.acquire(blocking=False):
             self.shutdown_request(request)
             return
-        super().process_request(request, client_address)
+        self._begun_s[request] = monotonic()
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread could be started
+            self._forget(request)
+            raise
 
     def process_request_thread(self, request: Request, client_address: Address) -> None:
         """Answer."""
+        assert isinstance(request, socket.socket)
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self._forget(request)
+
+    def _forget(self, request: socket.socket) -> None:
+        self._begun_s.pop(request, None)
+        self._free.release()
+
+    def service_actions(self) -> None:
+        """End what has taken too long; called twice a second."""
+        for request, begun_s in list(self._begun_s.items()):
+            if monotonic() - begun_s > DEADLINE_S:
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, *_: object) -> None:
         """Say nothing: it is whoever asked that made a mistake."""

@@ -35,8 +35,11 @@ def peak_flops(gpu: str, precision: Literal["fp32", "bf16", "fp16"]) -> float | 
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
     989000000000000.0
+    >>> peak_flops("NVIDIA A100-SXM4-40GB", "fp32"), peak_flops("NVIDIA RTX A4000", "bf16")
+    (19500000000000.0, None)
     """
+    words = gpu.replace("-", " ").split()
     for part, (half, single) in _PEAKS.items():
-        if part in gpu:
+        if set(part.split()) <= set(words):  # whole words: an RTX A4000 is no A40
             return _TERA * (single if precision == "fp32" else half)
     return None

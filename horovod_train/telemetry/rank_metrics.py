@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
+from time import time
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job, Metrics
@@ -19,7 +20,7 @@ from horovod_train.telemetry.exporter import Exporter, Protection
 from horovod_train.telemetry.metric import Metric
 from horovod_train.telemetry.peaks import peak_flops
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.records import DeviceMemoryRecord, ExchangeRecord, ReferenceRecord
+from horovod_train.telemetry.records import DeviceMemoryRecord, EndRecord, ExchangeRecord, ReferenceRecord
 from horovod_train.telemetry.samplers.nvml import gpu_sampler
 from horovod_train.telemetry.samplers.process import read_memory
 
@@ -51,8 +52,8 @@ def serve(job: Job, run_id: str, world: Communicator, recorder: Recorder, stack:
         return None
     protection = protection_of(job.metrics, os.environ)
     exporter = Exporter(recorder.registry, job.metrics.host, job.metrics.port + world.local_rank, protection)
-    stack.callback(exporter.close)
     _keep_last_metrics(job, run_id, world, recorder, stack)
+    stack.callback(exporter.close)  # before they are written: else the same is read twice at the same time
     labels = {
         "training_job": job.name,
         "run": run_id,
@@ -115,15 +116,17 @@ def watch_exchange(recorder: Recorder, counters: Callable[[], tuple[int, float] 
         counters: Returns bytes and seconds so far; None: nothing is counted.
     """
     before = (0, 0.0)
+    reading = Lock()
 
     def read() -> ExchangeRecord | None:
         nonlocal before
-        found = counters()
-        if found is None or not found[1]:
-            return None
-        since = ExchangeRecord(found[0] - before[0], found[1] - before[1])
-        before = found
-        return since
+        with reading:
+            found = counters()
+            if found is None or not found[1]:
+                return None
+            since = ExchangeRecord(found[0] - before[0], found[1] - before[1])
+            before = found
+            return since
 
     recorder.sample(read)
 
@@ -152,6 +155,7 @@ def _keep_last_metrics(
         stack.callback(write_last_metrics, recorder.registry, file)
     file = _path(job.run_dir) / job.name / run_id / f"rank-{world.rank}.prom"
     stack.callback(write_last_metrics, recorder.registry, file)
+    stack.callback(lambda: recorder.record(EndRecord(time())))  # before they are written
 
 
 def _path(name: str) -> Path:

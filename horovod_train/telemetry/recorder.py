@@ -20,7 +20,7 @@ from prometheus_client.registry import RestrictedRegistry
 from horovod_train.collectives.base import Communicator
 from horovod_train.telemetry.catalog import CATALOG
 from horovod_train.telemetry.metric import RANK_LABELS, Metric
-from horovod_train.telemetry.records import StepRecord, WorldRecord
+from horovod_train.telemetry.records import EndRecord, StepRecord, WorldRecord
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class Recorder:
         # Looking a child up by labels costs more than using it.
         self._take = cache(self._taker)
         self.record(WorldRecord(num_wanted=world_size_wanted, num_present=world.size))
+        self.record(EndRecord(0.0))
         for metric in metrics:
             if metric.kind == "counter" and metric.from_zero:
                 self._take(metric.name)  # a rate needs a value before the first event

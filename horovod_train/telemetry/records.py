@@ -85,6 +85,13 @@ class WorldRecord:
 
 
 @dataclass(frozen=True)
+class EndRecord:
+    """When this rank has ended, in seconds since 1970; 0: it has not."""
+
+    unix_s: float
+
+
+@dataclass(frozen=True)
 class GraceRecord:
     """How long leaving would take, and how long it may."""
 

@@ -495,10 +495,15 @@ class TestProgress:
 
         assert [event["step"] for event in told.events("progress")] == [1, 4, 7, 10]
 
+    def test_is_told_of_the_last_step_whenever_that_was(self, clock):
+        told = self.reported(clock, step_s=1.0, interval_s=4.0)
+
+        assert [event["step"] for event in told.events("progress")] == [1, 5, 9, 10]
+
     def test_says_how_far_and_how_long_it_will_take(self, clock):
         told = self.reported(clock, step_s=0.5, interval_s=2.0)
 
-        *_, last = told.events("progress")
+        *_, last, _ = told.events("progress")
         assert last["step"] == 9
         assert (last["num_steps"], last["epoch"], last["num_epochs"]) == (10, 1, 2)
         assert last["samples_per_s"] == pytest.approx(4.0)

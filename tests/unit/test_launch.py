@@ -324,7 +324,7 @@ class TestConsole:
 
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue())
         assert "epoch 1/2" in text
-        assert re.search(r"50 %  step 6/12 loss 0\.5000  900 samples/s ETA 1:05", text)
+        assert re.search(r"step 6/12  50 %  loss 0\.5000  lr 0\.1  900 samples/s  ETA 1:05", text)
         assert "above [it]" in text
 
     def test_what_a_person_need_not_see_is_not_shown(self):
@@ -528,7 +528,7 @@ class TestOutcome:
         with pytest.raises(LaunchError) as caught:
             run.end(1)
 
-        assert str(caught.value) == "Traceback\nranks 0-2, 5 on h: bad"
+        assert str(caught.value) == "ranks 0-2, 5 on h: bad\nTraceback"
 
     def test_a_silent_end_shows_the_launchers_last_words(self, run):
         run.see("mpirun: something unheard of")

@@ -329,14 +329,14 @@ class TestRuns:
 
     def test_launched_by_hand_that_are_silent_have_ended(self, make, tmp_path):
         folder, _ = make(events=[progress()])
-        os.utime(folder / "events.jsonl", (time.time() - 500,) * 2)
+        os.utime(folder / "events.jsonl", (time.time() - 1000,) * 2)
         (run,) = Runs([tmp_path / "runs"]).all()
 
         assert run.status().has_ended
 
     def test_what_is_neither_folder_nor_job_is_said(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-        with pytest.raises(UserError, match="neither a folder nor a job"):
+        with pytest.raises(UserError, match="/nothing is no folder, and no job 'nothing'"):
             places_of(["nothing"])
 
 

@@ -102,8 +102,8 @@ def test_before_the_first_step_only_what_is_known_is_shown(recorder):
     counters = {metric.name for metric in CATALOG if metric.kind == "counter" and metric.from_zero}
     known = {name.removesuffix("_total") for (name, *_) in samples(recorder) if not name.endswith("_created")}
 
-    sizes = {"horovod_train_world_size_wanted", "horovod_train_world_size_present"}
-    assert known == {name.removesuffix("_total") for name in counters} | sizes
+    others = {"world_size_wanted", "world_size_present", "rank_ended_timestamp_seconds"}
+    assert known == {name.removesuffix("_total") for name in counters} | {f"horovod_train_{n}" for n in others}
     record(recorder)
     assert ("horovod_train_gradient_norm",) not in samples(recorder), "nobody has taken it"
 

@@ -115,7 +115,7 @@ def test_with_it_everything_is_and_nothing_is_kept_or_embedded(page, path):
 def test_the_token_becomes_a_cookie_that_scripts_and_other_pages_do_not_get(page):
     status, headers, _ = ask(page, f"/?token={TOKEN}")
 
-    assert (status, headers["Location"]) == (302, "/")
+    assert status == 200, "a redirect from another page's link would come without the cookie"
     cookie = headers["Set-Cookie"]
     assert cookie.startswith(f"horovod_train_{page}=")
     assert "HttpOnly" in cookie
@@ -295,7 +295,7 @@ def test_a_person_is_told_how_to_come_from_another_machine():
 
     assert here == "page: http://127.0.0.1:9301/?token=x"
     assert "ssh -L 9301:127.0.0.1:9301 " in tunnel
-    assert len(where_it_is("0.0.0.0", 9301, "x")) == 1  # noqa: S104
+    assert "HTTP" in where_it_is("0.0.0.0", 9301, "x")[1]  # noqa: S104
     assert "[::2]:9301" in where_it_is("::2", 9301, "x")[0]
 
 
@@ -304,4 +304,4 @@ def test_what_is_not_there_is_said(tmp_path, monkeypatch):
     done = CliRunner().invoke(cli, ["ui", "nothing"])
 
     assert isinstance(done.exception, UserError)
-    assert "neither a folder nor a job" in str(done.exception)
+    assert "is no folder, and no job 'nothing'" in str(done.exception)

@@ -115,7 +115,9 @@ class Outcome:
             )
             preempted.stopped_by = ended.stopped_by
             raise preempted
-        if ended.code == 0 and self._is_done and not self._causes:
+        # A script may end with os._exit(0), and says no more then.
+        is_done = self._is_done or (self._is_script and not self._consequences)
+        if ended.code == 0 and is_done and not self._causes:
             return
         if ended.stopped_by is not None:
             raise self._explain_stop(ended.stopped_by)

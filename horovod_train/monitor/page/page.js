@@ -9,6 +9,7 @@ let shown = null;
 let mayEnd = false;
 let round = 0;
 let lastRun = null;
+history.replaceState(null, "", location.pathname + location.hash); // the token is in a cookie now
 
 async function ask(path) {
   const answer = await fetch(path, { headers: { Accept: "application/json" } });
@@ -43,7 +44,8 @@ const mebibytes = (value) => (value === null || value === undefined ? "–" : `$
 function showJobs(jobs) {
   const list = at("jobs");
   const wanted = decodeURIComponent(location.hash.slice(1));
-  shown = jobs.some((job) => job.key === wanted) ? wanted : jobs[0]?.key ?? null;
+  const has = (key) => jobs.some((job) => job.key === key);
+  shown = has(wanted) ? wanted : has(shown) ? shown : jobs[0]?.key ?? null; // stays, though others begin
   const rows = jobs.map((job) => {
     const item = document.createElement("li");
     const link = document.createElement("a");
@@ -252,11 +254,12 @@ async function look() {
 }
 
 async function end(how, question) {
-  if (!confirm(question)) return;
+  const key = shown; // what is shown may change while somebody thinks
+  if (!confirm(`${key}: ${question}`)) return;
   const answer = await fetch("/api/end", {
     method: "POST",
     headers: { "X-Requested-With": "horovod_train", "Content-Type": "application/json" },
-    body: JSON.stringify({ key: shown, how }),
+    body: JSON.stringify({ key, how }),
   });
   const told = answer.headers.get("Content-Type")?.startsWith("application/json") ? (await answer.json()).message : await answer.text();
   put(at("message"), told || "asked; it may take a moment");
@@ -271,8 +274,8 @@ const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 setTheme(prefersDark.matches ? "dark" : "light");
 prefersDark.addEventListener("change", () => setTheme(prefersDark.matches ? "dark" : "light"));
 at("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-at("drain").addEventListener("click", () => end("drain", "Let the job save and leave?"));
-at("cancel").addEventListener("click", () => end("stop", "Cancel the job? It may save first, for as long as its grace allows."));
+at("drain").addEventListener("click", () => end("drain", "save and leave?"));
+at("cancel").addEventListener("click", () => end("stop", "cancel? It may save first, for as long as its grace allows."));
 addEventListener("hashchange", () => { round = 0; look(); });
 
 // One round after the other: a server that is slow is not asked twice at a time.
