@@ -36,6 +36,8 @@ class HorovodTrainError(Exception):
     exit_code = 1
     cause = "other"
     """What kind of failure it is, one of a few words: a label of metrics."""
+    lost_ranks: Sequence[int] = ()
+    """Ranks that were killed, showed no sign of life or stayed away; those that only noticed are not."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)

@@ -55,6 +55,7 @@ from horovod_train.telemetry.rank_metrics import (
     serve,
     watch_device,
     watch_exchange,
+    watch_waiting,
 )
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.bridge import LoopBridge
@@ -158,6 +159,8 @@ def run_rank(
     addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
     compare_with_one_rank(job, world, recorder)
     watch_exchange(recorder, getattr(world, "allreduce_counters", lambda: None))
+    if hasattr(world, "waiting_since_s"):  # one of several ranks
+        watch_waiting(recorder, world)
 
     mesh = Mesh.data_parallel(world)
     run = make_run(job, mesh, *framework.prepare(job, mesh))
@@ -418,10 +421,7 @@ def _end_children() -> None:
 
 
 def _is_helper(command: list[str]) -> bool:
-    """Whether a process ends with this one by itself, and has to see its end to clean up.
-
-    Such are Python's resource tracker, and Open MPI's daemon of a script that joined MPI on one rank.
-    """
+    """Whether it is one of Python or Open MPI, which ends with this process and cleans up after it."""
     return "multiprocessing.resource_tracker" in " ".join(command) or Path(*command[:1]).name == "orted"
 
 

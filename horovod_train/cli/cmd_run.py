@@ -75,7 +75,7 @@ def page_of(folder: Path) -> Iterator[None]:
         click.echo(line)
     try:
         yield
-        server.show_the_end()
     finally:
+        server.show_the_end()
         server.close()
     click.echo(f"the run stays to be looked at: horovod-train ui {quote(str(folder))}")

@@ -20,10 +20,15 @@ def serve(folders: tuple[str, ...], host: str, port: int) -> None:
     /targets is for Prometheus' http_sd_configs, /metrics for its scrape_configs. Whoever asks has to send
     the token in HOROVOD_TRAIN_TOKEN, if that is set.
     """
-    from horovod_train.monitor.runs import places_of
+    from pathlib import Path
+
     from horovod_train.monitor.targets_server import serve_targets
 
-    server = serve_targets(places_of(folders or ("runs",)), host, port)
+    places = [Path(folder).expanduser() for folder in folders or ("runs",)]
+    for place in places:
+        if not place.is_dir():
+            click.echo(f"{place.absolute()} is not there yet; its jobs are told of when it is", err=True)
+    server = serve_targets(places, host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
     click.echo(f"{address}/targets for http_sd_configs, {address}/metrics for a scrape; Ctrl-C ends it")
     try:

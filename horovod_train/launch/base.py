@@ -154,12 +154,14 @@ class JobStatus:
         exit_code: How it ended; None while it has not.
         message: What explains the state; may be empty.
         cause: Of a job that has failed, what kind of failure whoever carried it out has seen; empty: none.
+        lost_ranks: Ranks that were killed, showed no sign of life or stayed away, as far as that is known.
     """
 
     state: State
     exit_code: int | None = None
     message: str = ""
     cause: str = ""
+    lost_ranks: tuple[int, ...] = ()
 
     @property
     def has_ended(self) -> bool:

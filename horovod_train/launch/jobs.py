@@ -12,10 +12,11 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event, Thread
 from time import time
 from typing import Any, get_args
 
@@ -33,7 +34,11 @@ _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 LOG_FILE = "run.log"
 # On a full disk a file can still be written over, if what is to stand in it has room there.
 STATE_BYTES = 4095
-FULL_DISK = {errno.ENOSPC, errno.EDQUOT}
+TOUCHED_EVERY_S = 30
+SILENT_S = 300.0
+"""A state that was not touched for so long is of a run whose host is gone; clocks may differ somewhat."""
+
+MAX_LOST_SHOWN = 100
 BLOCK_BYTES = 512  # of stat(2), whatever the file system's are
 
 
@@ -69,8 +74,9 @@ def note_end(job_id: str, status: JobStatus) -> None:
 def end_of(job_id: str) -> JobStatus | None:
     """Return how a job ended, if that was noted."""
     try:
-        return JobStatus(**json.loads(_end_file(job_id).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        fields = json.loads(_end_file(job_id).read_text(encoding="utf-8"))
+        return JobStatus(**{**fields, "lost_ranks": tuple(fields.get("lost_ranks", ()))})
+    except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
@@ -91,16 +97,18 @@ def known_jobs() -> Iterator[Submitted]:
 
 
 def find_job(job_id: str) -> Submitted:
-    """Return a submitted job by its id, its name (the newest), or the beginning of its id if only one fits.
+    """Return a submitted job by its id, its name, or the beginning of its id if only one fits.
+
+    A name stands for the newest of its jobs, of those that have not ended if there are such.
 
     Raises:
         UserError: There is none, or more than one.
     """
     jobs = list(known_jobs())
     exact = [job for job in jobs if job.job_id == job_id]
-    # The name alone stands for the newest of its jobs.
     of_name = [job for job in jobs if _RUN_ID.fullmatch(job.job_id.removeprefix(f"{job_id}-"))]
-    found = exact or of_name[:1] or [job for job in jobs if job.job_id.startswith(job_id)]
+    going_on = [job for job in of_name if not StateFile(job.log_dir).read().has_ended]
+    found = exact or going_on[:1] or of_name[:1] or [job for job in jobs if job.job_id.startswith(job_id)]
     if len(found) == 1:
         return found[0]
     names = [job.job_id for job in found or jobs]
@@ -136,12 +144,19 @@ class StateFile:
         self._on_change = on_change
         self._last_change: tuple[State, str] | None = None
         self._remarks: dict[str, str] = {}
-        self._last: tuple[State, int | None, str, str] | None = None
+        self._last: tuple[State, int | None, str, str, Sequence[int]] | None = None
         self._is_unwritable = False
 
-    def write(self, state: State, exit_code: int | None = None, message: str = "", cause: str = "") -> None:
+    def write(
+        self,
+        state: State,
+        exit_code: int | None = None,
+        message: str = "",
+        cause: str = "",
+        lost_ranks: Sequence[int] = (),
+    ) -> None:
         """Note how it stands; this process is the one that carries it out."""
-        self._last = (state, exit_code, message, cause)
+        self._last = (state, exit_code, message, cause, lost_ranks)
         message = "; ".join(filter(None, (message, *self._remarks.values())))
         if self._last_change != (state, message):
             self._last_change = (state, message)
@@ -151,19 +166,19 @@ class StateFile:
             "exit_code": exit_code,
             "message": message,
             "cause": cause,
+            "lost_ranks": list(lost_ranks),
             "pid": os.getpid(),
             "boot_id": boot_id(),
             "pid_start_ticks": start_ticks(os.getpid()),
             "host": socket.gethostname(),
             "unix_time_s": time(),
+            "touched_every_s": TOUCHED_EVERY_S,
         }
         text = json.dumps(document, indent=2).ljust(STATE_BYTES) + "\n"
         try:
             try:
                 write_whole(self._path, text)
-            except OSError as error:
-                if error.errno not in FULL_DISK:
-                    raise
+            except OSError:  # a full disk, a folder that may not be written to any more
                 _write_over(self._path, text)
             self._is_unwritable = False
         except OSError as error:
@@ -181,7 +196,13 @@ class StateFile:
             self.write("cancelled" if error.exit_code > 128 else "preempted", error.exit_code, error.message)
         else:
             state: State = "cancelled" if error.exit_code > 128 else "failed"
-            self.write(state, error.exit_code, str(error), error.cause if state == "failed" else "")
+            cause = error.cause if state == "failed" else ""
+            self.write(state, error.exit_code, str(error), cause, error.lost_ranks[:MAX_LOST_SHOWN])
+
+    @property
+    def state(self) -> State | None:
+        """The state that was noted last; None: none was."""
+        return None if self._last is None else self._last[0]
 
     def remark(self, subject: str, text: str) -> None:
         """Say something of a subject along with whatever is noted from now on."""
@@ -198,6 +219,10 @@ class StateFile:
         if document is None or status.has_ended:
             return status
         if document["host"] != socket.gethostname():
+            silent_s = self._silent_s()
+            if "touched_every_s" in document and silent_s > SILENT_S:
+                text = f"{document['host']}, which carried it out, shows no sign of life for {silent_s:.0f} s"
+                return JobStatus("failed", 137, text, "lost")
             where = f"on {document['host']}, by process {document['pid']}"
             message = "; ".join(text for text in (status.message, f"carried out {where}") if text)
             return JobStatus(status.state, message=message)
@@ -205,13 +230,42 @@ class StateFile:
             return status
         return JobStatus("failed", 137, "the process that carried it out was killed; nothing of it is left")
 
+    @contextmanager
+    def kept_fresh(self) -> Iterator[None]:
+        """While the block runs, show other hosts now and then that whoever carries out the run is there."""
+        over = Event()
+
+        def work() -> None:
+            while not over.wait(TOUCHED_EVERY_S):
+                with suppress(OSError):
+                    os.utime(self._path)
+
+        thread = Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _silent_s(self) -> float:
+        try:
+            return time() - self._path.stat().st_mtime
+        except OSError:
+            return 0.0
+
     def read_elsewhere(self) -> JobStatus:
         """Return how it stands by its own word, whichever host carries it out."""
         document = self._document()
         if document is not None:
-            cause = document.get("cause")
-            told = (document["state"], document["exit_code"], document["message"])
-            return JobStatus(*told, cause if isinstance(cause, str) else "")
+            cause, lost = document.get("cause", ""), document.get("lost_ranks", [])
+            return JobStatus(
+                document["state"],
+                document["exit_code"],
+                document["message"],
+                cause if isinstance(cause, str) else "",
+                tuple(rank for rank in lost if isinstance(rank, int)) if isinstance(lost, list) else (),
+            )
         try:
             if self._path.exists():
                 self._path.open("rb").close()

@@ -38,6 +38,8 @@ def in_brief(history: History, now_unix_s: float | None = None) -> Iterator[str]
     )
     ago = duration(max(0.0, (time() if now_unix_s is None else now_unix_s) - last.time_unix_s))
     yield ", ".join(filter(None, parts)) + f"; {ago} ago"
+    if history.checkpoint_error:
+        yield f"the last checkpoint could not be written: {history.checkpoint_error}"
     window = history.ranks.recent(MIN_WINDOW_S)
     if window is None or window.seconds < MIN_WINDOW_S:
         return

@@ -84,6 +84,7 @@ class History:
         ranks: Where the time of ranks went.
         metrics: Its last evaluation.
         checkpoint_unix_s: When the last checkpoint was written; None: there is none.
+        checkpoint_error: Why the last one could not be written; empty: it was.
         failures: Why ranks failed, in this start of the run.
         ended: Ranks whose script has ended well, in this start of the run.
         summary: How it ended; None: it has not, or not well.
@@ -105,6 +106,7 @@ class History:
     ranks: RankSeries = field(default_factory=RankSeries)
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint_unix_s: float | None = None
+    checkpoint_error: str = ""
     failures: list[tuple[int, Failure]] = field(default_factory=list)
     ended: set[int] = field(default_factory=set)
     summary: Summary | None = None
@@ -136,8 +138,10 @@ class History:
                 self.ranks.add_event(time_unix_s, event)
             case Evaluation():
                 self.metrics = dict(event.metrics)
-            case CheckpointWritten(error=""):
-                self.checkpoint_unix_s = time_unix_s
+            case CheckpointWritten():
+                self.checkpoint_error = event.error
+                if not event.error:
+                    self.checkpoint_unix_s = time_unix_s
             case Summary():
                 self.summary, self.metrics = event, dict(event.metrics)
                 if self.last is None or self.last.step != event.steps:  # nothing was left to train

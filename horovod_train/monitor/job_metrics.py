@@ -19,6 +19,9 @@ from horovod_train.monitor.history import History
 from horovod_train.monitor.runs import Run, Runs
 from horovod_train.telemetry.metric import JOB_LABELS, Metric
 
+LATELY_S = 3600.0
+"""For so long every run that has ended is told of: alerts look back, and a job may have begun anew."""
+
 ENDED_FOR_S = 7 * 24 * 3600.0
 """A job that ended longer ago is not shown any more."""
 
@@ -142,20 +145,22 @@ JOB_CATALOG = (
 )
 
 
-def newest_of_jobs(runs: Iterable[Run]) -> Iterator[tuple[Run, JobReading]]:
-    """Yield the newest run of each job, and how it stands; not of those that ended long ago.
+def runs_told(runs: Iterable[Run]) -> Iterator[tuple[Run, JobReading]]:
+    """Yield the runs that go on or have ended lately, of each job the newest for longer, and how they stand.
 
     Args:
         runs: Runs, the newest first.
     """
     seen: set[str] = set()
     for run in runs:
-        if run.job in seen or len(seen) >= MAX_JOBS:
+        changed_s = run.changed_unix_s()
+        if len(seen) >= MAX_JOBS or (run.job in seen and time() - changed_s > LATELY_S):
             continue
-        seen.add(run.job)
-        status, history = run.status(), run.history()
-        ended_s = (history.told_unix_s or run.changed_unix_s()) if status.has_ended else None
-        if ended_s is None or time() - ended_s < ENDED_FOR_S:
+        status = run.status()
+        ended_s = changed_s if status.has_ended else None
+        if ended_s is None or time() - ended_s < (LATELY_S if run.job in seen else ENDED_FOR_S):
+            seen.add(run.job)
+            history = run.history()
             begun_s = history.begun_unix_s
             yield run, JobReading(status, history, begun_s if begun_s is not None else time(), ended_s)
 
@@ -178,7 +183,7 @@ class JobCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield the metrics of all jobs."""
-        readings = list(newest_of_jobs(self._runs.all()))
+        readings = list(runs_told(self._runs.all()))
         for metric in self._metrics:
             labels = [*JOB_LABELS, *([metric.label] if metric.label else [])]
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily

@@ -37,6 +37,7 @@ COUNTERS = {
 
 PHASE_SUM = f"{_P}step_phase_seconds_sum"
 SHOWN = (
+    "waiting_now_seconds",
     "step",
     "epoch",
     "loss",

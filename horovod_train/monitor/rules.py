@@ -139,11 +139,13 @@ RECORDINGS = (
     ),
 )
 
-_LEAVING = f'{_P}job_state{{state=~"leaving|succeeded|cancelled|preempted"}}'
-
+_NOT_TRAINING = f'{_P}job_state{{state=~"leaving|succeeded|failed|cancelled|preempted"}}'
 
 _LEFT_BEHIND = f"min by ({JOB}) ({_P}rank_ended_timestamp_seconds) > 0"
 """What ranks have pushed, or left in files, when they ended: it stays, and nothing becomes of it."""
+
+_IS_THERE = f"max by ({JOB}) ({_P}world_size_present)"
+"""Rates look back, for an hour even: of a job that is no more they are of no use."""
 
 _AGE = "CHECKPOINT_AGE"  # stands for a number of seconds that a site chooses
 
@@ -151,7 +153,7 @@ _ALERTS = (
     Alert(
         "HorovodTrainRankMissing",
         f"(max by ({JOB}) ({_P}world_size_present) > horovod_train:ranks:present) "
-        f"unless on ({JOB}) {_LEAVING}",
+        f"unless on ({JOB}) {_NOT_TRAINING}",
         "2m",
         "critical",
         "{{ $labels.training_job }}: only some of its {{ $value }} ranks answer",
@@ -166,11 +168,19 @@ _ALERTS = (
     ),
     Alert(
         "HorovodTrainNoProgress",
-        f"(max by ({JOB}) (rate({_P}steps_total[10m])) == 0) "
-        f"and on ({JOB}) max by ({JOB}) ({_P}steps_total offset 10m) unless on ({JOB}) {_LEAVING}",
-        "5m",
+        f"(max by ({JOB}) (rate({_P}steps_total[5m])) == 0) "
+        f"and on ({JOB}) max by ({JOB}) ({_P}steps_total offset 5m) unless on ({JOB}) {_NOT_TRAINING}",
+        "2m",
         "critical",
-        "{{ $labels.training_job }}: no rank has made a step for ten minutes",
+        "{{ $labels.training_job }}: no rank has made a step for five minutes",
+    ),
+    Alert(
+        "HorovodTrainRankStaysAway",
+        f"({_P}waiting_now_seconds == 0) and on ({JOB}) (max by ({JOB}) ({_P}waiting_now_seconds) > 120)",
+        "0m",
+        "critical",
+        "{{ $labels.training_job }}: rank {{ $labels.rank }} on {{ $labels.host }} has not come to the "
+        "collective that others have been waiting in for two minutes",
     ),
     Alert(
         "HorovodTrainNonFiniteSteps",
@@ -270,7 +280,7 @@ def alerts(checkpoint_age_s: float = CHECKPOINT_AGE_S) -> tuple[Alert, ...]:
 def _completed(expr: str, checkpoint_age_s: float) -> str:
     expr = expr.replace(_AGE, f"{checkpoint_age_s:g}")
     is_of_job = expr.startswith(f"{_P}job_")
-    return expr if is_of_job else f"({expr}) unless on ({JOB}) ({_LEFT_BEHIND})"
+    return expr if is_of_job else f"({expr}) and on ({JOB}) {_IS_THERE} unless on ({JOB}) ({_LEFT_BEHIND})"
 
 
 def anchor(alert: Alert) -> str:

@@ -20,6 +20,7 @@ SILENT_S = 900.0
 Longer than ``health.stall_shutdown_s`` as it is by default, and than most evaluations.
 """
 
+CHECKPOINTS = "checkpoints"
 MAX_RUNS = 1000
 """So many runs are looked at, the newest ones: a folder may hold years of them."""
 
@@ -121,6 +122,8 @@ def folders_of_runs(place: Path) -> Iterator[Path]:
     for pattern in ("", "*", "*/*"):
         for folder in [place] if not pattern else place.glob(pattern):
             with suppress(OSError):
+                if folder.parent.name == CHECKPOINTS:  # which have a state.json of their own
+                    continue
                 if any((folder / name).is_file() for name in (EVENTS_FILE, STATE_FILE)):
                     yield folder.resolve()
 

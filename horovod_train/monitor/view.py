@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Mapping
 from time import time
 
@@ -13,6 +12,7 @@ import numpy as np
 from horovod_train.events.types import PHASES
 from horovod_train.events.wire import parse_line
 from horovod_train.files import open_regular
+from horovod_train.launch.base import JobStatus
 from horovod_train.monitor.board import Readings, Watched
 from horovod_train.monitor.history import History, as_json
 from horovod_train.monitor.live import finite
@@ -24,9 +24,11 @@ log = logging.getLogger(__name__)
 MAX_CELLS = 60_000
 """So many cells a picture has at most: a thousand ranks are shown over sixty windows."""
 
+STAYS_AWAY_S = 20.0
+"""Who is waited for so long in one collective is named; evaluations on one rank may take as long."""
+
 LOG_TAIL_BYTES = 128 * 1024
 MAX_EVENTS_SHOWN = 200
-_RANK_IN_MESSAGE = re.compile(r"\brank (\d+)\b")
 
 Json = dict[str, object]
 
@@ -91,9 +93,12 @@ def run_document(run: Watched, readings: Readings) -> Json:
         "checkpoint_unix_s": history.checkpoint_unix_s,
         "points": _points(history),
         "heat": _heat(history.ranks),
-        "ranks": _rank_table(history, readings, status.message if status.has_ended else ""),
+        "ranks": _rank_table(history, readings, status),
         "asked_unix_s": readings.time_unix_s or None,
         "findings": _findings(history.ranks),
+        "last_step_unix_s": last.time_unix_s if last else None,
+        "stays_away": _staying_away(readings),
+        "checkpoint_error": history.checkpoint_error,
         "min_window_s": MIN_WINDOW_S,
         "events": [as_json(record) for record in list(history.events)[-MAX_EVENTS_SHOWN:]],
     }
@@ -136,7 +141,7 @@ def _heat(series: RankSeries) -> Json:
     }
 
 
-def _rank_table(history: History, readings: Readings, end: str) -> Json:
+def _rank_table(history: History, readings: Readings, status: JobStatus) -> Json:
     """Return a column for each thing that is known of ranks."""
     window = history.ranks.recent(MIN_WINDOW_S)
     known = [*readings.asked, *history.targets, *range(history.ranks.num_ranks)]
@@ -144,7 +149,7 @@ def _rank_table(history: History, readings: Readings, end: str) -> Json:
     columns: Json = {
         "rank": list(range(num_ranks)),
         "host": [_host(history, readings, rank) for rank in range(num_ranks)],
-        "state": [_state(history, readings, rank, end) for rank in range(num_ranks)],
+        "state": [_state(history, readings, rank, status) for rank in range(num_ranks)],
     }
     if window is not None:
         columns |= _times(window, num_ranks)
@@ -185,21 +190,29 @@ def _host(history: History, readings: Readings, rank: int) -> str:
     return labels.get("host", "")
 
 
-def _state(history: History, readings: Readings, rank: int, end: str) -> str:
+def _state(history: History, readings: Readings, rank: int, status: JobStatus) -> str:
     """Return how a rank stands: trains, dead, failed, ended; empty: nobody knows."""
     if any(rank == each and failure.is_cause for each, failure in history.failures):
         return "failed"
     if rank in history.ended:
         return "ended"
-    if end:
-        # The launcher has said which rank is gone, or how all have ended.
-        named = {int(number) for number in _RANK_IN_MESSAGE.findall(end)}
-        return "dead" if rank in named else "ended"
+    if status.has_ended:
+        return "dead" if rank in status.lost_ranks else "ended"
     if history.has_said_its_end:
         return "ended"
     if rank in readings.silent:
         return "dead"
     return "trains" if rank in readings.of_ranks else ""
+
+
+def _staying_away(readings: Readings) -> Json | None:
+    """Return the ranks that others wait for in a collective, for minutes; None: nobody does."""
+    waiting = {rank: reading.values.get("waiting_now_seconds") for rank, reading in readings.of_ranks.items()}
+    known = {rank: seconds for rank, seconds in waiting.items() if seconds is not None}
+    longest_s = max(known.values(), default=0.0)
+    if longest_s < STAYS_AWAY_S:
+        return None
+    return {"ranks": [rank for rank, seconds in known.items() if not seconds], "seconds": longest_s}
 
 
 def _findings(series: RankSeries) -> list[Json]:

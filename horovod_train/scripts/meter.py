@@ -93,6 +93,8 @@ class StepMeter:
         """Something went wrong: nothing is measured any more."""
         self.watching = _Watching(self)
         """What is done within it may fail."""
+        self.waiting_since_s: float | None = None
+        """Since when Horovod is waited for, by ``monotonic``; None: it is not."""
         self.has_joined = False
         """The script has called ``hvd.init()``."""
         self.hides_phases = False

@@ -31,7 +31,7 @@ from horovod_train.horovod.environment import horovod_settings
 from horovod_train.registry import load_attribute
 from horovod_train.scripts.meter import StepMeter
 from horovod_train.telemetry.catalog import SCRIPT_CATALOG
-from horovod_train.telemetry.rank_metrics import open_recorder, serve, watch_exchange
+from horovod_train.telemetry.rank_metrics import open_recorder, serve, watch_exchange, watch_waiting
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ def run_script(job: Job, run_id: str | None, reporter: Reporter, stack: ExitStac
     )
     if job.metrics.enabled:
         watch_imports(meter)
+    watch_waiting(recorder, meter)
     begun_s = monotonic()
     try:
         execute(Path(job.task.rpartition(":")[0]), list(map(str, job.task_args.get("arguments", []))))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -114,9 +114,11 @@ def _counted(plain: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
             else:
                 meter.sent(size_bytes)
         begun_s = perf_counter()
+        meter.waiting_since_s = None if is_traced else monotonic()
         try:
             return plain(tensors, *args, **kwargs)
         finally:
+            meter.waiting_since_s = None
             if not is_traced and not meter.is_off:
                 with meter.watching:
                     meter.waited(perf_counter() - begun_s)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import wraps
 from itertools import islice
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Any
 
 import torch
@@ -179,10 +179,11 @@ def watch_horovod_torch(meter: StepMeter) -> None:
 def _timed(plain: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
     @wraps(plain)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        begun_s = perf_counter()
+        begun_s, meter.waiting_since_s = perf_counter(), monotonic()
         try:
             return plain(*args, **kwargs)
         finally:
+            meter.waiting_since_s = None
             if not meter.is_off:
                 with meter.watching:
                     meter.waited(perf_counter() - begun_s)

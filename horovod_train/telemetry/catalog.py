@@ -22,6 +22,7 @@ from horovod_train.telemetry.records import (
     MemoryRecord,
     ReferenceRecord,
     StepRecord,
+    WaitingNowRecord,
     WaitRecord,
     WorldRecord,
 )
@@ -97,6 +98,14 @@ STEPS = (
         WaitRecord,
         lambda wait: wait.communication_s,
         from_zero=False,
+    ),
+    Metric(
+        "horovod_train_waiting_now_seconds",
+        "gauge",
+        "For how long this rank has been waiting in the collective that it is in; 0 when it is in none.",
+        "The job hangs: which rank has not come to the collective that the others wait in?",
+        WaitingNowRecord,
+        lambda waiting: waiting.seconds,
     ),
     Metric(
         "horovod_train_steps_total",

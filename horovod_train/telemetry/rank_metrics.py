@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock, Thread
-from time import time
+from time import monotonic, time
+from typing import Protocol
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job, Metrics
@@ -20,7 +21,13 @@ from horovod_train.telemetry.exporter import Exporter, Protection
 from horovod_train.telemetry.metric import Metric
 from horovod_train.telemetry.peaks import peak_flops
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.records import DeviceMemoryRecord, EndRecord, ExchangeRecord, ReferenceRecord
+from horovod_train.telemetry.records import (
+    DeviceMemoryRecord,
+    EndRecord,
+    ExchangeRecord,
+    ReferenceRecord,
+    WaitingNowRecord,
+)
 from horovod_train.telemetry.samplers.nvml import gpu_sampler
 from horovod_train.telemetry.samplers.process import read_memory
 
@@ -127,6 +134,25 @@ def watch_exchange(recorder: Recorder, counters: Callable[[], tuple[int, float] 
             since = ExchangeRecord(found[0] - before[0], found[1] - before[1])
             before = found
             return since
+
+    recorder.sample(read)
+
+
+class Waits(Protocol):
+    """Knows since when a rank waits for others, by ``monotonic``; None: it does not."""
+
+    @property
+    def waiting_since_s(self) -> float | None:
+        """Since when."""
+        ...
+
+
+def watch_waiting(recorder: Recorder, who: Waits) -> None:
+    """Have whoever asks learn for how long this rank waits: in a hang the one that does not is the cause."""
+
+    def read() -> WaitingNowRecord:
+        since_s = who.waiting_since_s
+        return WaitingNowRecord(0.0 if since_s is None else monotonic() - since_s)
 
     recorder.sample(read)
 

@@ -57,6 +57,13 @@ class WaitRecord:
 
 
 @dataclass(frozen=True)
+class WaitingNowRecord:
+    """For how long this rank has been in the collective that it waits in now; 0: it waits in none."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
 class ExchangeRecord:
     """What all-reduces have moved since the last reading, as the engine counts it.
 

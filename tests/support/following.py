@@ -66,8 +66,10 @@ class Noted:
     def __init__(self) -> None:
         self.messages: list[str] = []
         self.remarks: list[str] = []
+        self.state: str | None = None
 
-    def write(self, _state: str, _exit_code: int | None = None, message: str = "") -> None:
+    def write(self, state: str, _exit_code: int | None = None, message: str = "") -> None:
+        self.state = state
         self.messages.append(message.partition("; ")[2])  # the number of ranks comes first
 
     def remark(self, _subject: str, text: str) -> None:

@@ -98,7 +98,7 @@ def make(tmp_path):
     """Make a run: its events, and how it stands."""
     files = []
 
-    def made(name="j", run="r", events=(), state=None, code=None, message=""):
+    def made(name="j", run="r", events=(), state=None, code=None, message="", lost=()):
         folder = tmp_path / "runs" / name / run
         folder.mkdir(parents=True, exist_ok=True)
         file = EventsFile(folder / "events.jsonl")
@@ -106,7 +106,7 @@ def make(tmp_path):
         for event in (opened(name, run), *events):
             file.write(event, None if isinstance(event, StateChanged | Attempt | HostsLost) else 0)
         if state is not None:
-            StateFile(folder).write(state, code, message)
+            StateFile(folder).write(state, code, message, lost_ranks=lost)
         return folder, file
 
     yield made
@@ -504,7 +504,7 @@ class TestTheView:
     def test_ranks_that_failed_or_were_killed_are_marked(self, make, tmp_path):
         make(
             events=[started(3), rank_times([0.02] * 3), failure("task")],
-            state="failed", code=1, message="rank 2 on h was killed by signal 9",
+            state="failed", code=1, message="rank 2 was killed; rank 1 only noticed", lost=[2],
         )  # fmt: skip
 
         assert self.document(tmp_path / "runs")["ranks"]["state"] == ["failed", "ended", "dead"]

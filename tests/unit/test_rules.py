@@ -84,6 +84,11 @@ def state(name: str) -> dict[str, str]:
 
 STANDS_STILL = [series("steps_total", rank(number), "0+5x10 50x200") for number in range(2)]
 
+THERE = steady("world_size_present", 1, f'{JOB}, there="x"')
+"""Ranks of the job answer."""
+
+OF_JOBS = {"HorovodTrainReplicasDiffer", "HorovodTrainJobFailed"}
+
 CASES = {
     "HorovodTrainRankMissing": Case(
         missing(2),
@@ -118,9 +123,20 @@ CASES = {
         [
             [series("steps_total", rank(0), "0+5x10 50x200"), series("steps_total", rank(1), "0+1x200")],
             [*STANDS_STILL, state("leaving")],
+            [*STANDS_STILL, state("failed")],
             [series("steps_total", rank(0), "0+5x10 _x200")],
+            # Begun four minutes ago, and the first step takes its time.
+            [series("steps_total", rank(0), f"_x{16 * MINUTE} 0x200")],
         ],
         [{"training_job": "digits"}],
+    ),
+    "HorovodTrainRankStaysAway": Case(
+        [steady("waiting_now_seconds", 0, rank(1)), series("waiting_now_seconds", rank(0), "0+15x200")],
+        [
+            [steady("waiting_now_seconds", 0, rank(1)), series("waiting_now_seconds", rank(0), "90x200")],
+            [series("waiting_now_seconds", rank(number), "0+15x200") for number in range(2)],
+        ],
+        [{"rank": "1", "host": "n1"}],
     ),
     "HorovodTrainNonFiniteSteps": Case(
         [series("non_finite_steps_total", rank(0), f"0x{15 * MINUTE} 1x200")],
@@ -219,9 +235,18 @@ def test_every_alert_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 def test_an_alert_fires_for_whom_it_should_and_is_quiet_otherwise(tmp_path, name):
     case = CASES[name]
+    there = [] if name in OF_JOBS else [THERE]
     labels = tuple(case.told_of[0])
-    tests = [unit_test(case.fires, [firing(name, case.at, labels, case.told_of)])]
-    tests += [unit_test(quiet, [firing(name, case.at, labels, [])]) for quiet in case.quiet]
+    tests = [unit_test([*case.fires, *there], [firing(name, case.at, labels, case.told_of)])]
+    tests += [unit_test([*quiet, *there], [firing(name, case.at, labels, [])]) for quiet in case.quiet]
+    if there:
+        # Neither is it of what ranks have left behind, nor of a job whose ranks are all gone.
+        left = [*case.fires, *there, steady("rank_ended_timestamp_seconds", 60)]
+        one_is_there = [*left, steady("rank_ended_timestamp_seconds", 0, rank(1))]
+        tests.append(unit_test(left, [firing(name, case.at, labels, [])]))
+        tests.append(unit_test(one_is_there, [firing(name, case.at, labels, case.told_of)]))
+        if not any("world_size_present" in each["series"] for each in case.fires):
+            tests.append(unit_test(case.fires, [firing(name, case.at, labels, [])]))
     # When it is over, it clears: the series end.
     over = [{**each, "values": f"{each['values']} _x400"} for each in case.fires]
     tests.append(unit_test(over, [firing(name, "100m", labels, [])]))
@@ -243,7 +268,7 @@ def test_an_alert_says_who_and_by_how_much(tmp_path):
     fires = {"exp_labels": {"severity": "warning", **who}, "exp_annotations": told}
     test = {
         "interval": "15s",
-        "input_series": [*own(0, 0.02), *own(1, 0.02), *own(2, 0.02), *own(3, 0.05)],
+        "input_series": [*own(0, 0.02), *own(1, 0.02), *own(2, 0.02), *own(3, 0.05), THERE],
         "alert_rule_test": [
             {"eval_time": "20m", "alertname": "HorovodTrainStraggler", "exp_alerts": [fires]}
         ],
@@ -253,7 +278,7 @@ def test_an_alert_says_who_and_by_how_much(tmp_path):
 
 
 def test_of_four_ranks_two_that_are_slow_are_both_named(tmp_path):
-    given = [*own(0, 0.02), *own(1, 0.02), *own(2, 0.05), *own(3, 0.05)]
+    given = [*own(0, 0.02), *own(1, 0.02), *own(2, 0.05), *own(3, 0.05), THERE]
     expected = firing("HorovodTrainStraggler", "20m", ("rank",), [{"rank": "2"}, {"rank": "3"}])
 
     judge(tmp_path, [unit_test(given, [expected])])

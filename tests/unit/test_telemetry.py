@@ -103,7 +103,9 @@ def test_before_the_first_step_only_what_is_known_is_shown(recorder):
     known = {name.removesuffix("_total") for (name, *_) in samples(recorder) if not name.endswith("_created")}
 
     others = {"world_size_wanted", "world_size_present", "rank_ended_timestamp_seconds"}
-    assert known == {name.removesuffix("_total") for name in counters} | {f"horovod_train_{n}" for n in others}
+    assert known == {name.removesuffix("_total") for name in counters} | {
+        f"horovod_train_{n}" for n in others
+    }
     record(recorder)
     assert ("horovod_train_gradient_norm",) not in samples(recorder), "nobody has taken it"
 

@@ -28,7 +28,7 @@ from horovod_train.launch.supervise.outcome import Ended, Outcome, stopped_early
 from horovod_train.launch.supervise.preflight import prepare
 from horovod_train.launch.supervise.process import adopting_orphans, execute, guarded
 from horovod_train.launch.supervise.rank_logs import RankLogs
-from horovod_train.launch.supervise.signals import RunControl, interrupted_by_signals
+from horovod_train.launch.supervise.signals import LEAVING, RunControl, interrupted_by_signals
 from horovod_train.launch.supervise.stalls import Stalls
 from horovod_train.launch.supervise.targets import TargetFiles, target_paths
 from horovod_train.registry import SCRIPT
@@ -149,7 +149,7 @@ class Following:
                 RunLog(self._log),
                 RankLogs(request.log_dir, self._note_loss),
                 self.stalls,
-                TargetFiles(target_paths(request), console.print),
+                TargetFiles(target_paths(request), request.run_id, console.print),
                 self.outcome,
                 *others,
                 ShowOnConsole(console),
@@ -161,8 +161,11 @@ class Following:
 
     def note(self, text: str) -> None:
         """Note that the ranks run, and what is odd about them; nothing: nothing is."""
-        ranks = f"{self._num_ranks} rank(s)"
-        self._state.write("running", message="; ".join(filter(None, (ranks, text))))
+        is_leaving = self._state.state == "leaving"
+        what = LEAVING if is_leaving else f"{self._num_ranks} rank(s)"
+        self._state.write(
+            "leaving" if is_leaving else "running", message="; ".join(filter(None, (what, text)))
+        )
 
     def report_frozen(self, text: str) -> None:
         """Tell which ranks show no sign of life; nothing: they go on."""

@@ -126,6 +126,7 @@ class Outcome:
                 f"{'; '.join(map(str, ended.frozen))}; the job was ended after health.stall_shutdown_s",
                 ended.frozen[0].hint,
                 sorted({each.host for each in ended.frozen}),
+                ranks=sorted({each.rank for each in ended.frozen}),
             )
         if ended.lost:
             host, why = ended.lost
@@ -151,14 +152,28 @@ class Outcome:
             return stopped_early(number, self._attempt)
         if self._causes:
             cause = self._explain_causes()
-            message = f"stopped by signal {number}, and not saved: {cause.message}"
-            return _with_code(LaunchError(message, hint=cause.hint), exit_code_of(number))
-        error = LaunchError(
+            stopped = LaunchError(
+                f"stopped by signal {number}, and not saved: {cause.message}", hint=cause.hint
+            )
+            stopped.cause = cause.cause
+        else:
+            stopped = self._explain_unsaved(number)
+        # A drain that could not save has failed: nobody has given the job up.
+        return stopped if number in PATIENT_SIGNALS else _with_code(stopped, exit_code_of(number))
+
+    def _explain_unsaved(self, number: int) -> LaunchError:
+        if self._stalls.missing:
+            return self._lost(
+                f"stopped by signal {number}, before the ranks had saved: {self._stalls}",
+                "steps since the last checkpoint are lost",
+                ranks=sorted(self._stalls.missing),
+            )
+        too_short = f"; was launch.grace_s ({self._grace_s:g} s) too short?"
+        return LaunchError(
             f"stopped by signal {number}, before the ranks had saved",
-            hint="steps since the last checkpoint are lost; was launch.grace_s "
-            f"({self._grace_s:g} s) too short?",
+            hint="steps since the last checkpoint are lost"
+            + ("" if number in PATIENT_SIGNALS else too_short),
         )
-        return _with_code(error, exit_code_of(number))
 
     def _explain_silence(self, code: int) -> LostError:
         if self._stalls.missing and not self._killed:
@@ -166,6 +181,7 @@ class Outcome:
                 f"{self._stalls}; ended after health.stall_shutdown_s",
                 f"what were they doing? see rank-{min(self._stalls.missing)}.log beside {self._log_name}; "
                 "ranks that take different branches, or a loader that hangs, look like this",
+                ranks=sorted(self._stalls.missing),
             )
         if code == 0 and not self._consequences:
             return self._lost(
@@ -180,6 +196,7 @@ class Outcome:
             return self._lost(
                 f"{self._killed}, before it could say why{noticed}",
                 f"out of memory (see dmesg), or killed by somebody; see {self._log_name}",
+                ranks=[int(number) for number in re.findall(r"^rank (\d+)", self._killed)],
             )
         last = "\n".join(f"    {line}" for line in self._last_words)
         return self._lost(
@@ -196,10 +213,15 @@ class Outcome:
         message = f"{ranks} on {', '.join(hosts)}: {first.message}"
         if first.traceback:
             message = f"{message}\n{first.traceback.rstrip()}"
-        return _with_code(LaunchError(message), first.exit_code)
+        error = LaunchError(message)
+        error.cause = first.cause or error.cause
+        return _with_code(error, first.exit_code)
 
-    def _lost(self, message: str, hint: str, hosts: Sequence[str] = ()) -> LostError:
+    def _lost(
+        self, message: str, hint: str, hosts: Sequence[str] = (), *, ranks: Sequence[int] = ()
+    ) -> LostError:
         error = LostError(message, hint=hint, hosts=hosts)
+        error.lost_ranks = ranks
         error.has_saved = self._has_saved
         return error
 

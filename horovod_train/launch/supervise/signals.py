@@ -22,6 +22,8 @@ from horovod_train.signals import ASK_RANKS, HURRIED_SIGNALS, KILLS_AT_ONCE, LAU
 
 ASK_AGAIN_S = 1.0
 
+LEAVING = "its ranks were asked to save and leave after their step"
+
 
 @contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
@@ -205,7 +207,7 @@ class RunControl:
         self.stopper.stop()
 
     def _ask(self) -> None:
-        self._state.write("leaving", message="its ranks were asked to save and leave after their step")
+        self._state.write("leaving", message=LEAVING)
         self._hosts.signal_ranks(ASK_RANKS)
 
     def _kill(self) -> None:

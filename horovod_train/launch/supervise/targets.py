@@ -15,15 +15,17 @@ TARGETS_FILE = "prometheus-targets.json"
 
 
 class TargetFiles:
-    """Keeps the files that Prometheus reads while a run lasts; at its end nothing is left to scrape.
+    """Keeps the files that Prometheus reads while a run lasts; at its end nothing of it is left to scrape.
 
     Args:
-        paths: The files.
+        paths: The files. Other runs of the job may have targets in them, too.
+        run_id: The run.
         warn: Told of a file that cannot be written.
     """
 
-    def __init__(self, paths: Sequence[Path], warn: Callable[[str], None]) -> None:
+    def __init__(self, paths: Sequence[Path], run_id: str, warn: Callable[[str], None]) -> None:
         self._paths = paths
+        self._run_id = run_id
         self._warn = warn
         self._targets: list[Target] = []
 
@@ -41,9 +43,31 @@ class TargetFiles:
     def _write(self, targets: Sequence[Target]) -> None:
         for path in self._paths:
             try:
-                write_targets(path, targets)
+                write_targets(path, [*self._of_others(path, targets), *targets])
             except OSError as error:
                 self._warn(f"warning: {path} was not written for Prometheus: {error.strerror}")
+
+    def _of_others(self, path: Path, targets: Sequence[Target]) -> list[Target]:
+        """Return the targets of other runs, but for those whose place ours have taken: they are gone."""
+        ours = {target.address for target in targets}
+        return [
+            other
+            for other in read_targets(path)
+            if other.labels.get("run", self._run_id) != self._run_id and other.address not in ours
+        ]
+
+
+def read_targets(path: Path) -> list[Target]:
+    """Return the targets that stand in a file; none, where it cannot be read."""
+    try:
+        document = json.loads(path.read_bytes())
+        return [
+            Target(address=address, labels=group["labels"])
+            for group in document
+            for address in group["targets"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def target_paths(request: LaunchRequest) -> list[Path]:

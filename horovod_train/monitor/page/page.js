@@ -66,6 +66,9 @@ function showJobs(jobs) {
   if (jobs.length === 0) at("run").hidden = true;
 }
 
+// A job that trains tells of its steps twice a second; an evaluation may take longer.
+const LATE_S = 30;
+const isLate = (run) => !run.has_ended && run.last_step_unix_s !== null && run.now_unix_s - run.last_step_unix_s > LATE_S;
 const lossTitle = (run) => (run.loss_is_local ? "Loss of rank 0" : "Loss");
 
 function tiles(run) {
@@ -75,12 +78,12 @@ function tiles(run) {
     Step: run.num_steps ? `${number(run.step)} of ${number(run.num_steps)}` : number(run.step),
     ...(run.epochs_begun === null ? {} : { Epoch: run.num_epochs ? `${number(run.epochs_begun)} of ${number(run.num_epochs)}` : number(run.epochs_begun) }),
     [lossTitle(run)]: run.loss_is_finite ? number(run.loss, 5) : "not finite",
-    "Samples a second": number(run.samples_per_s),
+    "Samples a second": isLate(run) ? `no step for ${duration(run.now_unix_s - run.last_step_unix_s)}` : number(run.samples_per_s),
     "Learning rate": number(run.lr),
     Ranks: run.world_size_wanted && run.world_size_wanted !== run.world_size_present
       ? `${number(run.world_size_present)} of ${number(run.world_size_wanted)}` : number(run.world_size_present),
-    "Time left": run.has_ended ? "–" : duration(left),
-    "Last checkpoint": run.checkpoint_unix_s ? `${duration(run.now_unix_s - run.checkpoint_unix_s)} ago` : "–",
+    "Time left": run.has_ended || isLate(run) ? "–" : duration(left),
+    "Last checkpoint": run.checkpoint_error ? "could not be written" : run.checkpoint_unix_s ? `${duration(run.now_unix_s - run.checkpoint_unix_s)} ago` : "–",
     "Started again": number(Math.max(0, run.num_attempts - 1)),
     ...Object.fromEntries(Object.entries(run.metrics).map(([name, value]) => [`Evaluation: ${name}`, number(value)])),
   };
@@ -117,6 +120,12 @@ function findings(run) {
     const idle = each.waited_for ? ` ${number(each.waited_for, 2)} ranks stand idle because of it.` : "";
     return `Rank ${each.rank} needs ${milliseconds(each.own_s)} of its own for a step, the others ${milliseconds(each.others_s)}${where}.${idle}`;
   });
+  const away = run.stays_away;
+  if (away && !run.has_ended) {
+    const who = away.ranks.length ? `${away.ranks.length > 1 ? "Ranks" : "Rank"} ${away.ranks.slice(0, 20).join(", ")} ${away.ranks.length > 1 ? "have" : "has"} not come to it.`
+      : "All have come to one, though not to the same.";
+    found.unshift(`Ranks have been waiting in a collective for ${duration(away.seconds)}. ${who}`);
+  }
   const dead = run.ranks.state.flatMap((state, rank) => (state === "dead" && !run.has_ended ? [rank] : []));
   if (dead.length) found.unshift(`${dead.length > 1 ? "Ranks" : "Rank"} ${dead.slice(0, 20).join(", ")} ${dead.length > 1 ? "do" : "does"} not answer.`);
   const texts = found.length ? found.slice(0, 8) : [nobody(run)];
@@ -177,7 +186,7 @@ const EVENT_TEXT = {
   attempt: (event) => `ranks start: ${event.num_ranks}${event.hosts.length ? ` on ${event.hosts.join(", ")}` : ""}`,
   checkpoint: (event) => (event.error ? `checkpoint failed: ${event.error}` : `checkpoint ${event.path.split("/").pop()}`),
   evaluation: (event) => `evaluation after epoch ${event.epoch}: ${Object.entries(event.metrics).map(([name, value]) => `${name} ${number(value)}`).join(", ")}`,
-  failure: (event) => `rank ${event.rank} on ${event.host} failed: ${event.message.split("\n")[0]}`,
+  failure: (event) => `rank ${event.rank} on ${event.host} ${event.is_cause ? "failed" : "noticed"}: ${event.message.split("\n")[0]}`,
   hosts_lost: (event) => `lost: ${event.hosts.join(", ")}`,
   notice: (event) => event.text,
   opened: (event) => `${event.job} begins`,
@@ -212,6 +221,7 @@ async function showRun(run) {
   put(at("message"), run.message);
   at("actions").hidden = !mayEnd || run.has_ended;
   document.title = `${run.job}: ${run.state}`;
+  at("numbers").classList.toggle("late", isLate(run));
   tiles(run);
   findings(run);
   rankTable(run.ranks);
@@ -245,11 +255,13 @@ async function look() {
     }
     put(at("connection"), `as of ${new Date().toLocaleTimeString("en-GB")}`);
     at("connection").className = "";
+    document.body.classList.remove("stale");
   } catch (error) {
     const gone = lastRun?.has_ended ? "the server of this page has ended; `horovod-train ui` shows the run again"
       : "the server of this page does not answer";
     put(at("connection"), error instanceof TypeError ? gone : `nothing new: ${error.message}`);
     at("connection").className = "lost";
+    document.body.classList.add("stale"); // what is shown was so once
   }
 }
 

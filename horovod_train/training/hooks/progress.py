@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from time import monotonic
 
@@ -10,6 +11,9 @@ from horovod_train.events.wire import Reporter
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.readings import StepReport
 from horovod_train.training.run import Run
+
+MAX_NOT_USED_TOLD = 20
+"""A metric counts them all; what a person is told has an end."""
 
 
 class ReportProgress(Hook):
@@ -24,6 +28,7 @@ class ReportProgress(Hook):
         self._recent: deque[tuple[float, int]] = deque()
         self._samples = 0
         self._num_steps = 0
+        self._num_not_used = 0
         self._untold: tuple[float, StepReport] | None = None
 
     @classmethod
@@ -39,6 +44,8 @@ class ReportProgress(Hook):
     def on_reading(self, run: Run, report: StepReport) -> None:
         """Report when the interval has passed."""
         self._samples += report.share.num_samples
+        if not report.outcome.is_finite:
+            self._tell_not_used(run, report)
         now_s = monotonic()
         self._untold = now_s, report
         if now_s >= self._next and run.world.rank == 0:
@@ -49,6 +56,19 @@ class ReportProgress(Hook):
         """Report the last step, however long ago the one before it was told."""
         if self._untold is not None and run.world.rank == 0:
             self._tell(run, *self._untold)
+
+    def _tell_not_used(self, run: Run, report: StepReport) -> None:
+        """Tell, of the first such steps, that one was left out: rank 0, and the rank whose loss it was."""
+        loss, local_loss = report.outcome.loss, report.outcome.local_loss
+        is_ours, is_loss = not math.isfinite(local_loss), not math.isfinite(loss)
+        is_search = run.job.train.precision == "fp16" and not is_loss  # of the scale, by trying
+        if is_search or not (run.world.rank == 0 or is_ours) or self._num_not_used >= MAX_NOT_USED_TOLD:
+            return
+        self._num_not_used += 1
+        what = "a gradient is not finite"
+        if is_loss:
+            what = f"the loss is {loss:g}, this rank's part of it {local_loss:g}"
+        self._reporter.report(Notice(text=f"step {report.step} was not used: {what}"))
 
     def _tell(self, run: Run, now_s: float, report: StepReport) -> None:
         self._untold = None
