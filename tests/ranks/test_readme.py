@@ -31,6 +31,7 @@ NOT_RUN_HERE = {
     "make train": "is the first block of commands",
     "make check": "runs this test",
     "horovod-train ui runs": "serves until it is stopped; started below, after the first training",
+    "horovod-train run --script train.py -n 4 -- ARGS": "tests/ranks/test_scripts.py runs scripts",
     "horovod-train targets serve": "serves until it is stopped; tests/ranks/test_prometheus.py asks it",
 }
 

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -108,6 +109,35 @@ def test_whatever_comes_over_the_wire_the_next_one_is_answered(serve):
                     pass
             except ConnectionResetError:
                 pass
+
+    assert "answer 42.0" in ask(place)
+
+
+def test_who_sends_a_byte_now_and_then_does_not_keep_others_out(serve, monkeypatch):
+    monkeypatch.setattr(exporter_module, "DEADLINE_S", 1.0)
+    place = serve()
+    slow = [socket.create_connection(place, 5) for _ in range(MAX_CONNECTIONS)]
+    deadline_s = time.monotonic() + 20
+    while True:
+        for connection in slow:
+            with suppress(OSError):
+                connection.sendall(b"G")
+        with suppress(OSError, AssertionError):
+            assert "answer 42.0" in ask(place)
+            break
+        assert time.monotonic() < deadline_s
+        time.sleep(0.2)
+    for connection in slow:
+        connection.close()
+
+
+def test_a_thread_that_cannot_be_started_leaves_its_place_to_others(serve, monkeypatch):
+    place = serve()
+    with monkeypatch.context() as broken:
+        broken.setattr(exporter_module.ThreadingMixIn, "process_request", lambda *_: 1 / 0)
+        for _ in range(2 * MAX_CONNECTIONS):
+            with suppress(OSError):
+                ask(place)
 
     assert "answer 42.0" in ask(place)
 
@@ -271,6 +301,34 @@ class TestTheLastMetrics:
             "/metrics/job/horovod_train/rank/3/training_job/digits",
         )
         assert "answer 42.0" in text
+
+    def test_a_gateway_that_speaks_something_else_is_a_warning(self, registry, caplog):
+        listener = socket.create_server(("127.0.0.1", 0))
+
+        def greet():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        push_last_metrics(registry, f"http://127.0.0.1:{listener.getsockname()[1]}", "digits", 3)
+        thread.join()
+        listener.close()
+
+        assert "were not pushed" in caplog.text
+
+    def test_a_metric_that_cannot_be_read_is_a_warning(self, registry, tmp_path, caplog):
+        class Broken:
+            def collect(self):
+                raise ValueError("counters can only grow")
+
+        registry.register(Broken())
+        registry.collect()
+        write_last_metrics(registry, tmp_path / "rank-0.prom")
+
+        assert "counters can only grow" in caplog.text
 
     def test_a_gateway_that_is_gone_is_a_warning(self, registry, caplog):
         push_last_metrics(registry, f"http://127.0.0.1:{free_port()}", "digits", 3)

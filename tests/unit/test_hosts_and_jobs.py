@@ -927,6 +927,17 @@ class TestJobs:
         assert jobs.find_job(request_.job.name).native_id == "1"
         assert jobs.find_job(f"{request_.job.name}-20261122-100000").native_id == "0"
 
+    def test_the_name_alone_stands_rather_for_one_that_has_not_ended(self, request_):
+        self.test_the_name_alone_stands_for_the_newest(request_)
+        newer, older = jobs.known_jobs()
+        for job in (newer, older):
+            job.log_dir.mkdir(parents=True)
+        jobs.StateFile(newer.log_dir).write("failed", 1)
+        assert jobs.find_job(request_.job.name) == older
+
+        jobs.StateFile(older.log_dir).write("failed", 1)
+        assert jobs.find_job(request_.job.name) == newer
+
     def test_a_run_whose_process_is_gone_has_failed(self, request_):
         program = (
             "from pathlib import Path; from horovod_train.launch.jobs import StateFile;"

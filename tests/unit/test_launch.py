@@ -507,9 +507,9 @@ class TestOutcome:
         yield run
         run.close()
 
-    def failure(self, rank, message, *, is_cause=True, exit_code=1, traceback=""):
+    def failure(self, rank, message, *, is_cause=True, exit_code=1, traceback="", cause=""):
         fields = {"message": message, "traceback": traceback, "is_cause": is_cause, "exit_code": exit_code}
-        return event("failure", rank, host="h", **fields)
+        return event("failure", rank, host="h", cause=cause, **fields)
 
     def test_the_cause_wins_over_its_consequences(self, run):
         run.see(self.failure(0, "another rank left", is_cause=False))
@@ -529,6 +529,31 @@ class TestOutcome:
             run.end(1)
 
         assert str(caught.value) == "ranks 0-2, 5 on h: bad\nTraceback"
+
+    @pytest.mark.parametrize(("number", "code"), [(10, 1), (15, 143)])
+    def test_a_drain_that_could_not_save_has_failed(self, run, number, code):
+        run.see(event("started"))
+        run.see(self.failure(0, "the disk is full", cause="checkpoint"))
+
+        with pytest.raises(LaunchError, match="not saved: rank 0 on h: the disk is full") as caught:
+            run.end(1, stopped_by=number)
+        assert (caught.value.exit_code, caught.value.cause) == (code, "checkpoint")
+
+    def test_ranks_that_stayed_away_are_named_when_a_drain_ends(self, run):
+        run.see(event("started"))
+        run.say(0, "Missing ranks:", "1: [allreduce.x]")
+
+        with pytest.raises(LaunchError, match="before the ranks had saved: rank 1 stayed away") as caught:
+            run.end(1, stopped_by=10)
+        assert (list(caught.value.lost_ranks), caught.value.exit_code) == ([1], 1)
+
+    def test_a_killed_rank_is_known_by_its_number(self, run):
+        run.see("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
+        run.see(self.failure(0, "a collective was ended because another rank left", is_cause=False))
+
+        with pytest.raises(LaunchError, match="rank 1 on n4 was killed") as caught:
+            run.end(137)
+        assert list(caught.value.lost_ranks) == [1]
 
     def test_a_silent_end_shows_the_launchers_last_words(self, run):
         run.see("mpirun: something unheard of")
@@ -661,6 +686,27 @@ class TestOutcome:
         assert (shared / "j.json").stat().st_mode & 0o777 == 0o644
         run.close()
         assert json.loads((shared / "j.json").read_text()) == []
+
+    def test_targets_of_another_run_stay_unless_their_place_is_taken(self, tmp_path):
+        shared = tmp_path / "shared"
+        request = request_for(tmp_path, metrics={"targets_dir": str(shared)})
+        shared.mkdir()
+        others = [
+            {"targets": [f"127.0.0.1:940{number}"], "labels": {"rank": "0", "run": "another"}}
+            for number in (0, 1)
+        ]
+        (shared / "j.json").write_text(json.dumps(others))
+        run = Followed(request)
+
+        ours = {"address": "127.0.0.1:9400", "labels": {"rank": "0", "run": request.run_id}}
+        run.see(event("targets", targets=[ours]))
+
+        found = json.loads((shared / "j.json").read_text())
+        assert [(each["targets"], each["labels"]["run"]) for each in found] == [
+            (["127.0.0.1:9401"], "another"), (["127.0.0.1:9400"], request.run_id),
+        ]  # fmt: skip
+        run.close()
+        assert json.loads((shared / "j.json").read_text()) == others[1:]
 
     def test_each_rank_has_a_log_of_its_own(self, run):
         for rank in (0, 1):

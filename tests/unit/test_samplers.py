@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import re
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -20,9 +24,16 @@ from horovod_train.events.types import Progress, Summary
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.framework import wants_flops
+from horovod_train.telemetry import baseline as baseline_module
+from horovod_train.telemetry import rank_metrics as rank_metrics_module
 from horovod_train.telemetry.baseline import MAX_RUNS, baseline_samples_per_s
 from horovod_train.telemetry.peaks import peak_flops
-from horovod_train.telemetry.rank_metrics import watch_device
+from horovod_train.telemetry.rank_metrics import (
+    compare_with_one_rank,
+    watch_device,
+    watch_exchange,
+    watch_waiting,
+)
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.samplers import nvml as sampler_module
 from horovod_train.telemetry.samplers.nvml import THROTTLE_REASONS, GpuSampler, gpu_sampler
@@ -208,6 +219,30 @@ class TestFlops:
         assert wants_flops(Job(name="j", task="digits", **job), device) is expected
 
 
+class TestWhatTheEngineCounts:
+    def test_is_counted_once_however_often_somebody_asks(self):
+        counted = iter([None, (0, 0.0), (1000, 0.5), (1000, 0.5), (1500, 0.75), (1500, 0.75)])
+        recorder = Recorder("j", "r", SingleRank(), 1)
+        watch_exchange(recorder, lambda: next(counted))
+        for _ in range(5):
+            generate_latest(recorder.registry)
+        text = generate_latest(recorder.registry).decode()
+
+        assert re.search(r"horovod_train_exchanged_bytes_total{.*} 1500.0", text)
+        assert re.search(r"horovod_train_exchange_seconds_total{.*} 0.75", text)
+
+
+class TestWhoIsWaitedFor:
+    def test_is_at_zero_while_others_wait(self, monkeypatch):
+        monkeypatch.setattr(rank_metrics_module, "monotonic", lambda: 100.0)
+        for since_s, expected in ((None, "0.0"), (17.5, "82.5")):
+            recorder = Recorder("j", "r", SingleRank(), 1)
+            watch_waiting(recorder, SimpleNamespace(waiting_since_s=since_s))
+            text = generate_latest(recorder.registry).decode()
+
+            assert re.search(rf"horovod_train_waiting_now_seconds{{.*}} {expected}\n", text)
+
+
 class TestBaseline:
     def run(self, folder, name, job, *, ranks=1, rates=(100.0, 110.0, 90.0), is_done=True, stamp=None):
         log_dir = folder / name / "run"
@@ -248,6 +283,31 @@ class TestBaseline:
         self.run(tmp_path, "alone", self.alone(), rates=())
 
         assert baseline_samples_per_s(job, tmp_path) == 77.0
+
+    def test_is_of_the_newest_run(self, tmp_path, job):
+        for number, rate in enumerate((50.0, 70.0, 60.0)):
+            self.run(tmp_path, f"alone-{number}", self.alone(), rates=(rate,) * 3)
+            events = tmp_path / f"alone-{number}" / "run" / "events.jsonl"
+            os.utime(events, (1000 + number, 1000 + number))
+
+        assert baseline_samples_per_s(job, tmp_path) == 60.0
+
+    def test_runs_of_several_ranks_are_not_read_to_their_beginning(self, tmp_path, job, monkeypatch):
+        self.run(tmp_path, "other", self.alone(), ranks=2)
+        monkeypatch.setattr(baseline_module, "read_events", lambda path: 1 / 0)
+
+        assert baseline_samples_per_s(job, tmp_path) is None
+
+    @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (0, 1)])
+    def test_is_looked_for_by_rank_0_of_several(self, job, rank, size, monkeypatch):
+        looked = []
+        monkeypatch.setattr(rank_metrics_module, "baseline_samples_per_s", lambda *_: looked.append(rank))
+        before = set(threading.enumerate())
+        compare_with_one_rank(job, SingleRank(rank, size), Recorder("j", "r", SingleRank(), 1))
+        for thread in set(threading.enumerate()) - before:
+            thread.join()
+
+        assert looked == ([0] if (rank, size) == (0, 2) else [])
 
     @pytest.mark.parametrize(
         "kept",

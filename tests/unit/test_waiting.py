@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -167,6 +169,28 @@ def test_rank_0_reports_where_the_time_of_all_went(monkeypatch):
     known = sum(event["waited_for_s"][1] for event in events)
     assert (steps - 66) * 0.3 <= known <= steps * 0.3 + 0.01
     assert sum(event["waited_for_s"][0] for event in events) == 0.0
+
+
+def test_after_training_has_gone_back_steps_are_compared_with_those_of_the_same_number():
+    """Rank 1 went back from step 5 to step 3: what it waited in the old steps 3 and 4 is not of these."""
+    ranks = [AttributeWaiting(2, rank, Recorder("line", "run", SingleRank(rank, 2), 2), Told().reporter)
+             for rank in range(2)]  # fmt: skip
+    for rank, steps in enumerate(([(3, 0.0), (4, 0.0)], [(3, 9.0), (4, 9.0), (3, 0.25), (4, 0.25)])):
+        for number, wait_s in steps:
+            ranks[rank].on_reading(None, reading_of(number, wait_s))
+    said = [rank.say() for rank in ranks]
+    for rank in ranks:
+        rank.hear(said)
+
+    assert recorded(ranks[0]._recorder, "waited_for_seconds_total")["0"] == pytest.approx(0.5)
+    assert recorded(ranks[1]._recorder, "waiting_seconds_total")["1"] == pytest.approx(0.5)
+
+
+def reading_of(step, wait_s):
+    clock = SimpleNamespace(seconds={"allreduce_wait": wait_s}, total_s=wait_s + 0.1)
+    return SimpleNamespace(
+        step=step, outcome=SimpleNamespace(clock=clock), share=SimpleNamespace(num_local_samples=8)
+    )
 
 
 def test_an_event_tells_of_32_ranks_at_most():

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import ClassVar
 
 import pytest
@@ -68,7 +69,8 @@ def ask(port, path, method="GET", body=None, **headers):
 def raw(port, data):
     with socket.create_connection(("127.0.0.1", port), 5) as connection:
         connection.sendall(data)
-        connection.shutdown(socket.SHUT_WR)
+        with suppress(OSError):  # it has gone already
+            connection.shutdown(socket.SHUT_WR)
         connection.settimeout(10)
         try:
             return connection.recv(65536)
@@ -98,6 +100,16 @@ def test_nothing_is_read_without_the_token(page, path, headers):
     assert status == 401
     assert "the token is missing or wrong" in text
     assert "horovod_train</title>" not in text
+
+
+@pytest.mark.parametrize("token", [TOKEN[:-1], TOKEN[:1], "", TOKEN + "x", TOKEN.upper(), "é"])
+def test_a_part_of_the_token_is_none(page, token):
+    assert ask(page, "/api/jobs", Authorization=f"Bearer {token}".encode())[0] == 401
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1:abc", "127.0.0.1:99999999", "[::1", "[", "a]"])
+def test_a_host_that_cannot_be_read_is_refused(page, host):
+    assert ask(page, "/", Host=host)[0] == 400
 
 
 @pytest.mark.parametrize("path", PATHS)
