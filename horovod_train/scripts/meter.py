@@ -152,10 +152,12 @@ class StepMeter:
 
     def backward(self, begun_s: float, loss: float | None) -> None:
         """A backward pass was made, from a time until now; ``loss`` is None where it is not known."""
+        self._thread = get_ident()
+        if not (self.num_steps or self._num_backward or self._readers):
+            self._begin(begun_s)  # what was before the first step of all, imports above all, is no part of it
         self._lap("forward", begun_s)
         self._lap("backward", self._clock())
         self._num_backward += 1
-        self._thread = get_ident()
         if loss is not None:
             self._loss, self._loss_s = loss, self._mark_s
             self._is_finite = math.isfinite(loss)

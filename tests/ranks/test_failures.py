@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import time
+import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -132,9 +134,11 @@ def test_a_rank_that_stays_away_is_named_while_it_does_and_in_the_end(tmp_path, 
     health = {"stall_warning_s": 2.0, "stall_shutdown_s": 8.0}
     path = failing(tmp_path, "stay away", 1, controller, "torch", health=health)
     with launched(tmp_path, path) as process:
-        said = set()
+        said, waiting_s = set(), {"0": 0.0, "1": 0.0}
         while process.poll() is None:
             said |= {json.loads(file.read_text())["message"] for file in tmp_path.rglob("*/state.json")}
+            for rank, seconds in waiting_now(tmp_path):
+                waiting_s[rank] = max(waiting_s[rank], seconds)
             time.sleep(0.2)
         output, _ = process.communicate(timeout=TIMEOUT_S)
 
@@ -143,6 +147,19 @@ def test_a_rank_that_stays_away_is_named_while_it_does_and_in_the_end(tmp_path, 
     error = output[output.rindex("error: ") :]
     assert "rank 1 stayed away from a collective that the others wait in" in error
     assert "rank-1.log" in error
+    assert waiting_s["0"] > 4.0, "the other one has waited for it, and has said so"
+    assert waiting_s["1"] < 2.0
+
+
+def waiting_now(folder):
+    """For how long each rank waits in a collective, by its own word."""
+    for file in folder.rglob("prometheus-targets.json"):
+        for group in json.loads(file.read_text()):
+            with suppress(OSError):
+                url = f"http://{group['targets'][0]}/metrics?name[]=horovod_train_waiting_now_seconds"
+                with urllib.request.urlopen(url, timeout=5) as answer:
+                    found = re.search(r'rank="(\d)",.*} (\S+)', answer.read().decode())
+                yield found[1], float(found[2])
 
 
 def test_a_task_without_its_methods_is_a_user_error(tmp_path):

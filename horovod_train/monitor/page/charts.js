@@ -64,7 +64,7 @@ export async function drawHeat(heat) {
   const milliseconds = heat.rows.map((row) => row.map((value) => (value === null ? null : value * 1000)));
   // From nothing to twice the middle: ranks that are alike look alike, and a fifth more is seen. The first
   // steps, in which all gets warm, have no say in it.
-  const warm = heat.time_unix_s.length > 2 ? 1 : 0;
+  const warm = heat.time_unix_s.length > 1 ? 1 : 0;
   const all = milliseconds.flatMap((row) => row.slice(warm)).filter((value) => value !== null).sort((a, b) => a - b);
   const middle = all[all.length >> 1] ?? 1;
   const trace = {
