@@ -57,7 +57,7 @@ class JobConsole:
             return
         if self._progress is None or self._task is None:
             self._progress = Progress(
-                BarColumn(bar_width=20),
+                BarColumn(bar_width=10),
                 TextColumn("{task.fields[numbers]}"),
                 console=self._console,
                 transient=True,
