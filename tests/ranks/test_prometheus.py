@@ -161,13 +161,15 @@ def test_every_query_has_an_answer(watched):
 def test_recordings_say_what_can_be_worked_out_from_the_ranks_own_numbers(watched):
     _, server, _, _ = watched
     until(lambda: server.query("horovod_train:scaling_efficiency:ratio"), lambda: "no efficiency")
+    rates, phases = "horovod_train:samples:rate", "count by (rank) (horovod_train:phase:ratio)"
+    for query in (rates, phases):
+        until(lambda query=query: len(server.query(query)) == RANKS, lambda query=query: server.query(query))
 
-    per_rank = [float(each["value"][1]) for each in server.query("horovod_train:samples:rate")]
-    assert len(per_rank) == RANKS
-    assert server.value("horovod_train:samples:job_rate") == pytest.approx(sum(per_rank), rel=0.05)
-    baseline = server.value('horovod_train_baseline_samples_per_second{rank="0"}')
-    expected = sum(per_rank) / RANKS / baseline
-    assert server.value("horovod_train:scaling_efficiency:ratio") == pytest.approx(expected, rel=0.1)
+    # In one query each: what was recorded at the same time is compared.
+    assert server.value(f"sum(horovod_train:samples:job_rate) / sum({rates})") == pytest.approx(1.0)
+    expected = f'sum({rates}) / {RANKS} / sum(horovod_train_baseline_samples_per_second{{rank="0"}})'
+    ratio = server.value(f"sum(horovod_train:scaling_efficiency:ratio) / ({expected})")
+    assert ratio == pytest.approx(1.0, rel=0.1)
     shares = server.query("sum by (rank) (horovod_train:phase:ratio)")
     assert [float(each["value"][1]) for each in shares] == pytest.approx([1.0] * RANKS, abs=0.02)
     assert server.value("max(horovod_train:own_seconds:per_step)") > 0.02
