@@ -114,10 +114,13 @@ def test_an_evaluation_without_gradients_is_left_out_even_within_a_step(make, to
 def test_what_was_before_the_first_step_is_no_part_of_it(make, told, does):
     meter = make()
     does(30.0)
-    meter.backward(does(0.04), 0.5)
+    begun_s = does(0.04)
+    meter.sent(1000)  # within the backward pass
+    meter.backward(begun_s, 0.5)
     meter.step(0.1)
 
     assert told.steps[0].seconds == pytest.approx(0.04)
+    assert told.steps[0].bytes_reduced == 1000
 
 
 def test_two_loaders_may_feed_one_step(make, told, does):
