@@ -154,8 +154,9 @@ class StepMeter:
         """A backward pass was made, from a time until now; ``loss`` is None where it is not known."""
         self._thread = get_ident()
         if not (self.num_steps or self._num_backward or self._readers):
-            # What was before the first step of all, imports above all, is no part of it.
+            # What was before the first step of all, imports and broadcasts above all, is no part of it.
             self._begun_s = self._mark_s = begun_s
+            self._phases, self._wait_s = {}, 0.0
         self._lap("forward", begun_s)
         self._lap("backward", self._clock())
         self._num_backward += 1

@@ -114,6 +114,7 @@ def test_an_evaluation_without_gradients_is_left_out_even_within_a_step(make, to
 def test_what_was_before_the_first_step_is_no_part_of_it(make, told, does):
     meter = make()
     does(30.0)
+    meter.waited(20.0)  # a broadcast
     begun_s = does(0.04)
     meter.sent(1000)  # within the backward pass
     meter.backward(begun_s, 0.5)
@@ -121,6 +122,7 @@ def test_what_was_before_the_first_step_is_no_part_of_it(make, told, does):
 
     assert told.steps[0].seconds == pytest.approx(0.04)
     assert told.steps[0].bytes_reduced == 1000
+    assert told.steps[0].phase_seconds.get("allreduce_wait", 0.0) == 0.0
 
 
 def test_two_loaders_may_feed_one_step(make, told, does):
