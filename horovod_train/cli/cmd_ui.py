@@ -36,7 +36,7 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
     server = serve_page(places, sources, host=host, port=port, token=token, may_end=allow_ending)
     for line in where_it_is(host, server.port, token):
         click.echo(line)
-    if places and not any(True for place in places for _ in folders_of_runs(place)):
+    if places and not any(any(folders_of_runs(place)) for place in places):
         click.echo(f"no runs in {', '.join(map(str, places))} yet; they appear on the page as they begin")
     try:
         server.wait()

@@ -76,9 +76,8 @@ def find_job(name: str) -> Path:
     Raises:
         UserError: There is neither.
     """
+    _refuse_script(name)
     path = Path(name)
-    if path.suffix == ".py":
-        raise UserError(f"{name} is a script, not a job", hint=f"run it with --script {name} -- ARGS")
     shipped = {file.stem: file for file in sorted(TASKS_FOLDER.glob("*.yaml"))}
     if path.is_file():
         return path
@@ -89,6 +88,11 @@ def find_job(name: str) -> Path:
         f"no job {name!r}: neither a file nor a shipped task ({', '.join(shipped)})",
         hint=did_you_mean(name, near),
     )
+
+
+def _refuse_script(name: str) -> None:
+    if name.endswith(".py"):
+        raise UserError(f"{name} is a script, not a job", hint=f"run it with --script {name} -- ARGS")
 
 
 def say(text: object) -> None:
@@ -181,8 +185,8 @@ def the_one_job(names: Sequence[str]) -> str:
     Raises:
         UserError: It names none, or several.
     """
-    if names and names[0].endswith(".py"):
-        find_job(names[0])  # refuses it, whatever follows
+    if names:
+        _refuse_script(names[0])  # whatever follows it
     if len(names) != 1:
         found = f"several jobs: {', '.join(names)}" if names else "no job"
         raise UserError(

@@ -13,10 +13,11 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from time import time
 from typing import Any, get_args
 
@@ -27,6 +28,7 @@ from horovod_train.files import state_dir, write_whole
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
 from horovod_train.pids import boot_id, is_alive, start_ticks
 from horovod_train.signals import exit_code_of
+from horovod_train.threads import alongside
 
 STATE_FILE = "state.json"
 CANCELLED_FILE = "cancelled"
@@ -107,8 +109,13 @@ def find_job(job_id: str) -> Submitted:
     jobs = list(known_jobs())
     exact = [job for job in jobs if job.job_id == job_id]
     of_name = [job for job in jobs if _RUN_ID.fullmatch(job.job_id.removeprefix(f"{job_id}-"))]
-    going_on = [job for job in of_name if not StateFile(job.log_dir).read().has_ended]
-    found = exact or going_on[:1] or of_name[:1] or [job for job in jobs if job.job_id.startswith(job_id)]
+    going_on = (job for job in of_name if not StateFile(job.log_dir).read().has_ended)
+    found = (
+        exact
+        or list(islice(going_on, 1))
+        or of_name[:1]
+        or [job for job in jobs if job.job_id.startswith(job_id)]
+    )
     if len(found) == 1:
         return found[0]
     names = [job.job_id for job in found or jobs]
@@ -230,23 +237,15 @@ class StateFile:
             return status
         return JobStatus("failed", 137, "the process that carried it out was killed; nothing of it is left")
 
-    @contextmanager
-    def kept_fresh(self) -> Iterator[None]:
+    def touched(self) -> AbstractContextManager[None]:
         """While the block runs, show other hosts now and then that whoever carries out the run is there."""
-        over = Event()
 
-        def work() -> None:
+        def touch(over: Event) -> None:
             while not over.wait(TOUCHED_EVERY_S):
                 with suppress(OSError):
                     os.utime(self._path)
 
-        thread = Thread(target=work, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
+        return alongside(touch)
 
     def _silent_s(self) -> float:
         try:

@@ -113,14 +113,12 @@ class History:
     events: deque[Record] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     counts: Counter[str] = field(default_factory=Counter)
     begun_unix_s: float | None = None
-    told_unix_s: float = 0.0
     _is_preempted: bool = False
 
     def add(self, record: Record) -> None:
         """Take the next event."""
         event = record.event
         self.counts[event.kind] += 1
-        self.told_unix_s = record.time_unix_s
         if self.begun_unix_s is None:
             self.begun_unix_s = record.time_unix_s
         if isinstance(event, MARKED) and not (isinstance(event, ScriptDone) and record.rank):

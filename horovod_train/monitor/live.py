@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
 import ssl
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.client import HTTPException
 from pathlib import Path
 from time import time
@@ -18,6 +18,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from horovod_train.errors import UserError
+from horovod_train.events.targets import parse_targets
 from horovod_train.events.types import MAX_RANKS, Target
 from horovod_train.monitor.rank_series import COLUMNS, Window, unknown
 
@@ -124,6 +125,7 @@ def ask(address: str, access: Access = Access()) -> RankReading | None:
         return None
 
 
+@lru_cache(maxsize=8)  # a thousand ranks are asked every few seconds
 def _opener(context: ssl.SSLContext | None = None) -> urllib.request.OpenerDirector:
     """Return what asks a server itself: a proxy would not reach ranks, and is not to see their password."""
     direct = urllib.request.ProxyHandler({})
@@ -188,14 +190,8 @@ def targets_of(source: str) -> list[Target] | None:
     try:
         if is_url:
             with _opener().open(source, timeout=10) as answer:
-                document = json.loads(answer.read())
-        else:
-            document = json.loads(path.read_bytes())
-        return [
-            Target(address=str(address), labels={str(k): str(v) for k, v in group.get("labels", {}).items()})
-            for group in document
-            for address in group["targets"]
-        ]
+                return parse_targets(answer.read())
+        return parse_targets(path.read_bytes())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, HTTPException) as error:
         raise UserError(
             f"{source} does not name targets: {type(error).__name__}: {error}",

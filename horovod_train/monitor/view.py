@@ -36,7 +36,7 @@ Json = dict[str, object]
 def job_row(run: Watched) -> Json:
     """Return a row of the list of jobs."""
     try:
-        return _job_row(run)
+        return _job_row(run, run.status(), run.history())
     except Exception as error:  # one run that cannot be read is not to hide the others
         log.exception("%s cannot be shown", run.key)
         told = {"state": "unknown", "message": f"it cannot be shown: {type(error).__name__}: {error}"}
@@ -44,8 +44,7 @@ def job_row(run: Watched) -> Json:
         return {"key": run.key, "job": run.job, "run": run.run_id, **told, **nothing}
 
 
-def _job_row(run: Watched) -> Json:
-    status, history = run.status(), run.history()
+def _job_row(run: Watched, status: JobStatus, history: History) -> Json:
     last = history.last
     return {
         "key": run.key,
@@ -69,11 +68,10 @@ def run_document(run: Watched, readings: Readings) -> Json:
     status, history = run.status(), run.history()
     started, last = history.started, history.last
     return {
-        **_job_row(run),
+        **_job_row(run, status, history),
         "exit_code": status.exit_code,
         "has_ended": status.has_ended,
         "now_unix_s": time(),
-        "told_unix_s": history.told_unix_s,
         "world_size_wanted": history.world_size_wanted,
         "world_size_present": started.world_size if started else history.ranks.num_ranks or None,
         "global_batch_size": started.global_batch_size if started else None,
@@ -94,7 +92,6 @@ def run_document(run: Watched, readings: Readings) -> Json:
         "points": _points(history),
         "heat": _heat(history.ranks),
         "ranks": _rank_table(history, readings, status),
-        "asked_unix_s": readings.time_unix_s or None,
         "findings": _findings(history.ranks),
         "last_step_unix_s": last.time_unix_s if last else None,
         "stays_away": _staying_away(readings),

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from support.running import is_rank, launched
 
 from horovod_train.monitor.history import HistoryReader
 from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
+from horovod_train.threads import alongside
 
 pytestmark = pytest.mark.ranks
 WARM_UP_STEPS = 10
@@ -103,24 +102,16 @@ def test_of_two_slow_ranks_both_are_named(tmp_path, controller):
     assert min(waited_for[1], waited_for[3]) > 3 * max(waited_for[0], waited_for[2], waited_for[4])
 
 
-@contextmanager
 def stopped_now_and_then(pid):
     """Stop a process for 60 ms five times a second."""
-    over = threading.Event()
 
-    def work():
+    def stop(over):
         while not over.wait(0.14):
             os.kill(pid, signal.SIGSTOP)
             time.sleep(0.06)
             os.kill(pid, signal.SIGCONT)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return alongside(stop)
 
 
 @pytest.mark.campaign

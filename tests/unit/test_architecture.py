@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "horovod_train"
 
-BASICS = {"errors", "registry", "files", "streams", "pids", "signals", "consistency"}
+BASICS = {"errors", "registry", "files", "streams", "pids", "signals", "threads", "consistency"}
 ROOMS = {
     # room: rooms of ours it may import
     "errors": set(),
@@ -20,6 +20,7 @@ ROOMS = {
     "streams": set(),
     "pids": set(),
     "signals": set(),
+    "threads": set(),
     "consistency": set(),
     "registry": {"errors"},
     "events": {"files", "__init__"},

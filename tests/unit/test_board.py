@@ -478,7 +478,7 @@ class TestAStateOfAnotherHost:
         state = StateFile(folder)
         state.write("running")
         os.utime(folder / "state.json", (1.0, 1.0))
-        with state.kept_fresh():
+        with state.touched():
             wait_until(lambda: (folder / "state.json").stat().st_mtime > 1.0)
 
     def test_that_others_may_not_read_is_no_damaged_one(self, folder, monkeypatch):

@@ -61,7 +61,7 @@ class SupervisedLauncher(PolledLauncher):
         state.write("starting")
         followers = [WriteEvents(events)]
         try:
-            with remembered_signals() as asked, state.kept_fresh():
+            with remembered_signals() as asked, state.touched():
                 if (elastic := request.job.launch.elastic) is not None:
                     plan.write_files()  # each attempt has a plan of its own
                     run_elastic(self, request, elastic, console, state, asked, followers, events.write)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from threading import Event, Thread
+from threading import Event
 
 from horovod_train.config.schema import Health
 from horovod_train.launch.hosts.host_group import HostGroup
+from horovod_train.threads import alongside
 
 LOOK_INTERVAL_S = 1.0
 # Signs of life come twice a second, and late now and then.
@@ -62,13 +63,12 @@ def find_frozen(hosts: HostGroup, limit_s: float) -> list[Frozen]:
     return sorted(found, key=lambda each: each.rank)
 
 
-@contextmanager
 def watching_ranks(
     hosts: HostGroup,
     health: Health,
     tell: Callable[[str], None],
     give_up: Callable[[Sequence[Frozen]], None],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """While the block runs: look at the ranks of all hosts, once a second.
 
     Args:
@@ -77,11 +77,10 @@ def watching_ranks(
         tell: Told which ranks are frozen, whenever that changes; nothing: they go on.
         give_up: Told once which ranks have been for too long.
     """
-    over = Event()
     warning_s = max(health.stall_warning_s, MIN_SILENCE_S)
     shutdown_s = max(health.stall_shutdown_s, 2 * MIN_SILENCE_S)
 
-    def look() -> None:
+    def look(over: Event) -> None:
         told = ""
         while not over.wait(LOOK_INTERVAL_S):
             frozen = find_frozen(hosts, warning_s)
@@ -92,10 +91,4 @@ def watching_ranks(
                 give_up(lost)
                 return
 
-    thread = Thread(target=look, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
+    return alongside(look)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from horovod_train.events.targets import as_document, parse_targets
 from horovod_train.events.types import Target, Targets
 from horovod_train.events.wire import Line
 from horovod_train.files import write_whole
@@ -60,13 +61,8 @@ class TargetFiles:
 def read_targets(path: Path) -> list[Target]:
     """Return the targets that stand in a file; none, where it cannot be read."""
     try:
-        document = json.loads(path.read_bytes())
-        return [
-            Target(address=address, labels=group["labels"])
-            for group in document
-            for address in group["targets"]
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
+        return parse_targets(path.read_bytes())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
 
 
@@ -85,6 +81,5 @@ def write_targets(path: Path, targets: Iterable[Target]) -> None:
         path: File to write; Prometheus reads it again whenever it changes.
         targets: Where each rank serves its metrics.
     """
-    document = [{"targets": [target.address], "labels": dict(target.labels)} for target in targets]
     # Prometheus usually runs as another user.
-    write_whole(path, json.dumps(document, indent=2) + "\n", mode=0o644)
+    write_whole(path, json.dumps(as_document(targets), indent=2) + "\n", mode=0o644)

@@ -17,7 +17,7 @@ MAX_NOT_USED_TOLD = 20
 
 
 class ReportProgress(Hook):
-    """Tells a person how far it is; on rank 0 only."""
+    """Tells a person how far it is, on rank 0, and which steps were not used."""
 
     WINDOW_S = 10.0
 

@@ -1,0 +1,24 @@
+"""Work that goes on beside a block of code, and ends with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+
+
+@contextmanager
+def alongside(work: Callable[[Event], None]) -> Iterator[None]:
+    """Do work in a thread while the block runs.
+
+    Args:
+        work: Gets what is set when the block is over, and returns soon after that.
+    """
+    over = Event()
+    thread = Thread(target=work, args=(over,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
