@@ -78,4 +78,4 @@ def page_of(folder: Path) -> Iterator[None]:
     finally:
         server.show_the_end()
         server.close()
-    click.echo(f"the run stays to be looked at: horovod-train ui {quote(str(folder))}")
+        click.echo(f"the run stays to be looked at: horovod-train ui {quote(str(folder))}")

@@ -223,7 +223,8 @@ class StateFile:
         """Return how it stands; a run whose process is gone without a word has failed."""
         status = self.read_elsewhere()
         document = self._document()
-        if document is None or status.has_ended:
+        # Of a job that waits in a queue nobody carries it out: the launch that put it back has ended.
+        if document is None or status.has_ended or status.state == "waiting":
             return status
         if document["host"] != socket.gethostname():
             silent_s = self._silent_s()

@@ -466,6 +466,12 @@ class TestAStateOfAnotherHost:
     def test_that_is_touched_goes_on(self, state):
         assert state.read().state == "running"
 
+    def test_that_waits_in_a_queue_is_touched_by_nobody_and_has_not_ended(self, state, folder):
+        StateFile(folder).write("waiting", message="it is in the queue again")
+        os.utime(folder / "state.json", (time.time() - 4000,) * 2)
+
+        assert state.read().state == "waiting"
+
     def test_that_is_not_has_ended(self, state, folder):
         os.utime(folder / "state.json", (time.time() - 400,) * 2)
 
