@@ -466,8 +466,10 @@ class TestAStateOfAnotherHost:
     def test_that_is_touched_goes_on(self, state):
         assert state.read().state == "running"
 
-    def test_that_waits_in_a_queue_is_touched_by_nobody_and_has_not_ended(self, state, folder):
+    def test_that_waits_in_a_queue_is_touched_by_nobody_and_has_not_ended(self, state, folder, monkeypatch):
+        monkeypatch.setattr(socket, "gethostname", lambda: "node1")
         StateFile(folder).write("waiting", message="it is in the queue again")
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
         os.utime(folder / "state.json", (time.time() - 4000,) * 2)
 
         assert state.read().state == "waiting"
