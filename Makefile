@@ -4,6 +4,7 @@
 #   make test     install, run every test
 #   make servers  install sshd, Slurm, buildah, Prometheus and Chromium for the tests that need them (root, Debian)
 #   make check    lint, types and tests: what CI runs
+#   make engine-cuda  build an engine for GPUs from PyPI alone, without one at hand, and check it
 #   make mxnet    install MXNet and its engine into an environment of their own
 #   make image    build the container image and try it (root, buildah, debootstrap)
 #   make campaign run the tests that take long, too
@@ -26,10 +27,10 @@ PIP := -m pip install --disable-pip-version-check --no-input --progress-bar off
 PIP_INSTALL := $(BIN)/python $(PIP) -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
-.PHONY: help tools servers mxnet train test image campaign kernels coverage mutants check lint format bench accuracy clean
+.PHONY: help tools servers mxnet engine-cuda train test image campaign kernels coverage mutants check lint format bench accuracy clean
 
 help:
-	@sed -n '3,16s/^# *//p' Makefile
+	@sed -n '3,17s/^# *//p' Makefile
 
 tools:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: install it (Debian: apt-get install python3)"; exit 2; }
@@ -47,6 +48,8 @@ $(VENV)/installed: setup.py constraints.txt pyproject.toml | $(BIN)/python
 	@echo "== packages (PyTorch is large: the first time takes a few minutes)"
 	@$(PIP_INSTALL) 'setuptools<80' wheel torch==2.13.0 | $(SHORT)
 	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers]' | $(SHORT)
+	@needed=$$($(BIN)/python -m horovod_train.horovod.cuda); \
+	[ -z "$$needed" ] || { echo "== the compiler of CUDA, for the GPU of this machine"; $(PIP_INSTALL) "$$needed" | $(SHORT); }
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
@@ -56,7 +59,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@touch $@
 
 ENGINE_SOURCE := $(wildcard horovod_train/horovod/patches/*.patch horovod_train/horovod/*.cc) \
-	$(addprefix horovod_train/horovod/,build.py toolchain.py installed.py)
+	$(addprefix horovod_train/horovod/,build.py cuda.py toolchain.py installed.py)
 
 $(VENV)/engine: $(VENV)/installed $(ENGINE_SOURCE)
 	@echo "== engine"
@@ -84,6 +87,25 @@ $(MXNET)/engine: setup.py constraints-mxnet.txt $(ENGINE_SOURCE) | tools
 	@touch $@
 
 mxnet: tools $(MXNET)/engine
+
+# An engine for GPUs, on a machine that needs neither a GPU nor CUDA: all of it comes from PyPI. "===" takes
+# PyPI's own PyTorch, which has CUDA, and no 2.13.0+cpu that may lie at hand. CUDA of this machine is hidden
+# from the build where that is possible (root), or it would prove nothing.
+CUDA := .venv-cuda
+CUDA_PIP := $(CUDA)/bin/python $(PIP) -c constraints.txt
+HIDDEN := $(shell [ "$$(id -u)" = 0 ] && unshare --mount true 2>/dev/null && echo unshare --mount)
+
+$(CUDA)/installed: setup.py constraints.txt | tools
+	@echo "== environment for CUDA: $(CUDA)"
+	@$(PYTHON) -m venv $(CUDA)
+	@$(CUDA_PIP) 'setuptools<80' wheel 'torch===2.13.0' | $(SHORT)
+	@$(CUDA_PIP) --no-build-isolation -e '.[build]' | $(SHORT)
+	@$(CUDA_PIP) "$$($(CUDA)/bin/python -m horovod_train.horovod.cuda --without-gpu)" | $(SHORT)
+	@touch $@
+
+engine-cuda: tools $(CUDA)/installed
+	@[ -n "$(HIDDEN)" ] || echo "note: not root: CUDA of this machine, if it has one, is not hidden"
+	@env -u CUDA_HOME -u HOROVOD_CUDA_HOME -u HOROVOD_NCCL_HOME $(HIDDEN) bash tests/engine_cuda.sh $(CUDA)/bin
 
 train: tools $(VENV)/installed $(VENV)/engine
 	@$(BIN)/horovod-train run digits --set checkpoint.resume=never

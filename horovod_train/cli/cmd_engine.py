@@ -22,12 +22,13 @@ def command() -> None:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Horovod's source archive, where there is no package index.",
 )
+@click.option("--without-cuda", is_flag=True, help="Build for CPUs alone, though a GPU is here.")
 @click.option("--no-install", is_flag=True, help="Only put the wheel into the cache and print its path.")
-def build(sdist: Path | None, *, force: bool, no_install: bool) -> None:
+def build(sdist: Path | None, *, force: bool, without_cuda: bool, no_install: bool) -> None:
     """Build Horovod for the frameworks of this environment and install it."""
     from horovod_train.horovod import build as engine
 
-    plan = engine.make_plan()
+    plan = engine.make_plan(without_cuda=without_cuda)
     wheel = engine.build(plan, sdist=sdist, force=force, say=say)
     if no_install:
         say(wheel)

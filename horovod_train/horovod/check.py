@@ -16,6 +16,7 @@ from typing import Any
 
 from horovod_train.errors import EngineError
 from horovod_train.horovod.build import BuildPlan, make_plan, patch_files, patch_title
+from horovod_train.horovod.cuda import gpu_architectures, missing_requirement, torch_build
 from horovod_train.horovod.environment import open_mpi_alone
 from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
 from horovod_train.horovod.toolchain import framework_version
@@ -33,6 +34,7 @@ found = {{
 }}
 {sum_of_ones}
 found["sum"] = total.tolist()
+{sum_on_gpu}
 hvd.shutdown()
 print(json.dumps(found))
 """
@@ -43,6 +45,13 @@ _SUMS_OF_ONES = {
     "tensorflow": "import tensorflow as tf; total = hvd.allreduce(tf.ones(3), op=hvd.Sum).numpy()",
     "mxnet": "import mxnet as mx; total = hvd.allreduce(mx.nd.ones(3), average=False).asnumpy()",
 }
+
+# Through NCCL, whose errors are others than those of sums on CPUs.
+_SUM_ON_GPU = """
+if found["nccl"] and torch.cuda.is_available():
+    total = hvd.allreduce(torch.ones(3, device="cuda"), op=hvd.Sum, name="check.gpu")
+    found["gpu"] = [torch.cuda.get_device_name(), total.tolist()]
+"""
 
 _MPI_PROBE = """
 import os, sys
@@ -100,6 +109,8 @@ def _built_for() -> Finding:
         for name, version in now.items()
         if version != plan["frameworks"][name]
     ]
+    if plan["cuda"]:
+        built += f", CUDA {plan['cuda']} for {' '.join(plan['cuda_architectures'])}, NCCL {plan['nccl']}"
     found = f"{built}; {plan['compiler']}"
     return Finding("built for", "; ".join([found, *changed]), is_good=not changed, fix=REBUILD)
 
@@ -111,14 +122,19 @@ def _probe_horovod() -> list[Finding]:
 
 
 def _probe_framework(framework: str) -> list[Finding]:
-    found, error = _run_probe(_PROBE.format(binding=framework, sum_of_ones=_SUMS_OF_ONES[framework]))
+    code = _PROBE.format(
+        binding=framework,
+        sum_of_ones=_SUMS_OF_ONES[framework],
+        sum_on_gpu=_SUM_ON_GPU if framework == "torch" else "",
+    )
+    found, error = _run_probe(code)
     if found is None:
         return [Finding(framework, f"Horovod does not start: {error}", is_good=False, fix=REBUILD)]
     facts: dict[str, Any] = json.loads(found)
     controllers = facts["controllers"]
     operations = [*controllers, *(["nccl"] if facts["nccl"] else [])]
-    plan = _current_plan()
-    wants_nccl = plan is not None and bool(plan.cuda)
+    plan = installed_plan()
+    wants_nccl = plan is not None and bool(plan["cuda"])
     world = f"rank {facts['world'][0]} of {facts['world'][1]}, all-reduce works"
     threads = "supported" if facts["mpi_threads"] else "not supported"
     both = set(controllers) == {"mpi", "gloo"}
@@ -126,9 +142,37 @@ def _probe_framework(framework: str) -> list[Finding]:
     return [
         Finding(framework, world, facts["sum"] == [1.0] * 3, REBUILD),
         Finding("controllers", ", ".join(controllers), both, REBUILD),
-        Finding("operations", ", ".join(operations), has_nccl, f"CUDA and NCCL are here: {REBUILD} --force"),
+        Finding("operations", ", ".join(operations), has_nccl, f"it was built with NCCL: {REBUILD} --force"),
         Finding("mpi threads", threads, facts["mpi_threads"], "use an MPI built with thread support"),
+        *(_gpus(facts) if framework == "torch" else []),
     ]
+
+
+def _gpus(facts: dict[str, Any]) -> list[Finding]:
+    """Compare the GPUs of this machine with what the engine was built for, and tell what one of them did."""
+    plan, torch = installed_plan(), torch_build()
+    here = sorted(gpu_architectures())
+    if plan is None or torch is None or not (here or plan["cuda"]):
+        return []
+    if not plan["cuda"]:
+        missing = missing_requirement()
+        fix = f"pip install '{missing}', then {REBUILD}" if missing else REBUILD
+        if not torch.cuda:
+            fix = f"PyTorch {torch.version} knows no GPU: install one that does, then {REBUILD}"
+        return [Finding("gpu", "there is one, and the engine is for CPUs alone", is_good=False, fix=fix)]
+    if not here:
+        return [Finding("gpu", "none here: whether NCCL works was not tried")]
+    built = [int(architecture) for architecture in plan["cuda_architectures"]]
+    lacking = [arch for arch in here if int(arch) not in built and int(arch) < max(built)]
+    if lacking:
+        found = f"architecture {', '.join(lacking)}, and the engine has no kernels for it"
+        all_of_them = ",".join(sorted({*plan["cuda_architectures"], *lacking}, key=int))
+        fix = f"set HOROVOD_BUILD_CUDA_CC_LIST={all_of_them} and {REBUILD}"
+        return [Finding("gpu", found, is_good=False, fix=fix)]
+    if "gpu" not in facts:
+        return [Finding("gpu", "PyTorch does not see it", is_good=False, fix="see `nvidia-smi`")]
+    name, total = facts["gpu"]
+    return [Finding("gpu", f"{name}, all-reduce through NCCL works", total == [1.0] * 3, REBUILD)]
 
 
 def _mpi() -> Finding:

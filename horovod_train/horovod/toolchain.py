@@ -1,9 +1,8 @@
-"""What Horovod is built with: frameworks, MPI, CUDA, NCCL and the tools of this machine."""
+"""What Horovod is built with: frameworks, MPI and the tools of this machine. For CUDA, see ``cuda.py``."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from horovod_train.errors import EngineError
+from horovod_train.horovod.cuda import torch_build
 
 # Framework -> (distributions that provide it, Horovod's name for it in its build switches).
 FRAMEWORKS = {
@@ -33,7 +33,10 @@ BUILD_TOOLS = (
 
 
 def framework_version(name: str) -> str | None:
-    """Return the version of an installed framework."""
+    """Return the version of an installed framework, of PyTorch with its flavour, as in 2.13.0+cu130."""
+    if name == "torch":
+        torch = torch_build()
+        return None if torch is None else torch.version
     for distribution in FRAMEWORKS[name][0]:
         try:
             return metadata.version(distribution)
@@ -49,39 +52,6 @@ def find_mpi() -> str:
         return ""
     found = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
     return found.stdout.strip().splitlines()[0] if found.stdout.strip() else ""
-
-
-def find_cuda() -> str:
-    """Return the version of the CUDA toolkit that the installed PyTorch was built with, if it is here."""
-    if not (version := framework_version("torch")) or "+cpu" in version:
-        return ""
-    nvcc = shutil.which("nvcc") or str(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc")
-    if not Path(nvcc).exists():
-        return ""
-    found = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-    release = re.search(r"release ([\d.]+)", found.stdout)
-    return release[1] if release else ""
-
-
-def nccl_home() -> Path | None:
-    """Return the folder that holds NCCL's ``include`` and ``lib``."""
-    candidates = [
-        Path(os.environ.get("HOROVOD_NCCL_HOME", "/nonexistent")),
-        *(Path(entry) / "nvidia" / "nccl" for entry in sys.path if entry.endswith("-packages")),
-        Path("/usr"),
-        Path("/usr/local"),
-    ]
-    return next((home for home in candidates if (home / "include" / "nccl.h").exists()), None)
-
-
-def find_nccl() -> str:
-    """Return the version of NCCL's header."""
-    home = nccl_home()
-    if home is None:
-        return ""
-    header = (home / "include" / "nccl.h").read_text(errors="replace")
-    parts = [re.search(rf"#define NCCL_{part}\s+(\d+)", header) for part in ("MAJOR", "MINOR", "PATCH")]
-    return ".".join(part[1] for part in parts if part)
 
 
 def find_compiler() -> str:

@@ -1,0 +1,275 @@
+"""CUDA and NCCL as the engine's build finds them: of the system, or out of NVIDIA's wheels on PyPI.
+
+PyTorch from PyPI brings CUDA's runtime and NCCL along as wheels. What it lacks is the compiler, which is a
+wheel too: ``toolkit_requirement`` is its name. Wheels keep files where no build looks for them, so that
+``as_toolkit`` lays them out as the system's toolkit is.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from horovod_train.errors import EngineError
+
+NCCL_LIBRARIES = ("libnccl.so.2", "libnccl.so")
+SYSTEM_TOOLKIT = Path("/usr/local/cuda")
+NOT_EMULATED = 70
+"""Architectures before this one (Volta) are not built for unless they are there."""
+
+
+@dataclass(frozen=True)
+class TorchBuild:
+    """How the installed PyTorch was built.
+
+    Attributes:
+        version: With its flavour, as in ``2.13.0+cu130``.
+        cuda: Version of CUDA, ``13.0``; empty: it was built without.
+    """
+
+    version: str
+    cuda: str
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A CUDA toolkit with a compiler.
+
+    Attributes:
+        home: Its folder, with ``bin/nvcc``.
+        version: Of the compiler, ``13.0``.
+    """
+
+    home: Path
+    version: str
+
+    @property
+    def nvcc(self) -> Path:
+        """The compiler."""
+        return self.home / "bin" / "nvcc"
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """An NCCL with its header.
+
+    Attributes:
+        include: Folder of the header.
+        library: What is linked, shared: the library that PyTorch loads, where PyTorch brings one.
+        version: Of the header.
+    """
+
+    include: Path
+    library: Path
+    version: str
+
+
+def torch_build() -> TorchBuild | None:
+    """Return how PyTorch was built, without importing it; None: it is not installed.
+
+    Its metadata do not say: a wheel from PyPI is version 2.13.0 there, whatever its flavour.
+    """
+    try:
+        distribution = metadata.distribution("torch")
+    except metadata.PackageNotFoundError:
+        return None
+    try:
+        text = Path(str(distribution.locate_file("torch/version.py"))).read_text(encoding="utf-8")
+    except OSError:
+        return TorchBuild(distribution.version, "")
+    found = {"__version__": distribution.version, "cuda": ""}
+    for name, value in re.findall(r"^(__version__|cuda)(?:\s*:[^=\n]+)?\s*=\s*(.+)$", text, re.MULTILINE):
+        found[name] = str(ast.literal_eval(value) or "")
+    return TorchBuild(found["__version__"], found["cuda"])
+
+
+def find_toolkit(torch: TorchBuild) -> Toolkit | None:
+    """Return the toolkit that fits PyTorch's CUDA; None: none with a compiler is here.
+
+    One that was named comes first, then the wheels beside PyTorch, ``nvcc`` on the PATH, the system's.
+
+    Raises:
+        EngineError: One was named that has no compiler, or that is of another major version.
+    """
+    if not torch.cuda:
+        return None
+    for variable in ("HOROVOD_CUDA_HOME", "CUDA_HOME"):
+        if named := os.environ.get(variable):
+            return _named_toolkit(variable, Path(named), torch)
+    on_path = shutil.which("nvcc")
+    homes = [
+        *(folder / f"cu{torch.cuda.partition('.')[0]}" for folder in _nvidia_wheels()),
+        *([Path(on_path).resolve().parent.parent] if on_path else []),
+        SYSTEM_TOOLKIT,
+    ]
+    found = (Toolkit(home, version) for home in homes if (version := _nvcc_version(home)))
+    return next((toolkit for toolkit in found if _same_major(toolkit.version, torch.cuda)), None)
+
+
+def _named_toolkit(variable: str, home: Path, torch: TorchBuild) -> Toolkit:
+    version = _nvcc_version(home)
+    if not version:
+        raise EngineError(
+            f"{variable} is {home}, and there is no {home / 'bin' / 'nvcc'} that answers",
+            hint=f"set {variable} to a CUDA toolkit with its compiler, or leave it out",
+        )
+    if not _same_major(version, torch.cuda):
+        raise EngineError(
+            f"{variable} is {home} with CUDA {version}, and PyTorch {torch.version} needs CUDA {torch.cuda}",
+            hint=f"set {variable} to a toolkit of CUDA {torch.cuda}, or leave it out and "
+            f"pip install '{toolkit_requirement()}'",
+        )
+    return Toolkit(home, version)
+
+
+def _same_major(version: str, other: str) -> bool:
+    """CUDA promises that minor versions run together."""
+    return version.partition(".")[0] == other.partition(".")[0]
+
+
+def _nvcc_version(home: Path) -> str:
+    try:
+        found = subprocess.run(
+            [home / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    release = re.search(r"release ([\d.]+)", found.stdout)
+    return release[1] if release else ""
+
+
+def toolkit_requirement() -> str:
+    """Return what pip installs so that the compiler is here that fits PyTorch: wheels of the same version."""
+    try:
+        version = metadata.version("cuda-toolkit")
+    except metadata.PackageNotFoundError:
+        torch = torch_build()
+        version = f"{torch.cuda if torch and torch.cuda else '13.0'}.*"
+    return f"cuda-toolkit[nvcc,cudart,cccl]=={version}"
+
+
+def missing_requirement() -> str:
+    """Return what pip has to install before an engine for the GPU here can be built; mostly nothing."""
+    torch = torch_build()
+    is_wanted = torch is not None and torch.cuda and gpu_architectures() and find_toolkit(torch) is None
+    return toolkit_requirement() if is_wanted else ""
+
+
+def find_nccl() -> Nccl | None:
+    """Return the NCCL to build with; None: none with a header is here.
+
+    One that was named comes first. Then PyTorch's own, for that is what PyTorch loads: two NCCLs in one
+    process would be two states of one library.
+    """
+    homes = [
+        Path(os.environ.get("HOROVOD_NCCL_HOME", "/nonexistent")),
+        *(folder / "nccl" for folder in _nvidia_wheels()),
+        Path("/usr"),
+        Path("/usr/local"),
+        SYSTEM_TOOLKIT,
+    ]
+    return next((nccl for home in homes if (nccl := _nccl_in(home))), None)
+
+
+def _nccl_in(home: Path) -> Nccl | None:
+    header = home / "include" / "nccl.h"
+    folders = [home / "lib", home / "lib64", *sorted(home.glob("lib/*-linux-gnu"))]
+    libraries = [folder / name for folder in folders for name in NCCL_LIBRARIES if (folder / name).exists()]
+    if not libraries or not header.exists():
+        return None
+    text = header.read_text(errors="replace")
+    parts = [re.search(rf"#define NCCL_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
+    return Nccl(header.parent, libraries[0], ".".join(part[1] for part in parts if part))
+
+
+def _nvidia_wheels() -> list[Path]:
+    """Return the folders that NVIDIA's wheels beside PyTorch are in."""
+    try:
+        folder = Path(str(metadata.distribution("torch").locate_file("nvidia")))
+    except metadata.PackageNotFoundError:
+        return []
+    return [folder] if folder.is_dir() else []
+
+
+def architectures(toolkit: Toolkit) -> tuple[str, ...]:
+    """Return what kernels are compiled for, as in ("80", "90").
+
+    What HOROVOD_BUILD_CUDA_CC_LIST says; or the GPUs of this machine; or, where there is none, all
+    that the compiler knows and PyTorch still runs on. The newest is also kept as code for those to come.
+    """
+    if named := os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
+        return tuple(sorted(named.split(","), key=int))
+    known = _known_architectures(toolkit)
+    here = tuple(arch for arch in known if arch in gpu_architectures())
+    return here or tuple(arch for arch in known if int(arch) >= NOT_EMULATED)
+
+
+def _known_architectures(toolkit: Toolkit) -> tuple[str, ...]:
+    found = subprocess.run([toolkit.nvcc, "--list-gpu-code"], capture_output=True, text=True, check=False)
+    return tuple(sorted(set(re.findall(r"^sm_(\d+)$", found.stdout, re.MULTILINE)), key=int))
+
+
+def gpu_architectures() -> set[str]:
+    """Return the architectures of the GPUs of this machine; empty: none, or no driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return set()
+    count = ctypes.c_int()
+    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return set()
+    return {arch for number in range(count.value) if (arch := _architecture(cuda, number))}
+
+
+def _architecture(cuda: ctypes.CDLL, number: int) -> str:
+    major_attribute, minor_attribute = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+    device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    if (
+        cuda.cuDeviceGet(ctypes.byref(device), number)
+        or cuda.cuDeviceGetAttribute(ctypes.byref(major), major_attribute, device)
+        or cuda.cuDeviceGetAttribute(ctypes.byref(minor), minor_attribute, device)
+    ):
+        return ""
+    return f"{major.value}{minor.value}"
+
+
+def as_toolkit(toolkit: Toolkit, folder: Path) -> Path:
+    """Lay a toolkit out as builds expect one, with links; return its folder.
+
+    The wheels have no ``lib64``, and no ``libcudart.so`` without a version. The compiler takes the folder
+    above its own for the toolkit, so that ``bin`` has to be a folder and not a link to one.
+
+    Args:
+        toolkit: Where it is.
+        folder: To be made.
+    """
+    if (toolkit.home / "lib64").exists():
+        return toolkit.home
+    for name in ("bin", "lib64"):
+        (folder / name).mkdir(parents=True)
+    for entry in toolkit.home.iterdir():
+        if entry.name not in {"bin", "lib"}:
+            (folder / entry.name).symlink_to(entry)
+    for program in (toolkit.home / "bin").iterdir():
+        (folder / "bin" / program.name).symlink_to(program)
+    for library in (toolkit.home / "lib").iterdir():
+        (folder / "lib64" / library.name).symlink_to(library)
+        bare, dot_so, version = library.name.partition(".so.")
+        if dot_so and "." not in version:
+            (folder / "lib64" / f"{bare}.so").symlink_to(library)
+    (folder / "lib").symlink_to("lib64")
+    return folder
+
+
+if __name__ == "__main__":
+    # For the Makefile: what pip has to install besides PyTorch, also where there is no GPU yet.
+    needed = toolkit_requirement() if "--without-gpu" in sys.argv else missing_requirement()
+    sys.stdout.write(needed + "\n" * bool(needed))
