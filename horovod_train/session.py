@@ -36,11 +36,12 @@ from horovod_train.collectives.base import Communicator, broadcast_json, mean_ov
 from horovod_train.config.schema import Allreduce, Checkpoint, Data, Health, Job, LearningRate, Train
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import eval_micro_batches
-from horovod_train.errors import PreemptedError, UserError
-from horovod_train.frameworks.base import Dataset, StepClock, StepOutcome
+from horovod_train.errors import NumericError, PreemptedError, UserError
+from horovod_train.frameworks.base import Dataset, StepOutcome
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import choose_device, seed_generators
+from horovod_train.frameworks.torch.late import LateOutcome
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
@@ -55,6 +56,7 @@ from horovod_train.training.hooks.preemption import PreemptionAgreement, Preempt
 from horovod_train.training.parts import changes_since, record_step, resume_from, save_checkpoint
 from horovod_train.training.plan import plan_epoch
 from horovod_train.training.progress import DataOrder, Progress
+from horovod_train.training.readings import Readings, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class Session:
 
     def __init__(self, job: Job, world: Communicator) -> None:
         self._job = job
-        self._guards: dict[TorchReplica, FiniteGuard] = {}
+        self._watches: dict[TorchReplica, StepWatch] = {}
         self._stack = ExitStack()
         self.world = world
         self._stack.callback(world.close)
@@ -137,6 +139,7 @@ class Session:
         """
         train = self._job.train.model_copy(update={"precision": precision, "clip_grad_norm": clip_grad_norm})
         allreduce = Allreduce(bucket_size_mib=bucket_size_mib, wire_dtype=wire_dtype)
+        health = Health(non_finite=non_finite)
         strategy = summed_gradients(self.world, allreduce)
         strategy.bind(model, optimizer)
         replica = TorchReplica(
@@ -145,11 +148,10 @@ class Session:
             strategy=strategy,
             world=self.world,
             train=train,
-            guard_gradients=non_finite == "skip",
+            health=health,
         )
-        self._guards[replica] = FiniteGuard(
-            Health(non_finite=non_finite), self.world, scaler_skips=precision == "fp16"
-        )
+        guard = FiniteGuard(health, self.world, scaler_skips=precision == "fp16")
+        self._watches[replica] = StepWatch(replica, guard, Readings(replica.lag_steps))
         replica.broadcast()
         check_replicas_identical(self.world, replica.state(copy=False), "at the start")
         # From here on, what is random (dropout) is the rank's own.
@@ -177,7 +179,7 @@ class Session:
         seed = self._job.train.seed
         reader = TorchReader(dataset, Data(num_workers=num_workers), seed, self.device)
         progress = Progress(DataOrder(len(reader), seed, shuffle))
-        return ShardedLoader(self.world, reader, progress, batch_size, accumulation_steps, self._guards)
+        return ShardedLoader(self.world, reader, progress, batch_size, accumulation_steps, self._watches)
 
     def learning_rate(self, loader: ShardedLoader, *, epochs: float, **lr: Any) -> LearningRatePolicy:
         """Return the learning-rate policy for a loader's global batch.
@@ -209,7 +211,9 @@ class Session:
         recorder = Recorder(self._job.name, run, self.world, self.world.size)
         exporter = Exporter(recorder.registry, host, port + self.world.local_rank)
         self._stack.callback(exporter.close)
-        return SessionMetrics(recorder, exporter.address)
+        metrics = SessionMetrics(recorder, exporter.address)
+        self._stack.callback(metrics.close)
+        return metrics
 
     def checkpoints(
         self, directory: str | Path, replica: TorchReplica, loader: ShardedLoader, *, keep_last: int = 3
@@ -230,7 +234,7 @@ class Session:
             environment=environment_fingerprint(),
         )
         self._stack.callback(manager.close)
-        return SessionCheckpoints(self.world, manager, replica, loader)
+        return SessionCheckpoints(self.world, manager, replica, loader, self._watches[replica])
 
     def preemption(self, checkpoints: SessionCheckpoints) -> SessionPreemption:
         """Take SIGTERM and SIGUSR1 to any rank for the wish that all save and leave; main thread only.
@@ -255,15 +259,16 @@ class Step:
     """
 
     def __init__(
-        self, planned: PlannedStep, replica: TorchReplica, progress: Progress, guard: FiniteGuard
+        self, planned: PlannedStep, replica: TorchReplica, progress: Progress, watch: StepWatch
     ) -> None:
         self.share = planned.share
-        self.clock = StepClock()
+        self.clock = replica.new_clock()
         self._planned = planned
         self._replica = replica
         self._progress = progress
-        self._guard = guard
+        self._watch = watch
         self._at = -1
+        self.lag_steps = replica.lag_steps
         self.number = progress.step + 1
         """Counted from the beginning of training through all restarts; the first is 1."""
         replica.begin(planned)
@@ -281,12 +286,16 @@ class Step:
         self._replica.backward(loss, self._planned.share_at(self._at), is_last=is_last)
         self.clock.lap("backward")
 
-    def finish(self, lr: float, *, want_norm: bool = False) -> StepOutcome:
+    def finish(self, lr: float, *, want_norm: bool = False) -> StepOutcome | LateOutcome:
         """Wait for the other ranks' gradients and update the weights.
+
+        On a GPU this returns while it works. What the outcome says (``loss`` and the others) is waited for
+        when it is asked for: ask seldom, or for that of some steps ago.
 
         Raises:
             PeerError: Another rank was lost.
             NumericError: Loss or gradient is not finite, and ``prepare`` was not told to skip such steps.
+                On a GPU it comes some steps later; those were left out, too.
             UserError: Not all micro-batches of the step were read.
         """
         unread = len(self._planned) - 1 - self._at
@@ -297,15 +306,46 @@ class Step:
             )
         outcome = self._replica.finish(self.clock, lr, want_norm=want_norm)
         self._progress.advance(self.share.num_samples)
+        passed = self._progress.epochs_passed
         if self._progress.cursor == self._progress.order.num_samples:
             self._progress.finish_epoch()
-        self._guard.check(
-            self._progress.step,
-            is_finite=outcome.is_finite,
-            loss=outcome.loss,
-            local_loss=outcome.local_loss,
-        )
+        self._watch.add(StepReport(self._progress.step, passed, self.share, lr, outcome))
         return outcome
+
+
+@dataclass
+class StepWatch:
+    """Looks at each step of a replica when it is known what it turned out to be."""
+
+    _replica: TorchReplica
+    _guard: FiniteGuard
+    _readings: Readings
+
+    def add(self, report: StepReport) -> None:
+        """Add a step, and look at those that are due.
+
+        Raises:
+            NumericError: One was not finite, and may not be skipped.
+        """
+        self._readings.add(report)
+        self._look_at(self._readings.due())
+
+    def settle(self) -> None:
+        """Look at all steps; raises as ``add`` does."""
+        self._look_at(self._readings.all())
+
+    def _look_at(self, reports: Iterator[StepReport]) -> None:
+        for report in reports:
+            found = report.outcome
+            try:
+                self._guard.check(
+                    report.step, is_finite=found.is_finite, loss=found.loss, local_loss=found.local_loss
+                )
+            except NumericError:
+                # Who goes on nevertheless does so from here: the steps behind it were left out.
+                self._replica.go_on()
+                self._readings.forget()
+                raise
 
 
 @dataclass
@@ -317,7 +357,7 @@ class ShardedLoader:
     progress: Progress
     batch_size: int
     accumulation_steps: int
-    _guards: Mapping[TorchReplica, FiniteGuard]
+    _watches: Mapping[TorchReplica, StepWatch]
 
     @property
     def global_batch_size(self) -> int:
@@ -346,19 +386,36 @@ class ShardedLoader:
             accumulation_steps=self.accumulation_steps,
         )
         for step in planned:
-            yield Step(step, replica, self.progress, self._guards[replica])
+            yield Step(step, replica, self.progress, self._watches[replica])
+        self._watches[replica].settle()
 
 
-@dataclass(frozen=True)
+@dataclass
 class SessionMetrics:
     """Records steps as Prometheus metrics; ``address`` says where they are served, None: nowhere."""
 
     _recorder: Recorder
     address: str | None
+    _readings: Readings | None = None
 
-    def record(self, step: Step, outcome: StepOutcome, lr: float, epochs: float) -> None:
-        """Record one step."""
-        record_step(self._recorder, step.share, outcome, lr, step.number, epochs)
+    def record(self, step: Step, outcome: StepOutcome | LateOutcome, lr: float, epochs: float) -> None:
+        """Record one step: on a GPU, when it is known what it turned out to be."""
+        if self._readings is None:
+            self._readings = Readings(step.lag_steps)
+        self._readings.add(StepReport(step.number, epochs, step.share, lr, outcome))
+        self._record(self._readings.due())
+
+    def close(self) -> None:
+        """Record the last steps."""
+        if self._readings is not None:
+            self._record(self._readings.all())
+
+    def _record(self, reports: Iterator[StepReport]) -> None:
+        for report in reports:
+            if report.outcome.is_made:
+                record_step(
+                    self._recorder, report.share, report.outcome, report.lr, report.step, report.epochs_passed
+                )
 
 
 @dataclass
@@ -369,9 +426,15 @@ class SessionCheckpoints:
     _manager: CheckpointManager
     _replica: TorchReplica
     _loader: ShardedLoader
+    _watch: StepWatch
 
     def save(self, metrics: Mapping[str, float] | None = None, *, wait: bool = False) -> None:
-        """Save, between two steps; every rank calls it. Writes in the background unless ``wait``."""
+        """Save, between two steps; every rank calls it. Writes in the background unless ``wait``.
+
+        Raises:
+            NumericError: A step before was not finite: as ``Step.finish``.
+        """
+        self._watch.settle()
         rng = dump_state(*rng_state())
         save_checkpoint(
             self._manager,

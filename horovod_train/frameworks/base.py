@@ -60,10 +60,6 @@ class StepClock:
         self.seconds[source] -= seconds
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds
 
-    def forget_phases(self) -> None:
-        """Tell the whole only: on a GPU work is queued, and when it runs the host does not see."""
-        self.seconds.clear()
-
 
 @dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
 class StepOutcome:
@@ -78,6 +74,8 @@ class StepOutcome:
         bytes_reduced: Bytes this rank put on the wire.
         clock: Where the time went.
         flops: Floating-point operations of this rank's forward and backward; None: they were not counted.
+        is_made: False: an earlier step has ended training. This one was under way by then, and has changed
+            nothing.
     """
 
     loss: float
@@ -87,10 +85,7 @@ class StepOutcome:
     bytes_reduced: int
     clock: StepClock
     flops: float | None = None
-
-    def is_ready(self) -> bool:
-        """Return that it is known at once (see ``Reading``)."""
-        return True
+    is_made: bool = True
 
     def outcome(self) -> StepOutcome:
         """Return it."""
@@ -99,10 +94,6 @@ class StepOutcome:
 
 class Reading(Protocol):
     """What a step turned out to be, perhaps later. A ``StepOutcome`` is one that is there at once."""
-
-    def is_ready(self) -> bool:
-        """Return whether it is known; never waits."""
-        ...
 
     def outcome(self) -> StepOutcome:
         """Return it; waits until it is known.
@@ -131,6 +122,14 @@ class Dataset(Protocol):
 
 class Replica(Protocol):
     """The model and optimizer of one rank."""
+
+    @property
+    def lag_steps(self) -> int:
+        """A step is asked for its outcome when so many others were made: the same number on every rank.
+
+        0 where it is known at once.
+        """
+        ...
 
     @property
     def replicas_identical(self) -> bool:
@@ -200,8 +199,9 @@ class Replica(Protocol):
 
 
 class IdenticalReplica:
-    """What a replica says that is the same on all ranks after each step."""
+    """What a replica says that is the same on all ranks after each step, and known at once."""
 
+    lag_steps = 0
     replicas_identical = True
 
     def own_state(self) -> Mapping[str, ArrayBlob]:

@@ -110,7 +110,7 @@ def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Acti
     progress = run.progress
     progress.advance(step.share.num_samples)
     run.readings.add(StepReport(progress.step, progress.epochs_passed, step.share, lr, reading))
-    run.tell(run.readings.arrived())
+    run.tell(run.readings.due())
     run.answers += filter(None, [hook.on_step(run) for hook in run.hooks])
     return first_answer(run)
 
@@ -131,6 +131,8 @@ def tell_what_is_outstanding(run: Run) -> None:
     """Tell hooks of the last steps of a training that has failed; whatever goes wrong, it failed already."""
     with suppress(Exception):
         for report in run.readings.all():
+            if not report.outcome.is_made:
+                return
             for hook in run.hooks:
                 hook.on_reading(run, report)
 

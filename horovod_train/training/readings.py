@@ -1,8 +1,8 @@
 """What steps turned out to be, in their order, once it is known.
 
-On a CPU a step's loss, norm and phases are there when it is made. On a device they may arrive while
-later steps are under way: the host must not wait for them. Whoever has to know (before a save, at the
-end of an epoch) waits for all that are outstanding.
+On a CPU a step's loss, norm and phases are there when it is made. On a device they arrive while later
+steps are under way: the host must not wait for them. Whoever has to know (before a save, at the end of an
+epoch) waits for all that are outstanding.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from horovod_train.data.shard import StepShare
 from horovod_train.frameworks.base import Reading, StepOutcome
-
-MAX_OUTSTANDING = 8  # more than this many steps late, the host waits
 
 
 @dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
@@ -42,22 +40,31 @@ class StepReport:
 
 
 class Readings:
-    """Steps that nobody has heard of yet."""
+    """Steps that nobody has heard of yet.
 
-    def __init__(self) -> None:
+    Args:
+        lag_steps: A step is told when so many others were made after it. Not when it happens to be there:
+            ranks act on what they are told, and have to do so after the same step.
+    """
+
+    def __init__(self, lag_steps: int = 0) -> None:
+        self._lag_steps = lag_steps
         self._outstanding: deque[StepReport] = deque()
 
     def add(self, report: StepReport) -> None:
         """Add a step that was just made."""
         self._outstanding.append(report)
 
-    def arrived(self) -> Iterator[StepReport]:
-        """Yield what is known now, in the order of steps; wait for those that are too late."""
-        waiting = self._outstanding
-        while waiting and (waiting[0].reading.is_ready() or len(waiting) > MAX_OUTSTANDING):
-            yield waiting.popleft()
+    def due(self) -> Iterator[StepReport]:
+        """Yield the steps that are to be told now, in their order."""
+        while len(self._outstanding) > self._lag_steps:
+            yield self._outstanding.popleft()
 
     def all(self) -> Iterator[StepReport]:
         """Yield everything that is outstanding; wait for it."""
         while self._outstanding:
             yield self._outstanding.popleft()
+
+    def forget(self) -> None:
+        """Drop what is outstanding."""
+        self._outstanding.clear()

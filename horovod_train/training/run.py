@@ -42,10 +42,13 @@ class Run:
     guard: FiniteGuard
     progress: Progress
     hooks: list[Hook] = field(default_factory=list)
-    readings: Readings = field(default_factory=Readings)
+    readings: Readings = field(init=False)
     restore: Callable[[int], None] | None = None
     is_stopped: bool = False
     answers: list[Action] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.readings = Readings(self.replica.lag_steps)
 
     @property
     def world(self) -> Communicator:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from time import sleep
 
 import pytest
@@ -14,7 +13,6 @@ from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
 from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import CheckpointError, NumericError, PeerError, PreemptedError, UserError
 from horovod_train.frameworks.arrays import from_blob
-from horovod_train.frameworks.base import StepOutcome
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.actions import GoBack, Leave, Stop
 from horovod_train.training.bridge import LoopBridge
@@ -22,43 +20,34 @@ from horovod_train.training.hooks.base import Hook
 from horovod_train.training.hooks.checkpoints import SaveCheckpoints
 from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest, StopWhenPreempted
 from horovod_train.training.loop import train
-from horovod_train.training.readings import MAX_OUTSTANDING
+from horovod_train.training.readings import Readings
 from horovod_train.worker import resume, take_over
 
 NEVER = 10**6
 
 
-@dataclass
-class Late:
-    """A reading that arrives when so many steps were made."""
-
-    found: StepOutcome
-    at_step: int
-    made: list[int]
-
-    def is_ready(self):
-        return len(self.made) >= self.at_step
-
-    def outcome(self):
-        return self.found
-
-
 def late(run, lag):
-    """Let readings of a run arrive some steps after their own."""
-    step, steps = run.replica.step, []
+    """Let a run be told of steps some steps later; those behind one that is not finite are not made."""
+    step, has_ended = run.replica.step, []
 
     def later(planned, lr, *, want_norm):
+        before = {name: array.copy() for name, array in run.replica.params.items()}
         found = step(planned, lr, want_norm=want_norm)
-        steps.append(len(steps) + 1)
-        return Late(found, len(steps) + lag, steps)
+        if has_ended:
+            run.replica.params.update(before)
+            found.is_made = False
+        elif not found.is_finite:
+            has_ended.append(True)
+        return found
 
     run.replica.step = later
+    run.readings = Readings(lag)
     return run
 
 
 class TestLateReadings:
     @pytest.mark.parametrize("size", [1, 2])
-    @pytest.mark.parametrize("lag", [1, 3, NEVER])
+    @pytest.mark.parametrize("lag", [1, 2, 3, 4, 5, NEVER])
     def test_are_those_that_would_have_come_at_once_in_their_order(self, lag, size):
         def reports(world, lag):
             run = late(made(world), lag)
@@ -70,19 +59,19 @@ class TestLateReadings:
         assert on_ranks(size, lambda world: reports(world, lag)) == on_time
         assert [step for step, *_ in on_time[0]] == list(range(1, len(on_time[0]) + 1))
 
-    def test_come_while_training_goes_on_and_are_waited_for_when_they_are_too_late(self):
+    def test_come_so_many_steps_later_on_every_rank(self):
         outstanding = []
 
         class Count(Hook):
             def on_step(self, run):
                 outstanding.append(run.progress.step - len(run.hooks[0].reports))
 
-        for lag in (2, NEVER):
+        for lag in (0, 1, 2, 5):
             outstanding.clear()
             run = late(made(train={"epochs": 1, "batch_size_per_rank": 1}, has_eval=False), lag)
             run.hooks.append(Count())
             train(run)
-            assert max(outstanding) == min(lag, MAX_OUTSTANDING)
+            assert outstanding == [min(lag, step) for step in range(1, 11)]
 
     def test_are_all_there_before_a_save_a_comparison_of_epochs_and_the_end(self, tmp_path):
         run = late(made(checkpoint={"every_steps": 4, "every_epochs": None}), 3)
@@ -154,14 +143,11 @@ class TestLateReadings:
             train(run)
 
         assert run.progress.step == 5
-        # What came after it was made, too, and is told.
-        assert [report.step for report in run.hooks[0].reports] == [1, 2, 4, 5]
+        # What came after it was not made, as it had not been if the step were known at once.
+        assert [report.step for report in run.hooks[0].reports] == [1, 2]
 
     def test_end_training_when_another_rank_is_lost(self):
         class Lost:
-            def is_ready(self):
-                return True
-
             def outcome(self):
                 raise PeerError("a collective was ended")
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.schema import Job, Train
+from horovod_train.config.schema import Health, Job, Train
 from horovod_train.data.planned_step import PlannedStep, planned_steps
 from horovod_train.data.shard import share_of_step
 from horovod_train.errors import CheckpointError, UserError
@@ -55,7 +55,7 @@ def replica(world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, g
         world=world,
         train=Train(**train),
         task=task or Task(),
-        guard_gradients=guard,
+        health=Health(non_finite="skip" if guard else "stop"),
     )
 
 

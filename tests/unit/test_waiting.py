@@ -215,7 +215,7 @@ def test_where_waiting_is_not_known_nothing_is_said_of_it(monkeypatch):
 
     def step(*args, **kwargs):
         outcome = plain(*args, **kwargs)
-        outcome.clock.forget_phases()
+        outcome.clock.seconds.clear()
         return outcome
 
     run.replica.step = step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import eval_micro_batches
 from horovod_train.errors import UserError
-from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
+from horovod_train.frameworks.base import Bridge
 from horovod_train.frameworks.lightning.replica import LightningReplica
 from horovod_train.frameworks.lightning.strategy import HorovodStrategy
 from horovod_train.frameworks.lightning.task import REQUIRED, LightningTask
@@ -226,10 +225,13 @@ class _Moments(lightning.Callback):
         self._strategy = strategy
         self._replica = replica
         self._source = source
-        self._clock = StepClock()
         self._lr = 0.0
-        self._local_loss = 0.0
-        self._norm: float | None = None
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._clock = self._replica.new_clock()
+        self._local_loss: torch.Tensor | float = 0.0
+        self._norm: torch.Tensor | None = None
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Let the epoch end with an evaluation when one is due."""
@@ -251,7 +253,7 @@ class _Moments(lightning.Callback):
         self, trainer: lightning.Trainer, module: lightning.LightningModule, loss: torch.Tensor
     ) -> None:
         """Note the end of the forward pass."""
-        self._local_loss += float(loss.detach()) * self._strategy.share
+        self._local_loss = self._local_loss + loss.detach().double() * self._strategy.share
         self._clock.lap("forward")
 
     def on_after_backward(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
@@ -265,7 +267,7 @@ class _Moments(lightning.Callback):
         self._clock.lap("allreduce_wait")
         assert self._strategy.gradients is not None
         gradients = self._strategy.gradients.gradients()
-        self._norm = float(get_total_norm(gradients)) if self._bridge.wants_norm else None
+        self._norm = get_total_norm(gradients) if self._bridge.wants_norm else None
 
     def on_train_batch_end(
         self,
@@ -282,19 +284,16 @@ class _Moments(lightning.Callback):
             return
         assert self._strategy.loss is not None
         assert self._strategy.gradients is not None
-        loss = float(self._strategy.loss)
-        if module.device.type != "cpu":
-            self._clock.forget_phases()
-        outcome = StepOutcome(
-            loss=loss,
-            local_loss=self._local_loss,
-            grad_norm=self._norm,
-            is_finite=math.isfinite(loss),
-            bytes_reduced=self._strategy.gradients.bytes_per_step,
-            clock=self._clock,
-        )
+        loss = self._strategy.loss
+        numbers = {
+            "loss": loss,
+            "local_loss": self._local_loss,
+            "grad_norm": self._norm,
+            "is_finite": loss.isfinite(),
+        }
+        outcome = self._replica.outcome_of(numbers, self._clock, self._strategy.gradients)
         self._bridge.after_step(self._source.steps[number], outcome, self._lr)
-        self._clock, self._local_loss = StepClock(), 0.0  # what the bridge does is no part of a step
+        self._begin_step()  # what the bridge does is no part of a step
 
     def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Evaluate the same statistics on all ranks."""

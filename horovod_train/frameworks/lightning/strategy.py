@@ -153,8 +153,9 @@ class HorovodStrategy(ParallelStrategy):
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
-        first: torch.device = self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
-        return torch.device(first.type, self.local_rank) if first.type == "cuda" else first
+        devices: list[torch.device] = self.parallel_devices or [torch.device("cpu")]
+        # Of the devices that Trainer was given: one, where a rank sees its own alone, or one for each rank.
+        return devices[self.local_rank if len(devices) > self.local_rank else 0]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -179,6 +180,7 @@ class HorovodStrategy(ParallelStrategy):
                 (optimizer,) = self.optimizers
                 self.gradients = summed_gradients(self.world, self._allreduce)
                 self.gradients.bind(self.model, optimizer)
+                self.gradients.reads_later = self.root_device.type != "cpu"
 
     def teardown(self) -> None:
         """Let go of the parameters."""

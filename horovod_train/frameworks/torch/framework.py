@@ -71,7 +71,7 @@ class TorchFramework(TorchDevice):
             world=mesh.data,
             train=job.train,
             flops=FlopCounter() if wants_flops(job, device.type) else None,
-            guard_gradients=job.health.non_finite == "skip",
+            health=job.health,
         )
         read = partial(TorchReader, data=job.data, seed=job.train.seed, device=device, task=job.task)
         eval_data = getattr(task, "eval_data", None)

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import math
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils import get_total_norm
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator
-from horovod_train.config.schema import Train
+from horovod_train.config.schema import Health, Train
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
 from horovod_train.frameworks.torch.collectives import broadcast_model
+from horovod_train.frameworks.torch.device_clock import CudaTimer, DeviceClock, HostTimer
 from horovod_train.frameworks.torch.flops import FlopCounter
+from horovod_train.frameworks.torch.late import LAG_STEPS, LateOutcome, Number, outcome_from
 from horovod_train.frameworks.torch.state import (
     blobs_of,
     from_blob,
@@ -27,8 +27,18 @@ from horovod_train.frameworks.torch.state import (
     to_blob,
     unpack_tensors,
 )
+from horovod_train.frameworks.torch.statistics import RunningStatistics
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.task import TorchTask
+from horovod_train.frameworks.torch.update import (
+    DeviceScaler,
+    Update,
+    UpdateOnDevice,
+    UpdateOnHost,
+    can_be_masked,
+)
+
+log = logging.getLogger(__name__)
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -45,8 +55,10 @@ class TorchReplica:
         task: Gives loss and metrics; None when the user's own loop does.
         forward_model: What the task calls: the model's compiled form; None: the model itself.
         flops: Counts operations; None: nobody wants to know.
-        guard_gradients: Look at every gradient before it is used (a pass over all of them), and
-            keep running statistics as they were when a step is not used.
+        health: Says which steps may be left out. Where all may, every gradient is looked at before it is used
+            (a pass over all of them), and running statistics are kept as they were.
+        lag_steps: A step is asked for its outcome when so many others were made; None: at once on a CPU,
+            later on a device.
     """
 
     def __init__(
@@ -60,7 +72,8 @@ class TorchReplica:
         task: TorchTask | None = None,
         forward_model: torch.nn.Module | None = None,
         flops: FlopCounter | None = None,
-        guard_gradients: bool = False,
+        health: Health | None = None,
+        lag_steps: int | None = None,
     ) -> None:
         self.task = task
         self.model = model
@@ -70,24 +83,48 @@ class TorchReplica:
         self._world = world
         self._train = train
         self._flops = flops
-        self._guard_gradients = guard_gradients
+        self._health = health or Health()
+        self._guard_gradients = self._health.non_finite == "skip"
         self._snapshots: dict[str, torch.Tensor] = {}
-        self._statistics = [
-            buffer
-            for module in model.modules()
-            if isinstance(module, _NormBase)
-            for buffer in (module.running_mean, module.running_var)
-            if buffer is not None
-        ]
-        self._statistics_before: list[torch.Tensor] = []
+        self._statistics = RunningStatistics(model)
         self._device = next(model.parameters()).device
+        self._timer = CudaTimer() if self._device.type == "cuda" else HostTimer()
+        if lag_steps is None:
+            lag_steps = 0 if self._device.type == "cpu" else LAG_STEPS
+        self.lag_steps = lag_steps if strategy.can_be_read_later else 0
+        strategy.reads_later = self.lag_steps > 0
         self._local_loss = torch.zeros((), device=self._device)
-        self.scaler = torch.amp.GradScaler(self._device.type, enabled=train.precision == "fp16")
+        self.scaler: torch.amp.GradScaler = DeviceScaler(self._device.type, enabled=train.precision == "fp16")
+        self._updates = self._make_updates()
+        self._is_training = False
+        self._not_optimized: list[torch.nn.Parameter] = []
 
-    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome:
-        """Make one optimizer step with this rank's share of it; blocks until all ranks did."""
+    def _make_updates(self) -> tuple[UpdateOnHost, UpdateOnDevice]:
+        scaler, limit = self.scaler, self._train.clip_grad_norm
+        assert isinstance(scaler, DeviceScaler)
+        return (
+            UpdateOnHost(self.optimizer, self.strategy, scaler, limit),
+            UpdateOnDevice(self.optimizer, self.strategy, scaler, limit, self._health, self._device),
+        )
+
+    @property
+    def _update(self) -> Update:
+        """What makes the update now: hooks of an optimizer, which only the host can heed, come and go."""
+        on_host, on_device = self._updates
+        return on_device if self.lag_steps and can_be_masked(self.optimizer) else on_host
+
+    def new_clock(self) -> StepClock:
+        """Return what tells where the time of a step goes; it begins now."""
+        return DeviceClock(self._timer) if self._reads_later else StepClock()
+
+    @property
+    def _reads_later(self) -> bool:
+        return self.lag_steps > 0 or self._device.type != "cpu"
+
+    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome | LateOutcome:
+        """Make one optimizer step with this rank's share of it; on a CPU, blocks until all ranks did."""
         assert self.task is not None
-        clock = StepClock()
+        clock = self.new_clock()
         self.begin(step)
         with self._counting(step):
             for micro_batch, batch in step:
@@ -111,11 +148,26 @@ class TorchReplica:
         """Begin a step: no gradients yet."""
         self.strategy.begin(step)
         self._local_loss.zero_()
-        self.forward_model.train()
-        # All of the model, not only what the optimizer has: what is frozen there must not pile up.
-        self.model.zero_grad(set_to_none=True)
+        if not (self._is_training and self.forward_model.training):
+            self._begin_training()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        for parameter in self._not_optimized:
+            parameter.grad = None
         if self._guard_gradients:
-            self._statistics_before = [buffer.clone() for buffer in self._statistics]
+            self._statistics.remember()
+
+    def _begin_training(self) -> None:
+        """Put all modules into training mode, and note whose gradients are to be cleared besides.
+
+        What the optimizer does not have must not pile up either. Here, and not in each step: to walk through
+        all modules takes a millisecond.
+        """
+        self.forward_model.train()
+        self._is_training = True
+        optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self._not_optimized = [p for p in self.model.parameters() if id(p) not in optimized]
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the job's precision holds for a forward pass."""
@@ -142,8 +194,10 @@ class TorchReplica:
             self.strategy.expect_last()
         self.scaler.scale(weighted).backward()  # type: ignore[no-untyped-call]
 
-    def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> StepOutcome:
+    def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> StepOutcome | LateOutcome:
         """Complete a step: wait for the other ranks' gradients and update the weights.
+
+        On a device this returns while it works: what the step turned out to be is read later.
 
         Args:
             clock: Gets the time of both.
@@ -153,65 +207,54 @@ class TorchReplica:
         Raises:
             PeerError: Another rank was lost.
         """
-        loss = float(self.strategy.reduce(self._local_loss))
+        loss = self.strategy.reduce(self._local_loss)
         clock.lap("allreduce_wait")
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        grad_norm, is_finite = self._update(loss, want_norm=want_norm or self._guard_gradients)
-        self.strategy.after_update(is_used=is_finite)
-        if not is_finite:
-            self._take_back_statistics()
+        updated = self._update(loss, want_norm=want_norm or self._guard_gradients)
+        self.strategy.after_update(is_used=updated.is_used)
+        self._statistics.take_back(is_used=updated.is_used)
         clock.lap("optimizer")
-        return self._outcome(loss, grad_norm, clock, is_finite=is_finite)
+        numbers = {
+            "loss": updated.loss,
+            "local_loss": self._local_loss,
+            "grad_norm": updated.grad_norm,
+            "is_finite": updated.is_used,
+            "is_made": updated.is_made,
+        }
+        return self.outcome_of(numbers, clock, self.strategy)
 
-    def _outcome(
-        self, loss: float, grad_norm: float | None, clock: StepClock, *, is_finite: bool
-    ) -> StepOutcome:
-        if self._device.type != "cpu":
-            clock.forget_phases()
-        return StepOutcome(
-            loss=loss,
-            local_loss=float(self._local_loss),
-            grad_norm=grad_norm,
-            is_finite=is_finite,
-            bytes_reduced=self.strategy.bytes_per_step,
-            clock=clock,
-            flops=None if self._flops is None else self._flops.of_step(),
-        )
+    def outcome_of(
+        self, numbers: Mapping[str, Number], clock: StepClock, strategy: Strategy
+    ) -> StepOutcome | LateOutcome:
+        """Return a step's outcome: at once, or on its way.
 
-    def _take_back_statistics(self) -> None:
-        """Undo what the forward pass of a step that is left out has changed."""
-        for buffer, before in zip(self._statistics, self._statistics_before, strict=False):
-            buffer.copy_(before)
-
-    def _update(self, loss: float, *, want_norm: bool) -> tuple[float | None, bool]:
-        """Unscale, clip and step, in this order. Return the gradient norm and whether all is finite.
-
-        The loss is equal on all ranks, and so are gradients that were summed: every rank decides alike
-        without asking. A strategy whose gradients differ asks in ``is_finite``.
+        Args:
+            numbers: By the names of ``StepOutcome``'s fields, tensors of shape [] or numbers.
+            clock: Made by ``new_clock``.
+            strategy: Has summed its gradients.
         """
-        if not math.isfinite(loss):
-            return None, False
-        self.scaler.unscale_(self.optimizer)
-        norm: float | None = None
-        limit = self._train.clip_grad_norm
-        if want_norm or limit is not None:
-            gradients = self.strategy.gradients()
-            norm = float(get_total_norm(gradients)) if gradients else 0.0
-            if not self.strategy.is_finite(norm) and not self.scaler.is_enabled():
-                return norm, False
-            if limit is not None and norm > limit:
-                torch._foreach_mul_(gradients, limit / norm)
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        # A scaler that backs off has skipped the step: some gradient overflowed.
-        return norm, not self.scaler.is_enabled() or self.scaler.get_scale() >= scale
+        flops = None if self._flops is None else self._flops.of_step()
+        if isinstance(clock, DeviceClock):
+            return LateOutcome(
+                numbers,
+                clock,
+                bytes_reduced=strategy.bytes_per_step,
+                flops=flops,
+            )
+        here = {name: None if value is None else float(value) for name, value in numbers.items()}
+        return outcome_from(here, clock, strategy.bytes_per_step, flops)
+
+    def go_on(self) -> None:
+        """Make updates again, though a step that was not finite has ended training."""
+        for update in self._updates:
+            update.go_on()
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches."""
         self.forward_model.eval()
+        self._is_training = False
         compute = getattr(self.task, "metrics", self._loss_as_metric)
         sums: dict[str, tuple[float, int]] = {}
         for batch in batches:
@@ -231,7 +274,7 @@ class TorchReplica:
         """Make buffers equal on all ranks: running statistics are averaged, others are rank 0's."""
         if self._world.size == 1:
             return
-        averaged = {id(buffer) for buffer in self._statistics}
+        averaged = {id(buffer) for buffer in self._statistics.buffers}
         for buffer in self.model.buffers():
             if id(buffer) in averaged:
                 mine = (buffer.detach().double().flatten() / self._world.size).tolist()
@@ -253,7 +296,7 @@ class TorchReplica:
 
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers."""
-        return all(bool(t.isfinite().all()) for t in [*self.model.parameters(), *self._statistics])
+        return all(bool(t.isfinite().all()) for t in [*self.model.parameters(), *self._statistics.buffers])
 
     def state(self, *, copy: bool) -> ReplicaState:
         """Return the state; with ``copy`` it stays as it is until the next copy is taken."""
@@ -283,14 +326,16 @@ class TorchReplica:
             if document["class"] != type(self.optimizer).__qualname__:
                 raise ValueError(f"it was trained with {document['class']}")  # noqa: TRY301
             self.model.load_state_dict(weights)
+            # The settings decide where an optimizer wants its state, and so come first.
+            for group, own in zip(document["state"]["param_groups"], settings, strict=True):
+                group.update(own)
             self.optimizer.load_state_dict(document["state"])
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"the checkpoint belongs to another model or optimizer: {error}",
                 hint="train under another name, or set checkpoint.resume: never",
             ) from error
-        for group, own in zip(self.optimizer.param_groups, settings, strict=True):
-            group.update(own)
+        self.go_on()
         if self.scaler.is_enabled() and state.scaler:
             self.scaler.load_state_dict(_scaler_state(state.scaler))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -32,7 +31,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import num_steps
 from horovod_train.errors import UserError
-from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
+from horovod_train.frameworks.base import Bridge
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
@@ -95,6 +94,8 @@ class TransformersFramework(TorchDevice):
             world=world,
             gradients=self._gradients,
             model=model,
+            replica=self._replica,
+            device=device,
             args=self._arguments(on_cpu=device.type == "cpu"),
             train_dataset=self._train_reader,
             eval_dataset=eval_set,
@@ -160,6 +161,7 @@ class TransformersFramework(TorchDevice):
             save_strategy="no",
             eval_strategy="no",
             logging_strategy="no",
+            logging_nan_inf_filter=False,  # it would look at the loss in each step; the replica does
             report_to=[],
             disable_tqdm=True,
             remove_unused_columns=False,
@@ -173,13 +175,20 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
     bridge: Bridge
     source: _Source
 
-    def __init__(self, *, world: Communicator, gradients: Strategy, **settings: Any) -> None:
+    def __init__(
+        self, *, world: Communicator, gradients: Strategy, replica: TransformersReplica, **settings: Any
+    ) -> None:
         super().__init__(world=world, **settings)
         self.gradients = gradients
-        self.clock = StepClock()
-        self.loss_of_step = 0.0
-        self.local_loss_of_step = 0.0
-        self.norm: float | None = None
+        self.replica = replica
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Nothing is known of the next step yet."""
+        self.clock = self.replica.new_clock()
+        self.loss_of_step = torch.zeros(())
+        self.local_loss_of_step = torch.zeros(())
+        self.norm: torch.Tensor | None = None
 
     def get_train_dataloader(self) -> Any:
         """Return what the shard rule gives this rank."""
@@ -213,13 +222,12 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
     def _complete(self, gradients: Strategy) -> torch.Tensor:
         self.clock.lap("backward")
         loss = super()._complete(gradients)
-        self.loss_of_step, self.local_loss_of_step = float(loss), float(self.local_loss)
+        self.loss_of_step, self.local_loss_of_step = loss, self.local_loss
         return loss
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         # What it returns is the norm before clipping, of gradients that are unscaled now.
-        norm = super()._clip_grad_norm(model)
-        self.norm = float(norm)
+        norm = self.norm = super()._clip_grad_norm(model)
         return norm
 
 
@@ -276,7 +284,7 @@ class _Moments(TrainerCallback):
         trainer = self._trainer
         if trainer.norm is None and self._bridge.wants_norm:
             assert trainer.gradients is not None
-            trainer.norm = float(get_total_norm(trainer.gradients.gradients()))
+            trainer.norm = get_total_norm(trainer.gradients.gradients())
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -284,21 +292,18 @@ class _Moments(TrainerCallback):
         """Tell about a step that is complete."""
         trainer, source = self._trainer, self._trainer.source
         trainer.clock.lap("optimizer")
-        if args.device.type != "cpu":
-            trainer.clock.forget_phases()
         assert trainer.gradients is not None
-        outcome = StepOutcome(
-            loss=trainer.loss_of_step,
-            local_loss=trainer.local_loss_of_step,
-            grad_norm=trainer.norm,
-            is_finite=math.isfinite(trainer.loss_of_step),
-            bytes_reduced=trainer.gradients.bytes_per_step,
-            clock=trainer.clock,
-        )
+        numbers = {
+            "loss": trainer.loss_of_step,
+            "local_loss": trainer.local_loss_of_step,
+            "grad_norm": trainer.norm,
+            "is_finite": trainer.loss_of_step.isfinite(),
+        }
+        outcome = trainer.replica.outcome_of(numbers, trainer.clock, trainer.gradients)
         step = source.steps[source.number]
         source.number += 1
         self._bridge.after_step(step, outcome, self._lr)
-        trainer.clock, trainer.norm = StepClock(), None  # what the bridge does is no part of a step
+        trainer.begin_step()  # what the bridge does is no part of a step
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

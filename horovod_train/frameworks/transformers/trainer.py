@@ -32,7 +32,8 @@ from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.reader import batch_length, checked_length
-from horovod_train.frameworks.torch.collectives import TorchCommunicator, broadcast_model
+from horovod_train.frameworks.torch.collectives import TorchCommunicator, broadcast_model, with_tensors
+from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
@@ -71,9 +72,9 @@ def hide_launcher(environ: MutableMapping[str, str]) -> None:
 class HorovodTrainerMixin:
     """Makes a ``Trainer`` train on all ranks. Put it first: ``class T(HorovodTrainerMixin, Trainer)``.
 
-    ``world``, ``bucket_size_mib`` and ``wire_dtype`` can be given by name beside the arguments of the
-    trainer. Each rank reads its part of every global batch, and each sample counts once in an epoch; one
-    process alone trains on the same global batches in the same order.
+    ``world``, ``bucket_size_mib``, ``wire_dtype`` and ``device`` (else the rank's own GPU) can be given by
+    name beside the arguments of the trainer. Each rank reads its part of every global batch, and each sample
+    counts once in an epoch; one process alone trains on the same global batches in the same order.
     """
 
     args: TrainingArguments
@@ -91,19 +92,25 @@ class HorovodTrainerMixin:
         world: Communicator | None = None,
         bucket_size_mib: float = 8.0,
         wire_dtype: str = "fp32",
+        device: torch.device | None = None,
         **kwargs: Any,
     ) -> None:
         self.world = init() if world is None else world
+        self._ranks = with_tensors(self.world)  # once: it takes long beside a step
         self._allreduce = Allreduce.model_validate(
             {"bucket_size_mib": bucket_size_mib, "wire_dtype": wire_dtype}
         )
         self.gradients: Strategy | None = None
         self.local_loss = torch.zeros(())
-        self._weights: list[float] = []  # of the micro-batches that the current step still has
+        self._weights: (
+            list[float] | list[torch.Tensor]
+        ) = []  # of the micro-batches that the current step still has
         given = kwargs.get("args") or next((a for a in args if isinstance(a, TrainingArguments)), None)
         if given is None:
             kwargs["args"] = given = TrainingArguments()
         see_all_ranks(given, self.world)
+        if torch.cuda.is_available() and not given.use_cpu:
+            use_one_device(given, device or choose_device(Job(name="library", task="own:Loop"), self.world))
         super().__init__(*args, **kwargs)
 
     # -- who reads what
@@ -138,21 +145,28 @@ class HorovodTrainerMixin:
         if not samples:
             return samples, num_items
         counts = self._which_count()
-        real = [batch for batch, counts_one in zip(samples, counts, strict=True) if counts_one]
-        mine = self._get_num_items_in_batch(real, device)  # type: ignore[attr-defined]
         lengths = [
             batch_length(batch) * counts_one for batch, counts_one in zip(samples, counts, strict=True)
         ]
-        total, items, num_with_items = self.world.allreduce_sum(
-            [sum(lengths), 0.0 if mine is None else float(mine), float(mine is not None)]
-        )
-        if num_with_items:
+        # All batches, also those that do not count: then all ranks know alike whether items are counted.
+        has_items = self._get_num_items_in_batch(samples, device) is not None  # type: ignore[attr-defined]
+        real = [batch for batch, counts_one in zip(samples, counts, strict=True) if counts_one]
+        mine = self._get_num_items_in_batch(real, device) if has_items and real else 0  # type: ignore[attr-defined]
+        # Filled on the device, and never read here: the host does not wait for it.
+        numbers = torch.full((2,), float(sum(lengths)), dtype=torch.float64, device=device)
+        numbers[1] = mine
+        total, items = self._sum_over_ranks(numbers)
+        if has_items:
             # The model divides by the items of the whole step.
             self._weights = counts
-            return samples, torch.tensor(items, device=device)
+            return samples, items.float()
         # A mean over a micro-batch counts by its samples; Trainer divides by the number of micro-batches.
         self._weights = [length / total * len(samples) for length in lengths]
         return samples, None
+
+    def _sum_over_ranks(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the elementwise sum; on a device, without waiting for it."""
+        return self._ranks.wait(self._ranks.start_allreduce(numbers, "horovod_train.items"))
 
     def _which_count(self) -> list[float]:
         """Return for each micro-batch of the coming step whether it counts: 1 or 0."""
@@ -167,7 +181,9 @@ class HorovodTrainerMixin:
         found = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)  # type: ignore[misc]
         if not model.training or return_outputs:
             return found
-        return found * self._weights.pop(0)
+        weight = self._weights.pop(0)
+        # A number leaves the loss's type as it is, a tensor of 64 bits would not.
+        return found * (weight.to(found.dtype) if isinstance(weight, torch.Tensor) else weight)
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: torch.Tensor | None = None
@@ -198,6 +214,7 @@ class HorovodTrainerMixin:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.gradients = summed_gradients(self.world, self._allreduce)
         self.gradients.bind(model, optimizer)
+        self.gradients.reads_later = self.args.device.type != "cpu"
 
     # -- evaluation
 
@@ -379,6 +396,19 @@ def see_all_ranks(args: TrainingArguments, world: Communicator) -> None:
         "main_process_first": main_process_first,
     }
     args.__class__ = type(base.__name__, (base,), members)
+
+
+def use_one_device(args: TrainingArguments, device: torch.device) -> None:
+    """Let training arguments know one device, the rank's own.
+
+    One process that sees several GPUs would else move to the first of them, as all ranks of a host would, and
+    spread its model over all with ``DataParallel``.
+    """
+    _ = args.device  # found out now, and replaced
+    for name in ("_setup_devices", "__cached__setup_devices"):  # where versions keep it
+        vars(args)[name] = device
+    args._n_gpu = 1  # noqa: SLF001  (Trainer does the same where it wants one)
+    torch.cuda.set_device(device)
 
 
 def part_of(dataloader: DataLoader[Any], world: Communicator) -> DataLoader[Any]:

@@ -39,8 +39,12 @@ class Message:
         """Return when the sums are in ``body`` and ``extra``."""
         raise NotImplementedError
 
-    def settle(self, *, is_used: bool) -> None:
-        """The step was made with the sum; or it was left out, and ``memory`` is as it was before."""
+    def settle(self, *, is_used: torch.Tensor | bool) -> None:
+        """The step was made with the sum; or it was left out, and ``memory`` is as it was before.
+
+        Args:
+            is_used: Which of the two; where only the device knows, shape [].
+        """
 
 
 class Codec:

@@ -87,7 +87,11 @@ class _TopKMessage(Message):
             self.body.index_add_(0, places.view(PLACE), values.view(self.body.dtype))
             self.extra.add_(extra.view(self.extra.dtype))
 
-    def settle(self, *, is_used: bool) -> None:
+    def settle(self, *, is_used: torch.Tensor | bool) -> None:
         """Remember what was kept back in a step that was used."""
-        if is_used and self._handle is not None:
+        if self._handle is None:
+            return
+        if isinstance(is_used, torch.Tensor):
+            self.memory.copy_(torch.where(is_used, self._kept, self.memory))
+        elif is_used:
             self.memory, self._kept = self._kept, self.memory

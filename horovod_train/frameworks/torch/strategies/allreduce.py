@@ -22,6 +22,8 @@ A complex gradient travels as pairs of real numbers.
 from __future__ import annotations
 
 import json
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,8 +37,11 @@ from horovod_train.frameworks.buckets import plan_buckets
 from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
 from horovod_train.frameworks.torch.codecs.kept_back import KeptBack
 from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
+from horovod_train.frameworks.torch.late import LAG_STEPS, Sent
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import Named, Optimized, OptimizedParameters, check_same_trained
+
+log = logging.getLogger(__name__)
 
 
 def allreduce(ranks: TensorCollectives, job: Job) -> Strategy:
@@ -172,6 +177,8 @@ class AllreduceStrategy(Strategy):
         self._removers: list[RemovableHandle] = []
         self._is_packed: list[bool] = []
         self._layout = -1
+        self._outstanding: deque[Sent] = deque()
+        self._has_told = False
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take up what is trained."""
@@ -203,9 +210,7 @@ class AllreduceStrategy(Strategy):
             for packed, parameter in zip(self._is_packed, self._trained, strict=True)
         ]
         all_used = all(has_gradient)
-        flags[:] = 1.0 if all_used else torch.tensor(has_gradient).to(flags)
-        extra[-2] = float(is_changed)
-        extra[-1] = weighted_loss
+        self._ride_along(extra, None if all_used else has_gradient, weighted_loss, is_changed=is_changed)
         for number, bucket in enumerate(self.buckets):
             if not bucket.is_sent:
                 for slot in bucket.slots:
@@ -214,16 +219,56 @@ class AllreduceStrategy(Strategy):
                 self._send(number)
         self._receive(None if all_used else flags)
         self._summed = [bucket.gradients for bucket in self.buckets]
-        loss = extra[-1]
-        if extra[-2] > 0:  # on any rank, and so on all
+        if self._has_changed_anywhere(extra[-2], is_changed=is_changed):
             self._take_up_changes()
-        return loss
+        return extra[-1]
+
+    def _ride_along(
+        self, extra: torch.Tensor, has_gradient: list[bool] | None, loss: torch.Tensor, *, is_changed: bool
+    ) -> None:
+        """Write what travels behind the gradients; has_gradient: None: all have."""
+        if has_gradient is None:
+            extra[:-2] = 1.0
+        else:
+            flags = torch.tensor(has_gradient, dtype=extra.dtype, pin_memory=extra.is_cuda)
+            extra[:-2].copy_(flags, non_blocking=True)
+        extra[-2] = float(is_changed)
+        extra[-1] = loss
+
+    def _has_changed_anywhere(self, num_changed: torch.Tensor, *, is_changed: bool) -> bool:
+        """Whether any rank, and so each of them, takes up what it trains anew.
+
+        On a device a rank that has not changed does not wait for the answer. It goes on, for ranks change
+        in the same step or have gone wrong; then it learns of it two steps later. One that has changed, which
+        is rare, waits, and sees whether the others have.
+
+        Raises:
+            UserError: Only some ranks have changed.
+        """
+        if not self.reads_later:
+            return bool(num_changed > 0)
+        if is_changed:
+            self._check_all_changed(float(num_changed), is_changed=True)
+            return True
+        self._outstanding.append(Sent(num_changed.reshape(1)))
+        if len(self._outstanding) > LAG_STEPS:
+            self._check_all_changed(self._outstanding.popleft().read()[0], is_changed=False)
+        return False
+
+    def _check_all_changed(self, num_changed: float, *, is_changed: bool) -> None:
+        if num_changed == (self._ranks.size if is_changed else 0):
+            return
+        where, others = ("here", "other ranks") if is_changed else (f"on {num_changed:g} ranks", "this one")
+        raise UserError(
+            f"which parameters are trained has changed {where}, and not on {others}",
+            hint="freeze and unfreeze parameters on all ranks in the same step",
+        )
 
     def gradients(self) -> list[torch.Tensor]:
         """The summed gradients, a flat tensor per bucket; writing to them changes ``parameter.grad``."""
         return self._summed
 
-    def after_update(self, *, is_used: bool) -> None:
+    def after_update(self, *, is_used: torch.Tensor | bool) -> None:
         """Let messages remember what they have kept back, if the step was used."""
         for bucket in self.buckets:
             bucket.message.settle(is_used=is_used)
@@ -370,8 +415,8 @@ class AllreduceStrategy(Strategy):
         """Wait for every bucket. ``flags`` is read only by ranks that lack a gradient."""
         for bucket in self.buckets:
             bucket.message.receive(self._ranks)
-        # Only a rank that lacks a gradient has to ask; the others know that it is used.
-        is_used = None if flags is None else (flags > 0).tolist()
+        # Only a rank that lacks a gradient has to ask, and wait; the others know that it is used.
+        is_used = None if flags is None else self._used_anywhere(flags)
         for bucket in self.buckets:
             bucket.unpack()
             bucket.is_sent = False
@@ -380,6 +425,17 @@ class AllreduceStrategy(Strategy):
                 used = is_used is None or is_used[slot.index]
                 slot.parameter.grad = slot.gradient if used else None
         self._is_packed = [False] * len(self._trained)
+
+    def _used_anywhere(self, flags: torch.Tensor) -> list[bool]:
+        if self.reads_later and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "rank %d has parameters without a gradient: it waits for the GPU in each such step, to learn "
+                "whether other ranks have one",
+                self._ranks.rank,
+            )
+        used: list[bool] = (flags > 0).tolist()
+        return used
 
 
 def as_reals(gradient: torch.Tensor) -> torch.Tensor:

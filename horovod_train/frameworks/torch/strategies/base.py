@@ -42,10 +42,15 @@ class Strategy:
         replicas_identical: Whether all ranks hold the same weights and optimizer state now. Where they
             do not in each step, they do after a planned step that is the last; checkpoints, comparisons
             and leaving wait for it.
+        can_be_read_later: Whether it completes a step without a number from the device. One that asks other
+            ranks in each step about theirs cannot; the host waits for the device then.
+        reads_later: Set from outside: the host must not wait for the device in a step.
     """
 
     bytes_per_step: int = 0
     replicas_identical: bool = True
+    can_be_read_later: bool = True
+    reads_later: bool = False
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module that is trained in a model's place."""
@@ -91,8 +96,12 @@ class Strategy:
         """Return whether the gradient is finite on all ranks, given the norm on this one."""
         return math.isfinite(norm)
 
-    def after_update(self, *, is_used: bool) -> None:
-        """The optimizer has made its step; or the step was not used, and weights are as before."""
+    def after_update(self, *, is_used: torch.Tensor | bool) -> None:
+        """The optimizer has made its step; or the step was not used, and weights are as before.
+
+        Args:
+            is_used: With ``reads_later`` it may be known on the device alone, shape [].
+        """
 
     def state(self) -> Mapping[str, torch.Tensor]:
         """Return what this rank alone has, and has to be in a checkpoint; it may still change."""

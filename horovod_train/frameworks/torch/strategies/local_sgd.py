@@ -53,6 +53,8 @@ class LocalSgd(Strategy):
         UserError: ``every_steps`` is no count, or the job cannot be trained in this way.
     """
 
+    can_be_read_later = False  # ranks tell each other their losses in each step
+
     def __init__(self, ranks: TensorCollectives, job: Job, *, every_steps: int) -> None:
         if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
             raise UserError(
@@ -107,7 +109,7 @@ class LocalSgd(Strategy):
         """Return whether all ranks' gradients are finite: a step is used by all ranks or by none."""
         return self._ranks.allreduce_sum([float(not math.isfinite(norm))])[0] == 0
 
-    def after_update(self, *, is_used: bool) -> None:
+    def after_update(self, *, is_used: torch.Tensor | bool) -> None:
         """Take the mean over ranks when it is due."""
         if is_used:
             share = self._step.share

@@ -1,0 +1,92 @@
+"""Time on a device: the host queues work and does not see when it runs, events in the queue do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from horovod_train.frameworks.base import StepClock
+
+
+class Timer(Protocol):
+    """Marks in the queue of a device's work."""
+
+    def mark(self) -> Any:
+        """Put a mark behind the work that is queued now; returns at once."""
+        ...
+
+    def seconds_between(self, first: Any, second: Any) -> float:
+        """Return the device's time between two marks that it has come to."""
+        ...
+
+    def release(self, marks: Iterable[Any]) -> None:
+        """Take marks back that nobody asks for any more."""
+        ...
+
+
+class CudaTimer:
+    """CUDA's events on the current stream; each is used again."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.cuda.Event] = []
+
+    def mark(self) -> torch.cuda.Event:
+        """Put a mark behind the work that is queued now."""
+        if not self._free:
+            self._free.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+        event = self._free.pop()
+        event.record()
+        return event
+
+    def seconds_between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        """Return the device's time between two marks."""
+        return first.elapsed_time(second) / 1e3
+
+    def release(self, marks: Iterable[torch.cuda.Event]) -> None:
+        """Take marks back."""
+        self._free.extend(marks)
+
+
+class HostTimer:
+    """The same where work is done as it is queued."""
+
+    def mark(self) -> float:
+        """Return the time."""
+        return perf_counter()
+
+    def seconds_between(self, first: float, second: float) -> float:
+        """Return the difference."""
+        return second - first
+
+    def release(self, marks: Iterable[float]) -> None:
+        """Do nothing."""
+
+
+class DeviceClock(StepClock):
+    """Splits a step's time on the device into phases; known when ``read`` has been called.
+
+    A phase is what the device did, or waited for, between two laps: the time of the optimizer is that of
+    its kernels, and data that was read while the device had other work to do took none.
+    """
+
+    def __init__(self, timer: Timer) -> None:
+        super().__init__()
+        self._timer = timer
+        self._laps: list[tuple[str, Any]] = [("", timer.mark())]
+
+    def lap(self, phase: str) -> None:
+        """End a phase."""
+        self._laps.append((phase, self._timer.mark()))
+
+    def read(self) -> None:
+        """Find out how long phases took; once, and when the device has come to the last lap."""
+        marks = [mark for _, mark in self._laps]
+        for (_, before), (phase, after) in pairwise(self._laps):
+            seconds = self._timer.seconds_between(before, after)
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+        self._begun, self._last = 0.0, self._timer.seconds_between(marks[0], marks[-1])
+        self._timer.release(marks)

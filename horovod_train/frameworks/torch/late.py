@@ -1,0 +1,123 @@
+"""What a step on a device turned out to be, read later: the host does not wait for the device in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from horovod_train.frameworks.base import StepClock, StepOutcome
+from horovod_train.frameworks.torch.device_clock import DeviceClock
+
+LAG_STEPS = 2
+"""A step is asked for when so many others are queued behind it: the device always has work at hand.
+
+The number is fixed, and not "when it is there": ranks act on what they read (they end training, and ask each
+other whose loss it was), and have to do so after the same step.
+"""
+
+Number = torch.Tensor | float | None
+
+
+class Sent:
+    """Numbers on their way from a device to the host.
+
+    Args:
+        vector: Shape [n].
+    """
+
+    def __init__(self, vector: torch.Tensor) -> None:
+        # Into pinned memory, which PyTorch keeps for copies that nobody waits for.
+        self._arriving = vector.detach().to("cpu", non_blocking=True, copy=True)
+        self._event: torch.cuda.Event | None = None
+        if vector.is_cuda:
+            # Who waits leaves the processor to others.
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """Return them; waits until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._arriving.numpy().tolist()
+        return numbers
+
+
+def outcome_from(
+    numbers: Mapping[str, float | None], clock: StepClock, bytes_reduced: int, flops: float | None
+) -> StepOutcome:
+    """Return a step's outcome, given its numbers by the names of fields, truths as 1 and 0."""
+    loss, local_loss = numbers["loss"], numbers["local_loss"]
+    assert loss is not None
+    assert local_loss is not None
+    return StepOutcome(
+        loss=loss,
+        local_loss=local_loss,
+        grad_norm=numbers["grad_norm"],
+        is_finite=bool(numbers["is_finite"]),
+        is_made=bool(numbers.get("is_made", True)),
+        bytes_reduced=bytes_reduced,
+        clock=clock,
+        flops=flops,
+    )
+
+
+class LateOutcome:
+    """The numbers of a step on their way to the host.
+
+    Args:
+        numbers: By the names of ``StepOutcome``'s fields: tensors of shape [], or known already.
+        clock: Where the time goes.
+        bytes_reduced: Bytes this rank put on the wire.
+        flops: Operations of the step; None: not counted.
+    """
+
+    def __init__(
+        self,
+        numbers: Mapping[str, Number],
+        clock: DeviceClock,
+        *,
+        bytes_reduced: int,
+        flops: float | None = None,
+    ) -> None:
+        self._numbers = numbers
+        on_device = [value for value in numbers.values() if isinstance(value, torch.Tensor)]
+        wide = torch.float64 if any(value.dtype == torch.float64 for value in on_device) else torch.float32
+        self._sent = Sent(torch.stack([value.reshape(()).to(wide) for value in on_device]))
+        self._clock = clock
+        self._bytes_reduced = bytes_reduced
+        self._flops = flops
+        self._found: StepOutcome | None = None
+
+    def outcome(self) -> StepOutcome:
+        """Return what the step turned out to be; waits for the device when it has not come there yet."""
+        if self._found is None:
+            arrived = iter(self._sent.read())
+            found = {
+                name: next(arrived) if isinstance(value, torch.Tensor) else value
+                for name, value in self._numbers.items()
+            }
+            self._clock.read()
+            self._found = outcome_from(found, self._clock, self._bytes_reduced, self._flops)
+            self._numbers = {}  # of the device's memory
+        return self._found
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the samples of the step, over all ranks; waits for the device, as all below do."""
+        return self.outcome().loss
+
+    @property
+    def local_loss(self) -> float:
+        """This rank's part of that mean."""
+        return self.outcome().local_loss
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the gradient before clipping; None: it was not taken."""
+        return self.outcome().grad_norm
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the step was used."""
+        return self.outcome().is_finite

@@ -1,0 +1,251 @@
+"""Whether a step is used, and the optimizer's update: unscale, clip and step, in this order.
+
+The loss is equal on all ranks, and so are gradients that were summed: every rank decides alike without
+asking. A strategy whose gradients differ asks in ``is_finite``.
+
+Where numbers can be read, the host decides. On a device it would have to wait for them in each step. There
+the decision is made, on the device, by the same rules, and handed to the optimizer as a number: the fused
+ones of PyTorch leave everything as it is where ``found_inf`` is 1. After a step that ends training, all
+others are left out, too, until the host has heard of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.nn.utils import get_total_norm
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from horovod_train.config.schema import Health
+from horovod_train.frameworks.torch.strategies.base import Strategy
+
+MASKABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
+
+
+@dataclass(slots=True)
+class Updated:
+    """What became of a step; on a device, tensors of shape [].
+
+    Attributes:
+        loss: Of the whole step.
+        grad_norm: Before clipping; None: it was not taken.
+        is_used: Whether weights have changed: loss and gradient were finite.
+        is_made: False: training had ended before.
+    """
+
+    loss: torch.Tensor | float
+    grad_norm: torch.Tensor | float | None
+    is_used: torch.Tensor | bool
+    is_made: torch.Tensor | bool = True
+
+
+class Update(Protocol):
+    """Makes the update of a step."""
+
+    def __call__(self, loss: torch.Tensor, *, want_norm: bool) -> Updated:
+        """Update the weights, or leave them as they are.
+
+        Args:
+            loss: Of the whole step, shape [].
+            want_norm: Take the gradient norm even when there is nothing to clip.
+        """
+        ...
+
+    def go_on(self) -> None:
+        """Make updates again, though training had ended."""
+        ...
+
+
+class UpdateOnHost:
+    """Reads loss and norm, and decides.
+
+    Args:
+        optimizer: Makes the update.
+        strategy: Has the gradients.
+        scaler: Of the loss; disabled except with fp16.
+        clip_grad_norm: Largest norm; None: no clipping.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        scaler: torch.amp.GradScaler,
+        clip_grad_norm: float | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._strategy = strategy
+        self._scaler = scaler
+        self._limit = clip_grad_norm
+
+    def __call__(self, loss: torch.Tensor, *, want_norm: bool) -> Updated:
+        """Update the weights, or leave them as they are."""
+        loss_here = float(loss)
+        if not math.isfinite(loss_here):
+            return Updated(loss_here, None, is_used=False)
+        scaler = self._scaler
+        scaler.unscale_(self._optimizer)
+        norm: float | None = None
+        if want_norm or self._limit is not None:
+            gradients = self._strategy.gradients()
+            norm = float(get_total_norm(gradients)) if gradients else 0.0
+            if not self._strategy.is_finite(norm) and not scaler.is_enabled():
+                return Updated(loss_here, norm, is_used=False)
+            if self._limit is not None and norm > self._limit:
+                torch._foreach_mul_(gradients, self._limit / norm)
+        scale = scaler.get_scale()
+        scaler.step(self._optimizer)
+        scaler.update()
+        # A scaler that backs off has skipped the step: some gradient overflowed.
+        return Updated(loss_here, norm, is_used=not scaler.is_enabled() or scaler.get_scale() >= scale)
+
+    def go_on(self) -> None:
+        """Nothing is held back here."""
+
+
+class UpdateOnDevice:
+    """Decides on the device, by the rules of ``UpdateOnHost`` and of ``FiniteGuard``, and waits for nothing.
+
+    Args:
+        optimizer: Makes the update; one that ``can_be_masked``.
+        strategy: Has the gradients.
+        scaler: Of the loss; disabled except with fp16.
+        clip_grad_norm: Largest norm; None: no clipping.
+        health: Says which steps may be left out, and how many.
+        device: Where the weights are.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        scaler: DeviceScaler,
+        clip_grad_norm: float | None,
+        health: Health,
+        device: torch.device,
+    ) -> None:
+        self._optimizer = optimizer
+        self._strategy = strategy
+        self._scaler = scaler
+        self._limit = clip_grad_norm
+        self._health = health
+        self._has_ended = torch.zeros((), dtype=torch.bool, device=device)
+        self._num_bad_in_a_row = torch.zeros((), dtype=torch.int32, device=device)
+        self._num_prepared = -1
+
+    @torch.no_grad()
+    def __call__(self, loss: torch.Tensor, *, want_norm: bool) -> Updated:
+        """Update the weights, or leave them as they are; returns while the device works."""
+        self._prepare()
+        was_made = ~self._has_ended
+        is_loss_finite = loss.isfinite()
+        is_used = is_loss_finite
+        self._scaler.unscale_(self._optimizer)
+        norm = self._clipped() if want_norm or self._limit is not None else None
+        if self._scaler.is_enabled():
+            is_used = is_used & ~self._scaler.has_overflowed(self._optimizer)
+        elif norm is not None:
+            is_used = is_used & norm.isfinite()
+        self._note(is_loss_finite, is_used)
+        is_used = is_used & was_made
+        self._scaler.step_where(self._optimizer, is_used=is_used, is_seen=is_loss_finite & was_made)
+        return Updated(loss, norm, is_used, was_made)
+
+    def _clipped(self) -> torch.Tensor:
+        """Clip gradients; return their norm before."""
+        gradients = self._strategy.gradients()
+        if not gradients:
+            return torch.zeros((), device=self._has_ended.device)
+        norm: torch.Tensor = get_total_norm(gradients)
+        if self._limit is not None:
+            # Divided in 64 bits and then rounded, as by the host. A factor of 1 changes nothing.
+            factor = (self._limit / norm.double()).clamp(max=1.0)
+            for dtype in {gradient.dtype for gradient in gradients}:
+                alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+                torch._foreach_mul_(alike, factor.to(dtype))
+        return norm
+
+    def _note(self, is_loss_finite: torch.Tensor, is_used: torch.Tensor) -> None:
+        """Note whether training ends with this step: what ``FiniteGuard`` will say when it hears of it."""
+        may_skip = self._health.non_finite == "skip"
+        if not may_skip and not self._scaler.is_enabled():
+            self._has_ended |= ~is_used
+            return
+        self._num_bad_in_a_row = torch.where(is_used, 0, self._num_bad_in_a_row + 1)
+        is_end = self._num_bad_in_a_row > self._health.max_skipped_steps
+        self._has_ended |= is_end if may_skip else is_end | ~is_loss_finite
+
+    def _prepare(self) -> None:
+        """Give fused SGD its momenta.
+
+        It makes them in its first step without a value, and leaves them so where that step is masked; and
+        it stumbles over a parameter whose first gradient comes later than those of others. Zeros are what
+        both come to.
+        """
+        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        if count == self._num_prepared:
+            return
+        self._num_prepared = count
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"] if group.get("momentum") else ():
+                state = self._optimizer.state[parameter]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+
+    def go_on(self) -> None:
+        """Make updates again, though training had ended; with another state of the optimizer, perhaps."""
+        self._has_ended.zero_()
+        self._num_bad_in_a_row.zero_()
+        self._num_prepared = -1
+
+
+class DeviceScaler(torch.amp.GradScaler):
+    """A loss scaler whose decisions stay on the device; disabled, it changes nothing."""
+
+    def has_overflowed(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """Return whether a gradient was found not to be finite when it was unscaled, shape []."""
+        found = list(self._found_inf_per_device(optimizer).values())
+        return torch.stack(found).sum() > 0
+
+    def step_where(
+        self, optimizer: torch.optim.Optimizer, *, is_used: torch.Tensor, is_seen: torch.Tensor
+    ) -> None:
+        """Make the update of a step that is used, and adapt the scale to one that is to be seen.
+
+        Args:
+            optimizer: With ``found_inf``; its gradients are unscaled.
+            is_used: Whether weights change.
+            is_seen: Whether the scale does: it knows overflows, and nothing of a loss that is NaN.
+        """
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.found_inf = (~is_used).float()  # type: ignore[attr-defined]
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        if not self.is_enabled():
+            return
+        assert self._scale is not None
+        assert self._growth_tracker is not None
+        before = self._scale.clone(), self._growth_tracker.clone()
+        self.update()
+        for tensor, old in zip((self._scale, self._growth_tracker), before, strict=True):
+            tensor.copy_(torch.where(is_seen, tensor, old))
+
+
+def can_be_masked(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer leaves everything as it is where a number on the device says so.
+
+    PyTorch's fused ones do, unless somebody's code runs with each step, or the momentum of the first
+    step is not that of zeros.
+    """
+    own_hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # noqa: SLF001
+    everybodys_hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    return (
+        type(optimizer) in MASKABLE
+        and not any((*own_hooks, *everybodys_hooks))
+        and all(group.get("fused") and not group.get("dampening") for group in optimizer.param_groups)
+    )
