@@ -36,12 +36,12 @@ from horovod_train.collectives.base import Communicator, broadcast_json, mean_ov
 from horovod_train.config.schema import Allreduce, Checkpoint, Data, Health, Job, LearningRate, Train
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import eval_micro_batches
-from horovod_train.errors import NumericError, PreemptedError, UserError
-from horovod_train.frameworks.base import Dataset, StepOutcome
+from horovod_train.errors import PreemptedError, UserError
+from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import choose_device, seed_generators
-from horovod_train.frameworks.torch.late import LateOutcome
+from horovod_train.frameworks.torch.late import Outcome
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
@@ -53,10 +53,11 @@ from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest
-from horovod_train.training.parts import changes_since, record_step, resume_from, save_checkpoint
+from horovod_train.training.parts import changes_since, resume_from, save_checkpoint
 from horovod_train.training.plan import plan_epoch
 from horovod_train.training.progress import DataOrder, Progress
 from horovod_train.training.readings import Readings, StepReport
+from horovod_train.training.watch import StepRecords, StepWatch
 
 log = logging.getLogger(__name__)
 
@@ -211,9 +212,9 @@ class Session:
         recorder = Recorder(self._job.name, run, self.world, self.world.size)
         exporter = Exporter(recorder.registry, host, port + self.world.local_rank)
         self._stack.callback(exporter.close)
-        metrics = SessionMetrics(recorder, exporter.address)
-        self._stack.callback(metrics.close)
-        return metrics
+        records = StepRecords(recorder)
+        self._stack.callback(records.close)
+        return SessionMetrics(records, exporter.address)
 
     def checkpoints(
         self, directory: str | Path, replica: TorchReplica, loader: ShardedLoader, *, keep_last: int = 3
@@ -286,7 +287,7 @@ class Step:
         self._replica.backward(loss, self._planned.share_at(self._at), is_last=is_last)
         self.clock.lap("backward")
 
-    def finish(self, lr: float, *, want_norm: bool = False) -> StepOutcome | LateOutcome:
+    def finish(self, lr: float, *, want_norm: bool = False) -> Outcome:
         """Wait for the other ranks' gradients and update the weights.
 
         On a GPU this returns while it works. What the outcome says (``loss`` and the others) is waited for
@@ -311,41 +312,6 @@ class Step:
             self._progress.finish_epoch()
         self._watch.add(StepReport(self._progress.step, passed, self.share, lr, outcome))
         return outcome
-
-
-@dataclass
-class StepWatch:
-    """Looks at each step of a replica when it is known what it turned out to be."""
-
-    _replica: TorchReplica
-    _guard: FiniteGuard
-    _readings: Readings
-
-    def add(self, report: StepReport) -> None:
-        """Add a step, and look at those that are due.
-
-        Raises:
-            NumericError: One was not finite, and may not be skipped.
-        """
-        self._readings.add(report)
-        self._look_at(self._readings.due())
-
-    def settle(self) -> None:
-        """Look at all steps; raises as ``add`` does."""
-        self._look_at(self._readings.all())
-
-    def _look_at(self, reports: Iterator[StepReport]) -> None:
-        for report in reports:
-            found = report.outcome
-            try:
-                self._guard.check(
-                    report.step, is_finite=found.is_finite, loss=found.loss, local_loss=found.local_loss
-                )
-            except NumericError:
-                # Who goes on nevertheless does so from here: the steps behind it were left out.
-                self._replica.go_on()
-                self._readings.forget()
-                raise
 
 
 @dataclass
@@ -390,32 +356,17 @@ class ShardedLoader:
         self._watches[replica].settle()
 
 
-@dataclass
+@dataclass(frozen=True)
 class SessionMetrics:
     """Records steps as Prometheus metrics; ``address`` says where they are served, None: nowhere."""
 
-    _recorder: Recorder
+    _records: StepRecords
     address: str | None
-    _readings: Readings | None = None
 
-    def record(self, step: Step, outcome: StepOutcome | LateOutcome, lr: float, epochs: float) -> None:
+    def record(self, step: Step, outcome: Outcome, lr: float, epochs: float) -> None:
         """Record one step: on a GPU, when it is known what it turned out to be."""
-        if self._readings is None:
-            self._readings = Readings(step.lag_steps)
-        self._readings.add(StepReport(step.number, epochs, step.share, lr, outcome))
-        self._record(self._readings.due())
-
-    def close(self) -> None:
-        """Record the last steps."""
-        if self._readings is not None:
-            self._record(self._readings.all())
-
-    def _record(self, reports: Iterator[StepReport]) -> None:
-        for report in reports:
-            if report.outcome.is_made:
-                record_step(
-                    self._recorder, report.share, report.outcome, report.lr, report.step, report.epochs_passed
-                )
+        report = StepReport(step.number, epochs, step.share, lr, outcome)
+        self._records.add(report, lag_steps=step.lag_steps)
 
 
 @dataclass

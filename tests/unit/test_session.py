@@ -298,8 +298,8 @@ def test_metrics_are_recorded(session):
 
     metrics.record(step, step.finish(0.1), 0.1, 0.2)
 
-    found = metrics._recorder.registry.get_sample_value
+    found = metrics._records._recorder.registry.get_sample_value
     labels = {"training_job": "own", "rank": "0", "local_rank": "0", "host": session.world.host}
-    labels["run"] = metrics._recorder._rank_labels[1]
+    labels["run"] = metrics._records._recorder._rank_labels[1]
     assert found("horovod_train_samples_total", labels) == 2
     assert found("horovod_train_epoch", labels) == 0.2

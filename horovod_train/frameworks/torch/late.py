@@ -19,6 +19,11 @@ other whose loss it was), and have to do so after the same step.
 Number = torch.Tensor | float | None
 
 
+def lag_steps_of(device: torch.device) -> int:
+    """Return how many steps later a device is asked for what a step turned out to be; a CPU knows at once."""
+    return 0 if device.type == "cpu" else LAG_STEPS
+
+
 class Sent:
     """Numbers on their way from a device to the host.
 
@@ -121,3 +126,7 @@ class LateOutcome:
     def is_finite(self) -> bool:
         """Whether the step was used."""
         return self.outcome().is_finite
+
+
+Outcome = StepOutcome | LateOutcome
+"""What a step turned out to be, known now or later."""

@@ -13,13 +13,14 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Health, Train
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import CheckpointError, UserError
-from horovod_train.frameworks.base import StepClock, StepOutcome, add_metric
+from horovod_train.frameworks.base import StepClock, add_metric
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
+from horovod_train.frameworks.torch import late
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.device_clock import CudaTimer, DeviceClock, HostTimer
 from horovod_train.frameworks.torch.flops import FlopCounter
-from horovod_train.frameworks.torch.late import LAG_STEPS, LateOutcome, Number, outcome_from
+from horovod_train.frameworks.torch.late import LateOutcome, Number, Outcome, outcome_from
 from horovod_train.frameworks.torch.state import (
     blobs_of,
     from_blob,
@@ -89,9 +90,8 @@ class TorchReplica:
         self._statistics = RunningStatistics(model)
         self._device = next(model.parameters()).device
         self._timer = CudaTimer() if self._device.type == "cuda" else HostTimer()
-        if lag_steps is None:
-            lag_steps = 0 if self._device.type == "cpu" else LAG_STEPS
-        self.lag_steps = lag_steps if strategy.can_be_read_later else 0
+        wanted = late.lag_steps_of(self._device) if lag_steps is None else lag_steps
+        self.lag_steps = wanted if strategy.can_be_read_later else 0
         strategy.reads_later = self.lag_steps > 0
         self._local_loss = torch.zeros((), device=self._device)
         self.scaler: torch.amp.GradScaler = DeviceScaler(self._device.type, enabled=train.precision == "fp16")
@@ -121,7 +121,7 @@ class TorchReplica:
     def _reads_later(self) -> bool:
         return self.lag_steps > 0 or self._device.type != "cpu"
 
-    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> StepOutcome | LateOutcome:
+    def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Outcome:
         """Make one optimizer step with this rank's share of it; on a CPU, blocks until all ranks did."""
         assert self.task is not None
         clock = self.new_clock()
@@ -150,11 +150,7 @@ class TorchReplica:
         self._local_loss.zero_()
         if not (self._is_training and self.forward_model.training):
             self._begin_training()
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        for parameter in self._not_optimized:
-            parameter.grad = None
+        self._clear_gradients()
         if self._guard_gradients:
             self._statistics.remember()
 
@@ -168,6 +164,13 @@ class TorchReplica:
         self._is_training = True
         optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self._not_optimized = [p for p in self.model.parameters() if id(p) not in optimized]
+
+    def _clear_gradients(self) -> None:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+        for parameter in self._not_optimized:
+            parameter.grad = None
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the context in which the job's precision holds for a forward pass."""
@@ -194,7 +197,7 @@ class TorchReplica:
             self.strategy.expect_last()
         self.scaler.scale(weighted).backward()  # type: ignore[no-untyped-call]
 
-    def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> StepOutcome | LateOutcome:
+    def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> Outcome:
         """Complete a step: wait for the other ranks' gradients and update the weights.
 
         On a device this returns while it works: what the step turned out to be is read later.
@@ -215,18 +218,9 @@ class TorchReplica:
         self.strategy.after_update(is_used=updated.is_used)
         self._statistics.take_back(is_used=updated.is_used)
         clock.lap("optimizer")
-        numbers = {
-            "loss": updated.loss,
-            "local_loss": self._local_loss,
-            "grad_norm": updated.grad_norm,
-            "is_finite": updated.is_used,
-            "is_made": updated.is_made,
-        }
-        return self.outcome_of(numbers, clock, self.strategy)
+        return self.outcome_of(updated.numbers(self._local_loss), clock, self.strategy)
 
-    def outcome_of(
-        self, numbers: Mapping[str, Number], clock: StepClock, strategy: Strategy
-    ) -> StepOutcome | LateOutcome:
+    def outcome_of(self, numbers: Mapping[str, Number], clock: StepClock, strategy: Strategy) -> Outcome:
         """Return a step's outcome: at once, or on its way.
 
         Args:

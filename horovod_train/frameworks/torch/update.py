@@ -12,6 +12,7 @@ others are left out, too, until the host has heard of it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from horovod_train.config.schema import Health
+from horovod_train.frameworks.torch.late import Number
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
 MASKABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -40,6 +42,16 @@ class Updated:
     grad_norm: torch.Tensor | float | None
     is_used: torch.Tensor | bool
     is_made: torch.Tensor | bool = True
+
+    def numbers(self, local_loss: torch.Tensor) -> Mapping[str, Number]:
+        """Return them by the names of ``StepOutcome``'s fields, with this rank's part of the loss."""
+        return {
+            "loss": self.loss,
+            "local_loss": local_loss,
+            "grad_norm": self.grad_norm,
+            "is_finite": self.is_used,
+            "is_made": self.is_made,
+        }
 
 
 class Update(Protocol):

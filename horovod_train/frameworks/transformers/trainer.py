@@ -32,6 +32,7 @@ from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.reader import batch_length, checked_length
+from horovod_train.frameworks.torch import late
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, broadcast_model, with_tensors
 from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
@@ -214,7 +215,7 @@ class HorovodTrainerMixin:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.gradients = summed_gradients(self.world, self._allreduce)
         self.gradients.bind(model, optimizer)
-        self.gradients.reads_later = self.args.device.type != "cpu"
+        self.gradients.reads_later = late.lag_steps_of(self.args.device) > 0
 
     # -- evaluation
 

@@ -1,0 +1,99 @@
+"""Gradients packed into flat pieces of memory, each of which travels as one message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from horovod_train.frameworks.buckets import plan_buckets
+from horovod_train.frameworks.torch.codecs.base import Codec
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its bucket; ``gradient`` and ``packed`` have the parameter's shape."""
+
+    parameter: torch.nn.Parameter
+    index: int
+    gradient: torch.Tensor
+    packed: torch.Tensor
+
+
+class Bucket:
+    """Some parameters' gradients in one piece of memory.
+
+    Attributes:
+        message: What travels; in the last bucket, flags and loss with it.
+        gradients: The gradients in the parameters' type: the same memory when the types agree. Of
+            complex parameters, pairs of real and imaginary part.
+    """
+
+    def __init__(
+        self, members: Sequence[tuple[int, torch.nn.Parameter]], codec: Codec, num_extra: int
+    ) -> None:
+        first = members[0][1]
+        own_dtype = first.dtype.to_real()
+        length = sum(map(_num_reals, (parameter for _, parameter in members)))
+        self.message = codec.message(length, num_extra, own_dtype, first.device)
+        self.extra, body = self.message.extra, self.message.body
+        self.gradients = body if body.dtype == own_dtype else torch.zeros_like(body, dtype=own_dtype)
+        self.slots: list[Slot] = []
+        at = 0
+        for index, parameter in members:
+            piece = slice(at, at + _num_reals(parameter))
+            at = piece.stop
+            if parameter.is_complex():
+                pairs = (*parameter.shape, 2)
+                gradient = torch.view_as_complex(self.gradients[piece].view(pairs))
+                self.slots.append(Slot(parameter, index, gradient, body[piece].view(pairs)))
+            else:
+                shape = parameter.shape
+                self.slots.append(
+                    Slot(parameter, index, self.gradients[piece].view(shape), body[piece].view(shape))
+                )
+        self.num_missing = len(self.slots)
+        self.is_sent = False
+
+    def unpack(self) -> None:
+        """Bring the sum into the parameters' type."""
+        if self.gradients is not self.message.body:
+            self.gradients.copy_(self.message.body)
+
+    def memory(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Yield what was not sent yet of each parameter's gradient, flat; nothing where all is sent."""
+        if self.message.memory is not None:
+            parameters = [slot.parameter for slot in self.slots]
+            pieces = torch.split(self.message.memory, list(map(_num_reals, parameters)))
+            yield from zip(parameters, pieces, strict=True)
+
+
+def _num_reals(parameter: torch.Tensor) -> int:
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def as_reals(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient densely, complex numbers as pairs."""
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+
+
+def make_buckets(
+    parameters: Sequence[torch.nn.Parameter], bucket_size_bytes: int, codec: Codec
+) -> list[Bucket]:
+    """Lay parameters out in buckets, last parameter first: about the order backward makes them.
+
+    A bucket holds one type on one device; the last one carries what rides along.
+    """
+    kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
+    sizes_bytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    plan = plan_buckets(kinds, sizes_bytes, bucket_size_bytes, in_a_row=True)
+    # After the flags of all: whether this rank has changed what it trains, and the loss.
+    num_extra = len(parameters) + 2
+    return [
+        Bucket(
+            [(place, parameters[place]) for place in places], codec, num_extra if places is plan[-1] else 0
+        )
+        for places in plan
+    ]

@@ -1,0 +1,86 @@
+"""Steps of a user's own loop: looked at and recorded when it is known what they turned out to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from horovod_train.errors import NumericError
+from horovod_train.health.finite import FiniteGuard
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.parts import record_step
+from horovod_train.training.readings import Readings, StepReport
+
+
+class GoesOn(Protocol):
+    """A replica that holds updates back after a step that ends training."""
+
+    def go_on(self) -> None:
+        """Make updates again."""
+        ...
+
+
+@dataclass
+class StepWatch:
+    """Looks at each step of a replica when it is known what it turned out to be."""
+
+    _replica: GoesOn
+    _guard: FiniteGuard
+    _readings: Readings
+
+    def add(self, report: StepReport) -> None:
+        """Add a step, and look at those that are due.
+
+        Raises:
+            NumericError: One was not finite, and may not be skipped.
+        """
+        self._readings.add(report)
+        self._look_at(self._readings.due())
+
+    def settle(self) -> None:
+        """Look at all steps; raises as ``add`` does."""
+        self._look_at(self._readings.all())
+
+    def _look_at(self, reports: Iterator[StepReport]) -> None:
+        for report in reports:
+            found = report.outcome
+            try:
+                self._guard.check(
+                    report.step, is_finite=found.is_finite, loss=found.loss, local_loss=found.local_loss
+                )
+            except NumericError:
+                # Who goes on nevertheless does so from here: the steps behind it were left out.
+                self._replica.go_on()
+                self._readings.forget()
+                raise
+
+
+class StepRecords:
+    """Records steps as metrics, when it is known what they turned out to be.
+
+    Args:
+        recorder: Gets them.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._readings: Readings | None = None
+
+    def add(self, report: StepReport, *, lag_steps: int) -> None:
+        """Add a step; record those that are due."""
+        if self._readings is None:
+            self._readings = Readings(lag_steps)
+        self._readings.add(report)
+        self._record(self._readings.due())
+
+    def close(self) -> None:
+        """Record the last steps."""
+        if self._readings is not None:
+            self._record(self._readings.all())
+
+    def _record(self, reports: Iterator[StepReport]) -> None:
+        for report in reports:
+            if report.outcome.is_made:
+                step, epochs = report.step, report.epochs_passed
+                record_step(self._recorder, report.share, report.outcome, report.lr, step, epochs)
