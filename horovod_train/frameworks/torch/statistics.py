@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -14,34 +16,36 @@ class RunningStatistics:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.buffers: list[torch.Tensor] = [
-            buffer
-            for module in model.modules()
-            if isinstance(module, _NormBase)
-            for buffer in (module.running_mean, module.running_var)
-            if buffer is not None
-        ]
-        self._before: torch.Tensor | None = None
+        layers = [module for module in model.modules() if isinstance(module, _NormBase)]
+        self.buffers = _present(buffer for m in layers for buffer in (m.running_mean, m.running_var))
+        self._counts = _present(module.num_batches_tracked for module in layers)
+        self._before: list[torch.Tensor] | None = None
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Note them as they are."""
-        if self.buffers:
-            self._before = self._flat()
+        """Note them, and how many batches they are of."""
+        self._before = [_flat(kind) for kind in self._kinds()]
 
     @torch.no_grad()
     def take_back(self, *, is_used: torch.Tensor | bool) -> None:
         """Where a step was not used, make them what was noted, if anything was."""
         if self._before is None or is_used is True:
             return
-        flat = self._before
-        if isinstance(is_used, torch.Tensor):
-            flat = torch.where(is_used, self._flat(), flat)
-        pieces = torch.split(flat, [buffer.numel() for buffer in self.buffers])
-        shaped = [piece.view(buffer.shape) for piece, buffer in zip(pieces, self.buffers, strict=True)]
-        torch._foreach_copy_(self.buffers, shaped)
+        for kind, before in zip(self._kinds(), self._before, strict=True):
+            flat = torch.where(is_used, _flat(kind), before) if isinstance(is_used, torch.Tensor) else before
+            pieces = torch.split(flat, [buffer.numel() for buffer in kind])
+            shaped = [piece.view(buffer.shape) for piece, buffer in zip(pieces, kind, strict=True)]
+            torch._foreach_copy_(kind, shaped)
         self._before = None
 
-    def _flat(self) -> torch.Tensor:
-        # Of different types, in the widest: nothing is rounded on the way there and back.
-        return torch.cat([buffer.flatten() for buffer in self.buffers])
+    def _kinds(self) -> list[list[torch.Tensor]]:
+        return [kind for kind in (self.buffers, self._counts) if kind]
+
+
+def _present(buffers: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [buffer for buffer in buffers if buffer is not None]
+
+
+def _flat(buffers: list[torch.Tensor]) -> torch.Tensor:
+    # Of different types, in the widest: nothing is rounded on the way there and back.
+    return torch.cat([buffer.flatten() for buffer in buffers])

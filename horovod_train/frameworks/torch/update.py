@@ -142,7 +142,9 @@ class UpdateOnDevice:
         self._optimizer = optimizer
         self._strategy = strategy
         self._scaler = scaler
-        self._limit = clip_grad_norm
+        self._limit: torch.Tensor | None = None
+        if clip_grad_norm is not None:
+            self._limit = torch.tensor(clip_grad_norm, dtype=torch.float64, device=device)
         self._health = health
         self._has_ended = torch.zeros((), dtype=torch.bool, device=device)
         self._num_bad_in_a_row = torch.zeros((), dtype=torch.int32, device=device)
@@ -173,8 +175,9 @@ class UpdateOnDevice:
             return torch.zeros((), device=self._has_ended.device)
         norm: torch.Tensor = get_total_norm(gradients)
         if self._limit is not None:
-            # Divided in 64 bits and then rounded, as by the host. A factor of 1 changes nothing.
-            factor = (self._limit / norm.double()).clamp(max=1.0)
+            # Divided in 64 bits and then rounded, as by the host. (A number divided by a tensor is rounded
+            # twice.) A factor of 1 changes nothing.
+            factor = torch.div(self._limit, norm.double()).clamp(max=1.0)
             for dtype in {gradient.dtype for gradient in gradients}:
                 alike = [gradient for gradient in gradients if gradient.dtype == dtype]
                 torch._foreach_mul_(alike, factor.to(dtype))
