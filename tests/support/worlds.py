@@ -16,6 +16,7 @@ class Board:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.timeout_s: float = TIMEOUT_S
         self._given: dict[Any, dict[int, Any]] = {}
         self._parts: dict[tuple[int, ...], Board] = {}
         self._changed = threading.Condition()
@@ -27,7 +28,7 @@ class Board:
 
     def all_of(self, key: Any) -> list[Any]:
         with self._changed:
-            is_complete = self._changed.wait_for(lambda: len(self._given[key]) == self.size, TIMEOUT_S)
+            is_complete = self._changed.wait_for(lambda: len(self._given[key]) == self.size, self.timeout_s)
             assert is_complete, f"{key}: only ranks {sorted(self._given[key])} came"
             return [self._given[key][rank] for rank in range(self.size)]
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import support.worlds
 import torch
 from support.torch_threads import on_torch_ranks
 from torch import nn
@@ -542,11 +541,10 @@ class TestWhatIsTrainedChanges:
                     return handle[0]
 
             world.hvd.synchronize = wait_as_a_device_does
+            world.hvd._board.timeout_s = 0.3
             return self.rank(world, {1})
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(support.worlds, "TIMEOUT_S", 0.3)
-            errors = on_torch_ranks(2, rank)
+        errors = on_torch_ranks(2, rank)
 
         assert isinstance(errors[0], UserError)
         assert errors[0].message == "which parameters are trained has changed on 1 ranks, and not on this one"
