@@ -8,28 +8,39 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.late import (
+    ADAMW,
+    BATCH_SIZE,
+    DATA,
+    MODEL,
+    NUM_STEPS,
+    SGD,
+    WAYS,
+    Task,
+    assert_equal,
+    everything,
+    planned,
+    replica_of,
+    trained,
+    worlds,
+)
 from support.torch_threads import on_torch_ranks
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import horovod_train
 from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.data.planned_step import PlannedStep
-from horovod_train.data.shard import share_of_step
 from horovod_train.errors import NumericError, UserError
 from horovod_train.frameworks.torch import late
 from horovod_train.frameworks.torch.device_clock import DeviceClock
-from horovod_train.frameworks.torch.late import LateOutcome, Sent
+from horovod_train.frameworks.torch.late import LateOutcome
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import make_strategy
 from horovod_train.frameworks.torch.update import UpdateOnDevice, UpdateOnHost, can_be_masked
@@ -38,109 +49,6 @@ from horovod_train.training.hooks.base import Hook
 from horovod_train.worker import make_run
 
 PACKAGE = str(Path(horovod_train.__file__).parent)
-NUM_SAMPLES, BATCH_SIZE, NUM_STEPS = 48, 8, 6
-SGD = ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01})
-ADAMW = ("AdamW", {"lr": 0.01, "weight_decay": 0.01})
-with torch.random.fork_rng():
-    torch.manual_seed(3)
-    MODEL = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-    DATA = torch.randn(NUM_SAMPLES, 3)
-
-
-class Task:
-    """Its loss is not a number in some step, on some rank."""
-
-    def __init__(self, poison: tuple[int, int] = (0, 0), value: float = math.nan, at: str = "loss") -> None:
-        self.poison, self.value, self.at = poison, value, at
-        self.num_steps, self.rank = 0, 0
-
-    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        self.num_steps += 1
-        loss = model(batch).float().square().mean()
-        if (self.num_steps, self.rank) != self.poison:
-            return loss
-        if self.at == "loss":
-            return loss * self.value
-        # A finite loss with a gradient that is not: the square root at zero.
-        return loss * 0 + (loss - loss.detach()).abs().sqrt() + loss.detach()
-
-
-def replica_of(
-    world: Any,
-    lag_steps: int,
-    *,
-    task: Any = None,
-    optimizer: Any = SGD,
-    dtype: Any = torch.float32,
-    **fields: Any,
-) -> TorchReplica:
-    job = Job.model_validate({"name": "late", "task": "own:Loop", **fields})
-    model = copy.deepcopy(MODEL).to(dtype)
-    name, args = optimizer
-    made = getattr(torch.optim, name)(model.parameters(), **{"fused": True, **args})
-    strategy = make_strategy(job, world)
-    strategy.bind(model, made)
-    task = task or Task()
-    task.rank = world.rank
-    replica = TorchReplica(
-        model=model, optimizer=made, strategy=strategy, world=world, train=job.train, task=task,
-        health=job.health, lag_steps=lag_steps,
-    )  # fmt: skip
-    if job.train.precision == "fp16":
-        calm = {"scale": 256.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-        replica.scaler.load_state_dict({**calm, "_growth_tracker": 0})  # nothing overflows by itself
-    return replica
-
-
-def planned(world: Any, number: int, dtype: Any = torch.float32, accumulation: int = 1) -> PlannedStep:
-    per_rank = BATCH_SIZE // world.size // accumulation
-    share = share_of_step(
-        number * BATCH_SIZE, BATCH_SIZE, batch_size=per_rank, accumulation_steps=accumulation,
-        rank=world.rank, size=world.size,
-    )  # fmt: skip
-    return PlannedStep(share, (DATA[m.start : m.stop].to(dtype) for m in share.micro_batches))
-
-
-def trained(replica: TorchReplica, world: Any, *, skipping: int = 0, **how: Any) -> list[Any]:
-    """Make all steps, but one perhaps; return their readings."""
-    numbers = [n for n in range(NUM_STEPS) if n + 1 != skipping]
-    return [replica.step(planned(world, n, **how), 0.1, want_norm=True) for n in numbers]
-
-
-def everything(replica: TorchReplica) -> dict[str, torch.Tensor]:
-    """All that must not differ: weights, statistics, the optimizer's state, the loss scale."""
-    found = {name: value.clone() for name, value in replica.model.state_dict().items()}
-    for number, state in replica.optimizer.state_dict()["state"].items():
-        found |= {f"{number}.{name}": v.clone() for name, v in state.items() if v is not None}
-    scaler = replica.scaler.state_dict()
-    return found | {name: torch.tensor(scaler[name]) for name in scaler.keys() & {"scale", "_growth_tracker"}}
-
-
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    differing = [name for name in wanted if not torch.equal(found[name], wanted[name])]
-    assert differing == []
-
-
-def worlds(size: int, function: Any) -> list[Any]:
-    """Results by rank; errors are raised."""
-    if size == 1:
-        return [function(SingleRank())]
-    results = on_torch_ranks(size, function)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
-
-
-WAYS = {
-    "plain": {},
-    "clipped": {"train": {"clip_grad_norm": 0.3}},
-    "never clipped": {"train": {"clip_grad_norm": 1e6}},
-    "bf16": {"train": {"precision": "bf16"}},
-    "fp16": {"train": {"precision": "fp16", "clip_grad_norm": 0.3}},
-    "skip": {"health": {"non_finite": "skip"}},
-}
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -432,82 +340,6 @@ def test_what_is_recorded_does_not_depend_on_the_lag(monkeypatch, size, mode, st
         for found, at_once in zip(worlds(size, lambda w, lag=lag_steps: rank(w, lag)), wanted, strict=True):
             assert found[:2] == at_once[:2]
             assert all(torch.equal(a, b) for a, b in zip(found[2], at_once[2], strict=True))
-
-
-# -- nothing waits
-
-
-READS = {
-    name: getattr(torch.Tensor, name)
-    for name in ("item", "tolist", "cpu", "numpy", "__float__", "__bool__", "__int__", "__index__")
-}
-
-
-def is_ours(depth: int = 2) -> str:
-    """Who of this package reads: the nearest frame that is not PyTorch's or a test's."""
-    frame = sys._getframe(depth)
-    while (
-        frame is not None
-        and "/torch/" in frame.f_code.co_filename
-        and PACKAGE not in frame.f_code.co_filename
-    ):
-        frame = frame.f_back
-    name = frame.f_code.co_filename if frame is not None else ""
-    return f"{name}:{frame.f_lineno}" if name.startswith(PACKAGE) else ""
-
-
-class NoReads(TorchFunctionMode):
-    """Refuses what waits for a device, when this package asks for it."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in READS.values() and (where := is_ours()):
-            allowed = sys._getframe(1).f_code is Sent.read.__code__  # what has arrived
-            assert allowed, f"{where} reads a number from the device"
-        return func(*args, **(kwargs or {}))
-
-
-class NoScalars(TorchDispatchMode):
-    """Refuses the operation behind all of them."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
-            where = is_ours()
-            assert not where, f"{where} reads a number from the device"
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_modes_see_a_read(monkeypatch):
-    replica = replica_of(SingleRank(), 0)
-    for mode in (NoReads, NoScalars):
-        with mode(), pytest.raises(AssertionError, match=r"update\.py:\d+ reads a number"):
-            replica.step(planned(SingleRank(), 0), 0.1, want_norm=False)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("way", [*WAYS, "top-k", "fp16 wire"])
-def test_no_step_waits_for_the_device(way, size):
-    fields = {
-        **WAYS,
-        "top-k": {
-            "allreduce": {"codec": {"name": "top-k", "args": {"keep": 0.2}}},
-            "health": {"non_finite": "skip"},
-        },
-        "fp16 wire": {"allreduce": {"wire_dtype": "fp16", "bucket_size_mib": 0.0001}},
-    }[way]
-
-    def rank(world):
-        replica = replica_of(world, 2, task=Task((3, 0)), **fields)  # of the second step
-        readings = []
-        for number in range(NUM_STEPS):
-            step = planned(world, number, accumulation=2)
-            with NoReads(), NoScalars():
-                readings.append(replica.step(step, 0.1, want_norm=True))
-        assert all(isinstance(reading, LateOutcome) for reading in readings)
-        return [reading.outcome().is_finite for reading in readings]
-
-    for used in worlds(size, rank):
-        assert used[0]
-        assert not used[1]
 
 
 # -- ranks that change what they train
