@@ -22,7 +22,7 @@ from horovod_train.collectives.base import Communicator, SingleRank
 from horovod_train.collectives.log import Collective, CollectiveLog
 from horovod_train.config.schema import Job
 from horovod_train.errors import EngineError, PeerError, WorldError
-from horovod_train.horovod.counters import allreduce_counters
+from horovod_train.horovod.counters import allreduce_counters, gpu_allreduce_counters
 from horovod_train.horovod.environment import horovod_settings, started_as_one_of_many
 
 Result = TypeVar("Result")
@@ -106,6 +106,11 @@ class HorovodCommunicator:
     def allreduce_counters() -> tuple[int, float] | None:
         """Return bytes and seconds of all-reduces so far, as the engine counts them; None: it does not."""
         return allreduce_counters()
+
+    @staticmethod
+    def gpu_allreduce_counters() -> tuple[int, float] | None:
+        """Return the same of all-reduces on this rank's GPU."""
+        return gpu_allreduce_counters()
 
     def close(self) -> None:
         """Leave the world. Safe to call twice."""

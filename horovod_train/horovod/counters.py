@@ -1,4 +1,4 @@
-"""What the engine itself has counted: bytes and time of all-reduces on CPUs (patch 0017)."""
+"""What the engine itself has counted: bytes and time of all-reduces on CPUs (patch 0017) and GPUs (0021)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,19 @@ def allreduce_counters() -> tuple[int, float] | None:
     From the moment that all ranks were ready: waiting for them is no part of it. None: no binding is loaded,
     or the engine does not count.
     """
+    return _read("horovod_allreduce_bytes", "horovod_allreduce_microseconds")
+
+
+def gpu_allreduce_counters() -> tuple[int, float] | None:
+    """Return the same of all-reduces on this process's GPU, through NCCL.
+
+    From the moment that this rank's data was ready: a GPU does not see when others are, and waiting for them
+    is part of it.
+    """
+    return _read("horovod_gpu_allreduce_bytes", "horovod_gpu_allreduce_microseconds")
+
+
+def _read(bytes_name: str, microseconds_name: str) -> tuple[int, float] | None:
     size_bytes, microseconds, is_known = 0, 0, False
     for binding in BINDINGS:  # each has a core of its own; a process uses one of them
         module = sys.modules.get(f"horovod.{binding}.mpi_ops")
@@ -21,7 +34,7 @@ def allreduce_counters() -> tuple[int, float] | None:
         if library is None:
             continue
         try:
-            counters = [library.horovod_allreduce_bytes, library.horovod_allreduce_microseconds]
+            counters = [getattr(library, bytes_name), getattr(library, microseconds_name)]
         except AttributeError:
             continue
         for counter in counters:

@@ -26,12 +26,13 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError
 from horovod_train.events.types import Preempted, ScriptDone, Targets
 from horovod_train.events.wire import Reporter
-from horovod_train.horovod.counters import allreduce_counters
+from horovod_train.horovod.counters import allreduce_counters, gpu_allreduce_counters
 from horovod_train.horovod.environment import horovod_settings
 from horovod_train.registry import load_attribute
 from horovod_train.scripts.meter import StepMeter
 from horovod_train.telemetry.catalog import SCRIPT_CATALOG
 from horovod_train.telemetry.rank_metrics import open_recorder, serve, watch_exchange, watch_waiting
+from horovod_train.telemetry.records import GpuExchangeRecord
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ def run_script(job: Job, run_id: str | None, reporter: Reporter, stack: ExitStac
     reporter.rank = world.rank
     recorder = open_recorder(job, run_id, world, SCRIPT_CATALOG)
     watch_exchange(recorder, allreduce_counters)
+    watch_exchange(recorder, gpu_allreduce_counters, GpuExchangeRecord)
     target = serve(job, run_id, world, recorder, stack)
     if target is not None:
         reporter.report(Targets(targets=(target,)))

@@ -17,6 +17,7 @@ from horovod_train.telemetry.records import (
     EndRecord,
     EvaluationRecord,
     ExchangeRecord,
+    GpuExchangeRecord,
     GpuRecord,
     GraceRecord,
     MemoryRecord,
@@ -44,7 +45,7 @@ STEPS = (
         "horovod_train_step_phase_seconds",
         "histogram",
         "Time of an optimizer step spent in a phase: data, forward, backward, allreduce_wait, optimizer; "
-        "compute: several of these, where a framework does not tell them apart. Absent on GPUs.",
+        "compute: several of these, where a framework does not tell them apart. On a GPU the device's time.",
         "Where does the time of a step go?",
         StepRecord,
         lambda step: step.phase_seconds,
@@ -54,7 +55,7 @@ STEPS = (
     Metric(
         "horovod_train_step_seconds",
         "histogram",
-        "Wall time of an optimizer step.",
+        "Wall time of an optimizer step; on a GPU the device's, from its first work to its last.",
         "How long does a step take?",
         StepRecord,
         lambda step: step.seconds,
@@ -63,8 +64,7 @@ STEPS = (
     Metric(
         "horovod_train_own_seconds_total",
         "counter",
-        "Time of steps without waiting for the all-reduce. Absent where a framework does not tell it apart, "
-        "and on GPUs.",
+        "Time of steps without waiting for the all-reduce. Absent where a framework does not tell it apart.",
         "Which rank is slow? Steps take equally long on all ranks; this does not.",
         StepRecord,
         lambda step: step.own_seconds,
@@ -218,6 +218,25 @@ EXCHANGE = (
         "computation or not. Absent on GPUs.",
         "How fast is the network, or the memory, that ranks exchange through?",
         ExchangeRecord,
+        lambda exchange: exchange.seconds,
+        from_zero=False,
+    ),
+    Metric(
+        "horovod_train_gpu_exchanged_bytes_total",
+        "counter",
+        "Bytes that all-reduces have summed on this rank's GPU, through NCCL.",
+        "How fast is what GPUs exchange through?",
+        GpuExchangeRecord,
+        lambda exchange: exchange.size_bytes,
+        from_zero=False,
+    ),
+    Metric(
+        "horovod_train_gpu_exchange_seconds_total",
+        "counter",
+        "Time that all-reduces were under way on this rank's GPU, from when its data was ready: waiting for "
+        "other ranks is part of it. What is more than allreduce_wait was hidden behind computation.",
+        "How much of the communication is hidden behind computation?",
+        GpuExchangeRecord,
         lambda exchange: exchange.seconds,
         from_zero=False,
     ),

@@ -115,12 +115,17 @@ def watch_device(job: Job, recorder: Recorder, uuid: str, memory: Callable[[], D
     recorder.record(ReferenceRecord(peak_flops=job.metrics.device_peak_flops or known))
 
 
-def watch_exchange(recorder: Recorder, counters: Callable[[], tuple[int, float] | None]) -> None:
+def watch_exchange(
+    recorder: Recorder,
+    counters: Callable[[], tuple[int, float] | None],
+    record: type[ExchangeRecord] = ExchangeRecord,
+) -> None:
     """Have the engine's counters read whenever somebody asks.
 
     Args:
         recorder: Gets what has come since.
         counters: Returns bytes and seconds so far; None: nothing is counted.
+        record: What they are of.
     """
     before = (0, 0.0)
     reading = Lock()
@@ -131,7 +136,7 @@ def watch_exchange(recorder: Recorder, counters: Callable[[], tuple[int, float] 
             found = counters()
             if found is None or not found[1]:
                 return None
-            since = ExchangeRecord(found[0] - before[0], found[1] - before[1])
+            since = record(found[0] - before[0], found[1] - before[1])
             before = found
             return since
 

@@ -77,6 +77,11 @@ class ExchangeRecord:
 
 
 @dataclass(frozen=True)
+class GpuExchangeRecord(ExchangeRecord):
+    """The same of all-reduces on a GPU, which begin when this rank's data is ready."""
+
+
+@dataclass(frozen=True)
 class EvaluationRecord:
     """The metrics of one evaluation, over all samples of all ranks."""
 

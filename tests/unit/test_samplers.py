@@ -35,6 +35,7 @@ from horovod_train.telemetry.rank_metrics import (
     watch_waiting,
 )
 from horovod_train.telemetry.recorder import Recorder
+from horovod_train.telemetry.records import GpuExchangeRecord
 from horovod_train.telemetry.samplers import nvml as sampler_module
 from horovod_train.telemetry.samplers.nvml import THROTTLE_REASONS, GpuSampler, gpu_sampler
 from horovod_train.telemetry.samplers.process import read_memory
@@ -230,6 +231,15 @@ class TestWhatTheEngineCounts:
 
         assert re.search(r"horovod_train_exchanged_bytes_total{.*} 1500.0", text)
         assert re.search(r"horovod_train_exchange_seconds_total{.*} 0.75", text)
+
+    def test_on_gpus_is_another_metric(self):
+        recorder = Recorder("j", "r", SingleRank(), 1)
+        watch_exchange(recorder, lambda: (4096, 0.25), GpuExchangeRecord)
+        text = generate_latest(recorder.registry).decode()
+
+        assert re.search(r"horovod_train_gpu_exchanged_bytes_total{.*} 4096.0", text)
+        assert re.search(r"horovod_train_gpu_exchange_seconds_total{.*} 0.25", text)
+        assert not re.search(r"^horovod_train_exchange_seconds_total{", text, re.MULTILINE)
 
 
 class TestWhoIsWaitedFor:

@@ -85,6 +85,23 @@ NETWORK = (
         unit="percentunit",
         span=12,
     ),
+    panel(
+        "graph",
+        "Time in all-reduce on GPUs",
+        "From when a rank's own data is ready, waiting for others included; less its allreduce_wait, it was "
+        "hidden behind computation.",
+        (f"rate({of_selected('horovod_train_gpu_exchange_seconds_total')}[2m])", _RANK),
+        unit="percentunit",
+        span=12,
+    ),
+    panel(
+        "graph",
+        "Bytes a second on GPUs",
+        "What all-reduces have summed.",
+        (f"rate({of_selected('horovod_train_gpu_exchanged_bytes_total')}[2m])", _RANK),
+        unit="Bps",
+        span=12,
+    ),
 )
 
 _STEP = of_selected("horovod_train_step_seconds_bucket")
