@@ -224,6 +224,7 @@ CODECS = Registry(
     builtin={
         "fp32": "horovod_train.frameworks.torch.codecs.whole:fp32",
         "fp16": "horovod_train.frameworks.torch.codecs.whole:fp16",
+        "bf16": "horovod_train.frameworks.torch.codecs.whole:bf16",
         "top-k": "horovod_train.frameworks.torch.codecs.top_k:TopK",
     },
 )

@@ -42,7 +42,7 @@ from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import choose_device, seed_generators
 from horovod_train.frameworks.torch.late import Outcome
-from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
@@ -123,7 +123,7 @@ class Session:
         clip_grad_norm: float | None = None,
         non_finite: Literal["stop", "skip"] = "stop",
         bucket_size_mib: float = 8.0,
-        wire_dtype: Literal["fp32", "fp16"] = "fp32",
+        wire_dtype: Literal["fp32", "fp16", "bf16"] = "fp32",
     ) -> TorchReplica:
         """Return the replica of a model: rank 0's weights on every rank, gradients kept equal.
 
@@ -178,7 +178,7 @@ class Session:
             num_workers: Loader processes of this rank.
         """
         seed = self._job.train.seed
-        reader = TorchReader(dataset, Data(num_workers=num_workers), seed, self.device)
+        reader = TorchReader(dataset, Data(num_workers=num_workers), seed, Placement(self.device))
         progress = Progress(DataOrder(len(reader), seed, shuffle))
         return ShardedLoader(self.world, reader, progress, batch_size, accumulation_steps, self._watches)
 
@@ -198,7 +198,7 @@ class Session:
         Every rank calls it: buffers such as running means are made equal first.
         """
         replica.sync_buffers()
-        reader = TorchReader(dataset, Data(), self._job.train.seed, self.device)
+        reader = TorchReader(dataset, Data(), self._job.train.seed, Placement(self.device))
         mine = eval_micro_batches(len(reader), batch_size, self.rank, self.size)
         return reader.read(0, np.arange(len(reader)), mine)
 

@@ -54,11 +54,10 @@ from horovod_train.telemetry.rank_metrics import (
     open_recorder,
     serve,
     watch_device,
-    watch_exchange,
+    watch_exchanges,
     watch_waiting,
 )
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.records import GpuExchangeRecord
 from horovod_train.training.bridge import LoopBridge
 from horovod_train.training.exchange import RegularExchange
 from horovod_train.training.hooks.base import HookParts, make_hooks
@@ -159,8 +158,7 @@ def run_rank(
     manager = open_checkpoints(job, world, environment, recorder, reporter, stack)
     addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
     compare_with_one_rank(job, world, recorder)
-    watch_exchange(recorder, getattr(world, "allreduce_counters", lambda: None))
-    watch_exchange(recorder, getattr(world, "gpu_allreduce_counters", lambda: None), GpuExchangeRecord)
+    watch_exchanges(recorder, world)
     if hasattr(world, "waiting_since_s"):  # one of several ranks
         watch_waiting(recorder, world)
 

@@ -236,12 +236,46 @@ def stalls_are_reported_before_they_end_the_job(job: Job) -> Iterator[Problem]:
 
 def determinism_is_possible(job: Job) -> Iterator[Problem]:
     """Deterministic and compiled runs do not mix: the compiler chooses kernels by timing."""
-    if job.train.deterministic and job.train.compile_backend == "inductor":
+    compiled = job.train.compile
+    if job.train.deterministic and compiled is not None and compiled.backend == "inductor":
         yield Problem(
-            "train.compile_backend",
+            "train.compile.backend",
             "'inductor'",
             "cannot be combined with train.deterministic",
             "use aot_eager, or set deterministic: false",
+        )
+
+
+def compiled_as_it_can_be(job: Job) -> Iterator[Problem]:
+    """Modes are inductor's; and steps are recorded once."""
+    compiled = job.train.compile
+    if compiled is None:
+        return
+    if compiled.mode != "default" and compiled.backend != "inductor":
+        yield Problem(
+            "train.compile.mode",
+            repr(compiled.mode),
+            f"has no effect with backend: {compiled.backend}",
+            "leave it out, or use backend: inductor",
+        )
+    records = compiled.mode in {"reduce-overhead", "max-autotune"}
+    if job.train.cuda_graph is not False and records:
+        yield Problem(
+            "train.cuda_graph",
+            repr(job.train.cuda_graph),
+            f"cannot be combined with train.compile.mode: {compiled.mode}, which records graphs of its own",
+            "leave one of them out; mode: max-autotune-no-cudagraphs can be combined",
+        )
+
+
+def bfloat16_travels_in_pytorch(job: Job) -> Iterator[Problem]:
+    """Only PyTorch's binding carries it."""
+    if job.allreduce.wire_dtype == "bf16" and job.framework in {"tensorflow", "keras", "jax"}:
+        yield Problem(
+            "allreduce.wire_dtype",
+            "'bf16'",
+            f"cannot be had with framework: {job.framework}",
+            "use fp16 or fp32, or framework: torch",
         )
 
 
@@ -278,6 +312,13 @@ def codec_can_be_chosen(job: Job) -> Iterator[Problem]:
             repr(codec.name),
             f"cannot be had with framework: {job.framework} and strategy: {job.strategy.name}",
             "leave it out, or use framework: torch and strategy: {name: allreduce}",
+        )
+    if job.train.channels_last:
+        yield Problem(
+            "train.channels_last",
+            "True",
+            "cannot be combined with allreduce.codec: what is sent later is kept in the order of memory",
+            "leave one of them out",
         )
     if job.allreduce.wire_dtype != "fp32":
         yield Problem(
@@ -332,6 +373,8 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     ports_fit,
     stalls_are_reported_before_they_end_the_job,
     determinism_is_possible,
+    compiled_as_it_can_be,
+    bfloat16_travels_in_pytorch,
     framework_can_do_it,
     strategy_can_be_chosen,
     codec_can_be_chosen,

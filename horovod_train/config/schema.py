@@ -34,6 +34,19 @@ from horovod_train.config.fields import (
 from horovod_train.config.launch import Launch
 
 
+class Compile(Section):
+    """How ``torch.compile`` compiles the model."""
+
+    backend: Annotated[str, StringConstraints(min_length=1)] = "inductor"
+    """Which compiler; aot_eager compiles nothing and shows whether the model can be."""
+
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    """What inductor aims at."""
+
+    dynamic: bool | None = None
+    """Compile for any shape at once; null: anew for the first new shape, then for any."""
+
+
 class Train(Section):
     """How long, how much per step, in which precision."""
 
@@ -64,8 +77,17 @@ class Train(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; auto: the rank's own GPU when there is one."""
 
-    compile_backend: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """``torch.compile`` backend, such as inductor; null: eager."""
+    matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """32-bit matrix products on a GPU: in 32 bits, TF32 or bf16 (``set_float32_matmul_precision``)."""
+
+    channels_last: bool = False
+    """Keep images and the weights of convolutions with channels last, which tensor cores want."""
+
+    compile: Compile | None = None
+    """Compile the model; null: eager."""
+
+    cuda_graph: bool | Literal["auto"] = False
+    """Record a step on the GPU and replay it: for models whose steps are short. auto: where it is faster."""
 
     activation_checkpointing: list[Annotated[str, StringConstraints(min_length=1)]] = []
     """Name patterns of modules whose activations are recomputed, such as ``layers.*``."""
@@ -147,8 +169,8 @@ class Allreduce(Section):
     bucket_size_mib: Annotated[float, Field(gt=0, le=4096)] = 8.0
     """Gradients are packed into buckets of about this size; a full bucket leaves at once."""
 
-    wire_dtype: Literal["fp32", "fp16"] = "fp32"
-    """Type on the wire. fp16 halves the bytes and rounds the gradients."""
+    wire_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
+    """Type on the wire. fp16 and bf16 halve the bytes and round the gradients; bf16 does not overflow."""
 
     codec: Codec | None = None
     """An encoding that sends less; null: all numbers travel, in ``wire_dtype``."""

@@ -45,12 +45,23 @@ class Support:
 
 
 def _compiles_itself(framework: str) -> tuple[Refused, ...]:
-    """PyTorch's own compiler and recomputation have no meaning in other frameworks."""
+    """What is PyTorch's own has no meaning in other frameworks."""
     return (
         Refused(
-            "train.compile_backend",
+            "train.compile",
             f"is torch.compile's; {framework} compiles steps by itself",
             "leave it out",
+        ),
+        Refused("train.cuda_graph", f"is PyTorch's; {framework} compiles steps by itself", "leave it out"),
+        Refused(
+            "train.matmul_precision",
+            f"is PyTorch's; {framework} has a switch of its own",
+            "set it in the task, or use framework: torch",
+        ),
+        Refused(
+            "train.channels_last",
+            f"is PyTorch's; {framework} lays out memory by itself",
+            "leave it out, or use framework: torch",
         ),
         Refused(
             "train.activation_checkpointing",
@@ -64,9 +75,14 @@ def _keeps_its_model(framework: str) -> tuple[Refused, ...]:
     """The module is called by a loop that is not ours."""
     return (
         Refused(
-            "train.compile_backend",
+            "train.compile",
             f"does not reach the model: {framework} calls it",
             "call torch.compile in the task's model()",
+        ),
+        Refused(
+            "train.cuda_graph",
+            f"would record the steps of a loop that is {framework}'s",
+            "leave it out, or use framework: torch",
         ),
         Refused(
             "train.activation_checkpointing",

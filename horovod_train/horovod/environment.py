@@ -11,6 +11,10 @@ from horovod_train.config.schema import Job
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
+# Frameworks whose sums go through PyTorch's binding, on the stream that computes.
+ON_PYTORCH = ("torch", "lightning", "transformers")
+
+
 def started_as_one_of_many(environ: Mapping[str, str]) -> bool:
     """Whether a launcher started this process: then there is a world to join, even of one rank.
 
@@ -77,4 +81,6 @@ def horovod_settings(job: Job) -> dict[str, str]:
         # Later than the verdict on whoever is missing, which says more than "timed out".
         "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{max(30, round(job.health.stall_shutdown_s) + 60)}",
         "HOROVOD_LOG_HIDE_TIME": "1",
+        # A sum on a GPU is waited for by the GPU. The host, which would wait by default, has other work.
+        **({"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"} if job.framework in ON_PYTORCH else {}),
     }

@@ -1,7 +1,8 @@
 """Every metric of a rank once: name, kind, labels, meaning, the question it answers, and what feeds it.
 
-A metric is a row of ``CATALOG``. Recorder, documentation, dashboards, alert rules, the page in the browser
-and tests are made from it. What feeds a metric is a class of ``records.py``.
+A metric is a row of ``CATALOG``; those of the machine stand in ``catalog_machine.py``. Recorder,
+documentation, dashboards, alert rules, the page in the browser and tests are made from it. What feeds a
+metric is a class of ``records.py``.
 """
 
 from __future__ import annotations
@@ -11,16 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from horovod_train.checkpoint.write_report import WriteReport
+from horovod_train.telemetry.catalog_machine import MACHINE
 from horovod_train.telemetry.metric import Metric
 from horovod_train.telemetry.records import (
-    DeviceMemoryRecord,
     EndRecord,
     EvaluationRecord,
     ExchangeRecord,
     GpuExchangeRecord,
-    GpuRecord,
     GraceRecord,
-    MemoryRecord,
     ReferenceRecord,
     StepRecord,
     WaitingNowRecord,
@@ -344,116 +343,6 @@ JOB = (
         "Does a preemption lose work?",
         GraceRecord,
         lambda grace: grace.granted_s,
-    ),
-)
-
-MACHINE = (
-    Metric(
-        "horovod_train_resident_memory_bytes",
-        "gauge",
-        "Memory of this process on its host, without loader processes.",
-        "Does a rank leak memory?",
-        MemoryRecord,
-        lambda memory: memory.resident_bytes,
-    ),
-    Metric(
-        "horovod_train_resident_memory_peak_bytes",
-        "gauge",
-        "The most memory that this process has had on its host.",
-        "How much memory does a rank need?",
-        MemoryRecord,
-        lambda memory: memory.peak_bytes,
-    ),
-    Metric(
-        "horovod_train_device_memory_allocated_bytes",
-        "gauge",
-        "Memory of this rank's device that tensors of its framework take.",
-        "How much of the device's memory is in use?",
-        DeviceMemoryRecord,
-        lambda memory: memory.allocated_bytes,
-    ),
-    Metric(
-        "horovod_train_device_memory_reserved_bytes",
-        "gauge",
-        "Memory of this rank's device that its framework keeps for tensors.",
-        "How much of the device's memory is in use?",
-        DeviceMemoryRecord,
-        lambda memory: memory.reserved_bytes,
-    ),
-    Metric(
-        "horovod_train_device_memory_peak_bytes",
-        "gauge",
-        "The most memory of this rank's device that tensors of its framework have taken.",
-        "Would a larger batch fit?",
-        DeviceMemoryRecord,
-        lambda memory: memory.peak_bytes,
-    ),
-    Metric(
-        "horovod_train_gpu_utilization_ratio",
-        "gauge",
-        "Part of the time in which a kernel ran on this rank's GPU (NVML).",
-        "Is the GPU busy?",
-        GpuRecord,
-        lambda gpu: gpu.utilization,
-    ),
-    Metric(
-        "horovod_train_gpu_memory_used_bytes",
-        "gauge",
-        "Memory of this rank's GPU that all processes take (NVML).",
-        "Does somebody else use the GPU?",
-        GpuRecord,
-        lambda gpu: gpu.memory_used_bytes,
-    ),
-    Metric(
-        "horovod_train_gpu_memory_total_bytes",
-        "gauge",
-        "Memory of this rank's GPU (NVML).",
-        "How much of the device's memory is in use?",
-        GpuRecord,
-        lambda gpu: gpu.memory_total_bytes,
-    ),
-    Metric(
-        "horovod_train_gpu_power_watts",
-        "gauge",
-        "Power that this rank's GPU draws (NVML).",
-        "Do all GPUs work alike?",
-        GpuRecord,
-        lambda gpu: gpu.power_w,
-    ),
-    Metric(
-        "horovod_train_gpu_temperature_celsius",
-        "gauge",
-        "Temperature of this rank's GPU (NVML).",
-        "Is a GPU too hot?",
-        GpuRecord,
-        lambda gpu: gpu.temperature_c,
-    ),
-    Metric(
-        "horovod_train_gpu_clock_hertz",
-        "gauge",
-        "Clock of the multiprocessors of this rank's GPU (NVML).",
-        "Is a GPU slower than the others?",
-        GpuRecord,
-        lambda gpu: gpu.clock_hz,
-    ),
-    Metric(
-        "horovod_train_gpu_throttled",
-        "gauge",
-        "1 where the clock of this rank's GPU is held down for a reason (NVML), else 0.",
-        "Why is a GPU slower than the others?",
-        GpuRecord,
-        lambda gpu: gpu.throttled,
-        label="reason",
-    ),
-    Metric(
-        "horovod_train_gpu_ecc_errors_total",
-        "counter",
-        "Memory errors of this rank's GPU since the rank began: corrected, uncorrected (NVML).",
-        "Is a GPU about to fail?",
-        GpuRecord,
-        lambda gpu: gpu.ecc_errors,
-        label="kind",
-        from_zero=False,
     ),
 )
 

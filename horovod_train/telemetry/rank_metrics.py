@@ -25,6 +25,7 @@ from horovod_train.telemetry.records import (
     DeviceMemoryRecord,
     EndRecord,
     ExchangeRecord,
+    GpuExchangeRecord,
     ReferenceRecord,
     WaitingNowRecord,
 )
@@ -141,6 +142,12 @@ def watch_exchange(
             return since
 
     recorder.sample(read)
+
+
+def watch_exchanges(recorder: Recorder, ranks: object) -> None:
+    """Have what all-reduces move read whenever somebody asks, on CPUs and on GPUs, if ranks count it."""
+    watch_exchange(recorder, getattr(ranks, "allreduce_counters", lambda: None))
+    watch_exchange(recorder, getattr(ranks, "gpu_allreduce_counters", lambda: None), GpuExchangeRecord)
 
 
 class Waits(Protocol):

@@ -104,7 +104,7 @@ class Case:
                 "accumulation_steps": self.accumulation,
                 "clip_grad_norm": self.clip,
                 "precision": self.precision,
-                "compile_backend": self.compile_backend,
+                "compile": self.compile_backend and {"backend": self.compile_backend},
                 "activation_checkpointing": list(self.recompute),
             },
             "optimizer": {"name": self.optimizer, "args": self.optimizer_args},

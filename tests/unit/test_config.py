@@ -196,7 +196,7 @@ class TestProblems:
             ({"lr": {"decay": "step", "milestones_epochs": []}}, "lr.milestones_epochs"),
             ({"lr": {"decay": "step", "milestones_epochs": [2, 1]}}, "lr.milestones_epochs"),
             ({"metrics": {"port": 65535}, "launch": {"hosts": [], "num_ranks": 2}}, "metrics.port"),
-            ({"train": {"deterministic": True, "compile_backend": "inductor"}}, "train.compile_backend"),
+            ({"train": {"deterministic": True, "compile": {}}}, "train.compile.backend"),
             ({"health": {"stall_shutdown_s": 5}}, "health.stall_shutdown_s"),
             ({"strategy": {"name": "local-sdg"}}, "strategy.name"),
             ({"strategy": {"name": "local-sgd"}, "framework": "jax"}, "strategy"),

@@ -150,8 +150,8 @@ SAID = [
         "",
     ),
     (
-        {"train": {"deterministic": True, "compile_backend": "inductor"}},
-        "train.compile_backend = 'inductor'",
+        {"train": {"deterministic": True, "compile": {"backend": "inductor"}}},
+        "train.compile.backend = 'inductor'",
         "cannot be combined with train.deterministic",
         "use aot_eager, or set deterministic: false",
     ),

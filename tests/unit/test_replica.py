@@ -259,7 +259,7 @@ def test_a_compiled_job_trains_the_compiled_model(tmp_path):
     job = Job(
         name="x",
         task=f"{tmp_path / 'task_for_compiling.py'}:T",
-        train=Train(compile_backend="noting", device="cpu"),
+        train=Train(compile={"backend": "noting"}, device="cpu"),
     )
     torch._dynamo.register_backend(note_graph, name="noting")
 

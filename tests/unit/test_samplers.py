@@ -213,7 +213,7 @@ class TestFlops:
             ("cpu", {}, False),
             ("cpu", {"metrics": {"device_peak_flops": 1e12}}, True),
             ("cuda", {"metrics": {"enabled": False}}, False),
-            ("cuda", {"train": {"compile_backend": "inductor"}}, False),
+            ("cuda", {"train": {"compile": {}}}, False),
         ],
     )
     def test_are_counted_where_there_is_something_to_compare_them_with(self, device, job, expected):

@@ -15,7 +15,10 @@ from horovod_train.config.support import SUPPORT
 from horovod_train.registry import FRAMEWORKS
 
 OTHER_VALUES = {
-    "train.compile_backend": "inductor",
+    "train.compile": {"backend": "aot_eager"},
+    "train.cuda_graph": True,
+    "train.matmul_precision": "high",
+    "train.channels_last": True,
     "train.activation_checkpointing": ["layers.*"],
     "health.non_finite": "skip",
     "train.precision": "bf16",

@@ -37,7 +37,7 @@ from horovod_train.frameworks.torch.framework import (
     choose_device,
     recompute_activations,
 )
-from horovod_train.frameworks.torch.reader import TorchReader, to_device
+from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import _scaler_state
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy, summed_gradients
 
@@ -218,7 +218,7 @@ class TestBatches:
     def test_of_any_shape_go_to_the_device_and_keep_it(self, wrap):
         batch = wrap(torch.ones(2))
 
-        moved = to_device(batch, torch.device("meta"))
+        moved = Placement(torch.device("meta")).put(batch)
 
         assert type(moved) is type(batch)
         assert tree_structure(moved) == tree_structure(batch)
@@ -247,7 +247,7 @@ class Counting:
 class TestReading:
     def test_asks_for_many_samples_at_once_where_that_is_possible(self):
         dataset = Counting()
-        reader = TorchReader(dataset, Data(), 0, torch.device("cpu"))
+        reader = TorchReader(dataset, Data(), 0, Placement(torch.device("cpu")))
         micro_batches = [MicroBatch(0, 4, share=0.7), MicroBatch(4, 6, share=0.3)]
 
         found = list(reader.read(0, np.array([5, 4, 3, 2, 1, 0]), micro_batches))
@@ -259,7 +259,7 @@ class TestReading:
     def test_of_a_dataset_that_joins_its_samples_itself_is_left_to_it(self):
         dataset = Counting()
         dataset.collate = lambda samples: {"sum": torch.stack(samples).sum()}
-        reader = TorchReader(dataset, Data(), 0, torch.device("cpu"))
+        reader = TorchReader(dataset, Data(), 0, Placement(torch.device("cpu")))
 
         (batch,) = reader.read(0, np.arange(6), [MicroBatch(0, 6, share=1.0)])
 
@@ -268,7 +268,7 @@ class TestReading:
 
     @pytest.mark.parametrize("error", [pickle.PicklingError, AttributeError, TypeError])
     def test_of_a_dataset_that_cannot_be_sent_is_explained(self, monkeypatch, error):
-        reader = TorchReader(Counting(), Data(), 0, torch.device("cpu"))
+        reader = TorchReader(Counting(), Data(), 0, Placement(torch.device("cpu")))
 
         def refuse(loader):
             raise error("Can't pickle local object")

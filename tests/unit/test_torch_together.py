@@ -27,7 +27,7 @@ from horovod_train.frameworks.torch import allreduce_benchmark as benchmark
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.framework import TorchFramework, optimizer_of
-from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, summed_gradients
 from horovod_train.health.desync import fingerprints
@@ -497,7 +497,7 @@ class TestThePartsOfAJob:
     def test_an_optimizer_that_is_none_is_refused(self, monkeypatch):
         job = Job.model_validate({"name": "j", "task": "digits", "optimizer": {"name": "builtins:dict"}})
         monkeypatch.setattr(
-            "horovod_train.frameworks.torch.framework.make_optimizer", lambda *_: {"not": "an optimizer"}
+            "horovod_train.frameworks.torch.optimizer.make_optimizer", lambda *_: {"not": "an optimizer"}
         )
 
         with pytest.raises(UserError, match="is a dict, not a torch optimizer"):
@@ -512,7 +512,7 @@ class TestThePartsOfAJob:
                 return float(torch.rand(())) + index
 
         def read(batches):
-            reader = TorchReader(Noisy(), Data(), 4, torch.device("cpu"))
+            reader = TorchReader(Noisy(), Data(), 4, Placement(torch.device("cpu")))
             order = np.arange(6)
             return torch.cat(list(reader.read(1, order, [MicroBatch(a, b, share=0.0) for a, b in batches])))
 
@@ -526,6 +526,6 @@ class TestThePartsOfAJob:
 
     def test_the_first_sample_is_a_batch_of_its_own(self):
         data = torch.utils.data.TensorDataset(torch.arange(4.0))
-        (first,) = TorchReader(data, Data(), 0, torch.device("cpu")).first()
+        (first,) = TorchReader(data, Data(), 0, Placement(torch.device("cpu"))).first()
 
         assert first.tolist() == [0.0]

@@ -26,13 +26,19 @@ from horovod_train.frameworks.base import Bridge
 from horovod_train.frameworks.lightning.replica import LightningReplica
 from horovod_train.frameworks.lightning.strategy import HorovodStrategy
 from horovod_train.frameworks.lightning.task import REQUIRED, LightningTask
-from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchDevice
-from horovod_train.frameworks.torch.framework import choose_device, seed_generators
+from horovod_train.frameworks.torch.framework import (
+    choose_device,
+    on_device,
+    placement,
+    seed_generators,
+    set_up,
+)
+from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
 
@@ -51,18 +57,25 @@ class LightningFramework(TorchDevice):
     def prepare(self, job: Job, mesh: Mesh) -> tuple[LightningReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         world = mesh.data
-        if job.train.deterministic:
-            torch.use_deterministic_algorithms(True)
+        set_up(job)
         device = choose_device(job, mesh.world)
         seed_generators(job.train.seed, 0, 0)
         self._job, self._world, self._device = job, world, device
         self._task: LightningTask = load_task(job.task, job.task_args, REQUIRED)
-        module = self._task.model().to(device)
+        module = on_device(self._task.model(), device, job.train)
         log_exactly(module)
         parameters = [p for p in module.parameters() if p.requires_grad]
-        optimizer = make_optimizer(job, lambda make, args: make(parameters, lr=job.lr.base_lr, **args))
-        module.configure_optimizers = lambda: optimizer
-        read = partial(TorchReader, data=job.data, seed=job.train.seed, device=device, task=job.task)
+        # Lightning refuses to clip for a fused optimizer with mixed precision.
+        may_fuse = job.train.precision == "fp32" or job.train.clip_grad_norm is None
+        optimizer = optimizer_over(job, parameters, may_fuse=may_fuse)
+        module.configure_optimizers = lambda: optimizer  # type: ignore[assignment]
+        read = partial(
+            TorchReader,
+            data=job.data,
+            seed=job.train.seed,
+            placed=placement(device, job.train),
+            task=job.task,
+        )
         eval_data = getattr(self._task, "eval_data", None)
         self._train_reader = read(self._task.train_data())
         self._eval_reader = read(eval_data()) if eval_data else None

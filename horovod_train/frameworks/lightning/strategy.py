@@ -104,7 +104,7 @@ class HorovodStrategy(ParallelStrategy):
         scale_learning_rate: How rates of optimizers and schedulers follow the number of ranks:
             linear (x ranks), sqrt or none. Right again when a checkpoint is resumed on another number.
         bucket_size_mib: Gradients travel in pieces of about this size.
-        wire_dtype: Type of 32-bit gradients on the way: fp32 or fp16.
+        wire_dtype: Type of gradients on the way: fp32, fp16 or bf16.
         world: The ranks; None: those this process was started with.
 
     Raises:
@@ -123,7 +123,7 @@ class HorovodStrategy(ParallelStrategy):
         *,
         scale_learning_rate: Literal["linear", "sqrt", "none"] = "none",
         bucket_size_mib: float = 8.0,
-        wire_dtype: Literal["fp32", "fp16"] = "fp32",
+        wire_dtype: Literal["fp32", "fp16", "bf16"] = "fp32",
         world: Communicator | None = None,
     ) -> None:
         self.world = join(TorchCommunicator) if world is None else world

@@ -12,7 +12,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.buckets import plan_buckets
 from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
 
-NARROW = (torch.bfloat16, torch.float16)  # summed in 32 bits: Horovod knows no bfloat16, fp16 overflows
+NARROW = (torch.bfloat16, torch.float16)  # summed in 32 bits: one rounds too much, one overflows
 
 
 @dataclass

@@ -17,10 +17,9 @@ from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.schema import Job
+from horovod_train.config.schema import Job, Train
 from horovod_train.errors import UserError
 from horovod_train.frameworks.devices import own_gpu
-from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
@@ -28,7 +27,8 @@ from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.flops import FlopCounter
-from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.optimizer import optimizer_over
+from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import make_strategy
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
@@ -47,19 +47,18 @@ class TorchFramework(TorchDevice):
 
     def prepare(self, job: Job, mesh: Mesh) -> tuple[TorchReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
-        if job.train.deterministic:
-            # cuBLAS is deterministic only with a fixed workspace.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
+        set_up(job)
         device = choose_device(job, mesh.world)
         seed_generators(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, REQUIRED)
         strategy = make_strategy(job, with_tensors(mesh.data))
-        model = strategy.wrap(task.model().to(device))
+        model = strategy.wrap(on_device(task.model(), device, job.train))
         recompute_activations(model, job.train.activation_checkpointing)
         forward_model: torch.nn.Module = model
-        if job.train.compile_backend is not None:
-            forward_model = cast("torch.nn.Module", torch.compile(model, backend=job.train.compile_backend))
+        if (how := job.train.compile) is not None:
+            mode = None if how.mode == "default" else how.mode
+            compiled = torch.compile(model, backend=how.backend, mode=mode, dynamic=how.dynamic)
+            forward_model = cast("torch.nn.Module", compiled)
         optimizer = optimizer_of(job, task, model)
         strategy.bind(model, optimizer)
         replica = TorchReplica(
@@ -73,7 +72,13 @@ class TorchFramework(TorchDevice):
             flops=FlopCounter() if wants_flops(job, device.type) else None,
             health=job.health,
         )
-        read = partial(TorchReader, data=job.data, seed=job.train.seed, device=device, task=job.task)
+        read = partial(
+            TorchReader,
+            data=job.data,
+            seed=job.train.seed,
+            placed=placement(device, job.train),
+            task=job.task,
+        )
         eval_data = getattr(task, "eval_data", None)
         return replica, read(task.train_data()), read(eval_data()) if eval_data else None
 
@@ -93,7 +98,7 @@ class TorchFramework(TorchDevice):
 def wants_flops(job: Job, device: str) -> bool:
     """Whether operations are counted: there may be a peak to compare them with, and they can be seen."""
     is_compared = device != "cpu" or job.metrics.device_peak_flops is not None
-    return job.metrics.enabled and is_compared and job.train.compile_backend is None
+    return job.metrics.enabled and is_compared and job.train.compile is None
 
 
 def seed_generators(seed: int, rank: int, epoch: int) -> None:
@@ -102,6 +107,27 @@ def seed_generators(seed: int, rank: int, epoch: int) -> None:
     random.seed(mixed)
     np.random.seed(mixed % 2**32)
     torch.manual_seed(mixed)
+
+
+def set_up(job: Job) -> None:
+    """Let PyTorch compute as the job says; before its first use of a GPU."""
+    if job.train.deterministic:
+        # cuBLAS is deterministic only with a fixed workspace.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision(job.train.matmul_precision)
+
+
+def on_device(model: torch.nn.Module, device: torch.device, train: Train) -> torch.nn.Module:
+    """Return a model where it is trained, its memory laid out as the job says."""
+    if train.channels_last:
+        return model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model.to(device)
+
+
+def placement(device: torch.device, train: Train) -> Placement:
+    """Return where batches are wanted, and how."""
+    return Placement(device, torch.channels_last if train.channels_last else torch.preserve_format)
 
 
 def choose_device(job: Job, world: Communicator) -> torch.device:
@@ -148,10 +174,6 @@ def optimizer_of(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.opt
         UserError: There is no such optimizer, or it refuses its arguments.
     """
     groups = getattr(task, "param_groups", None)
-    parameters = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
-    optimizer = make_optimizer(job, lambda factory, args: factory(parameters, lr=job.lr.base_lr, **args))
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(
-            f"optimizer {job.optimizer.name!r} is a {type(optimizer).__name__}, not a torch optimizer"
-        )
-    return optimizer
+    return optimizer_over(
+        job, groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
+    )

@@ -49,10 +49,11 @@ class Bucket:
                 gradient = torch.view_as_complex(self.gradients[piece].view(pairs))
                 self.slots.append(Slot(parameter, index, gradient, body[piece].view(pairs)))
             else:
-                shape = parameter.shape
-                self.slots.append(
-                    Slot(parameter, index, self.gradients[piece].view(shape), body[piece].view(shape))
+                gradient, packed = (
+                    laid_out(self.gradients[piece], parameter),
+                    laid_out(body[piece], parameter),
                 )
+                self.slots.append(Slot(parameter, index, gradient, packed))
         self.num_missing = len(self.slots)
         self.is_sent = False
 
@@ -71,6 +72,22 @@ class Bucket:
 
 def _num_reals(parameter: torch.Tensor) -> int:
     return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def laid_out(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a view of flat memory with a parameter's shape, laid out as the parameter is.
+
+    Optimizers that update many parameters in one kernel want a gradient where the weight lies: with
+    channels last, in that order.
+    """
+    formats = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
+    dims = {torch.channels_last: 4, torch.channels_last_3d: 5}
+    is_dense = any(
+        parameter.is_contiguous(memory_format=form)
+        for form in formats
+        if dims.get(form, parameter.dim()) == parameter.dim()
+    )
+    return flat.as_strided(parameter.shape, parameter.stride()) if is_dense else flat.view(parameter.shape)
 
 
 def as_reals(gradient: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -75,7 +76,7 @@ class TorchReader:
             there. A ``collate`` method, when it has one, joins samples into a batch.
         data: The job's ``data`` section.
         seed: Seed of augmentation.
-        device: Where batches are wanted.
+        placed: Where batches are wanted.
         task: Where the task came from, which loader processes have to import; None: nowhere.
         collate: Joins samples into a batch, for a dataset that does not say how.
 
@@ -88,14 +89,15 @@ class TorchReader:
         dataset: Dataset,
         data: Data,
         seed: int,
-        device: torch.device,
+        placed: Placement,
         task: str | None = None,
         collate: Callable[[list[object]], object] = default_collate,
     ) -> None:
         self._length = checked_length(dataset)
         self._seed = seed
-        self._device = device
+        self._placed = placed
         self._schedule = _Schedule()
+        self._pins = data.pin_memory and placed.device.type == "cuda"
         workers = data.num_workers
         if workers:
             start_loader_server(__name__)
@@ -109,7 +111,8 @@ class TorchReader:
             # Never fork a rank: see start_loader_server.
             multiprocessing_context="forkserver" if workers else None,
             worker_init_fn=partial(_leave_with, os.getpid()) if workers else None,
-            pin_memory=data.pin_memory and device.type == "cuda",
+            # Without loader processes it is done here, where it can be seen what can be pinned.
+            pin_memory=self._pins and workers > 0,
             # Seeds of loader processes must not be drawn from the generator that dropout uses.
             generator=torch.Generator(),
         )
@@ -122,7 +125,7 @@ class TorchReader:
         """Return a batch of the first sample alone, on the replica's device."""
         (sample,) = self._loader.dataset.__getitems__(Fetch((0,), self._seed))  # type: ignore[attr-defined]
         collate = self._loader.collate_fn
-        return to_device(collate([sample]), self._device)
+        return self._placed.put(collate([sample]))
 
     def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         """Yield the collated batch of each micro-batch, on the replica's device."""
@@ -134,18 +137,49 @@ class TorchReader:
                 f"the dataset cannot be sent to loader processes: {error}",
                 hint="define its class and functions at the top of a module, or set data.num_workers: 0",
             ) from error
-        for batch in batches:
-            yield to_device(batch, self._device)
+        pins = self._pins and not self._loader.num_workers
+        for batch in self._arriving(batches):
+            yield self._placed.put(batch, pin=pins)
+
+    def _arriving(self, batches: Iterator[object]) -> Iterator[object]:
+        try:
+            yield from batches
+        except RuntimeError as error:
+            if "pin" in str(error) and "cuda" in str(error).lower():
+                raise UserError(
+                    "loader processes give out data that is on a GPU already, which cannot be pinned",
+                    hint="set data.pin_memory: false, or data.num_workers: 0",
+                ) from error
+            raise
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a batch with all its tensors on a device; lists, tuples and mappings are followed."""
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(to_device(value, device) for value in batch)
-    return batch
+@dataclass(frozen=True)
+class Placement:
+    """Where tensors of a batch are wanted.
+
+    Attributes:
+        device: On this device.
+        memory_format: Of images, that is of tensors with four dimensions.
+    """
+
+    device: torch.device
+    memory_format: torch.memory_format = torch.preserve_format
+
+    def put(self, batch: Any, *, pin: bool = False) -> Any:
+        """Return a batch with all its tensors there; lists, tuples and mappings are followed.
+
+        Args:
+            batch: What a loader has joined.
+            pin: From page-locked memory, so that the copy waits for nothing. What is not on the CPU stays.
+        """
+        if isinstance(batch, torch.Tensor):
+            source = batch.pin_memory() if pin and batch.device.type == "cpu" else batch
+            wanted = self.memory_format if batch.dim() == 4 else torch.preserve_format
+            return source.to(self.device, non_blocking=True, memory_format=wanted)
+        if isinstance(batch, dict):
+            return {key: self.put(value, pin=pin) for key, value in batch.items()}
+        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+            return type(batch)(*(self.put(value, pin=pin) for value in batch))
+        if isinstance(batch, list | tuple):
+            return type(batch)(self.put(value, pin=pin) for value in batch)
+        return batch

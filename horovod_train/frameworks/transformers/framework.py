@@ -32,13 +32,19 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import num_steps
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Bridge
-from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchDevice
-from horovod_train.frameworks.torch.framework import choose_device, seed_generators
+from horovod_train.frameworks.torch.framework import (
+    choose_device,
+    on_device,
+    placement,
+    seed_generators,
+    set_up,
+)
+from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
@@ -65,8 +71,7 @@ class TransformersFramework(TorchDevice):
     def prepare(self, job: Job, mesh: Mesh) -> tuple[TransformersReplica, TorchReader, TorchReader | None]:
         """Return this rank's replica and the readers of training and evaluation data."""
         world = mesh.data
-        if job.train.deterministic:
-            torch.use_deterministic_algorithms(True)
+        set_up(job)
         device = choose_device(job, mesh.world)
         if job.train.precision == "fp16" and device.type == "cpu":
             raise UserError(
@@ -75,12 +80,17 @@ class TransformersFramework(TorchDevice):
         seed_generators(job.train.seed, 0, 0)
         self._job, self._world = job, world
         self._task: TransformersTask = load_task(job.task, job.task_args, REQUIRED)
-        model = self._task.model().to(device)
+        model = on_device(self._task.model(), device, job.train)
         parameters = [p for p in model.parameters() if p.requires_grad]
-        optimizer = make_optimizer(job, lambda make, args: make(parameters, lr=job.lr.base_lr, **args))
+        optimizer = optimizer_over(job, parameters)
         collate = getattr(self._task, "collate", default_data_collator)
         read = partial(
-            TorchReader, data=job.data, seed=job.train.seed, device=device, task=job.task, collate=collate
+            TorchReader,
+            data=job.data,
+            seed=job.train.seed,
+            placed=placement(device, job.train),
+            task=job.task,
+            collate=collate,
         )
         eval_data = getattr(self._task, "eval_data", None)
         eval_set = eval_data() if eval_data else None

@@ -18,10 +18,16 @@ def fp16() -> Codec:
     return Whole(torch.float16)
 
 
+def bf16() -> Codec:
+    """Return the codec that halves the bytes, rounds the gradients, and does not overflow."""
+    return Whole(torch.bfloat16)
+
+
 class Whole(Codec):
     """Sums gradients as they are, in a type that Horovod can sum.
 
-    64-bit gradients stay 64-bit, and what carries extra numbers is never narrower than 32 bits.
+    64-bit gradients stay 64-bit, and what carries extra numbers is never narrower than 32 bits. Gradients of
+    bfloat16 that travel as bfloat16 are summed where they lie.
 
     Args:
         dtype: Of all others on the way.

@@ -66,9 +66,10 @@ class LocalSgd(Strategy):
                 "local-sgd cannot train with train.precision: fp16: each rank would have its own loss scale",
                 hint="use bf16 or fp32",
             )
-        if job.allreduce.wire_dtype == "fp16":
+        if job.allreduce.wire_dtype != "fp32":
             raise UserError(
-                "local-sgd cannot use allreduce.wire_dtype: fp16: it would round the weights themselves",
+                f"local-sgd cannot use allreduce.wire_dtype: {job.allreduce.wire_dtype}: it would round the "
+                "weights themselves",
                 hint="use fp32",
             )
         self._ranks = ranks

@@ -1,0 +1,58 @@
+"""The optimizer of a job in PyTorch; on a GPU the fused one, where there is one that does the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import UserError
+from horovod_train.frameworks.optimizers import make_optimizer
+
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Have a fused form for GPUs."""
+
+
+def optimizer_over(job: Job, parameters: Iterable[Any], *, may_fuse: bool = True) -> torch.optim.Optimizer:
+    """Return the job's optimizer over parameters or groups of them.
+
+    Args:
+        job: Names it.
+        parameters: As optimizers take them.
+        may_fuse: On a GPU, choose the fused form where the job does not say.
+
+    Raises:
+        UserError: There is no such optimizer, or it refuses its arguments.
+    """
+    groups = list(parameters)
+
+    def make(factory: Callable[..., Any], args: Mapping[str, Any]) -> Any:
+        fused = {"fused": True} if may_fuse and is_fused_by_itself(factory, args, groups) else {}
+        return factory(groups, lr=job.lr.base_lr, **args, **fused)
+
+    optimizer = make_optimizer(job, make)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"optimizer {job.optimizer.name!r} is a {type(optimizer).__name__}, not a torch optimizer"
+        )
+    return optimizer
+
+
+def is_fused_by_itself(factory: object, args: Mapping[str, Any], groups: Iterable[Any]) -> bool:
+    """Whether the fused form is taken though nobody has asked for it.
+
+    It makes the same update in one kernel in place of several for each parameter, and can be told on the
+    device to leave a step out. With dampening it cannot (see ``update.py``).
+    """
+    if factory not in FUSED or {"fused", "foreach", "capturable", "differentiable"} & args.keys():
+        return False
+    parameters: list[torch.Tensor] = []
+    for group in groups:
+        found = group["params"] if isinstance(group, dict) else group
+        parameters += [found] if isinstance(found, torch.Tensor) else list(found)
+        if isinstance(group, dict) and ({"fused", "foreach"} & group.keys() or group.get("dampening")):
+            return False
+    has_kernels = all(p.is_cuda and p.is_floating_point() for p in parameters)
+    return bool(parameters) and has_kernels and not args.get("dampening")
