@@ -322,6 +322,7 @@ class TorchReplica:
             self.model.load_state_dict(weights)
             # The settings decide where an optimizer wants its state, and so come first.
             for group, own in zip(document["state"]["param_groups"], settings, strict=True):
+                self._tell_of_another_kernel(group, own)
                 group.update(own)
             self.optimizer.load_state_dict(document["state"])
         except (RuntimeError, ValueError, KeyError) as error:
@@ -332,6 +333,15 @@ class TorchReplica:
         self.go_on()
         if self.scaler.is_enabled() and state.scaler:
             self.scaler.load_state_dict(_scaler_state(state.scaler))
+
+    def _tell_of_another_kernel(self, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
+        if bool(saved.get("fused")) != bool(own.get("fused")) and self._world.rank == 0:
+            log.warning(
+                "the checkpoint was trained with fused: %s, and training goes on with fused: %s: as exact, "
+                "and not the same in the last bits",
+                bool(saved.get("fused")),
+                bool(own.get("fused")),
+            )
 
     def own_state(self) -> Mapping[str, ArrayBlob]:
         """Return what this rank's strategy keeps for itself."""
