@@ -3,6 +3,7 @@
     HorovodTrainError                 1
     |-- UserError                     2   the user can fix it: a job file, a task, a flag
     |   |-- ConfigError                   every problem of a job description at once
+    |   |-- DeviceMemoryError             a step needs more memory than the GPU has
     |   `-- UnknownNameError              a name that is in no table
     |-- OperationalError              1   the machine, the network, another process
     |   |-- EngineError                   Horovod cannot be built, found or started
@@ -10,6 +11,8 @@
     |   |-- WorldError                    the ranks found are not the ranks asked for
     |   |-- CheckpointError               a checkpoint cannot be written, found or trusted
     |   |-- DesyncError                   ranks no longer hold the same state
+    |   |-- NcclError                     GPUs cannot exchange data
+    |   |-- GpuError                      a GPU, or its driver, has failed
     |   `-- PeerError                     another rank failed first: a consequence, never a cause
     |-- NumericError                  3   the numbers went wrong: NaN, infinity
     `-- PreemptedError               75   asked to leave, and all is saved: start again to go on
@@ -96,6 +99,12 @@ class UnknownNameError(UserError):
         )
 
 
+class DeviceMemoryError(UserError):
+    """A step needs more memory than the GPU has."""
+
+    cause = "out_of_memory"
+
+
 class OperationalError(HorovodTrainError):
     """The machine, the network or another process is at fault; exit code 1."""
 
@@ -145,6 +154,18 @@ class DesyncError(OperationalError):
     """Ranks no longer hold the same state."""
 
     cause = "replicas_differ"
+
+
+class NcclError(OperationalError):
+    """GPUs cannot exchange data: NCCL says so."""
+
+    cause = "nccl"
+
+
+class GpuError(OperationalError):
+    """A GPU, its driver or a kernel on it has failed; the process cannot use it any more."""
+
+    cause = "gpu"
 
 
 class PeerError(OperationalError):

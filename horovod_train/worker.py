@@ -40,7 +40,7 @@ from horovod_train.events.types import (
 )
 from horovod_train.events.wire import Reporter
 from horovod_train.files import make_folder
-from horovod_train.frameworks.base import Framework, KnowsItsDevice, Reader, Replica
+from horovod_train.frameworks.base import Framework, KnowsItsDevice, Reader, Replica, explained_by
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder, give_signs_of_life
 from horovod_train.health.world_check import check_world
@@ -162,6 +162,7 @@ def run_rank(
     if hasattr(world, "waiting_since_s"):  # one of several ranks
         watch_waiting(recorder, world)
 
+    stack.enter_context(explained_by(framework, job, world.rank))
     mesh = Mesh.data_parallel(world)
     run = make_run(job, mesh, *framework.prepare(job, mesh))
     if isinstance(framework, KnowsItsDevice):

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from horovod_train.collectives.base import Communicator, SingleRank
 from horovod_train.collectives.log import Collective, CollectiveLog
 from horovod_train.config.schema import Job
-from horovod_train.errors import EngineError, PeerError, WorldError
+from horovod_train.errors import EngineError, NcclError, PeerError, WorldError
 from horovod_train.horovod.counters import allreduce_counters, gpu_allreduce_counters
 from horovod_train.horovod.environment import horovod_settings, started_as_one_of_many
 
@@ -146,12 +146,32 @@ class HorovodCommunicator:
             self.waiting_since_s = self.waiting_in = None
 
 
-def explained(error: Exception, entry: Collective) -> PeerError | WorldError:
+# What NCCL says, and what it mostly means.
+NCCL_REASONS = {
+    "duplicate gpu": "several ranks use one GPU: start one rank per GPU, or set launch.share_gpus: true",
+    "out of memory": "its buffers do not fit beside the model: lower train.batch_size_per_rank",
+    "unhandled system error": "ranks do not reach each other: set launch.network_interface; in a pod, see "
+    "that /dev/shm is larger than 64 MB",
+    "unhandled cuda error": "the driver is too old for this NCCL, or a GPU has failed: see `nvidia-smi`",
+    "version": "ranks have different NCCLs: install the same PyTorch on all hosts",
+}
+NCCL_CONSEQUENCE = "remote process exited"
+
+
+def explained(error: Exception, entry: Collective) -> PeerError | WorldError | NcclError:
     """Return our error for one that a collective raised."""
-    if "mismatched" in str(error).lower():
+    said = str(error)
+    if "mismatched" in said.lower():
         return WorldError(
             f"ranks disagree about what they exchange: {error}",
             hint="models and code must be the same on every rank",
+        )
+    if "nccl" in said.lower() and NCCL_CONSEQUENCE not in said.lower():
+        reasons = (reason for sign, reason in NCCL_REASONS.items() if sign in said.lower())
+        likely = next(reasons, "see what NCCL itself tells")
+        return NcclError(
+            f"GPUs cannot exchange data, in {entry}: {said}",
+            hint=f"{likely}. Set NCCL_DEBUG=INFO in launch.env to see more",
         )
     return PeerError(f"a collective was ended because another rank left, in {entry}: {error}")
 

@@ -7,6 +7,7 @@ one step and how to show its state as plain arrays.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
@@ -19,7 +20,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch, Order
-from horovod_train.errors import UserError
+from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.events.types import WAIT_PHASE
 
 
@@ -294,11 +295,21 @@ class KnowsItsDevice(Protocol):
         ...
 
 
+@runtime_checkable
+class ExplainsErrors(Protocol):
+    """A framework that can tell what an error of its device means."""
+
+    def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
+        """Return our error for one that was raised; None: it says enough by itself."""
+        ...
+
+
 class Framework(Protocol):
     """Makes everything above for one job.
 
     A framework that owns its loop has a method ``fit(bridge)`` as well, which trains to the end of
-    the job; the others are stepped by ours. One that knows its device is ``KnowsItsDevice``, too.
+    the job; the others are stepped by ours. One that knows its device is ``KnowsItsDevice``, too, and one
+    that can tell what is wrong with it ``ExplainsErrors``.
     """
 
     def connect(self, job: Job) -> Communicator:
@@ -357,3 +368,17 @@ def add_metric(sums: dict[str, tuple[float, int]], name: str, value: SupportsFlo
     total = float(numbers.sum()) * (1 if numbers.ndim else count)
     old_total, old_count = sums.get(name, (0.0, 0))
     sums[name] = (old_total + total, old_count + count)
+
+
+@contextmanager
+def explained_by(framework: object, job: Job, rank: int) -> Iterator[None]:
+    """Let a framework say what an error of the block means, if it can."""
+    try:
+        yield
+    except HorovodTrainError:
+        raise
+    except Exception as error:
+        said = framework.explain(error, job, rank) if isinstance(framework, ExplainsErrors) else None
+        if said is None:
+            raise
+        raise said from error

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import logging
+import os
+from collections.abc import Callable, MutableMapping, Sequence
 
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError, WorldError, describe_ranks
+
+log = logging.getLogger(__name__)
 
 
 def gpu_uuid(number: int) -> str:
@@ -22,7 +26,9 @@ def gpu_uuid(number: int) -> str:
     device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), number):
         return ""
-    return "" if cuda.cuDeviceGetUuid(ctypes.byref(uuid), device) else bytes(uuid).hex()
+    # The older call has one identity for all parts of a GPU in MIG mode.
+    get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
+    return "" if get_uuid(ctypes.byref(uuid), device) else bytes(uuid).hex()
 
 
 def own_gpu(
@@ -58,7 +64,35 @@ def own_gpu(
             hint="run `horovod-train doctor` on that host, or set train.device: cpu",
         )
     seen = [gpus for host, _, gpus in known if host == world.host]
-    return choose_gpu(world, seen, num_gpus, share=job.launch.share_gpus)
+    chosen = choose_gpu(world, seen, num_gpus, share=job.launch.share_gpus)
+    if job.launch.share_gpus:
+        share_over_nccl(world, known[world.rank][2][chosen], os.environ)
+    return chosen
+
+
+def share_over_nccl(world: Communicator, gpu: str, environ: MutableMapping[str, str]) -> None:
+    """Let ranks that share a GPU exchange data: NCCL refuses two of one host, and so each has its own.
+
+    Their data then goes through a socket: right bits, and slow.
+
+    Args:
+        world: The ranks; all of them call this.
+        gpu: Which one this rank uses.
+        environ: Gets what NCCL reads when it starts.
+    """
+    taken = allgather_json(world, [world.host, gpu])
+    sharing = [rank for rank, place in enumerate(taken) if place == taken[world.rank]]
+    if len(sharing) == 1:
+        return
+    environ.setdefault("NCCL_HOSTID", f"{world.host}-{world.local_rank}")
+    if all(host == world.host for host, _ in taken):
+        environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    if world.rank == min(sharing):
+        log.warning(
+            "%s share one GPU of %s (launch.share_gpus): results are right, and it is slower than one rank",
+            describe_ranks(sharing),
+            world.host,
+        )
 
 
 def choose_gpu(world: Communicator, seen: Sequence[Sequence[str]], num_gpus: int, *, share: bool) -> int:

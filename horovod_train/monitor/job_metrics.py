@@ -71,7 +71,7 @@ JOB_CATALOG = (
         "horovod_train_job_failed",
         "gauge",
         "1 where the job has failed, by cause: configuration, task, not_finite, replicas_differ, checkpoint, "
-        "engine, world, lost, other.",
+        "engine, world, nccl, gpu, out_of_memory, lost, other.",
         "Why did the job fail?",
         JobReading,
         _failed,

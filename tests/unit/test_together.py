@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from support.worlds import on_ranks
@@ -15,7 +16,8 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.launch import Launch
 from horovod_train.config.schema import Job, Train
 from horovod_train.errors import UserError, WorldError
-from horovod_train.frameworks.devices import own_gpu
+from horovod_train.frameworks import devices
+from horovod_train.frameworks.devices import own_gpu, share_over_nccl
 from horovod_train.health.world_check import MAX_NAMED, check_clocks, check_fingerprints, check_world
 from horovod_train.horovod.fingerprint import code_digest, environment_fingerprint, task_files
 from horovod_train.training.exchange import MAX_STEPS_BETWEEN
@@ -242,10 +244,51 @@ class TestGpus:
         assert isinstance(errors[1], UserError)
         assert "has no GPU of its own: 1 found" in str(errors[1])
 
-    def test_unless_they_are_to_share(self):
+    def test_unless_they_are_to_share(self, monkeypatch):
+        for variable in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
+            monkeypatch.setenv(variable, "as it was")  # and is afterwards
         job = Job(name="j", task="digits", launch=Launch(share_gpus=True))
 
         assert self.own(2, [["u0"], ["u0"]], job) == [0, 0]
+
+    @pytest.mark.parametrize(("hosts", "interface"), [(1, "lo"), (2, None)])
+    def test_those_that_share_are_hosts_of_their_own_to_nccl(self, hosts, interface, caplog):
+        def rank(world):
+            world.host, world.local_rank = f"h{world.rank % hosts}", world.rank // hosts
+            environ = {}
+            share_over_nccl(world, "u0" if world.rank < 2 * hosts else "u1", environ)
+            return environ
+
+        *sharing, alone = on_ranks(2 * hosts + 1, rank)
+
+        assert len({environ["NCCL_HOSTID"] for environ in sharing}) == 2 * hosts
+        assert [environ.get("NCCL_SOCKET_IFNAME") for environ in sharing] == [interface] * 2 * hosts
+        assert alone == {}
+        assert "share one GPU of h0" in caplog.text
+
+    def test_parts_of_a_gpu_have_identities_of_their_own(self, monkeypatch):
+        def get(device, number):
+            device._obj.value = number
+            return 0
+
+        def uuid_of_the_whole(uuid, device):
+            uuid._obj[:] = [7] * 16
+            return 0
+
+        def uuid_of_a_part(uuid, device):
+            uuid._obj[:] = [device.value + 1] * 16
+            return 0
+
+        driver = SimpleNamespace(
+            cuInit=lambda _: 0,
+            cuDeviceGet=get,
+            cuDeviceGetUuid=uuid_of_the_whole,
+            cuDeviceGetUuid_v2=uuid_of_a_part,
+        )
+        monkeypatch.setattr(devices.ctypes, "CDLL", lambda _: driver)
+
+        assert devices.gpu_uuid(0) == "01" * 16
+        assert devices.gpu_uuid(1) == "02" * 16
 
     def test_a_host_without_gpus_among_others_is_named_on_all_ranks(self):
         for error in self.own(2, [["u0"], []]):

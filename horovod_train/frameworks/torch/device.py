@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from horovod_train.config.schema import Job
+from horovod_train.errors import HorovodTrainError
 from horovod_train.frameworks.devices import gpu_uuid
+from horovod_train.frameworks.torch.device_errors import device_error
 
 
 class TorchDevice:
@@ -23,3 +26,7 @@ class TorchDevice:
             torch.cuda.memory_reserved(),
             torch.cuda.max_memory_allocated(),
         )
+
+    def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
+        """Return our error for one of the GPU; None: it is of something else."""
+        return device_error(error, job, rank)

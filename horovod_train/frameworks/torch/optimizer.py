@@ -26,7 +26,7 @@ def optimizer_over(job: Job, parameters: Iterable[Any], *, may_fuse: bool = True
     Raises:
         UserError: There is no such optimizer, or it refuses its arguments.
     """
-    groups = list(parameters)
+    groups = [_with_list(group) if isinstance(group, dict) else group for group in parameters]
 
     def make(factory: Callable[..., Any], args: Mapping[str, Any]) -> Any:
         fused = {"fused": True} if may_fuse and is_fused_by_itself(factory, args, groups) else {}
@@ -48,11 +48,18 @@ def is_fused_by_itself(factory: object, args: Mapping[str, Any], groups: Iterabl
     """
     if factory not in FUSED or {"fused", "foreach", "capturable", "differentiable"} & args.keys():
         return False
-    parameters: list[torch.Tensor] = []
+    parameters: list[Any] = []
     for group in groups:
-        found = group["params"] if isinstance(group, dict) else group
-        parameters += [found] if isinstance(found, torch.Tensor) else list(found)
-        if isinstance(group, dict) and ({"fused", "foreach"} & group.keys() or group.get("dampening")):
+        settings = group if isinstance(group, dict) else {"params": [group]}
+        if {"fused", "foreach"} & settings.keys() or settings.get("dampening"):
             return False
-    has_kernels = all(p.is_cuda and p.is_floating_point() for p in parameters)
+        # A parameter, or its name with it.
+        parameters += [entry[1] if isinstance(entry, tuple) else entry for entry in settings["params"]]
+    has_kernels = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)
     return bool(parameters) and has_kernels and not args.get("dampening")
+
+
+def _with_list(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group that can be looked at more than once: its parameters may come from a generator."""
+    found = group["params"]
+    return {**group, "params": [found] if isinstance(found, torch.Tensor) else list(found)}

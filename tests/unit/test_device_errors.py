@@ -1,0 +1,128 @@
+"""What goes wrong on GPUs is told once, with what it means and what to do."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+from horovod_train.collectives.horovod import explained
+from horovod_train.collectives.log import CollectiveLog
+from horovod_train.config.schema import Job
+from horovod_train.errors import DeviceMemoryError, GpuError, NcclError, PeerError
+from horovod_train.events.wire import Reporter
+from horovod_train.frameworks.base import explained_by
+from horovod_train.frameworks.torch import device_errors
+from horovod_train.frameworks.torch.device import TorchDevice
+from horovod_train.frameworks.torch.device_errors import device_error, what_to_change
+from horovod_train.worker import _report_failure
+
+JOB = Job.model_validate({"name": "j", "task": "own:Task", "train": {"batch_size_per_rank": 128}})
+ENTRY = CollectiveLog().begin("horovod_train.bucket.0.1", 1024)
+
+
+@pytest.fixture(autouse=True)
+def a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 70 * 2**30)
+    monkeypatch.setattr(device_errors, "_total_bytes", lambda: 80 * 2**30)
+
+
+class TestNccl:
+    """D4: it was told as another rank that had left."""
+
+    @pytest.mark.parametrize(
+        ("said", "hint"),
+        [
+            (
+                "invalid usage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 4a000",
+                "share_gpus: true",
+            ),
+            ("unhandled system error: Call to connect to 10.0.0.2<1> failed", "launch.network_interface"),
+            ("unhandled cuda error: CUDA driver version is insufficient", "nvidia-smi"),
+            ("Cuda failure 2 'out of memory'", "lower train.batch_size_per_rank"),
+            ("internal error", "see what NCCL itself tells"),
+        ],
+    )
+    def test_an_error_is_its_own_cause_with_nccls_words(self, said, hint):
+        error = explained(RuntimeError(f"NCCL: ncclCommInitRank failed: {said}"), ENTRY)
+
+        assert isinstance(error, NcclError)
+        assert error.cause == "nccl"
+        assert said in error.message
+        assert "horovod_train.bucket.0.1" in error.message
+        assert hint in error.hint
+        assert "NCCL_DEBUG=INFO in launch.env" in error.hint
+
+    def test_what_only_notices_that_a_rank_is_gone_is_no_cause(self):
+        said = "NCCL: async error: remote process exited or there was a network error"
+
+        assert isinstance(explained(RuntimeError(said), ENTRY), PeerError)
+        assert isinstance(explained(RuntimeError("Horovod has been shut down"), ENTRY), PeerError)
+
+
+class TestOutOfMemory:
+    def test_is_told_with_rank_peak_and_what_to_change(self):
+        raised = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has ...")
+        error = device_error(raised, JOB, 3)
+
+        assert isinstance(error, DeviceMemoryError)
+        assert error.message == (
+            "rank 3's GPU is out of memory: tensors took 70.0 GiB at most, of 80.0 GiB, "
+            "and 2.50 GiB more were wanted"
+        )
+        assert "train.batch_size_per_rank: 64 and train.accumulation_steps: 2" in error.hint
+        assert "train.precision: bf16" in error.hint
+        assert "train.activation_checkpointing" in error.hint
+
+    def test_names_what_can_still_be_changed(self):
+        job = Job.model_validate(
+            {
+                "name": "j",
+                "task": "own:Task",
+                "train": {"batch_size_per_rank": 1, "precision": "bf16", "activation_checkpointing": ["a"]},
+            }
+        )
+
+        assert len(what_to_change(job)) == 1
+
+    def test_has_no_traceback(self):
+        out = io.StringIO()
+        raised = torch.OutOfMemoryError("CUDA out of memory.")
+        with pytest.raises(DeviceMemoryError) as told, explained_by(TorchDevice(), JOB, 0):
+            raise raised
+
+        code = _report_failure(told.value, Reporter(0, as_json=False, stream=out))
+
+        assert code == 2
+        assert "Traceback" not in out.getvalue()
+        assert out.getvalue().count("out of memory") == 1
+
+
+class TestFaults:
+    @pytest.mark.parametrize(
+        ("said", "meaning"),
+        [
+            ("uncorrectable ECC error encountered", "its memory has failed"),
+            ("GPU has fallen off the bus", "XID 79"),
+            ("device-side assert triggered", "a label that is out of range"),
+            ("an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING=1"),
+            ("something new", "the GPU or its driver has failed"),
+        ],
+    )
+    def test_of_a_gpu_are_a_cause_of_their_own(self, said, meaning):
+        error = device_error(RuntimeError(f"CUDA error: {said}\nCUDA kernel errors might be ..."), JOB, 1)
+
+        assert isinstance(error, GpuError)
+        assert error.cause == "gpu"
+        assert f"rank 1's GPU: CUDA error: {said}: " in error.message
+        assert meaning in error.message
+        assert "dmesg | grep -i xid" in error.hint
+
+    def test_of_something_else_are_left_as_they_are(self):
+        assert device_error(RuntimeError("shapes do not match"), JOB, 0) is None
+        assert device_error(ValueError("CUDA error: told by somebody"), JOB, 0) is None
+        with pytest.raises(KeyError), explained_by(TorchDevice(), JOB, 0):
+            raise KeyError("x")
+        with pytest.raises(RuntimeError, match="no device"), explained_by(object(), JOB, 0):
+            raise RuntimeError("no device")

@@ -1,0 +1,226 @@
+"""What is set for a GPU by itself, and how data gets there."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from horovod_train.collectives.base import SingleRank
+from horovod_train.config.rules import broken_rules
+from horovod_train.config.schema import Data, Job
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.codecs.whole import fp32
+from horovod_train.frameworks.torch.framework import on_device, placement, set_up
+from horovod_train.frameworks.torch.gradient_buckets import make_buckets
+from horovod_train.frameworks.torch.optimizer import is_fused_by_itself, optimizer_over
+from horovod_train.frameworks.torch.reader import Placement, TorchReader
+from horovod_train.horovod.environment import horovod_settings
+
+CPU = torch.device("cpu")
+
+
+def job(**fields):
+    return Job.model_validate({"name": "j", "task": "own:Task", **fields})
+
+
+def parameter(*, is_cuda=True, is_real=True):
+    return SimpleNamespace(is_cuda=is_cuda, is_floating_point=lambda: is_real)
+
+
+class TestFusedOptimizers:
+    @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+    def test_are_chosen_on_a_gpu(self, kind):
+        assert is_fused_by_itself(kind, {"weight_decay": 0.1}, [parameter(), parameter()])
+        assert is_fused_by_itself(kind, {}, [{"params": [parameter()], "lr_scale": 0.1}])
+        assert is_fused_by_itself(kind, {}, [("weight", parameter())])
+
+    @pytest.mark.parametrize(
+        ("kind", "args", "groups"),
+        [
+            (torch.optim.SGD, {}, [parameter(is_cuda=False)]),
+            (torch.optim.SGD, {}, [parameter(), parameter(is_real=False)]),
+            (torch.optim.SGD, {"dampening": 0.1}, [parameter()]),
+            (torch.optim.SGD, {}, [{"params": [parameter()], "dampening": 0.1}]),
+            (torch.optim.SGD, {}, [{"params": [parameter()], "foreach": True}]),
+            (torch.optim.AdamW, {"fused": False}, [parameter()]),
+            (torch.optim.AdamW, {"foreach": True}, [parameter()]),
+            (torch.optim.AdamW, {"capturable": True}, [parameter()]),
+            (torch.optim.Adagrad, {}, [parameter()]),
+            (torch.optim.RMSprop, {}, [parameter()]),
+            (torch.optim.AdamW, {}, []),
+        ],
+    )
+    def test_are_not_chosen_where_they_do_something_else_or_were_decided_on(self, kind, args, groups):
+        assert not is_fused_by_itself(kind, args, groups)
+
+    def test_are_not_chosen_on_a_cpu(self):
+        made = optimizer_over(job(optimizer={"name": "adamw"}), nn.Linear(2, 2).parameters())
+
+        assert not made.param_groups[0]["fused"]
+
+    def test_are_asked_of_groups_that_can_be_read_once(self):
+        model = nn.Linear(2, 2)
+        groups = ({"params": (p for p in [each])} for each in model.parameters())
+        made = optimizer_over(job(), groups)
+
+        assert [len(group["params"]) for group in made.param_groups] == [1, 1]
+
+    def test_are_what_a_job_asks_for(self):
+        args = {"name": "adamw", "args": {"fused": True}}
+
+        assert optimizer_over(job(optimizer=args), nn.Linear(2, 2).parameters()).param_groups[0]["fused"]
+
+
+def test_matrix_products_have_the_precision_of_the_job():
+    before = torch.get_float32_matmul_precision()
+    try:
+        set_up(job(train={"matmul_precision": "high"}))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    set_up(job())
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+class TestChannelsLast:
+    def net(self):
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return nn.Sequential(
+                nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(8, 2)
+            )
+
+    def test_is_the_layout_of_model_and_images(self):
+        train = job(train={"channels_last": True}).train
+        model = on_device(self.net(), CPU, train)
+        images, labels = placement(CPU, train).put((torch.randn(5, 3, 6, 6), torch.zeros(5, 2)))
+
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+        assert images.is_contiguous(memory_format=torch.channels_last)
+        assert labels.is_contiguous()
+
+    def test_gradients_lie_as_the_weights_do(self):
+        """Optimizers with one kernel for all weights refuse anything else."""
+        model = on_device(self.net(), CPU, job(train={"channels_last": True}).train)
+        parameters = list(model.parameters())
+
+        for bucket in make_buckets(parameters, 2**20, fp32()):
+            for slot in bucket.slots:
+                assert slot.gradient.stride() == slot.parameter.stride()
+                slot.packed.copy_(torch.arange(slot.parameter.numel()).view(slot.parameter.shape))
+                assert torch.equal(
+                    slot.gradient.flatten(), torch.arange(slot.parameter.numel(), dtype=torch.float32)
+                )
+
+    def test_steps_are_the_same_numbers(self):
+        weights = []
+        images = torch.randn(5, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+        for channels_last in (False, True):
+            train = job(train={"channels_last": channels_last}).train
+            model = on_device(copy.deepcopy(self.net()), CPU, train)
+            made = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+            for _ in range(3):
+                made.zero_grad()
+                model(placement(CPU, train).put(images)).square().mean().backward()
+                made.step()
+            weights.append([p.detach().contiguous() for p in model.parameters()])
+
+        for found, wanted in zip(weights[1], weights[0], strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+    def test_cannot_be_had_with_a_codec_that_remembers(self):
+        (problem,) = broken_rules(
+            job(train={"channels_last": True}, allreduce={"codec": {"name": "top-k", "args": {"keep": 0.1}}})
+        )
+
+        assert problem.path == "train.channels_last"
+
+
+class TestDataThatIsOnTheDevice:
+    """D14: pinning it was a traceback."""
+
+    def test_stays_there_and_the_rest_is_pinned(self, monkeypatch):
+        pinned = []
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.device.type) or self)
+        there = Placement(torch.device("meta"))
+        batch = there.put({"a": torch.ones(2), "b": [torch.ones(3, device="meta"), "text"]}, pin=True)
+
+        assert pinned == ["cpu"]
+        assert batch["a"].device.type == batch["b"][0].device.type == "meta"
+        assert batch["b"][1] == "text"
+
+    def test_in_loader_processes_is_an_error_that_says_what_to_do(self, monkeypatch):
+        reader = TorchReader(torch.arange(4.0), Data(), 0, Placement(CPU))
+
+        def broken():
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+            yield
+
+        with pytest.raises(UserError, match=r"on a GPU already(.|\n)*data\.pin_memory: false"):
+            list(reader._arriving(broken()))
+
+
+def test_sums_on_a_gpu_do_not_hold_the_host_up():
+    """D9: for frameworks that wait on the stream."""
+    assert horovod_settings(job())["HOROVOD_ENABLE_ASYNC_COMPLETION"] == "1"
+    assert "HOROVOD_ENABLE_ASYNC_COMPLETION" not in horovod_settings(job(framework="jax"))
+
+
+class TestRules:
+    @pytest.mark.parametrize(
+        ("fields", "path"),
+        [
+            ({"train": {"compile": {"backend": "aot_eager", "mode": "max-autotune"}}}, "train.compile.mode"),
+            ({"train": {"compile": {"mode": "reduce-overhead"}, "cuda_graph": True}}, "train.cuda_graph"),
+            ({"framework": "jax", "allreduce": {"wire_dtype": "bf16"}}, "allreduce.wire_dtype"),
+        ],
+    )
+    def test_refuse_what_cannot_go_together(self, fields, path):
+        (problem,) = broken_rules(job(**fields))
+
+        assert problem.path == path
+
+    def test_allow_the_rest(self):
+        assert not broken_rules(
+            job(
+                train={"compile": {"mode": "max-autotune-no-cudagraphs"}, "cuda_graph": "auto"},
+                allreduce={"wire_dtype": "bf16"},
+            )
+        )
+
+
+def test_several_gpus_are_not_several_for_a_trainer_of_transformers(monkeypatch, tmp_path):
+    """D10: it spread the model over all of them with DataParallel."""
+    transformers = pytest.importorskip("transformers")
+    from horovod_train.frameworks.transformers.trainer import use_one_device
+
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    args = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[])
+    args._n_gpu = 4
+    device = torch.device("cuda", 2)
+    use_one_device(args, device)
+
+    assert args.device == device
+    assert args.n_gpu == 1
+    assert taken == [device]
+
+
+def test_lightning_takes_the_device_that_it_was_given(monkeypatch):
+    """D3: cuda:1 for the second rank of a host, though it sees one GPU alone."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as Lightning sets it
+    lightning = pytest.importorskip("lightning")
+    from horovod_train.frameworks.lightning.strategy import HorovodStrategy
+
+    assert lightning
+    world = SingleRank(rank=1, local_rank=1)
+    alone = HorovodStrategy(parallel_devices=[torch.device("cuda", 0)], world=world)
+    all_of_them = HorovodStrategy(parallel_devices=[torch.device("cuda", n) for n in range(4)], world=world)
+
+    assert alone.root_device == torch.device("cuda", 0)
+    assert all_of_them.root_device == torch.device("cuda", 1)
+    assert HorovodStrategy(world=world).root_device == torch.device("cpu")
