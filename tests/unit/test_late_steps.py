@@ -40,7 +40,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, UserError
 from horovod_train.frameworks.torch import late
 from horovod_train.frameworks.torch.device_clock import DeviceClock
-from horovod_train.frameworks.torch.late import LateOutcome
+from horovod_train.frameworks.torch.late import LateOutcome, pack
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import make_strategy
 from horovod_train.frameworks.torch.update import UpdateOnDevice, UpdateOnHost, can_be_masked
@@ -463,7 +463,7 @@ def test_an_outcome_is_read_once_and_stays():
     clock.lap("forward")
     loss = torch.tensor(2.0)
     outcome = LateOutcome(
-        {"loss": loss, "local_loss": torch.tensor(1.5), "grad_norm": None, "is_finite": True},
+        pack({"loss": loss, "local_loss": torch.tensor(1.5), "grad_norm": None, "is_finite": True}),
         clock,
         bytes_reduced=7,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -67,28 +68,45 @@ def outcome_from(
     )
 
 
+@dataclass(frozen=True)
+class Packed:
+    """The numbers of a step, those on the device in one vector.
+
+    Attributes:
+        names: Of the numbers in the vector, in their order.
+        vector: Shape [len(names)], wide enough for all of them.
+        known: The others.
+    """
+
+    names: Sequence[str]
+    vector: torch.Tensor
+    known: Mapping[str, float | None]
+
+
+def pack(numbers: Mapping[str, Number]) -> Packed:
+    """Put together what is on the device; tensors have shape []."""
+    on_device = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
+    known = {name: value for name, value in numbers.items() if not isinstance(value, torch.Tensor)}
+    wide = torch.float64 if any(v.dtype == torch.float64 for v in on_device.values()) else torch.float32
+    vector = torch.stack([value.detach().reshape(()).to(wide) for value in on_device.values()])
+    return Packed(list(on_device), vector, known)
+
+
 class LateOutcome:
     """The numbers of a step on their way to the host.
 
     Args:
-        numbers: By the names of ``StepOutcome``'s fields: tensors of shape [], or known already.
+        packed: By the names of ``StepOutcome``'s fields.
         clock: Where the time goes.
         bytes_reduced: Bytes this rank put on the wire.
         flops: Operations of the step; None: not counted.
     """
 
     def __init__(
-        self,
-        numbers: Mapping[str, Number],
-        clock: DeviceClock,
-        *,
-        bytes_reduced: int,
-        flops: float | None = None,
+        self, packed: Packed, clock: DeviceClock, *, bytes_reduced: int, flops: float | None = None
     ) -> None:
-        self._numbers = numbers
-        on_device = [value for value in numbers.values() if isinstance(value, torch.Tensor)]
-        wide = torch.float64 if any(value.dtype == torch.float64 for value in on_device) else torch.float32
-        self._sent = Sent(torch.stack([value.reshape(()).to(wide) for value in on_device]))
+        self._names, self._known = packed.names, packed.known
+        self._sent = Sent(packed.vector)
         self._clock = clock
         self._bytes_reduced = bytes_reduced
         self._flops = flops
@@ -97,14 +115,9 @@ class LateOutcome:
     def outcome(self) -> StepOutcome:
         """Return what the step turned out to be; waits for the device when it has not come there yet."""
         if self._found is None:
-            arrived = iter(self._sent.read())
-            found = {
-                name: next(arrived) if isinstance(value, torch.Tensor) else value
-                for name, value in self._numbers.items()
-            }
+            found = {**self._known, **dict(zip(self._names, self._sent.read(), strict=True))}
             self._clock.read()
             self._found = outcome_from(found, self._clock, self._bytes_reduced, self._flops)
-            self._numbers = {}  # of the device's memory
         return self._found
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -20,7 +20,8 @@ from horovod_train.frameworks.torch import late
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.device_clock import CudaTimer, DeviceClock, HostTimer
 from horovod_train.frameworks.torch.flops import FlopCounter
-from horovod_train.frameworks.torch.late import LateOutcome, Number, Outcome, outcome_from
+from horovod_train.frameworks.torch.graphs import Recorder, StepGraphs
+from horovod_train.frameworks.torch.late import LateOutcome, Number, Outcome, Packed, outcome_from, pack
 from horovod_train.frameworks.torch.state import (
     blobs_of,
     from_blob,
@@ -98,6 +99,7 @@ class TorchReplica:
         self._updates = self._make_updates()
         self._is_training = False
         self._not_optimized: list[torch.nn.Parameter] = []
+        self._graphs: StepGraphs | None = None
 
     def _make_updates(self) -> tuple[UpdateOnHost, UpdateOnDevice]:
         scaler, limit = self.scaler, self._train.clip_grad_norm
@@ -115,11 +117,8 @@ class TorchReplica:
 
     def new_clock(self) -> StepClock:
         """Return what tells where the time of a step goes; it begins now."""
-        return DeviceClock(self._timer) if self._reads_later else StepClock()
-
-    @property
-    def _reads_later(self) -> bool:
-        return self.lag_steps > 0 or self._device.type != "cpu"
+        is_device = self.lag_steps > 0 or self._device.type != "cpu"
+        return DeviceClock(self._timer) if is_device else StepClock()
 
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Outcome:
         """Make one optimizer step with this rank's share of it; on a CPU, blocks until all ranks did."""
@@ -129,12 +128,58 @@ class TorchReplica:
         with self._counting(step):
             for micro_batch, batch in step:
                 clock.lap("data")
+                if self._replayed(batch, micro_batch.share):
+                    clock.lap("compute")
+                    continue
                 with self.autocast():
                     loss = self.task.loss(self.forward_model, batch)
                 clock.lap("forward")
                 self.backward(loss, micro_batch.share, is_last=micro_batch is step.share.micro_batches[-1])
                 clock.lap("backward")
         return self.finish(clock, lr, want_norm=want_norm)
+
+    def record_steps(self, recorder: Recorder, *, only_if_faster: bool) -> None:
+        """Make steps by graphs from now on, where they can be recorded (see ``graphs.py``).
+
+        Args:
+            recorder: Records them.
+            only_if_faster: Measure both ways, and keep the faster one.
+        """
+        if self._update is not self._updates[1]:
+            log.warning(
+                "train.cuda_graph: %s cannot leave a step out on the device: steps are made without graphs",
+                type(self.optimizer).__name__,
+            )
+            return
+
+        assert isinstance(self.scaler, DeviceScaler)
+        self._graphs = StepGraphs(
+            recorder,
+            self.optimizer,
+            self._what_graphs_depend_on,
+            self.scaler.forget,
+            self._world.allreduce_sum if only_if_faster else None,
+        )
+
+    def _what_graphs_depend_on(self) -> Hashable:
+        groups = self.optimizer.param_groups
+        settings = [{k: v for k, v in group.items() if k not in {"params", "lr"}} for group in groups]
+        trained = [[p.requires_grad for p in group["params"]] for group in groups]
+        return repr((settings, trained, self.strategy.layout, self._update is self._updates[1]))
+
+    def _replayed(self, batch: object, share: float) -> bool:
+        """Make forward and backward of a micro-batch by a graph, if there is one; return whether."""
+        if self._graphs is None:
+            return False
+
+        def forward_and_backward(static: object) -> bool:
+            assert self.task is not None
+            with self.autocast():
+                loss = self.task.loss(self.forward_model, static)
+            self.backward(loss, share, is_last=False)  # gradients leave when all are there
+            return True
+
+        return bool(self._graphs.run(("backward", share), batch, forward_and_backward))
 
     def _counting(self, step: PlannedStep) -> AbstractContextManager[object]:
         return nullcontext() if self._flops is None else self._flops.counting(step.share.num_local_samples)
@@ -147,6 +192,8 @@ class TorchReplica:
     def begin(self, step: PlannedStep) -> None:
         """Begin a step: no gradients yet."""
         self.strategy.begin(step)
+        if self._graphs is not None:
+            self._graphs.begin()
         self._local_loss.zero_()
         if not (self._is_training and self.forward_model.training):
             self._begin_training()
@@ -166,6 +213,10 @@ class TorchReplica:
         self._not_optimized = [p for p in self.model.parameters() if id(p) not in optimized]
 
     def _clear_gradients(self) -> None:
+        if self._graphs is not None and self._graphs.keeps_gradients:
+            kept = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
+            torch._foreach_zero_([gradient for gradient in kept if gradient is not None])
+            return
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -214,13 +265,24 @@ class TorchReplica:
         clock.lap("allreduce_wait")
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        updated = self._update(loss, want_norm=want_norm or self._guard_gradients)
+        wants = want_norm or self._guard_gradients
+        packed = None
+        if self._graphs is not None:
+            packed = self._graphs.run(("update", wants), (), lambda _: pack(self._complete(loss, wants)))
+        numbers = packed or self._complete(loss, wants)
+        clock.lap("optimizer")
+        return self.outcome_of(numbers, clock, self.strategy)
+
+    def _complete(self, loss: torch.Tensor, want_norm: bool) -> Mapping[str, Number]:
+        """Update the weights, or leave all as it was; return what the step turned out to be."""
+        updated = self._update(loss, want_norm=want_norm)
         self.strategy.after_update(is_used=updated.is_used)
         self._statistics.take_back(is_used=updated.is_used)
-        clock.lap("optimizer")
-        return self.outcome_of(updated.numbers(self._local_loss), clock, self.strategy)
+        return updated.numbers(self._local_loss)
 
-    def outcome_of(self, numbers: Mapping[str, Number], clock: StepClock, strategy: Strategy) -> Outcome:
+    def outcome_of(
+        self, numbers: Mapping[str, Number] | Packed, clock: StepClock, strategy: Strategy
+    ) -> Outcome:
         """Return a step's outcome: at once, or on its way.
 
         Args:
@@ -230,12 +292,9 @@ class TorchReplica:
         """
         flops = None if self._flops is None else self._flops.of_step()
         if isinstance(clock, DeviceClock):
-            return LateOutcome(
-                numbers,
-                clock,
-                bytes_reduced=strategy.bytes_per_step,
-                flops=flops,
-            )
+            packed = numbers if isinstance(numbers, Packed) else pack(numbers)
+            return LateOutcome(packed, clock, bytes_reduced=strategy.bytes_per_step, flops=flops)
+        assert not isinstance(numbers, Packed)
         here = {name: None if value is None else float(value) for name, value in numbers.items()}
         return outcome_from(here, clock, strategy.bytes_per_step, flops)
 

@@ -19,24 +19,29 @@ class RunningStatistics:
         layers = [module for module in model.modules() if isinstance(module, _NormBase)]
         self.buffers = _present(buffer for m in layers for buffer in (m.running_mean, m.running_var))
         self._counts = _present(module.num_batches_tracked for module in layers)
-        self._before: list[torch.Tensor] | None = None
+        self._before: list[torch.Tensor] = []
+        self._is_noted = False
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Note them, and how many batches they are of."""
-        self._before = [_flat(kind) for kind in self._kinds()]
+        """Note them, and how many batches they are of; always in the same memory."""
+        now = [_flat(kind) for kind in self._kinds()]
+        if self._before:
+            torch._foreach_copy_(self._before, now)
+        else:
+            self._before = now
+        self._is_noted = True
 
     @torch.no_grad()
     def take_back(self, *, is_used: torch.Tensor | bool) -> None:
         """Where a step was not used, make them what was noted, if anything was."""
-        if self._before is None or is_used is True:
+        if not self._is_noted or is_used is True:
             return
         for kind, before in zip(self._kinds(), self._before, strict=True):
             flat = torch.where(is_used, _flat(kind), before) if isinstance(is_used, torch.Tensor) else before
             pieces = torch.split(flat, [buffer.numel() for buffer in kind])
             shaped = [piece.view(buffer.shape) for piece, buffer in zip(pieces, kind, strict=True)]
             torch._foreach_copy_(kind, shaped)
-        self._before = None
 
     def _kinds(self) -> list[list[torch.Tensor]]:
         return [kind for kind in (self.buffers, self._counts) if kind]

@@ -189,7 +189,8 @@ class UpdateOnDevice:
         if not may_skip and not self._scaler.is_enabled():
             self._has_ended |= ~is_used
             return
-        self._num_bad_in_a_row = torch.where(is_used, 0, self._num_bad_in_a_row + 1)
+        # In its place, as all that a graph of the step goes on from.
+        self._num_bad_in_a_row.copy_(torch.where(is_used, 0, self._num_bad_in_a_row + 1))
         is_end = self._num_bad_in_a_row > self._health.max_skipped_steps
         self._has_ended |= is_end if may_skip else is_end | ~is_loss_finite
 
@@ -224,6 +225,10 @@ class DeviceScaler(torch.amp.GradScaler):
         """Return whether a gradient was found not to be finite when it was unscaled, shape []."""
         found = list(self._found_inf_per_device(optimizer).values())
         return torch.stack(found).sum() > 0
+
+    def forget(self) -> None:
+        """Drop what is known of gradients that were unscaled, and not used after all."""
+        self._per_optimizer_states.clear()
 
     def step_where(
         self, optimizer: torch.optim.Optimizer, *, is_used: torch.Tensor, is_seen: torch.Tensor

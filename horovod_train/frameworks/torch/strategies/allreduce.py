@@ -113,7 +113,7 @@ class AllreduceStrategy(Strategy):
         self._listening = False
         self._removers: list[RemovableHandle] = []
         self._is_packed: list[bool] = []
-        self._layout = -1
+        self.layout = -1
         self._outstanding: deque[Sent] = deque()
         self._has_told = False
 
@@ -245,7 +245,7 @@ class AllreduceStrategy(Strategy):
         self._trained = [parameter for parameter in self._candidates if parameter.requires_grad]
         if not self._trained:
             raise UserError("nothing is trained any more: no parameter requires a gradient")
-        self._layout += 1
+        self.layout += 1
         self.buckets = make_buckets(self._trained, self._bucket_size_bytes, self._codec)
         self._kept_back.hand_out(self._not_sent(self.buckets))
         self._summed = [bucket.gradients for bucket in self.buckets]
@@ -301,7 +301,7 @@ class AllreduceStrategy(Strategy):
         for number, bucket in enumerate(buckets):
             for slot in bucket.slots:
                 self._pack(slot)
-            bucket.message.send(self._ranks, f"horovod_train.late.{self._layout}.{number}")
+            bucket.message.send(self._ranks, f"horovod_train.late.{self.layout}.{number}")
         for bucket in buckets:
             bucket.message.receive(self._ranks)
         is_used = (flags > 0).tolist()
@@ -346,7 +346,7 @@ class AllreduceStrategy(Strategy):
         bucket = self.buckets[number]
         bucket.is_sent = True
         # Sizes follow the layout, and Horovod knows a tensor by its name.
-        bucket.message.send(self._ranks, f"horovod_train.bucket.{self._layout}.{number}")
+        bucket.message.send(self._ranks, f"horovod_train.bucket.{self.layout}.{number}")
 
     def _receive(self, flags: torch.Tensor | None) -> None:
         """Wait for every bucket. ``flags`` is read only by ranks that lack a gradient."""

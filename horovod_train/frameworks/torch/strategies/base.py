@@ -44,11 +44,13 @@ class Strategy:
             and leaving wait for it.
         can_be_read_later: Whether it completes a step without a number from the device. One that asks other
             ranks in each step about theirs cannot; the host waits for the device then.
+        layout: Changes when gradients come to lie elsewhere.
         reads_later: Set from outside: the host must not wait for the device in a step.
     """
 
     bytes_per_step: int = 0
     replicas_identical: bool = True
+    layout: int = 0
     can_be_read_later: bool = True
     reads_later: bool = False
 
