@@ -1,7 +1,7 @@
 """CUDA graphs on a CPU: what is recorded is every operation, what is replayed computes the same again.
 
-As a graph does, recording leaves everything as it was; what Python decided is not asked again; and results come
-into the same memory each time.
+As a graph does, recording leaves everything as it was; what Python decided is not asked again; and results
+come into the same memory each time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+UNDECLARED = {"running_mean", "running_var"}
+"""What batch normalization writes without saying so."""
 
 READS = {torch.ops.aten._local_scalar_dense.default}
 
@@ -39,7 +42,8 @@ class _Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         given = tensors_of((args, kwargs))
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written or argument.name in UNDECLARED:
                 for tensor in tensors_of(value):
                     self._keep(tensor)
         result = func(*args, **kwargs)

@@ -77,7 +77,7 @@ def planned(world: Any, number: int, dtype: Any = torch.float32, accumulation: i
         number * BATCH_SIZE, BATCH_SIZE, batch_size=per_rank, accumulation_steps=accumulation,
         rank=world.rank, size=world.size,
     )  # fmt: skip
-    return PlannedStep(share, (DATA[m.start : m.stop].to(dtype) for m in share.micro_batches))
+    return PlannedStep(share, (DATA[m.start : m.stop].clone().to(dtype) for m in share.micro_batches))
 
 
 def trained(replica: TorchReplica, world: Any, *, skipping: int = 0, **how: Any) -> list[Any]:
@@ -97,7 +97,10 @@ def everything(replica: TorchReplica) -> dict[str, torch.Tensor]:
 
 def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert found.keys() == wanted.keys()
-    differing = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+    # NaN, in the statistics of a step that ends training, is NaN on either side.
+    differing = [
+        name for name in wanted if not torch.equal(found[name].nan_to_num(7.5), wanted[name].nan_to_num(7.5))
+    ]
     assert differing == []
 
 

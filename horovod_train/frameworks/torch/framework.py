@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from collections.abc import Iterable, Mapping
@@ -27,11 +28,14 @@ from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.flops import FlopCounter
+from horovod_train.frameworks.torch.graphs import CudaRecorder
 from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import make_strategy
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
+
+log = logging.getLogger(__name__)
 
 
 class TorchFramework(TorchDevice):
@@ -72,6 +76,8 @@ class TorchFramework(TorchDevice):
             flops=FlopCounter() if wants_flops(job, device.type) else None,
             health=job.health,
         )
+        if job.train.cuda_graph is not False:
+            record_steps(replica, device, only_if_faster=job.train.cuda_graph == "auto")
         read = partial(
             TorchReader,
             data=job.data,
@@ -123,6 +129,14 @@ def on_device(model: torch.nn.Module, device: torch.device, train: Train) -> tor
     if train.channels_last:
         return model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model.to(device)
+
+
+def record_steps(replica: TorchReplica, device: torch.device, *, only_if_faster: bool) -> None:
+    """Let a replica make its steps by CUDA graphs."""
+    if device.type == "cuda":
+        replica.record_steps(CudaRecorder(), only_if_faster=only_if_faster)
+    else:
+        log.warning("train.cuda_graph has no effect on a CPU")
 
 
 def placement(device: torch.device, train: Train) -> Placement:

@@ -110,11 +110,20 @@ class StepGraphs:
         self._graphs: dict[Hashable, _Recorded | None] = {}
         self._made_with: Hashable = None
         self._num_steps = 0
-        self._is_off = False
+        self._is_off = self._has_changed = False
         self._window_s: list[float] = []
         self._rates: list[torch.Tensor] = []
-        self.keeps_gradients = False
-        """Gradients are where graphs write them: they are cleared by writing zeros, and never let go."""
+
+    @property
+    def _is_warm(self) -> bool:
+        """Whether work may be recorded, or has been, in this step."""
+        num_eager = WARM_UP_STEPS + (MEASURED_STEPS if self._sum_over_ranks is not None else 0)
+        return not self._is_off and self._num_steps > num_eager and not self._has_changed
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay where graphs write them: they are cleared by zeros, and never let go."""
+        return self._is_warm
 
     def begin(self) -> None:
         """A step begins."""
@@ -124,7 +133,9 @@ class StepGraphs:
         if self._sum_over_ranks is not None:
             self._measure()
         now = self._fingerprint()
-        if now != self._made_with:
+        # Then this step is made without graphs: gradients come to lie where they will.
+        self._has_changed = now != self._made_with
+        if self._has_changed:
             self._graphs.clear()
             self._made_with = now
 
@@ -162,8 +173,7 @@ class StepGraphs:
         Returns:
             None where it was not done: it has to be done as without graphs.
         """
-        warm = WARM_UP_STEPS + (MEASURED_STEPS if self._sum_over_ranks is not None else 0)
-        if self._is_off or self._num_steps <= warm:
+        if not self._is_warm:
             return None
         leaves, structure = pytree.tree_flatten(inputs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -197,7 +207,6 @@ class StepGraphs:
             self._turn_off()
             self._forget()
             return None
-        self.keeps_gradients = True
         return _Recorded(replay, [leaf for leaf in static if isinstance(leaf, torch.Tensor)], result)
 
     @contextmanager
@@ -228,4 +237,3 @@ class StepGraphs:
     def _turn_off(self) -> None:
         self._is_off = True
         self._graphs.clear()
-        self.keeps_gradients = False

@@ -228,7 +228,8 @@ class DeviceScaler(torch.amp.GradScaler):
 
     def forget(self) -> None:
         """Drop what is known of gradients that were unscaled, and not used after all."""
-        self._per_optimizer_states.clear()
+        if self.is_enabled():
+            self._per_optimizer_states.clear()
 
     def step_where(
         self, optimizer: torch.optim.Optimizer, *, is_used: torch.Tensor, is_seen: torch.Tensor
