@@ -12,6 +12,9 @@ Level = Literal["ok", "warn", "fail"]
 GIB = 1024**3
 MIN_DISK_BYTES = 5 * GIB
 MIN_SHARED_MEMORY_BYTES = GIB // 4
+FAR_LINKS = {"PHB", "NODE", "SYS"}
+"""Between GPUs, as `nvidia-smi topo` calls them: across the CPU or another one."""
+
 MIN_OPEN_FILES = 4096
 
 
@@ -135,11 +138,37 @@ def _gpus(host: str, readings: HostReadings, ranks: int, device: str) -> Iterato
         yield Finding(host, "gpu", f"{found}: too few for {ranks} ranks", "fail", fix)
     else:
         yield Finding(host, "gpu", found)
+    yield from _gpu_state(host, readings)
     if not nccl:
-        fix = "install CUDA and NCCL's headers, and run `horovod-train engine build --force`"
+        fix = "run `horovod-train engine check` there: it says what is missing"
         yield Finding(host, "nccl", "not in this engine: gradients travel through the host", "warn", fix)
     else:
         yield Finding(host, "nccl", nccl)
+
+
+def _gpu_state(host: str, readings: HostReadings) -> Iterator[Finding]:
+    """Yield what is wrong with GPUs, and how they are connected."""
+    for gpu in readings.gpus:
+        if gpu.ecc_errors.isdigit() and int(gpu.ecc_errors):
+            found = f"GPU {gpu.index} has had {gpu.ecc_errors} memory errors that were not corrected"
+            yield Finding(
+                host, "gpu ecc", found, "warn", "see `nvidia-smi -q -d ECC,ROW_REMAPPER`; reset or replace it"
+            )
+    clocks = {f"{gpu.clock} of {gpu.max_clock}" for gpu in readings.gpus if gpu.max_clock}
+    if clocks:
+        yield Finding(host, "gpu clocks", ", ".join(sorted(clocks)))
+    if len(readings.gpus) == 1:
+        return
+    if readings.gpu_links:
+        through_cpu = sorted(FAR_LINKS & set(readings.gpu_links))
+        fix = "ranks of this host exchange through the CPU: NVLink or one PCIe switch is faster"
+        yield Finding(host, "gpu links", ", ".join(readings.gpu_links), "warn" if through_cpu else "ok", fix)
+    if set(readings.gpu_peers) - {"OK"}:
+        found = ", ".join(readings.gpu_peers)
+        fix = (
+            "GPUs do not read each other's memory (a virtual machine, or the IOMMU): NCCL takes a slower way"
+        )
+        yield Finding(host, "gpu peers", found, "warn", fix)
 
 
 def _ports(host: str, readings: HostReadings) -> Iterator[Finding]:

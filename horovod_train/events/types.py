@@ -222,7 +222,7 @@ class Preempted(Event):
 
 
 class AllreduceTime(Event):
-    """Median time of an all-reduce of one size. ``via`` says through what: horovod, mpi4py."""
+    """Median time of an all-reduce of one size. ``via`` says through what: horovod, nccl, mpi4py."""
 
     kind = "allreduce_time"
 

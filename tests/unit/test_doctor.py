@@ -14,7 +14,7 @@ from horovod_train.events.types import AllreduceTime, PairTime
 from horovod_train.horovod import build, installed
 from horovod_train.launch.hosts.host_actions import HostActions
 from horovod_train.launch.hosts.host_group import result_of
-from horovod_train.launch.hosts.readings import EngineReading, Gpu, HostReadings, take_readings
+from horovod_train.launch.hosts.readings import EngineReading, Gpu, HostReadings, cells_of, take_readings
 
 GOOD = HostReadings(
     python_version="3.11.7",
@@ -29,6 +29,8 @@ GOOD = HostReadings(
     cores=8,
     load=0.1,
     gpus=[],
+    gpu_links=[],
+    gpu_peers=[],
     infiniband=[],
     speeds_mbit_s={},
     busy_ports=[],
@@ -89,7 +91,12 @@ def test_a_good_host_is_fine():
         ({"cores": 1}, "cores", "warn", "at most 1"),
         ({"load": 30.0}, "cores", "warn", "top"),
         ({"gpus": [GPU]}, "gpu", "fail", "at most 1 ranks"),
-        ({"gpus": [GPU, GPU]}, "nccl", "warn", "--force"),
+        ({"gpus": [GPU, GPU]}, "nccl", "warn", "engine check"),
+        ({"gpus": [GPU, replace(GPU, ecc_errors="3")]}, "gpu ecc", "warn", "nvidia-smi"),
+        ({"gpus": [GPU, GPU], "gpu_links": ["NV18"]}, "gpu links", "ok", ""),
+        ({"gpus": [GPU, GPU], "gpu_links": ["PIX", "SYS"]}, "gpu links", "warn", "through the CPU"),
+        ({"gpus": [GPU, GPU], "gpu_peers": ["NS", "OK"]}, "gpu peers", "warn", "IOMMU"),
+        ({"gpus": [replace(GPU, clock="210 MHz", max_clock="1980 MHz")]}, "gpu clocks", "ok", ""),
         ({"busy_ports": [9400]}, "ports", "warn", "metrics.port"),
     ],
 )
@@ -197,3 +204,17 @@ def test_a_report_ends_with_what_it_comes_to():
 
     assert lines[0].endswith("fix: make room")
     assert last == "2 findings: 1 that keep a job from running, 0 that are odd"
+
+
+def test_links_of_gpus_are_what_the_table_has_between_them():
+    table = (
+        "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m\n"
+        "GPU0\t X \tNV12\tSYS\tPIX\t0-31\t0\n"
+        "GPU1\tNV12\t X \tSYS\tPHB\t0-31\t0\n"
+        "GPU2\tSYS\tSYS\t X \tSYS\t32-63\t1\n"
+        "NIC0\tPIX\tPHB\tSYS\t X \n\nLegend:\n  X    = Self\n"
+    )
+
+    assert cells_of(table) == ["NV12", "SYS"]
+    assert cells_of("No devices were found\n") == []
+    assert cells_of("") == []

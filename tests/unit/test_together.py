@@ -223,16 +223,30 @@ class TestTruth:
 
 
 class TestGpus:
-    def own(self, size, seen, job=None):
+    def own(self, size, seen, job=None, names=None):
         """What each rank takes, given the GPUs each sees."""
         job = job or Job(name="j", task="digits")
-        return on_ranks(size, lambda w: own_gpu(job, w, len(seen[w.rank]), lambda n: seen[w.rank][n]))
+        names = names or ["H100"] * size
+        return on_ranks(
+            size,
+            lambda w: own_gpu(job, w, len(seen[w.rank]), lambda n: seen[w.rank][n], lambda _: names[w.rank]),
+        )
 
     def test_everybody_sees_all_and_takes_its_own(self):
         assert self.own(2, [["u0", "u1"]] * 2) == [0, 1]
 
     def test_a_launcher_that_shows_each_rank_another_one_has_decided(self):
         assert self.own(3, [["u0"], ["u1"], ["u2"]]) == [0, 0, 0]
+
+    def test_of_different_models_are_told(self, caplog):
+        self.own(3, [["u0"], ["u1"], ["u2"]], names=["H100", "A100", "H100"])
+
+        assert "ranks have different GPUs (H100 on ranks 0, 2; A100 on rank 1)" in caplog.text
+
+    def test_of_one_model_are_not(self, caplog):
+        self.own(2, [["u0"], ["u1"]])
+
+        assert not caplog.text
 
     def test_none_is_the_cpu(self):
         assert self.own(2, [[], []]) == [None, None]

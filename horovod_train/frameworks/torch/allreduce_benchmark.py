@@ -3,7 +3,7 @@
     python -m horovod_train.frameworks.torch.allreduce_benchmark      on every rank, under any launcher
 
 Rank 0 reports, as an event each, the median time of each size; and the time that each pair of hosts needs
-to exchange a message, where MPI is there to do it.
+to exchange a message, where MPI is there to do it. Where ranks have GPUs, tensors on these are summed, too.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import torch
 
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.collectives.horovod import connect
+from horovod_train.config.launch import Launch
 from horovod_train.config.schema import Job
 from horovod_train.events.types import AllreduceTime, BenchmarkDone, PairTime
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
+from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.horovod.environment import from_slurm
 
 if TYPE_CHECKING:
@@ -41,9 +43,12 @@ def main() -> None:
     import os
 
     os.environ.update(from_slurm(os.environ))
-    world = connect(TorchCommunicator, Job(name="doctor", task="digits"))
+    job = Job(name="doctor", task="digits", launch=Launch(share_gpus=True))
+    world = connect(TorchCommunicator, job)
     reporter = Reporter(world.rank, as_json=True)
-    times = measure(world, "horovod", horovod_sum(world))
+    times = measure(world, "horovod", horovod_sum(world, torch.device("cpu")))
+    if (device := choose_device(job, world)).type == "cuda":
+        times += measure(world, "nccl", horovod_sum(world, device))
     pairs: list[PairTime] = []
     if os.environ.get("OMPI_COMM_WORLD_SIZE"):
         communicator = mpi_communicator()
@@ -55,13 +60,15 @@ def main() -> None:
     world.close()
 
 
-def horovod_sum(world: Communicator) -> Callable[[int], None]:
-    """Return what adds up so many bytes over ranks through Horovod."""
+def horovod_sum(world: Communicator, device: torch.device) -> Callable[[int], None]:
+    """Return what adds up so many bytes over ranks through Horovod, and returns when the device has them."""
     ranks = with_tensors(world)
-    buffers = {size: torch.zeros(size // 4) for size in SIZES_BYTES}
+    buffers = {size: torch.zeros(size // 4, device=device) for size in SIZES_BYTES}
 
     def add_up(size: int) -> None:
-        ranks.wait(ranks.start_allreduce(buffers[size], f"allreduce_benchmark.{size}"))
+        ranks.wait(ranks.start_allreduce(buffers[size], f"allreduce_benchmark.{device.type}.{size}"))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     return add_up
 

@@ -43,12 +43,30 @@ class EngineReading:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, as ``nvidia-smi`` has it."""
+    """A GPU, as ``nvidia-smi`` has it, in its words.
+
+    Attributes:
+        clock: Of its processors now, as in ``1980 MHz``.
+        max_clock: The highest.
+        ecc_errors: Memory errors that were not corrected since it was made; ``[N/A]``: it does not count.
+        mig: Whether it is divided: ``Enabled``, ``Disabled``, ``[N/A]``.
+    """
 
     index: str
     name: str
     driver_version: str
     uuid: str
+    clock: str = ""
+    max_clock: str = ""
+    ecc_errors: str = ""
+    mig: str = ""
+
+
+GPU_QUERY = (
+    "index,name,driver_version,uuid,clocks.sm,clocks.max.sm,ecc.errors.uncorrected.aggregate.total,"
+    "mig.mode.current"
+)
+"""What ``nvidia-smi`` calls the fields of a GPU."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +86,8 @@ class HostReadings:
         cores: Cores that may be used.
         load: Processes that ran or wanted to, the mean of a minute.
         gpus: Its GPUs.
+        gpu_links: How they are connected, each kind once: NV18, PIX, PHB, NODE, SYS.
+        gpu_peers: Whether they read each other's memory, each answer once: OK, NS and others.
         infiniband: Names of InfiniBand adapters.
         speeds_mbit_s: Speed of each network interface that is up; 0: unknown.
         busy_ports: TCP ports that are wanted and taken.
@@ -85,6 +105,8 @@ class HostReadings:
     cores: int
     load: float
     gpus: list[Gpu]
+    gpu_links: list[str]
+    gpu_peers: list[str]
     infiniband: list[str]
     speeds_mbit_s: dict[str, int]
     busy_ports: list[int]
@@ -112,6 +134,8 @@ def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[
         cores=len(os.sched_getaffinity(0)),
         load=os.getloadavg()[0],
         gpus=_gpus(),
+        gpu_links=cells_of(_output("nvidia-smi", "topo", "-m")),
+        gpu_peers=cells_of(_output("nvidia-smi", "topo", "-p2p", "r")),
         infiniband=sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
         speeds_mbit_s={name: stats.speed for name, stats in up.items()},
         busy_ports=[port for port in ports if not _is_free(port)],
@@ -142,10 +166,24 @@ def _mpi_version() -> str:
 
 
 def _gpus() -> list[Gpu]:
-    names = [field.name for field in fields(Gpu)]
-    text = _output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader")
+    text = _output("nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader")
     found = [line.split(", ") for line in text.splitlines()]
-    return [Gpu(*values) for values in found if len(values) == len(names)]
+    return [Gpu(*values) for values in found if len(values) == len(fields(Gpu))]
+
+
+def cells_of(table: str) -> list[str]:
+    r"""Return what stands between two GPUs in a table of ``nvidia-smi topo``, each word once.
+
+    >>> cells_of("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-51\nGPU1\tNV18\t X \t0-51")
+    ['NV18']
+    """
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", table)  # its heading is underlined
+    rows = [line.split("\t") for line in plain.splitlines()]
+    heads = next((row for row in rows if "GPU0" in [cell.strip() for cell in row]), [])
+    places = [place for place, cell in enumerate(heads) if re.fullmatch(r"\s*GPU\d+\s*", cell)]
+    gpu_rows = [row for row in rows if re.fullmatch(r"\s*GPU\d+\s*", row[0])]
+    found = {row[place].strip() for row in gpu_rows for place in places if place < len(row)}
+    return sorted(found - {"X", ""})
 
 
 def _output(*command: str) -> str:
