@@ -165,6 +165,7 @@ bench: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m benchmarks.run
 	@$(BIN)/python -m benchmarks.frameworks
 	@$(BIN)/python -m benchmarks.monitoring
+	@$(BIN)/python -m benchmarks.gpu
 
 accuracy: tools $(VENV)/installed-dev $(VENV)/engine-dev
 	@$(BIN)/python -m benchmarks.accuracy

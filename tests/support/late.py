@@ -48,13 +48,14 @@ def replica_of(
     world: Any,
     lag_steps: int,
     *,
+    device: Any = None,
     task: Any = None,
     optimizer: Any = SGD,
     dtype: Any = torch.float32,
     **fields: Any,
 ) -> TorchReplica:
     job = Job.model_validate({"name": "late", "task": "own:Loop", **fields})
-    model = copy.deepcopy(MODEL).to(dtype)
+    model = copy.deepcopy(MODEL).to(device=device, dtype=dtype)
     name, args = optimizer
     made = getattr(torch.optim, name)(model.parameters(), **{"fused": True, **args})
     strategy = make_strategy(job, world)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +18,15 @@ from benchmarks.monitoring import MEASURES
 ROOT = Path(__file__).parents[2]
 
 
-def run(*arguments: str) -> str:
+def run(*arguments: str, **env: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -87,3 +95,14 @@ def test_each_framework_is_compared_with_a_loop_by_hand(framework):
     (row,) = output.splitlines()[1:]
     assert row.startswith(framework)
     assert row.endswith(("met", "MISSED"))
+
+
+def test_what_is_measured_on_a_gpu_runs_on_a_cpu():
+    output = run("benchmarks.gpu", "--smoke")
+
+    for comparison in ("the same optimizer", "defaults of each", "reducer / DDP"):
+        assert len(re.findall(rf"{comparison} +\d+\.\d{{3}}  \[", output)) == 4
+
+
+def test_where_there_is_no_gpu_nothing_is_measured():
+    assert "no GPU here: nothing was measured" in run("benchmarks.gpu", CUDA_VISIBLE_DEVICES="")
