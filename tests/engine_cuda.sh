@@ -16,3 +16,4 @@ library=$("$bin/python" -c 'import horovod.torch.mpi_lib_v2 as library; print(li
 missing=$(ldd "$library" | grep "not found" || true)
 [ -z "$missing" ] || { echo "error: $library lacks $missing"; exit 1; }
 ldd "$library" | grep -E 'libnccl|libcudart|libmpi\.' | sed 's/ (0x.*//'
+"$bin/python" tests/gpu/without_one.py
