@@ -100,7 +100,7 @@ $(CUDA)/installed: setup.py constraints.txt | tools
 	@$(PYTHON) -m venv $(CUDA)
 	@$(CUDA_PIP) 'setuptools<80' wheel 'torch===2.13.0' | $(SHORT)
 	@$(CUDA_PIP) --no-build-isolation -e '.[build]' | $(SHORT)
-	@$(CUDA_PIP) "$$($(CUDA)/bin/python -m horovod_train.horovod.cuda --without-gpu)" | $(SHORT)
+	@$(CUDA_PIP) "$$($(CUDA)/bin/python -m horovod_train.horovod.cuda --always)" | $(SHORT)
 	@touch $@
 
 engine-cuda: tools $(CUDA)/installed

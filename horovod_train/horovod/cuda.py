@@ -156,11 +156,15 @@ def toolkit_requirement() -> str:
     return f"cuda-toolkit[nvcc,cudart,cccl]=={version}"
 
 
-def missing_requirement() -> str:
-    """Return what pip has to install before an engine for the GPU here can be built; mostly nothing."""
+def missing_requirement(*, for_other_machines: bool = False) -> str:
+    """Return what pip has to install before an engine for GPUs can be built; empty: nothing.
+
+    Args:
+        for_other_machines: Also where this one has no GPU: an image is built.
+    """
     torch = torch_build()
-    is_wanted = torch is not None and torch.cuda and gpu_architectures() and find_toolkit(torch) is None
-    return toolkit_requirement() if is_wanted else ""
+    is_wanted = torch is not None and torch.cuda and (for_other_machines or gpu_architectures())
+    return toolkit_requirement() if is_wanted and torch and find_toolkit(torch) is None else ""
 
 
 def find_nccl() -> Nccl | None:
@@ -270,6 +274,8 @@ def as_toolkit(toolkit: Toolkit, folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    # For the Makefile: what pip has to install besides PyTorch, also where there is no GPU yet.
-    needed = toolkit_requirement() if "--without-gpu" in sys.argv else missing_requirement()
+    # For the Makefile and the image: what pip has to install besides PyTorch.
+    needed = missing_requirement(for_other_machines="--without-gpu" in sys.argv)
+    if "--always" in sys.argv:
+        needed = toolkit_requirement()
     sys.stdout.write(needed + "\n" * bool(needed))

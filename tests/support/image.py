@@ -59,18 +59,19 @@ class Builder:
         assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         return done.stdout.strip()
 
-    def build(self) -> None:
-        """Build the image."""
+    def build(self, *, torch: str = "", tag: str = IMAGE) -> None:
+        """Build the image, with another PyTorch perhaps."""
         if BASE not in self.call("images", "--format", "{{.Name}}:{{.Tag}}").split():
             self._make_base()
         docker = ROOT / "docker"
         arguments = [f"--build-arg={name}={BASE}" for name in ("BUILD_BASE", "BASE")]
+        arguments += [f"--build-arg=TORCH={torch}"] if torch else []
         self.call(
             *("bud", "--layers", "--network=host", f"--ignorefile={docker}/Dockerfile.dockerignore"),
             *(
                 *arguments,
                 *self._what_pip_needs(),
-                f"--tag={IMAGE}",
+                f"--tag={tag}",
                 f"--file={docker}/Dockerfile",
                 str(ROOT),
             ),
@@ -82,9 +83,9 @@ class Builder:
         found: dict[str, Any] = json.loads(self.call("inspect", "--type=image", IMAGE))
         return found
 
-    def size(self) -> str:
+    def size(self, tag: str = IMAGE) -> str:
         """Size of the image, for people."""
-        return self.call("images", "--format", "{{.Size}}", IMAGE)
+        return self.call("images", "--format", "{{.Size}}", tag)
 
     def _make_base(self) -> None:
         context = self.folder / "base"
