@@ -25,11 +25,14 @@ def root():
 
 
 def inside(root, *command):
-    found = subprocess.run(
-        ["chroot", str(root), "env", "PATH=/opt/horovod_train/bin:/usr/bin:/bin", "OPAL_PREFIX=/opt/horovod_train",
-         "OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1", *command],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    settings = [
+        "PATH=/opt/horovod_train/bin:/usr/bin:/bin",
+        "OPAL_PREFIX=/opt/horovod_train",
+        "OMPI_ALLOW_RUN_AS_ROOT=1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    ]
+    words = ["chroot", str(root), "env", *settings, *command]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
     return found.stdout + found.stderr
 
 

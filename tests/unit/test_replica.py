@@ -293,3 +293,37 @@ def test_a_loss_of_one_element_is_taken_for_a_number():
     (outcome,) = steps(replica(task=Task(lambda loss: loss.reshape(1, 1))), 1)
 
     assert outcome.is_finite
+
+
+def test_no_step_walks_through_the_modules(monkeypatch):
+    """D7: it took 2 ms of a step of ViT-B/16."""
+    made = replica()
+    walks = []
+    train, zero_grad = nn.Module.train, nn.Module.zero_grad
+    monkeypatch.setattr(nn.Module, "train", lambda self, *a: walks.append(self) or train(self, *a))
+    monkeypatch.setattr(
+        nn.Module, "zero_grad", lambda self, *a, **k: walks.append(self) or zero_grad(self, *a, **k)
+    )
+
+    steps(made, 3)
+    in_the_first = len(walks)
+    made.evaluate([BATCH])
+    after_evaluation = len(walks)
+    assert not made.model.training
+    steps(made, 3)
+
+    assert in_the_first == 1 + len(list(MODEL))  # train() of the model, which calls that of its parts
+    assert len(walks) == after_evaluation + in_the_first
+    assert made.model.training
+
+
+def test_a_parameter_that_comes_later_is_cleared_in_each_step():
+    made = replica()
+    added = nn.Parameter(torch.ones(2))
+    made.model.register_parameter("added", added)
+    made.task.loss = lambda model, batch: model(batch).square().mean() + (model.added * torch.ones(2)).sum()
+    steps(made, 1)
+    made.optimizer.add_param_group({"params": [added]})
+    steps(made, 2)
+
+    assert torch.equal(added.grad, torch.ones(2))

@@ -6,14 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from support.worlds import on_ranks
 
+from horovod_train import tasks
 from horovod_train.collectives import base
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.launch import Launch
+from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job, Train
 from horovod_train.errors import UserError, WorldError
 from horovod_train.frameworks import devices
@@ -303,6 +306,21 @@ class TestGpus:
 
         assert devices.gpu_uuid(0) == "01" * 16
         assert devices.gpu_uuid(1) == "02" * 16
+
+    def test_the_example_trains_on_a_machine_with_one(self):
+        """D5: `make train` failed there."""
+        job = load_job(Path(tasks.__file__).parent / "digits.yaml")
+
+        assert job.launch.num_ranks == 2
+        assert self.own(2, [["u0", "u1"]] * 2, job) == [0, 1]
+        assert self.own(2, [[], []], job) == [None, None]
+
+    def test_the_example_shares_the_only_one(self, monkeypatch):
+        for variable in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
+            monkeypatch.setenv(variable, "as it was")
+        job = load_job(Path(tasks.__file__).parent / "digits.yaml")
+
+        assert self.own(2, [["u0"], ["u0"]], job) == [0, 0]
 
     def test_a_host_without_gpus_among_others_is_named_on_all_ranks(self):
         for error in self.own(2, [["u0"], []]):
