@@ -30,8 +30,10 @@ def serve(folders: tuple[str, ...], host: str, port: int) -> None:
             click.echo(f"{place.absolute()} is not there yet; its jobs are told of when it is", err=True)
     server = serve_targets(places, host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
-    click.echo(f"{address}/targets for http_sd_configs, {address}/metrics for a scrape; Ctrl-C ends it")
     try:
+        click.echo(f"{address}/targets for http_sd_configs, {address}/metrics for a scrape; Ctrl-C ends it")
         server.wait()
     except KeyboardInterrupt:
+        pass  # whenever it comes, from the line on
+    finally:
         server.close()

@@ -34,13 +34,16 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
             places += places_of([name])
     token = token_of_environment() or make_token()
     server = serve_page(places, sources, host=host, port=port, token=token, may_end=allow_ending)
-    for line in where_it_is(host, server.port, token):
-        click.echo(line)
-    if places and not any(any(folders_of_runs(place)) for place in places):
-        click.echo(f"no runs in {', '.join(map(str, places))} yet; they appear on the page as they begin")
     try:
+        for line in where_it_is(host, server.port, token):
+            click.echo(line)
+        if places and not any(any(folders_of_runs(place)) for place in places):
+            nowhere = ", ".join(map(str, places))
+            click.echo(f"no runs in {nowhere} yet; they appear on the page as they begin")
         server.wait()
     except KeyboardInterrupt:
+        pass  # whenever it comes, from the first line on
+    finally:
         server.close()
 
 

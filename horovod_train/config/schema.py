@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from horovod_train.config.fields import (
     Count,
@@ -91,6 +91,16 @@ class Train(Section):
 
     activation_checkpointing: list[Annotated[str, StringConstraints(min_length=1)]] = []
     """Name patterns of modules whose activations are recomputed, such as ``layers.*``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_it_was_called(cls, values: Any) -> Any:
+        """Take over ``compile_backend``, which descriptions of the version before have."""
+        if not isinstance(values, dict) or "compile_backend" not in values:
+            return values
+        taken = dict(values)
+        backend = taken.pop("compile_backend")
+        return taken if backend is None else {"compile": {"backend": backend}, **taken}
 
 
 class Optimizer(Section):

@@ -116,9 +116,10 @@ def files_of(calls, stations):
     return {call.partition(":")[0] for call in found}
 
 
-def test_a_gradient_goes_through_five_files(steps):
+def test_a_gradient_goes_through_six_files(steps):
     assert files_of(steps, GRADIENT) == {
         "frameworks/torch/replica.py",
+        "frameworks/torch/update.py",
         "frameworks/torch/strategies/allreduce.py",
         "frameworks/torch/codecs/whole.py",
         "frameworks/torch/collectives.py",
@@ -126,13 +127,14 @@ def test_a_gradient_goes_through_five_files(steps):
     }
 
 
-def test_the_learning_rate_goes_through_five_files(steps):
+def test_the_learning_rate_goes_through_six_files(steps):
     assert files_of(steps, LEARNING_RATE) == {
         "worker.py",
         "config/load.py",
         "lr/policy.py",
         "training/loop.py",
         "frameworks/torch/replica.py",
+        "frameworks/torch/update.py",
     }
 
 

@@ -504,3 +504,15 @@ def test_a_thousand_mangled_files_never_end_in_a_traceback(tmp_path, monkeypatch
 
         assert code in (0, 2), output
         assert "Traceback" not in output
+
+
+class TestWhatTheVersionBeforeHas:
+    @pytest.mark.parametrize(
+        ("backend", "expected"),
+        [(None, None), ("aot_eager", {"backend": "aot_eager", "mode": "default", "dynamic": None})],
+    )
+    def test_compile_backend_is_compile(self, backend, expected):
+        job = Job.model_validate({"name": "j", "task": "digits", "train": {"compile_backend": backend}})
+
+        assert job.model_dump(mode="json")["train"]["compile"] == expected
+        assert "compile_backend" not in job.model_dump(mode="json")["train"]

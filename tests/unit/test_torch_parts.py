@@ -358,7 +358,7 @@ class TestTheBenchmarkWithMpi:
             seen = []
             world.start_allreduce = lambda tensor, name: seen.append(tensor.numel() * tensor.element_size())
             world.wait = lambda handle: None
-            add_up = benchmark.horovod_sum(world)
+            add_up = benchmark.horovod_sum(world, torch.device("cpu"))
             for size in benchmark.SIZES_BYTES:
                 add_up(size)
             return seen

@@ -8,6 +8,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -17,6 +18,7 @@ from horovod_train.cli.cmd_ui import where_it_is
 from horovod_train.cli.main import cli
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.events.file import EventsFile, opened
+from horovod_train.monitor import targets_server
 from horovod_train.monitor import ui_server as ui_module
 from horovod_train.monitor import web as web_module
 from horovod_train.monitor.targets_server import serve_targets
@@ -317,3 +319,21 @@ def test_what_is_not_there_is_said(tmp_path, monkeypatch):
 
     assert isinstance(done.exception, UserError)
     assert "is no folder, and no job 'nothing'" in str(done.exception)
+
+
+@pytest.mark.parametrize("verb", ["ui", "targets"])
+def test_ctrl_c_ends_a_server_that_has_not_said_all_yet(monkeypatch, tmp_path, verb):
+    """Else its threads would keep the process for ever."""
+    closed = []
+    server = SimpleNamespace(port=1, close=lambda: closed.append(verb), wait=lambda: None)
+    module, name = {"ui": (ui_module, "serve_page"), "targets": (targets_server, "serve_targets")}[verb]
+    monkeypatch.setattr(module, name, lambda *_, **__: server)
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("click.echo", interrupt)
+    words = [verb, *(["serve"] if verb == "targets" else []), str(tmp_path)]
+    CliRunner().invoke(cli, words)
+
+    assert closed == [verb]
