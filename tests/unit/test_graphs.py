@@ -170,12 +170,17 @@ class TestWhatCannotBeRecorded:
         assert caplog.text.count("a step cannot be recorded (RuntimeError: operation not permitted") == 1
 
     def test_in_the_middle_of_an_update_with_a_loss_scale(self, caplog):
+        """Gradients are unscaled by then, as far as the scaler knows."""
+
         class Broken(CpuRecorder):
             def record(self, work):
-                recorded = super().record(work)
-                if self.num_recorded == 2:
-                    raise RuntimeError("out of graphs")
-                return recorded
+                with pytest.MonkeyPatch.context() as patch:
+                    if self.num_recorded:
+                        patch.setattr(torch.optim.SGD, "step", broken)
+                    return super().record(work)
+
+        def broken(_):
+            raise RuntimeError("out of graphs")
 
         fields = {"train": {"precision": "fp16"}}
         made = trained(SingleRank(), graphs=False, **fields)
