@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 UNDECLARED = {"running_mean", "running_var"}
 """What batch normalization writes without saying so."""
@@ -58,6 +58,11 @@ class _Recording(TorchDispatchMode):
         if place not in self._made and place not in self.before:
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
             self.before[place] = whole, whole.clone()
+
+
+def is_recording() -> bool:
+    """Whether this thread records now: nothing is computed then, on a device."""
+    return isinstance(_get_current_dispatch_mode(), _Recording)
 
 
 class CpuRecorder:

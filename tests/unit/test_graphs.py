@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.graphs import CpuRecorder
+from support.graphs import CpuRecorder, is_recording
 from support.late import (
     ADAMW,
     BATCH_SIZE,
@@ -20,6 +20,7 @@ from support.late import (
     replica_of,
     worlds,
 )
+from support.torch_threads import ThreadHvd
 from torch import nn
 
 from horovod_train.collectives.base import SingleRank
@@ -128,6 +129,22 @@ def test_draw_new_numbers_each_time():
     assert_alike(1, task=Dropping())
 
 
+def test_gradients_leave_when_the_graph_has_run_and_not_while_it_is_recorded(monkeypatch):
+    during = []
+    start = ThreadHvd.allreduce_async_
+
+    def allreduce_async_(hvd, tensor, name, op):
+        during.append(is_recording())
+        return start(hvd, tensor, name, op)
+
+    monkeypatch.setattr(ThreadHvd, "allreduce_async_", allreduce_async_)
+
+    assert_alike(2)
+
+    assert during
+    assert not any(during)
+
+
 class TestWhatChanges:
     def test_in_what_is_trained_is_recorded_anew(self):
         def freeze(number, replica):
@@ -142,6 +159,27 @@ class TestWhatChanges:
             replica.optimizer.param_groups[0]["weight_decay"] = 0.5 if number >= 7 else 0.0
 
         assert_alike(1, before=decay)
+
+    @pytest.mark.parametrize("size", [1, 2])
+    def test_in_where_the_optimizers_state_lies_is_recorded_anew(self, size):
+        """Training goes back to a checkpoint, and the state of that time is other memory."""
+        kept = {}
+
+        def go_back(number, replica):
+            if number == 6:
+                kept[replica._world.rank] = replica.state(copy=True)
+            if number == 9:
+                replica.load_state(kept[replica._world.rank])
+
+        for *_, recorder in assert_alike(size, before=go_back, optimizer=ADAMW):
+            assert recorder.num_recorded > 3
+
+    def test_in_where_weights_lie_is_recorded_anew(self):
+        def move(number, replica):
+            if number == 8:
+                replica.model[3].weight.data = replica.model[3].weight.data.clone()
+
+        assert_alike(1, before=move)
 
     def test_in_shapes_has_a_graph_of_its_own_up_to_a_limit(self):
         replica = replica_of(SingleRank(), 2)

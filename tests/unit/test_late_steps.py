@@ -152,6 +152,22 @@ def test_too_many_bad_steps_in_a_row_end_training_on_the_device_too():
     ]  # fmt: skip
 
 
+def test_who_goes_on_after_the_error_may_skip_as_many_steps_as_at_first():
+    class Worse(Task):
+        def loss(self, model, batch):
+            return super().loss(model, batch) * (math.nan if self.num_steps < 4 else 1.0)
+
+    world = SingleRank()
+    replica = replica_of(world, 2, task=Worse(), health={"non_finite": "skip", "max_skipped_steps": 1})
+    outcomes = []
+    for number in range(4):
+        if number == 2:
+            replica.go_on()
+        outcomes.append(replica.step(planned(world, number), 0.1, want_norm=False).outcome())
+
+    assert [(o.is_finite, o.is_made) for o in outcomes[2:]] == [(False, True), (True, True)]
+
+
 def test_who_goes_on_after_the_error_trains_again():
     world = SingleRank()
     replica = replica_of(world, 2, task=Task((1, 0)))

@@ -139,6 +139,10 @@ class StepGraphs:
             self._graphs.clear()
             self._made_with = now
 
+    def forget(self) -> None:
+        """Record all anew: the optimizer's state, say, has come to lie elsewhere."""
+        self._made_with = None
+
     def _measure(self) -> None:
         """Time eager steps, then recorded ones; keep what is faster, on all ranks alike."""
         eager, graphed = WARM_UP_STEPS + 1, WARM_UP_STEPS + MEASURED_STEPS + 4  # some to record in

@@ -164,7 +164,7 @@ class TorchReplica:
     def _what_graphs_depend_on(self) -> Hashable:
         groups = self.optimizer.param_groups
         settings = [{k: v for k, v in group.items() if k not in {"params", "lr"}} for group in groups]
-        trained = [[p.requires_grad for p in group["params"]] for group in groups]
+        trained = [[p.requires_grad and p.data_ptr() for p in group["params"]] for group in groups]
         return repr((settings, trained, self.strategy.layout, self._update is self._updates[1]))
 
     def _replayed(self, batch: object, share: float) -> bool:
@@ -217,10 +217,8 @@ class TorchReplica:
             kept = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
             torch._foreach_zero_([gradient for gradient in kept if gradient is not None])
             return
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        for parameter in self._not_optimized:
+        optimized = (p for group in self.optimizer.param_groups for p in group["params"])
+        for parameter in (*optimized, *self._not_optimized):
             parameter.grad = None
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -390,6 +388,8 @@ class TorchReplica:
                 hint="train under another name, or set checkpoint.resume: never",
             ) from error
         self.go_on()
+        if self._graphs is not None:
+            self._graphs.forget()
         if self.scaler.is_enabled() and state.scaler:
             self.scaler.load_state_dict(_scaler_state(state.scaler))
 
