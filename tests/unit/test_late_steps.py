@@ -138,6 +138,28 @@ class TestABadStep:
             assert outcomes == wanted
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("lag_steps", [0, 2])
+def test_a_step_that_is_skipped_leaves_what_a_codec_keeps_back_as_it_was(size, lag_steps):
+    codec = {"codec": {"name": "top-k", "args": {"keep": 0.4}}}
+
+    def rank(world, poison):
+        task = Task((3, world.size - 1) if poison else (0, 0), at="gradient")
+        replica = replica_of(world, lag_steps, task=task, health={"non_finite": "skip"}, allreduce=codec)
+        used = [reading.is_finite for reading in trained(replica, world, skipping=0 if poison else 3)]
+        assert used.count(False) == poison
+        return everything(replica), {name: kept.clone() for name, kept in replica.strategy.state().items()}
+
+    for (found, found_kept), (wanted, wanted_kept) in zip(
+        worlds(size, lambda world: rank(world, poison=True)),
+        worlds(size, lambda world: rank(world, poison=False)),
+        strict=True,
+    ):
+        assert_equal(found, wanted)
+        assert_equal(found_kept, wanted_kept)
+        assert any(kept.any() for kept in found_kept.values())
+
+
 def test_too_many_bad_steps_in_a_row_end_training_on_the_device_too():
     class Worse(Task):
         def loss(self, model, batch):

@@ -112,6 +112,23 @@ class TestInALoopOfOnesOwn:
         with pytest.raises(NumericError, match="^step 6: the loss is nan"):
             list(self.losses(poison=6))
 
+    def test_a_bad_step_is_told_before_anything_is_saved(self, late_steps, tmp_path):
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+        with ht.init(device="cpu") as session:
+            replica = session.prepare(model, optimizer)
+            loader = session.loader(Line(), batch_size=2)
+            checkpoints = session.checkpoints(tmp_path, replica, loader)
+            for step in loader.epoch(0, replica):
+                for x, y in step:
+                    step.backward((model(x) - y).square().mean() * float("nan"))
+                step.finish(lr=0.1)
+                with pytest.raises(NumericError, match="^step 1: the loss is nan"):
+                    checkpoints.save(wait=True)
+                break
+
+        assert not any(path.is_file() for path in tmp_path.rglob("*.json"))
+
 
 # What Lightning and Transformers read by themselves: (their file, their function).
 OWN_READS: dict[str, set[tuple[str, str]]] = {
