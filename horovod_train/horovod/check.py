@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from horovod_train.errors import EngineError
-from horovod_train.horovod.build import BuildPlan, make_plan, patch_files, patch_title
+from horovod_train.horovod.build import own_patches, patch_files, patch_title
 from horovod_train.horovod.cuda import gpu_architectures, missing_requirement, torch_build
 from horovod_train.horovod.environment import open_mpi_alone
 from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
@@ -200,20 +199,12 @@ def _patches() -> list[Finding]:
     plan = installed_plan()
     if plan is None:
         return []
-    current = _current_plan()
-    same = current is not None and current.patches == plan["patches"]
+    same = own_patches() == plan["patches"]
     applied = [path for path in patch_files() if path.name in plan["patches"]]
     return [
         Finding("patches", f"{len(applied)} applied", same, f"patches have changed since: {REBUILD}"),
         *(Finding("", f"{path.stem}: {patch_title(path)}") for path in applied),
     ]
-
-
-def _current_plan() -> BuildPlan | None:
-    try:
-        return make_plan()
-    except EngineError:
-        return None
 
 
 def _run_probe(code: str) -> tuple[str | None, str]:

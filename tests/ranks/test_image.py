@@ -39,9 +39,8 @@ def images():
 @pytest.fixture(scope="module")
 def root(images):
     """What is in the image."""
-    container = images.call("from", "localhost/horovod_train:test")
-    yield Path(images.call("mount", container))
-    images.call("rm", container)
+    with images.container() as container:
+        yield container.root
 
 
 class TestWhatIsInIt:
@@ -83,6 +82,13 @@ class TestWhatIsInIt:
 
         assert {"horovod", "torch", "mpi4py", "click", "prometheus_client", "horovod_train"} <= names
         assert not names & {"pytest", "mypy", "ruff", "cmake", "tensorflow", "jax"}
+
+    def test_an_engine_that_finds_itself_in_order(self, images):
+        with images.container() as container:
+            said = container.run("horovod-train", "engine", "check")
+
+        assert "ok   torch        rank 0 of 1, all-reduce works" in said
+        assert "FAIL" not in said
 
 
 def job(launch=None, **changes) -> Job:

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,15 @@ class Builder:
         """Size of the image, for people."""
         return self.call("images", "--format", "{{.Size}}", tag)
 
+    @contextmanager
+    def container(self, tag: str = IMAGE) -> Iterator[Container]:
+        """Lend a container of an image."""
+        name = self.call("from", tag)
+        try:
+            yield Container(self, name, Path(self.call("mount", name)))
+        finally:
+            self.call("rm", name)
+
     def _make_base(self) -> None:
         context = self.folder / "base"
         shutil.rmtree(context, ignore_errors=True)
@@ -128,6 +139,23 @@ class Builder:
         for path in sorted({path for path in files if path.is_absolute() and path.exists()} | {CERTIFICATES}):
             yield f"--volume={path}:{path}:ro"
         yield f"--volume={config}:/etc/pip.conf:ro"
+
+
+@dataclass(frozen=True)
+class Container:
+    """A container.
+
+    Attributes:
+        root: Its files, seen from here.
+    """
+
+    builder: Builder
+    name: str
+    root: Path
+
+    def run(self, *command: str) -> str:
+        """Return what a command prints in it, started as the image's user."""
+        return self.builder.call("run", self.name, "--", *command, timeout_s=300)
 
 
 def builder() -> Builder:

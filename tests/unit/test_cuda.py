@@ -203,6 +203,17 @@ def test_without_a_gpu_and_a_compiler_the_engine_is_for_cpus(monkeypatch):
     assert not build.make_plan().cuda
 
 
+def test_patches_are_those_of_the_engine_also_where_there_is_no_compiler(monkeypatch, tmp_path):
+    """As in an image: what only building needs is gone."""
+    plan = {"patches": build.own_patches()}
+    monkeypatch.setattr(check, "installed_plan", lambda: plan)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert check._patches()[0].is_good
+    del plan["patches"][next(iter(plan["patches"]))]
+    assert not check._patches()[0].is_good
+
+
 class TestWhatTheCheckSaysOfGpus:
     @pytest.fixture(autouse=True)
     def with_cuda(self, monkeypatch):
