@@ -14,6 +14,7 @@
     |   |-- NcclError                     GPUs cannot exchange data
     |   |-- GpuError                      a GPU, or its driver, has failed
     |   `-- PeerError                     another rank failed first: a consequence, never a cause
+    |-- KernelError                   1   the task's code, seen on a GPU
     |-- NumericError                  3   the numbers went wrong: NaN, infinity
     `-- PreemptedError               75   asked to leave, and all is saved: start again to go on
 
@@ -166,6 +167,12 @@ class GpuError(OperationalError):
     """A GPU, its driver or a kernel on it has failed; the process cannot use it any more."""
 
     cause = "gpu"
+
+
+class KernelError(HorovodTrainError):
+    """The task has given a GPU what it cannot compute: the process cannot use the GPU any more."""
+
+    cause = "task"
 
 
 class PeerError(OperationalError):

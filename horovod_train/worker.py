@@ -16,17 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, strftime
 
-import psutil
-
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.checkpoint.manager import Resumed as Checkpointed
 from horovod_train.checkpoint.write_report import WriteReport
+from horovod_train.children import end_children
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.cpu_affinity import bind
-from horovod_train.errors import HorovodTrainError, LostError, PeerError, PreemptedError, UserError
+from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, UserError
 from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import (
     CheckpointWritten,
@@ -41,6 +40,7 @@ from horovod_train.events.types import (
 from horovod_train.events.wire import Reporter
 from horovod_train.files import make_folder
 from horovod_train.frameworks.base import Framework, KnowsItsDevice, Reader, Replica, explained_by
+from horovod_train.health.device_watch import DeviceWatch
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder, give_signs_of_life
 from horovod_train.health.world_check import check_world
@@ -125,7 +125,7 @@ def main(options: WorkerOptions) -> int:
     except BaseException as error:  # noqa: BLE001  (whatever a task raises, it is told once and in one place)
         return _report_failure(error, reporter)
     finally:
-        _end_children()
+        end_children()
     return 0
 
 
@@ -159,14 +159,15 @@ def run_rank(
     addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
     compare_with_one_rank(job, world, recorder)
     watch_exchanges(recorder, world)
-    if hasattr(world, "waiting_since_s"):  # one of several ranks
-        watch_waiting(recorder, world)
+    watch_waiting(recorder, world)
 
     stack.enter_context(explained_by(framework, job, world.rank))
     mesh = Mesh.data_parallel(world)
     run = make_run(job, mesh, *framework.prepare(job, mesh))
     if isinstance(framework, KnowsItsDevice):
         watch_device(job, recorder, framework.gpu_uuid(), framework.device_memory)
+        if world.size > 1 and framework.gpu_uuid():
+            stack.callback(DeviceWatch(world, job.health, tell, end).close)
     run.replica.broadcast()
     # Every rank has the same weights now; what is random from here on (dropout) is the rank's own.
     framework.seed(job.train.seed, world.rank + 1, 0)
@@ -209,13 +210,12 @@ def keep_events(job: Job, run_id: str, reporter: Reporter, stack: ExitStack) -> 
     reporter.file = events
 
 
-def watchers(reporter: Reporter) -> tuple[Callable[[str], None], Callable[[str], None]]:
-    """Return what tells of other ranks that are silent, and what ends this one, which waits for them."""
+def watchers(reporter: Reporter) -> tuple[Callable[[str], None], Callable[[HorovodTrainError], None]]:
+    """Return what tells of a wait that is long, and what ends this rank, whose main thread waits."""
 
-    def end(why: str) -> None:
-        # The main thread waits in a collective, and cannot be reached there.
-        _report_failure(LostError(f"{why}; ended after health.stall_shutdown_s"), reporter)
-        os._exit(LostError.exit_code)
+    def end(error: HorovodTrainError) -> None:
+        _report_failure(error, reporter)
+        os._exit(error.exit_code)
 
     def tell(text: str) -> None:
         reporter.report(Notice(text=text))
@@ -407,30 +407,6 @@ def _report_failure(error: BaseException, reporter: Reporter) -> int:
     if text and not reporter.as_json:
         sys.stderr.write(text)
     return code
-
-
-def _end_children() -> None:
-    """End what this rank has started: mpirun waits for ever for whoever holds a rank's output open."""
-    children = [
-        child for child in psutil.Process().children(recursive=True) if not _is_helper(_command_of(child))
-    ]
-    for signal_to in (psutil.Process.terminate, psutil.Process.kill):
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                signal_to(child)
-        _, children = psutil.wait_procs(children, timeout=2)
-
-
-def _is_helper(command: list[str]) -> bool:
-    """Whether it is one of Python or Open MPI, which ends with this process and cleans up after it."""
-    return "multiprocessing.resource_tracker" in " ".join(command) or Path(*command[:1]).name == "orted"
-
-
-def _command_of(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
-        return []
 
 
 class _ToReporter(logging.Handler):

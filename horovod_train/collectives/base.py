@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from horovod_train.collectives.log import Collective
+from horovod_train.collectives.log import Waiting
 
+Result = TypeVar("Result")
 PIECE_BYTES = 64 * 2**20
 
 
@@ -47,12 +48,16 @@ class Communicator(Protocol):
 
     @property
     def waiting_since_s(self) -> float | None:
-        """Since when this rank waits in a collective, by ``monotonic``; None: it does not."""
+        """Since when this rank waits, by ``monotonic``; None: it does not."""
         ...
 
     @property
-    def waiting_in(self) -> Collective | None:
-        """The collective that this rank waits in; None: it does not, or nobody knows."""
+    def waiting_in(self) -> Waiting | None:
+        """What this rank waits for; None: it does not wait, or nobody knows."""
+        ...
+
+    def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
+        """Call what blocks; whoever looks meanwhile sees for what, and since when."""
         ...
 
     def allreduce_sum(self, values: Sequence[float]) -> list[float]:
@@ -77,7 +82,7 @@ class SingleRank:
     local_rank: int = 0
     host: str = field(default_factory=socket.gethostname)
     waiting_since_s: float | None = None
-    waiting_in: Collective | None = None
+    waiting_in: Waiting | None = None
 
     def allreduce_sum(self, values: Sequence[float]) -> list[float]:
         """Return the values."""
@@ -86,6 +91,10 @@ class SingleRank:
     def allgather(self, data: bytes) -> list[bytes]:
         """Return the one rank's bytes."""
         return [data]
+
+    def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
+        """Call it."""
+        return blocking()
 
     def close(self) -> None:
         """Do nothing."""

@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from horovod_train.collectives.base import Communicator, SingleRank
-from horovod_train.collectives.log import Collective, CollectiveLog
+from horovod_train.collectives.gpu_errors import explain_cuda, explain_nccl
+from horovod_train.collectives.log import CollectiveLog, Waiting
 from horovod_train.config.schema import Job
-from horovod_train.errors import EngineError, NcclError, PeerError, WorldError
+from horovod_train.errors import EngineError, HorovodTrainError, PeerError, WorldError
 from horovod_train.horovod.counters import allreduce_counters, gpu_allreduce_counters
 from horovod_train.horovod.environment import horovod_settings, started_as_one_of_many
 
@@ -66,9 +67,9 @@ class HorovodCommunicator:
         self.local_rank: int = self.hvd.local_rank()
         self.host = socket.gethostname()
         self.waiting_since_s: float | None = None
-        """Since when this rank waits in a collective, by ``monotonic``; None: it does not."""
-        self.waiting_in: Collective | None = None
-        """The collective that it waits in."""
+        """Since when this rank waits, by ``monotonic``; None: it does not."""
+        self.waiting_in: Waiting | None = None
+        """What it waits for."""
         self.log = CollectiveLog()
         """The last collectives of this rank."""
         self.at_close = ExitStack()
@@ -135,45 +136,27 @@ class HorovodCommunicator:
         entry.ended_s = monotonic()
         return result
 
-    def wait_in(self, entry: Collective, collective: Callable[[], Result]) -> Result:
-        """Call what belongs to a collective that is noted already; raises as ``call`` does."""
+    def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
+        """Call what blocks; whoever looks sees for what, and since when. Raises as ``call`` does."""
         self.waiting_in, self.waiting_since_s = entry, monotonic()
         try:
-            return collective()
+            return blocking()
         except self.lost as error:
-            raise explained(error, entry) from error
+            raise explained(error, entry, self.rank) from error
         finally:
             self.waiting_since_s = self.waiting_in = None
 
 
-# What NCCL says, and what it mostly means.
-NCCL_REASONS = {
-    "duplicate gpu": "several ranks use one GPU: start one rank per GPU, or set launch.share_gpus: true",
-    "out of memory": "its buffers do not fit beside the model: lower train.batch_size_per_rank",
-    "unhandled system error": "ranks do not reach each other: set launch.network_interface; in a pod, see "
-    "that /dev/shm is larger than 64 MB",
-    "unhandled cuda error": "the driver is too old for this NCCL, or a GPU has failed: see `nvidia-smi`",
-    "version": "ranks have different NCCLs: install the same PyTorch on all hosts",
-}
-NCCL_CONSEQUENCE = "remote process exited"
-
-
-def explained(error: Exception, entry: Collective) -> PeerError | WorldError | NcclError:
-    """Return our error for one that a collective raised."""
+def explained(error: Exception, entry: Waiting, rank: int) -> HorovodTrainError:
+    """Return our error for one that a collective of a rank raised."""
     said = str(error)
     if "mismatched" in said.lower():
         return WorldError(
             f"ranks disagree about what they exchange: {error}",
             hint="models and code must be the same on every rank",
         )
-    if "nccl" in said.lower() and NCCL_CONSEQUENCE not in said.lower():
-        reasons = (reason for sign, reason in NCCL_REASONS.items() if sign in said.lower())
-        likely = next(reasons, "see what NCCL itself tells")
-        return NcclError(
-            f"GPUs cannot exchange data, in {entry}: {said}",
-            hint=f"{likely}. Set NCCL_DEBUG=INFO in launch.env to see more",
-        )
-    return PeerError(f"a collective was ended because another rank left, in {entry}: {error}")
+    gone = PeerError(f"a collective was ended because another rank left, in {entry}: {error}")
+    return explain_nccl(said, str(entry)) or explain_cuda(said, rank) or gone
 
 
 def connect(

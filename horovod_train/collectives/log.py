@@ -6,8 +6,10 @@ A ring buffer, cheap enough to be always on: a hang names the tensor that others
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
+from typing import ClassVar
 
 LENGTH = 256
 
@@ -27,6 +29,7 @@ class Collective:
     size_bytes: int
     begun_s: float
     ended_s: float | None = None
+    waits_for_others: ClassVar[bool] = True
 
     def __str__(self) -> str:
         """Return it for a person.
@@ -35,6 +38,30 @@ class Collective:
         'horovod_train.bucket.0.3 (8.0 MiB)'
         """
         return f"{self.name} ({self.size_bytes / 2**20:.1f} MiB)"
+
+
+@dataclass(slots=True, frozen=True)
+class DeviceWork:
+    """What this rank's device has been given to do, when the host has come so far that it waits for it.
+
+    Attributes:
+        phase: Returns the phase of the step that the device is in.
+    """
+
+    phase: Callable[[], str]
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether the device itself waits, for data of other ranks."""
+        return self.phase() == "allreduce_wait"
+
+    def __str__(self) -> str:
+        """Return it for a person."""
+        return f"its device's {self.phase()}"
+
+
+Waiting = Collective | DeviceWork
+"""What a rank waits for."""
 
 
 class CollectiveLog:

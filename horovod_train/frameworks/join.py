@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from horovod_train.collectives.base import Communicator, SingleRank
 from horovod_train.collectives.horovod import HorovodCommunicator, connect
 from horovod_train.config.schema import Health, Job
-from horovod_train.errors import LostError
+from horovod_train.errors import HorovodTrainError
+from horovod_train.frameworks.devices import gpu_uuid
+from horovod_train.health.device_watch import DeviceWatch
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder
 from horovod_train.horovod.environment import started_as_one_of_many
 
@@ -52,10 +54,12 @@ def join(
     if world.size > 1 and beat_folder(environ) is None:
         world.at_close.callback(PeerWatch(world, health, log.warning, _end).close)
         atexit.register(world.at_close.close)  # few scripts close it, and no one is to miss this rank then
+    if world.size > 1 and gpu_uuid(0):
+        world.at_close.callback(DeviceWatch(world, health, log.warning, _end).close)
     return world
 
 
-def _end(why: str) -> None:
-    """End this rank, which would wait for the others for ever."""
-    log.error("%s; this rank ends", why)
-    os._exit(LostError.exit_code)  # the main thread waits in a collective, and cannot be reached there
+def _end(error: HorovodTrainError) -> None:
+    """End this rank, which would wait for ever."""
+    log.error("%s", error)
+    os._exit(error.exit_code)  # the main thread waits in a collective, and cannot be reached there

@@ -27,6 +27,7 @@ import psutil
 
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
 from horovod_train.config.schema import Health
+from horovod_train.errors import HorovodTrainError, LostError
 from horovod_train.pids import kill, own_identity
 
 INTERVAL_S = 0.5
@@ -35,6 +36,7 @@ MAX_BYTES = 64
 # Whoever has not joined yet may read a large package from a slow disk.
 MIN_JOIN_SHUTDOWN_S = 600.0
 LOOPBACK = "127.0.0.1"
+ENDED = "ended after health.stall_shutdown_s"
 EVERYWHERE = "0.0.0.0"  # noqa: S104  (hosts see each other by addresses that only they know)
 
 
@@ -76,7 +78,7 @@ class PeerWatch:
         world: The ranks; all of them make one at the same time.
         health: When to speak, and when to end.
         tell: Told once of each rank that is silent.
-        end: Ends this process; told why.
+        end: Ends this process with an error.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class PeerWatch:
         world: Communicator,
         health: Health,
         tell: Callable[[str], None],
-        end: Callable[[str], None],
+        end: Callable[[HorovodTrainError], None],
     ) -> None:
         # Beats come late now and then; nobody is missed for one or two of them.
         self._warning_s = max(health.stall_warning_s, 4 * INTERVAL_S)
@@ -151,7 +153,7 @@ class PeerWatch:
                 # Not over MPI: mpirun needs no help, and would report that signal as the job's exit code.
                 if os.environ.get("HOROVOD_CONTROLLER") == "gloo" and kill(self._processes[rank]):
                     what += " and was killed"
-                self._end(what)
+                self._end(LostError(f"{what}; {ENDED}"))
 
     def _send(self, word: str) -> None:
         data = f"{self._token} {self._rank} {word}".encode()
@@ -185,10 +187,12 @@ class JoinWatch:
     Args:
         health: When to speak, and when to end.
         tell: Told when it takes long.
-        end: Ends this process; told why.
+        end: Ends this process with an error.
     """
 
-    def __init__(self, health: Health, tell: Callable[[str], None], end: Callable[[str], None]) -> None:
+    def __init__(
+        self, health: Health, tell: Callable[[str], None], end: Callable[[HorovodTrainError], None]
+    ) -> None:
         self._warning_s = health.stall_warning_s
         self._shutdown_s = max(health.stall_shutdown_s, MIN_JOIN_SHUTDOWN_S)
         self._tell = tell
@@ -209,7 +213,7 @@ class JoinWatch:
         if self._has_waited(warning_s):
             self._tell(f"{what.format(warning_s)}: was each of them started, is one stopped, are hosts slow?")
             if self._has_waited(self._shutdown_s - warning_s):
-                self._end(what.format(self._shutdown_s))
+                self._end(LostError(f"{what.format(self._shutdown_s)}; {ENDED}"))
 
     def _has_waited(self, seconds: float) -> bool:
         """Whether so much time has passed while this process ran, and was not stopped itself."""

@@ -95,6 +95,7 @@ class StepMeter:
         """What is done within it may fail."""
         self.waiting_since_s: float | None = None
         """Since when Horovod is waited for, by ``monotonic``; None: it is not."""
+        self.waiting_in = None
         self.has_joined = False
         """The script has called ``hvd.init()``."""
         self.hides_phases = False

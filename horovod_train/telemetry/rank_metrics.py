@@ -11,6 +11,7 @@ from time import monotonic, time
 from typing import Protocol
 
 from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.log import Waiting
 from horovod_train.config.schema import Job, Metrics
 from horovod_train.errors import UserError
 from horovod_train.events.types import Target
@@ -151,11 +152,16 @@ def watch_exchanges(recorder: Recorder, ranks: object) -> None:
 
 
 class Waits(Protocol):
-    """Knows since when a rank waits for others, by ``monotonic``; None: it does not."""
+    """Knows since when a rank waits, by ``monotonic``, and for what; None: it does not, or nobody knows."""
 
     @property
     def waiting_since_s(self) -> float | None:
         """Since when."""
+        ...
+
+    @property
+    def waiting_in(self) -> Waiting | None:
+        """For what."""
         ...
 
 
@@ -163,8 +169,10 @@ def watch_waiting(recorder: Recorder, who: Waits) -> None:
     """Have whoever asks learn for how long this rank waits: in a hang the one that does not is the cause."""
 
     def read() -> WaitingNowRecord:
-        since_s = who.waiting_since_s
-        return WaitingNowRecord(0.0 if since_s is None else monotonic() - since_s)
+        since_s, entry = who.waiting_since_s, who.waiting_in
+        # Whose own device has not come to the all-reduce yet lets others wait.
+        is_busy = entry is not None and not entry.waits_for_others
+        return WaitingNowRecord(0.0 if since_s is None or is_busy else monotonic() - since_s)
 
     recorder.sample(read)
 

@@ -113,6 +113,14 @@ class SocketCommunicator:
             self.waiting_since_s = None
         return pieces
 
+    def wait_in(self, _: object, blocking: Any) -> Any:
+        """Call what blocks."""
+        self.waiting_since_s = time.monotonic()
+        try:
+            return blocking()
+        finally:
+            self.waiting_since_s = None
+
     def close(self) -> None:
         """Leave; whoever waits for this rank notices."""
         for peer in self._peers.values():

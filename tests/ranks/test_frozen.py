@@ -216,4 +216,4 @@ class TestAMachineWithoutOurLauncher:
         assert SHUTDOWN_S - 1 < took_s < SHUTDOWN_S + LATE_S
         assert "this rank waits for it in horovod_train." in output
         assert "was it stopped, does its host swap or hang?" in output
-        assert "this rank ends" in output
+        assert "ended after health.stall_shutdown_s" in output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
 import torch
@@ -86,6 +87,13 @@ class ThreadCommunicator:
         colors = self._board.all_of(self._put("split", color))
         members = [rank for rank, other in enumerate(colors) if other == color]
         return ThreadCommunicator(members.index(self.rank), self._board.part(members), self.host)
+
+    def wait_in(self, entry: Any, blocking: Callable[[], Any]) -> Any:
+        self.waiting_in, self.waiting_since_s = entry, monotonic()
+        try:
+            return blocking()
+        finally:
+            self.waiting_in = self.waiting_since_s = None
 
     def close(self) -> None:
         pass

@@ -12,13 +12,14 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "horovod_train"
 
-BASICS = {"errors", "registry", "files", "streams", "pids", "signals", "threads", "consistency"}
+BASICS = {"errors", "registry", "files", "streams", "pids", "signals", "threads", "consistency", "children"}
 ROOMS = {
     # room: rooms of ours it may import
     "errors": set(),
     "files": set(),
     "streams": set(),
     "pids": set(),
+    "children": set(),
     "signals": set(),
     "threads": set(),
     "consistency": set(),
@@ -31,8 +32,10 @@ ROOMS = {
     "horovod": BASICS | {"config"},
     "collectives": BASICS | {"config", "horovod.environment", "horovod.counters"},
     "checkpoint": BASICS | {"config", "collectives.base"},
-    "health": BASICS | {"config", "collectives.base", "horovod.fingerprint", "checkpoint.arrays"},
-    "telemetry": BASICS | {"config", "events", "collectives.base", "checkpoint.write_report"},
+    "health": BASICS
+    | {"config", "collectives.base", "collectives.log", "horovod.fingerprint", "checkpoint.arrays"},
+    "telemetry": BASICS
+    | {"config", "events", "collectives.base", "collectives.log", "checkpoint.write_report"},
     "frameworks": BASICS
     | {
         "config",
@@ -42,6 +45,7 @@ ROOMS = {
         "horovod.environment",
         "data",
         "health.heartbeat",
+        "health.device_watch",
         "checkpoint.arrays",
         "checkpoint.tree",
     },

@@ -10,7 +10,7 @@ import torch
 from horovod_train.collectives.horovod import explained
 from horovod_train.collectives.log import CollectiveLog
 from horovod_train.config.schema import Job
-from horovod_train.errors import DeviceMemoryError, GpuError, NcclError, PeerError
+from horovod_train.errors import DeviceMemoryError, GpuError, KernelError, NcclError, PeerError, UserError
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import explained_by
 from horovod_train.frameworks.torch import device_errors
@@ -39,13 +39,22 @@ class TestNccl:
                 "share_gpus: true",
             ),
             ("unhandled system error: Call to connect to 10.0.0.2<1> failed", "launch.network_interface"),
-            ("unhandled cuda error: CUDA driver version is insufficient", "nvidia-smi"),
+            (
+                "unhandled system error: Error while creating shared memory segment /dev/shm/nccl-x (size 9)",
+                "launch.kubernetes.shm_size",
+            ),
+            (
+                "unhandled cuda error: CUDA driver version is insufficient for CUDA runtime version",
+                "update it",
+            ),
+            ("unhandled cuda error: Cuda failure 719", "nvidia-smi"),
             ("Cuda failure 2 'out of memory'", "lower train.batch_size_per_rank"),
+            ("NCCL version 2.29.7+cuda13.0 internal error", "see what NCCL itself tells"),
             ("internal error", "see what NCCL itself tells"),
         ],
     )
     def test_an_error_is_its_own_cause_with_nccls_words(self, said, hint):
-        error = explained(RuntimeError(f"NCCL: ncclCommInitRank failed: {said}"), ENTRY)
+        error = explained(RuntimeError(f"NCCL: ncclCommInitRank failed: {said}"), ENTRY, 0)
 
         assert isinstance(error, NcclError)
         assert error.cause == "nccl"
@@ -57,8 +66,27 @@ class TestNccl:
     def test_what_only_notices_that_a_rank_is_gone_is_no_cause(self):
         said = "NCCL: async error: remote process exited or there was a network error"
 
-        assert isinstance(explained(RuntimeError(said), ENTRY), PeerError)
-        assert isinstance(explained(RuntimeError("Horovod has been shut down"), ENTRY), PeerError)
+        gone, left = (
+            explained(RuntimeError(text), ENTRY, 0) for text in (said, "Horovod has been shut down")
+        )
+
+        assert isinstance(gone, PeerError)
+        assert gone.cause == "nccl"  # where no rank is gone, it is a link
+        assert isinstance(left, PeerError)
+        assert left.cause == "lost"
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            "cudaEventRecord failed: uncorrectable ECC error encountered",
+            "cudaEventQuery failed: unspecified launch failure",
+        ],
+    )
+    def test_a_gpu_that_fails_while_horovod_uses_it_is_the_cause(self, said):
+        error = explained(RuntimeError(said), ENTRY, 3)
+
+        assert isinstance(error, GpuError)
+        assert f"rank 3's GPU: {said}: " in error.message
 
 
 class TestOutOfMemory:
@@ -86,6 +114,39 @@ class TestOutOfMemory:
 
         assert len(what_to_change(job)) == 1
 
+    @pytest.mark.parametrize(("size", "smaller", "pieces"), [(9, 3, 3), (7, 1, 7), (10, 5, 2)])
+    def test_pieces_make_the_same_global_batch(self, size, smaller, pieces):
+        train = {"batch_size_per_rank": size, "accumulation_steps": 2}
+        job = Job.model_validate({"name": "j", "task": "own:Task", "train": train})
+
+        assert (
+            f"train.batch_size_per_rank: {smaller} and train.accumulation_steps: {2 * pieces}"
+            in what_to_change(job)[0]
+        )
+
+    def test_what_keeps_memory_of_its_own_can_be_left_out(self):
+        fields = {"train": {"cuda_graph": True}, "allreduce": {"wire_dtype": "bf16"}}
+        job = Job.model_validate({"name": "j", "task": "own:Task", **fields})
+        changes = "; ".join(what_to_change(job))
+
+        assert "train.cuda_graph: false" in changes
+        assert "allreduce.wire_dtype: fp32" in changes
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            "CUDA error: out of memory",
+            "CUDA driver error: out of memory",
+            "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        ],
+    )
+    def test_of_the_driver_is_told_with_who_may_have_it(self, said):
+        error = device_error(RuntimeError(said), JOB, 0)
+
+        assert isinstance(error, DeviceMemoryError)
+        assert "`nvidia-smi` shows who has it" in error.hint
+        assert "train.batch_size_per_rank: 64" in error.hint
+
     def test_has_no_traceback(self):
         out = io.StringIO()
         raised = torch.OutOfMemoryError("CUDA out of memory.")
@@ -104,9 +165,8 @@ class TestFaults:
         ("said", "meaning"),
         [
             ("uncorrectable ECC error encountered", "its memory has failed"),
-            ("GPU has fallen off the bus", "XID 79"),
-            ("device-side assert triggered", "a label that is out of range"),
-            ("an illegal memory access was encountered", "CUDA_LAUNCH_BLOCKING=1"),
+            ("unspecified launch failure", "XID 79"),
+            ("an illegal memory access was encountered", "memory that is not its own (XID 13 or 31)"),
             ("something new", "the GPU or its driver has failed"),
         ],
     )
@@ -118,6 +178,32 @@ class TestFaults:
         assert f"rank 1's GPU: CUDA error: {said}: " in error.message
         assert meaning in error.message
         assert "dmesg | grep -i xid" in error.hint
+
+    @pytest.mark.parametrize(
+        ("said", "kind", "code", "meaning"),
+        [
+            (
+                "CUDA error: device-side assert triggered",
+                KernelError,
+                1,
+                "a label or an index that is out of",
+            ),
+            ("CUDA error: no kernel image is available for execution", UserError, 2, "too old or too new"),
+            (
+                "The NVIDIA driver on your system is too old (found version 12020)",
+                GpuError,
+                1,
+                "CUDA 13.0: 580",
+            ),
+            ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", GpuError, 1, "the GPU or its driver"),
+        ],
+    )
+    def test_that_are_not_the_gpus_are_told_as_what_they_are(self, said, kind, code, meaning):
+        error = device_error(RuntimeError(said), JOB, 1)
+
+        assert type(error) is kind
+        assert error.exit_code == code
+        assert meaning in error.message
 
     def test_of_something_else_are_left_as_they_are(self):
         assert device_error(RuntimeError("shapes do not match"), JOB, 0) is None

@@ -131,6 +131,19 @@ class TestAKilledRank:
         with pytest.raises(LostError, match="say why; ranks 0, 2 only noticed: the connection was lost"):
             run.end(1)
 
+    def test_where_nobody_is_lost_and_nccl_gave_up_it_is_the_network(self, follow):
+        run = follow()
+        text = "GPUs cannot exchange data any more: remote process exited or there was a network error"
+        fields = {"host": "h", "message": text, "traceback": "", "exit_code": 1, "cause": "nccl"}
+        for rank in (0, 1):
+            run.see(event("failure", rank, is_cause=False, **fields))
+
+        with pytest.raises(LostError, match="^ranks 0-1: GPUs cannot exchange data") as caught:
+            run.end(1)
+
+        assert caught.value.cause == "nccl"
+        assert "a link or an interface between hosts" in caught.value.hint
+
     @pytest.mark.parametrize("line", ["Process name: 2\nExit code: 1", "process rank 2 exited"])
     def test_is_not_assumed(self, follow, line):
         run = follow()

@@ -10,14 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.waiting import wait_until
-from support.worlds import on_ranks
+from support.worlds import Board, ThreadCommunicator, on_ranks
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.collectives.log import Collective
+from horovod_train.collectives.log import Collective, DeviceWork
 from horovod_train.config.schema import Health
-from horovod_train.errors import DesyncError, NumericError
-from horovod_train.health import heartbeat
+from horovod_train.errors import DesyncError, GpuError, NumericError, PeerError
+from horovod_train.health import device_watch, heartbeat
 from horovod_train.health.desync import check_before_saving, check_replicas_identical, digest
+from horovod_train.health.device_watch import DeviceWatch
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch
 
@@ -215,7 +216,8 @@ class TestJoining:
         told, ended = self.join(10, until=lambda _, ended: ended)
 
         assert len(told) == 1
-        assert ended == ["this rank has waited for 1 s for the others to join"]
+        assert [error.cause for error in ended] == ["lost"]
+        assert ended[0].message.startswith("this rank has waited for 1 s for the others to join; ended after")
 
     def test_who_reads_packages_from_a_slow_disk_is_waited_for(self, monkeypatch):
         monkeypatch.setattr(heartbeat, "MIN_JOIN_SHUTDOWN_S", 60)
@@ -266,7 +268,7 @@ class TestPeers:
                 assert len(told) == 1
                 assert "rank 1 on here has shown no sign of life" in told[0]
                 assert "this rank waits for it in horovod_train.bucket.0.3 (8.0 MiB)" in told[0]
-                assert "rank 1 on here has shown no sign of life" in ended[0]
+                assert "rank 1 on here has shown no sign of life" in ended[0].message
             else:
                 assert not told
 
@@ -284,7 +286,7 @@ class TestPeers:
         (_, ended), _ = self.watch(2, silence)
 
         assert set(killed) == ({identities[1]} if is_killed else set())  # it would end at the first time
-        assert ended[0].endswith("s and was killed") == is_killed
+        assert ("s and was killed; ended after" in ended[0].message) == is_killed
 
     def test_one_that_comes_back_and_is_silent_again_is_named_again(self):
         told = []
@@ -378,3 +380,67 @@ class TestPeers:
 
         assert told
         assert ended
+
+
+class TestTheDevice:
+    """A GPU that stands still, as the host sees it: it waits, and knows in which phase the device is."""
+
+    HEALTH = Health(stall_warning_s=0.3, stall_shutdown_s=1.0)
+
+    @pytest.fixture(autouse=True)
+    def looks_are_quick(self, monkeypatch):
+        monkeypatch.setattr(device_watch, "INTERVAL_S", 0.1)
+        monkeypatch.setattr(device_watch, "COURTESY_S", 0.3)
+
+    def watch(self, blocking, phase, until=lambda told, ended: ended):
+        told, ended = [], []
+        world = ThreadCommunicator(0, Board(2))
+        watch = DeviceWatch(world, self.HEALTH, told.append, ended.append)
+        entry = phase if isinstance(phase, Collective) else DeviceWork(lambda: phase)
+        deadline = time.monotonic() + 10
+
+        def wait():
+            while time.monotonic() < deadline and not until(told, ended):
+                time.sleep(0.02)
+
+        blocking(lambda: world.wait_in(entry, wait))
+        watch.close()
+        return told, ended
+
+    def test_that_hangs_in_its_own_work_is_the_cause(self):
+        told, ended = self.watch(lambda wait: wait(), "backward")
+
+        assert len(told) == 1
+        assert told[0].startswith(
+            "this rank's GPU has been in one step's backward for 0 s: does a kernel hang"
+        )
+        assert isinstance(ended[0], GpuError)
+        assert "ended after health.stall_shutdown_s" in ended[0].message
+
+    def test_that_waits_for_another_one_is_not(self):
+        told, ended = self.watch(lambda wait: wait(), "allreduce_wait")
+
+        assert "this rank's GPU has waited in an all-reduce" in told[0]
+        assert "another rank's GPU has not come to it, or the network" in told[0]
+        assert isinstance(ended[0], PeerError)
+        assert ended[0].cause == "nccl"
+
+    def test_that_waits_lets_the_cause_speak_first(self, monkeypatch):
+        monkeypatch.setattr(device_watch, "COURTESY_S", 1000.0)
+        end_s = time.monotonic() + 2.0
+
+        assert self.watch(lambda wait: wait(), "allreduce_wait", lambda *_: time.monotonic() > end_s)[1] == []
+
+    def test_that_gets_on_is_left_alone(self):
+        def many_short_ones(wait):
+            for _ in range(20):
+                wait()
+
+        assert self.watch(many_short_ones, "backward", lambda *_: time.sleep(0.08) is None) == ([], [])
+
+    def test_is_not_what_a_collective_waits_for(self):
+        """That is Horovod's stall inspector's business."""
+        end_s = time.monotonic() + 1.5
+        entry = Collective("horovod_train.bucket.0.3", 8, 0.0)
+
+        assert self.watch(lambda wait: wait(), entry, lambda *_: time.monotonic() > end_s) == ([], [])

@@ -30,11 +30,13 @@ from support.late import (
     worlds,
 )
 from support.torch_threads import on_torch_ranks
+from support.worlds import Board, ThreadCommunicator
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import horovod_train
 from horovod_train.collectives.base import SingleRank
+from horovod_train.collectives.log import DeviceWork
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, UserError
@@ -399,7 +401,7 @@ class TestWhatIsTrainedChanges:
         assert torch.equal(first, other_first)
 
     def test_on_one_rank_alone_and_both_say_so(self):
-        """The other rank learns of it two steps later: its host is not held up by messages nobody answers."""
+        """The other one learns of it three steps later: no host is held up by messages nobody answers."""
 
         def rank(world):
             wait = world.hvd.synchronize
@@ -503,6 +505,7 @@ def test_an_outcome_is_read_once_and_stays():
     outcome = LateOutcome(
         pack({"loss": loss, "local_loss": torch.tensor(1.5), "grad_norm": None, "is_finite": True}),
         clock,
+        SingleRank(),
         bytes_reduced=7,
     )
     loss.fill_(9.0)
@@ -510,6 +513,52 @@ def test_an_outcome_is_read_once_and_stays():
     assert outcome.outcome() is outcome.outcome()
     assert (outcome.loss, outcome.local_loss, outcome.grad_norm, outcome.is_finite) == (2.0, 1.5, None, True)
     assert outcome.outcome().bytes_reduced == 7
+
+
+def test_who_looks_on_while_the_host_waits_sees_the_phase_that_the_device_is_in():
+    class Device(FakeTimer):
+        reached_s = 0.0
+
+        def is_reached(self, mark):
+            return mark <= self.reached_s
+
+    timer = Device()
+    clock = DeviceClock(timer)
+    for phase in ("forward", "backward", "allreduce_wait"):
+        timer.work(1.0)
+        clock.lap(phase)
+    seen = []
+
+    def blocking():
+        for timer.reached_s in (0.5, 1.0, 2.5, 3.0):
+            seen.append((world.waiting_in.phase(), world.waiting_in.waits_for_others))
+
+    world = ThreadCommunicator(0, Board(2))
+    world.wait_in(DeviceWork(clock.phase), blocking)
+
+    assert seen == [("forward", False), ("backward", False), ("allreduce_wait", True), ("", False)]
+    assert world.waiting_in is None
+
+
+@pytest.mark.parametrize("lag_steps", [0, 2])
+def test_the_host_says_that_it_waits_for_the_device_before_it_does(monkeypatch, lag_steps):
+    waits = []
+
+    class World(SingleRank):
+        def wait_in(self, entry, blocking):
+            waits.append(type(entry))
+            return blocking()
+
+    world = World()
+    replica = replica_of(world, lag_steps)
+    replica._device = torch.device("meta")  # as one that is no CPU, for the clock
+    readings = trained(replica, world)
+    assert len(waits) == (0 if lag_steps else NUM_STEPS)  # where the update asks the device
+    for reading in readings:
+        reading.outcome()
+
+    assert set(waits) == {DeviceWork}
+    assert len(waits) == (NUM_STEPS if lag_steps else 2 * NUM_STEPS)
 
 
 # -- a checkpoint between settings

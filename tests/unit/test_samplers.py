@@ -18,6 +18,7 @@ import torch
 from prometheus_client import generate_latest
 
 from horovod_train.collectives.base import SingleRank
+from horovod_train.collectives.log import DeviceWork
 from horovod_train.config.schema import Job
 from horovod_train.events.file import EventsFile
 from horovod_train.events.types import Progress, Summary
@@ -247,10 +248,20 @@ class TestWhoIsWaitedFor:
         monkeypatch.setattr(rank_metrics_module, "monotonic", lambda: 100.0)
         for since_s, expected in ((None, "0.0"), (17.5, "82.5")):
             recorder = Recorder("j", "r", SingleRank(), 1)
-            watch_waiting(recorder, SimpleNamespace(waiting_since_s=since_s))
+            watch_waiting(recorder, SimpleNamespace(waiting_since_s=since_s, waiting_in=None))
             text = generate_latest(recorder.registry).decode()
 
             assert re.search(rf"horovod_train_waiting_now_seconds{{.*}} {expected}\n", text)
+
+    @pytest.mark.parametrize(("phase", "expected"), [("backward", "0.0"), ("allreduce_wait", "82.5")])
+    def test_is_at_zero_while_its_own_gpu_is_busy(self, monkeypatch, phase, expected):
+        monkeypatch.setattr(rank_metrics_module, "monotonic", lambda: 100.0)
+        recorder = Recorder("j", "r", SingleRank(), 1)
+        entry = DeviceWork(lambda: phase)
+        watch_waiting(recorder, SimpleNamespace(waiting_since_s=17.5, waiting_in=entry))
+        text = generate_latest(recorder.registry).decode()
+
+        assert re.search(rf"horovod_train_waiting_now_seconds{{.*}} {expected}\n", text)
 
 
 class TestBaseline:

@@ -272,10 +272,10 @@ class TestJoining:
         codes = []
         monkeypatch.setattr(join_module.os, "_exit", codes.append)
 
-        join_module._end("rank 1 on here has shown no sign of life for 600 s")
+        join_module._end(LostError("rank 1 on here has shown no sign of life for 600 s"))
 
         assert codes == [LostError.exit_code]
-        assert "rank 1 on here has shown no sign of life for 600 s; this rank ends" in caplog.text
+        assert "rank 1 on here has shown no sign of life for 600 s" in caplog.text
 
 
 class TestTheReplica:

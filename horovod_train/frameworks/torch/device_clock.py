@@ -19,6 +19,10 @@ class Timer(Protocol):
         """Put a mark behind the work that is queued now; returns at once."""
         ...
 
+    def is_reached(self, mark: Any) -> bool:
+        """Return whether the device has come to a mark; at once, and to any thread."""
+        ...
+
     def seconds_between(self, first: Any, second: Any) -> float:
         """Return the device's time between two marks that it has come to."""
         ...
@@ -42,6 +46,10 @@ class CudaTimer:
         event.record()
         return event
 
+    def is_reached(self, mark: torch.cuda.Event) -> bool:
+        """Return whether the device has come to a mark."""
+        return bool(mark.query())  # type: ignore[no-untyped-call]
+
     def seconds_between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
         """Return the device's time between two marks."""
         return first.elapsed_time(second) / 1e3
@@ -57,6 +65,10 @@ class HostTimer:
     def mark(self) -> float:
         """Return the time."""
         return perf_counter()
+
+    def is_reached(self, mark: float) -> bool:
+        """Return that it has."""
+        return True
 
     def seconds_between(self, first: float, second: float) -> float:
         """Return the difference."""
@@ -81,6 +93,10 @@ class DeviceClock(StepClock):
     def lap(self, phase: str) -> None:
         """End a phase."""
         self._laps.append((phase, self._timer.mark()))
+
+    def phase(self) -> str:
+        """Return the phase that the device is in, for a thread that looks on; empty: in none of them."""
+        return next((phase for phase, mark in self._laps if not self._timer.is_reached(mark)), "")
 
     def read(self) -> None:
         """Find out how long phases took; once, and when the device has come to the last lap."""

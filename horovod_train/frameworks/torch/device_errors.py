@@ -6,21 +6,10 @@ import re
 
 import torch
 
+from horovod_train.collectives.gpu_errors import explain_cuda
 from horovod_train.config.schema import Job
-from horovod_train.errors import DeviceMemoryError, GpuError, HorovodTrainError
+from horovod_train.errors import DeviceMemoryError, HorovodTrainError
 
-# What the driver says, and what it means. The kernel's log has it as an XID of NVIDIA's.
-FAULTS = {
-    "ecc": "its memory has failed (ECC; XID 48, 63, 64 or 94): reset or replace the GPU",
-    "fallen off the bus": "it does not answer any more (XID 79): power, or the slot",
-    "nvlink": "a link between GPUs has failed (XID 74)",
-    "device-side assert": "a kernel has refused its input, such as a label that is out of range: with "
-    "train.device: cpu, or CUDA_LAUNCH_BLOCKING=1 in launch.env, it is seen where",
-    "illegal memory access": "a kernel has read what is not its own: CUDA_LAUNCH_BLOCKING=1 in launch.env "
-    "shows which",
-    "unspecified launch failure": "a kernel or the GPU has failed",
-    "out of memory": "another process has the memory",
-}
 WANTED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 
 
@@ -34,16 +23,10 @@ def device_error(error: BaseException, job: Job, rank: int) -> HorovodTrainError
     """
     if isinstance(error, torch.OutOfMemoryError):
         return _out_of_memory(str(error), job, rank)
-    text = str(error)
-    if not isinstance(error, RuntimeError) or "CUDA error" not in text:
-        return None
-    reasons = (reason for sign, reason in FAULTS.items() if sign in text.lower())
-    reason = next(reasons, "the GPU or its driver has failed")
-    first_line = text.splitlines()[0]
-    return GpuError(
-        f"rank {rank}'s GPU: {first_line}: {reason}",
-        hint="look for XID in the kernel's log (`dmesg | grep -i xid`), and at `nvidia-smi -q -d ECC`",
-    )
+    found = explain_cuda(str(error), rank) if isinstance(error, RuntimeError) else None
+    if isinstance(found, DeviceMemoryError):
+        return DeviceMemoryError(found.message, hint="; ".join([found.hint, *what_to_change(job)]))
+    return found
 
 
 def _out_of_memory(text: str, job: Job, rank: int) -> DeviceMemoryError:
@@ -60,18 +43,26 @@ def what_to_change(job: Job) -> list[str]:
     """Return what makes a step smaller, the cheapest first."""
     train = job.train
     changes = []
-    if train.batch_size_per_rank > 1:
-        half = train.batch_size_per_rank // 2
+    if (pieces := _smallest_divisor(train.batch_size_per_rank)) > 1:
         changes.append(
-            f"set train.batch_size_per_rank: {half} and train.accumulation_steps: "
-            f"{2 * train.accumulation_steps} (the same global batch in smaller pieces)"
+            f"set train.batch_size_per_rank: {train.batch_size_per_rank // pieces} and "
+            f"train.accumulation_steps: {pieces * train.accumulation_steps} (the same global batch in "
+            "pieces; batch normalization sees the pieces)"
         )
     if train.precision == "fp32":
         changes.append("train.precision: bf16 halves the activations")
     if not train.activation_checkpointing:
         changes.append("train.activation_checkpointing computes them anew instead of keeping them")
+    if train.cuda_graph:
+        changes.append("train.cuda_graph: false: graphs keep memory of their own")
+    if job.allreduce.wire_dtype != "fp32":
+        changes.append("allreduce.wire_dtype: fp32: there is no second copy of the gradients")
     changes.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in launch.env, where sizes change")
     return changes
+
+
+def _smallest_divisor(number: int) -> int:
+    return next((d for d in range(2, number + 1) if number % d == 0), 1)
 
 
 def _total_bytes() -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.log import DeviceWork
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.torch.device_clock import DeviceClock
 
@@ -98,16 +100,24 @@ class LateOutcome:
     Args:
         packed: By the names of ``StepOutcome``'s fields.
         clock: Where the time goes.
+        world: The ranks; told while this one waits.
         bytes_reduced: Bytes this rank put on the wire.
         flops: Operations of the step; None: not counted.
     """
 
     def __init__(
-        self, packed: Packed, clock: DeviceClock, *, bytes_reduced: int, flops: float | None = None
+        self,
+        packed: Packed,
+        clock: DeviceClock,
+        world: Communicator,
+        *,
+        bytes_reduced: int,
+        flops: float | None = None,
     ) -> None:
         self._names, self._known = packed.names, packed.known
         self._sent = Sent(packed.vector)
         self._clock = clock
+        self._world = world
         self._bytes_reduced = bytes_reduced
         self._flops = flops
         self._found: StepOutcome | None = None
@@ -115,7 +125,8 @@ class LateOutcome:
     def outcome(self) -> StepOutcome:
         """Return what the step turned out to be; waits for the device when it has not come there yet."""
         if self._found is None:
-            found = {**self._known, **dict(zip(self._names, self._sent.read(), strict=True))}
+            numbers = self._world.wait_in(DeviceWork(self._clock.phase), self._sent.read)
+            found = {**self._known, **dict(zip(self._names, numbers, strict=True))}
             self._clock.read()
             self._found = outcome_from(found, self._clock, self._bytes_reduced, self._flops)
         return self._found

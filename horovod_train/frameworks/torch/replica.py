@@ -10,12 +10,12 @@ import torch
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.log import DeviceWork
 from horovod_train.config.schema import Health, Train
 from horovod_train.data.planned_step import PlannedStep
-from horovod_train.errors import CheckpointError, UserError
+from horovod_train.errors import CheckpointError
 from horovod_train.frameworks.base import StepClock, add_metric
 from horovod_train.frameworks.reader import batch_length
-from horovod_train.frameworks.task import check_is_one_number
 from horovod_train.frameworks.torch import late
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.device_clock import CudaTimer, DeviceClock, HostTimer
@@ -31,7 +31,7 @@ from horovod_train.frameworks.torch.state import (
 )
 from horovod_train.frameworks.torch.statistics import RunningStatistics
 from horovod_train.frameworks.torch.strategies.base import Strategy
-from horovod_train.frameworks.torch.task import TorchTask
+from horovod_train.frameworks.torch.task import TorchTask, checked_loss
 from horovod_train.frameworks.torch.update import (
     DeviceScaler,
     Update,
@@ -261,18 +261,27 @@ class TorchReplica:
         """
         loss = self.strategy.reduce(self._local_loss)
         clock.lap("allreduce_wait")
+        if not self.lag_steps and isinstance(clock, DeviceClock):
+            # The update asks the device. Here whoever looks on sees what is waited for.
+            self._world.wait_in(DeviceWork(clock.phase), late.Sent(loss.reshape(1)).read)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
-        wants = want_norm or self._guard_gradients
-        packed = None
-        if self._graphs is not None:
-            packed = self._graphs.run(("update", wants), (), lambda _: pack(self._complete(loss, wants)))
-        numbers = packed or self._complete(loss, wants)
+        numbers = self._complete(loss, want_norm or self._guard_gradients)
         clock.lap("optimizer")
         return self.outcome_of(numbers, clock, self.strategy)
 
-    def _complete(self, loss: torch.Tensor, want_norm: bool) -> Mapping[str, Number]:
-        """Update the weights, or leave all as it was; return what the step turned out to be."""
+    def _complete(self, loss: torch.Tensor, want_norm: bool) -> Mapping[str, Number] | Packed:
+        """Update the weights, by a graph if there is one; return what the step turned out to be."""
+        if self._graphs is not None:
+            packed: Packed | None = self._graphs.run(
+                ("update", want_norm), (), lambda _: pack(self._update_weights(loss, want_norm))
+            )
+            if packed is not None:
+                return packed
+        return self._update_weights(loss, want_norm)
+
+    def _update_weights(self, loss: torch.Tensor, want_norm: bool) -> Mapping[str, Number]:
+        """Update the weights, or leave all as it was."""
         updated = self._update(loss, want_norm=want_norm)
         self.strategy.after_update(is_used=updated.is_used)
         self._statistics.take_back(is_used=updated.is_used)
@@ -291,7 +300,7 @@ class TorchReplica:
         flops = None if self._flops is None else self._flops.of_step()
         if isinstance(clock, DeviceClock):
             packed = numbers if isinstance(numbers, Packed) else pack(numbers)
-            return LateOutcome(packed, clock, bytes_reduced=strategy.bytes_per_step, flops=flops)
+            return LateOutcome(packed, clock, self._world, bytes_reduced=strategy.bytes_per_step, flops=flops)
         assert not isinstance(numbers, Packed)
         here = {name: None if value is None else float(value) for name, value in numbers.items()}
         return outcome_from(here, clock, strategy.bytes_per_step, flops)
@@ -419,29 +428,6 @@ class TorchReplica:
     def num_parameters(self) -> int:
         """Return how many numbers are trained."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-
-
-def checked_loss(loss: object) -> torch.Tensor:
-    """Return a loss, shape [], if a gradient can be taken of it.
-
-    Raises:
-        UserError: It is no tensor, has several elements, is complex or detached.
-    """
-    if not isinstance(loss, torch.Tensor):
-        raise UserError(
-            f"the task's loss is a {type(loss).__name__}, not a tensor",
-            hint="return the mean loss over the batch, without .item() or float()",
-        )
-    check_is_one_number(loss.shape)
-    if loss.is_complex():
-        raise UserError("the task's loss is a complex number", hint="return a real one, such as loss.abs()")
-    if not loss.requires_grad:
-        raise UserError(
-            "the task's loss does not depend on anything that is trained",
-            hint="was it detached (detach(), item(), torch.no_grad()), or are all the layers that it uses "
-            "frozen?",
-        )
-    return loss.reshape(())
 
 
 def _scaler_state(plain: Mapping[str, float]) -> dict[str, float]:

@@ -16,6 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
+from horovod_train.errors import UserError
+from horovod_train.frameworks.task import check_is_one_number
+
 REQUIRED = ("model", "train_data", "loss")
 
 
@@ -33,3 +36,26 @@ class TorchTask(Protocol):
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Return the mean loss over a batch, shape []."""
         ...
+
+
+def checked_loss(loss: object) -> torch.Tensor:
+    """Return a loss, shape [], if a gradient can be taken of it.
+
+    Raises:
+        UserError: It is no tensor, has several elements, is complex or detached.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise UserError(
+            f"the task's loss is a {type(loss).__name__}, not a tensor",
+            hint="return the mean loss over the batch, without .item() or float()",
+        )
+    check_is_one_number(loss.shape)
+    if loss.is_complex():
+        raise UserError("the task's loss is a complex number", hint="return a real one, such as loss.abs()")
+    if not loss.requires_grad:
+        raise UserError(
+            "the task's loss does not depend on anything that is trained",
+            hint="was it detached (detach(), item(), torch.no_grad()), or are all the layers that it uses "
+            "frozen?",
+        )
+    return loss.reshape(())

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from signal import SIGTERM
 
-from horovod_train.errors import HorovodTrainError, LaunchError, LostError, PreemptedError, describe_ranks
+from horovod_train.errors import (
+    HorovodTrainError,
+    LaunchError,
+    LostError,
+    NcclError,
+    PreemptedError,
+    describe_ranks,
+)
 from horovod_train.events.types import (
     BenchmarkDone,
     CheckpointWritten,
@@ -192,6 +199,13 @@ class Outcome:
         if self._consequences:
             ranks = describe_ranks(sorted({rank for rank, _ in self._consequences}))
             noticed = f"; {ranks} only noticed: {self._consequences[0][1].message}"
+        if self._consequences and not self._killed and self._is_the_network:
+            error = self._lost(
+                f"{ranks}: {self._consequences[0][1].message}\nno rank says that it has failed itself",
+                "a link or an interface between hosts, perhaps: NCCL_DEBUG=INFO in launch.env shows more",
+            )
+            error.cause = NcclError.cause
+            return error
         if self._killed:
             return self._lost(
                 f"{self._killed}, before it could say why{noticed}",
@@ -204,6 +218,11 @@ class Outcome:
             + (f"; its last words:\n{last}" if last else ""),
             f"a rank was killed, or the machine ran out of memory; see {self._log_name}",
         )
+
+    @property
+    def _is_the_network(self) -> bool:
+        """NCCL says the same of a rank that has left and of a link that has failed."""
+        return all(failure.cause == NcclError.cause for _, failure in self._consequences)
 
     def _explain_causes(self) -> LaunchError:
         first = self._causes[0][1]

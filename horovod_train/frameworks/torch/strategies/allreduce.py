@@ -176,8 +176,8 @@ class AllreduceStrategy(Strategy):
         """Whether any rank, and so each of them, takes up what it trains anew.
 
         On a device a rank that has not changed does not wait for the answer. It goes on, for ranks change
-        in the same step or have gone wrong; then it learns of it two steps later. One that has changed, which
-        is rare, waits, and sees whether the others have.
+        in the same step or have gone wrong; then it learns of it three steps later. One that has changed,
+        which is rare, waits, and sees whether the others have.
 
         Raises:
             UserError: Only some ranks have changed.
@@ -188,7 +188,8 @@ class AllreduceStrategy(Strategy):
             self._check_all_changed(float(num_changed), is_changed=True)
             return True
         self._outstanding.append(Sent(num_changed.reshape(1)))
-        if len(self._outstanding) > LAG_STEPS:
+        # Of a step whose outcome is known by now: there is nothing to wait for.
+        if len(self._outstanding) > LAG_STEPS + 1:
             self._check_all_changed(self._outstanding.popleft().read()[0], is_changed=False)
         return False
 

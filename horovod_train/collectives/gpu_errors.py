@@ -1,0 +1,131 @@
+"""What NCCL and CUDA say when something fails, and what it means.
+
+Their texts come from three places: PyTorch ("CUDA error: ..."), Horovod ("cudaEventRecord failed: ...") and
+NCCL by way of Horovod. A GPU works behind the host, so that the call that tells of a failure is seldom the
+one that made it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from horovod_train.errors import (
+    DeviceMemoryError,
+    GpuError,
+    HorovodTrainError,
+    KernelError,
+    NcclError,
+    PeerError,
+    UserError,
+)
+
+IN_THE_KERNELS_LOG = "look for XID in the kernel's log (`dmesg | grep -i xid`), and at `nvidia-smi -q -d ECC`"
+SEEN_WHERE = "CUDA_LAUNCH_BLOCKING=1 in launch.env shows where"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a text of CUDA's means.
+
+    Attributes:
+        signs: Any of them is in the text, in lower case.
+        kind: Our error.
+        meaning: In words.
+        hint: What to do.
+    """
+
+    signs: tuple[str, ...]
+    kind: type[HorovodTrainError]
+    meaning: str
+    hint: str = IN_THE_KERNELS_LOG
+
+
+# The first that fits. Numbers of XIDs are NVIDIA's, in the log of the kernel.
+FAULTS = (
+    Fault(
+        ("device-side assert",),
+        KernelError,
+        "a kernel has refused its input, such as a label or an index that is out of range",
+        f"train.device: cpu, or {SEEN_WHERE}",
+    ),
+    Fault(
+        ("out of memory", "status_alloc_failed"),
+        DeviceMemoryError,
+        "it has no memory left for what PyTorch does not account for",
+        "`nvidia-smi` shows who has it: another process, perhaps; else make a step smaller",
+    ),
+    Fault(
+        ("no kernel image",),
+        UserError,
+        "this PyTorch has no kernels for it: it is too old or too new",
+        "install a PyTorch that is built for this GPU (`torch.cuda.get_arch_list()` names them)",
+    ),
+    Fault(
+        ("driver version is insufficient", "driver on your system is too old"),
+        GpuError,
+        "its driver is older than this PyTorch's CUDA needs (CUDA 13.0: 580, CUDA 12: 525)",
+        "update the driver, or install a PyTorch for an older CUDA, and build the engine again",
+    ),
+    Fault(("ecc",), GpuError, "its memory has failed (XID 48, 63, 64, 94 or 95): reset or replace the GPU"),
+    Fault(("nvlink",), GpuError, "a link between GPUs has failed (XID 74)"),
+    Fault(
+        ("illegal memory access", "misaligned address"),
+        GpuError,
+        "a kernel has used memory that is not its own (XID 13 or 31): an error in a kernel, or the GPU",
+        f"{SEEN_WHERE}; {IN_THE_KERNELS_LOG}",
+    ),
+    Fault(
+        ("unspecified launch failure", "unknown error", "unavailable", "fallen off the bus"),
+        GpuError,
+        "a kernel or the GPU has failed (with XID 79 it does not answer any more: power, or the slot)",
+    ),
+    Fault(("",), GpuError, "the GPU or its driver has failed"),
+)
+IS_CUDA = re.compile(
+    r"CUDA (driver )?error: |cuDNN error: |\bcuda\w+ failed: |driver on your system is too old"
+)
+
+# What NCCL says, and what it mostly means; the first that fits.
+NCCL_REASONS = {
+    "duplicate gpu": "several ranks use one GPU: start one rank per GPU, or set launch.share_gpus: true",
+    "dev/shm": "shared memory is too small: `docker run --shm-size 1g`, or launch.kubernetes.shm_size",
+    "out of memory": "its buffers do not fit beside the model: lower train.batch_size_per_rank",
+    "driver version is insufficient": "the driver is too old for this NCCL: update it",
+    "unhandled system error": "ranks do not reach each other: set launch.network_interface",
+    "unhandled cuda error": "the driver is too old for this NCCL, or a GPU has failed: see `nvidia-smi`",
+    "version mismatch": "ranks have different NCCLs: install the same PyTorch on all hosts",
+}
+# It says so for both: a rank that has left, and a link that is gone.
+NCCL_CONSEQUENCE = "remote process exited"
+
+
+def explain_cuda(text: str, rank: int) -> HorovodTrainError | None:
+    """Return our error for a text of CUDA's; None: it is of something else."""
+    if not IS_CUDA.search(text):
+        return None
+    first_line = text.splitlines()[0]
+    fault = next(f for f in FAULTS if any(sign in text.lower() for sign in f.signs))
+    return fault.kind(f"rank {rank}'s GPU: {first_line}: {fault.meaning}", hint=fault.hint)
+
+
+def explain_nccl(text: str, where: str) -> NcclError | PeerError | None:
+    """Return our error for a text of NCCL's; None: it is of something else.
+
+    Args:
+        text: What it says.
+        where: The collective, for a person.
+    """
+    said = text.lower()
+    if "nccl" not in said:
+        return None
+    if NCCL_CONSEQUENCE in said:
+        error = PeerError(f"GPUs cannot exchange data any more, in {where}: {text}")
+        error.cause = NcclError.cause
+        return error
+    reasons = (reason for sign, reason in NCCL_REASONS.items() if sign in said)
+    likely = next(reasons, "see what NCCL itself tells")
+    return NcclError(
+        f"GPUs cannot exchange data, in {where}: {text}",
+        hint=f"{likely}. Set NCCL_DEBUG=INFO in launch.env to see more",
+    )
