@@ -163,6 +163,7 @@ class Bench:
                 "optimizer": {"name": "adamw", "args": optimizer},
             }
         )
+        recorder = CudaRecorder() if graph else None
         model = copy.deepcopy(self.model)
         made = optimizer_of(job, Task(), model)  # type: ignore[arg-type]
         strategy = (
@@ -175,8 +176,8 @@ class Bench:
             model=model, optimizer=made, strategy=strategy, world=world or SingleRank(), train=job.train,
             task=Task(), health=job.health, lag_steps=LAG_STEPS,
         )  # fmt: skip
-        if graph:
-            replica.record_steps(CudaRecorder(), only_if_faster=False)
+        if recorder is not None:
+            replica.record_steps(recorder, only_if_faster=False)
         size = self.case.batch_size
         share = share_of_step(0, size, batch_size=size, accumulation_steps=1, rank=0, size=1)
         readings: deque[Any] = deque()

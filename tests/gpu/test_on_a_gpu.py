@@ -41,9 +41,10 @@ def deterministic(monkeypatch):
 
 
 def made(lag_steps, *, way="plain", optimizer=SGD, graph=False, task=None):
+    recorder = CudaRecorder() if graph else None
     replica = replica_of(ALONE, lag_steps, optimizer=optimizer, task=task, device=GPU, **WAYS[way])
-    if graph:
-        replica.record_steps(CudaRecorder(), only_if_faster=False)
+    if recorder is not None:
+        replica.record_steps(recorder, only_if_faster=False)
     return replica
 
 

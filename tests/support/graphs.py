@@ -101,5 +101,5 @@ class CpuRecorder:
 
         return replay, result
 
-    def synchronize(self) -> None:
+    def forget(self) -> None:
         pass

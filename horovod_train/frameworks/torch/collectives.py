@@ -131,6 +131,7 @@ class TorchCommunicator(HorovodCommunicator):
         """Return when it is done: the sum, or the tensors of all ranks, one after the other."""
         started, entry = handle
         result: torch.Tensor = self.wait_in(entry, partial(self.hvd.synchronize, started))
+        let_stream_follow(result)
         entry.ended_s = monotonic()
         return result
 
@@ -140,8 +141,21 @@ class TorchCommunicator(HorovodCommunicator):
         whole = tensor.detach().contiguous()
         view = whole.reshape(-1).view(torch.uint8)
         self.call(lambda: self.hvd.broadcast_(view, root_rank=0, name=name), name, size_bytes_of(view))
+        let_stream_follow(view)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
+
+
+def let_stream_follow(result: torch.Tensor) -> None:
+    """Let this thread's work on a GPU come after a collective that Horovod has queued there.
+
+    Horovod itself tells the default stream alone: its callback runs in a thread of its own.
+    """
+    if not result.is_cuda:
+        return
+    current, told = torch.cuda.current_stream(result.device), torch.cuda.default_stream(result.device)
+    if current != told:
+        current.wait_stream(told)
 
 
 def size_bytes_of(tensor: torch.Tensor) -> int:

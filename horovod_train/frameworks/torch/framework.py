@@ -28,7 +28,7 @@ from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.flops import FlopCounter
-from horovod_train.frameworks.torch.graphs import CudaRecorder
+from horovod_train.frameworks.torch.graphs import CudaRecorder, Recorder
 from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
@@ -53,6 +53,7 @@ class TorchFramework(TorchDevice):
         """Return this rank's replica and the readers of training and evaluation data."""
         set_up(job)
         device = choose_device(job, mesh.world)
+        recorder = recorder_of(job, device)
         seed_generators(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, REQUIRED)
         strategy = make_strategy(job, with_tensors(mesh.data))
@@ -76,8 +77,8 @@ class TorchFramework(TorchDevice):
             flops=FlopCounter() if wants_flops(job, device.type) else None,
             health=job.health,
         )
-        if job.train.cuda_graph is not False:
-            record_steps(replica, device, only_if_faster=job.train.cuda_graph == "auto")
+        if recorder is not None:
+            replica.record_steps(recorder, only_if_faster=job.train.cuda_graph == "auto")
         read = partial(
             TorchReader,
             data=job.data,
@@ -131,12 +132,14 @@ def on_device(model: torch.nn.Module, device: torch.device, train: Train) -> tor
     return model.to(device)
 
 
-def record_steps(replica: TorchReplica, device: torch.device, *, only_if_faster: bool) -> None:
-    """Let a replica make its steps by CUDA graphs."""
+def recorder_of(job: Job, device: torch.device) -> Recorder | None:
+    """Return what records steps, if the job wants that; before the model is made."""
+    if job.train.cuda_graph is False:
+        return None
     if device.type == "cuda":
-        replica.record_steps(CudaRecorder(), only_if_faster=only_if_faster)
-    else:
-        log.warning("train.cuda_graph has no effect on a CPU")
+        return CudaRecorder()
+    log.warning("train.cuda_graph has no effect on a CPU")
+    return None
 
 
 def placement(device: torch.device, train: Train) -> Placement:

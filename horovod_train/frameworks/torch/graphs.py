@@ -1,7 +1,7 @@
 """Parts of a step recorded as CUDA graphs: one launch in place of hundreds, for steps that are short.
 
     eager steps, until everything is set up
-    then, for each kind of work: recorded once, and replayed from then on
+    then each kind of work is done once as ever, recorded when it comes again, and replayed from then on
 
 A step has two such parts: forward and backward of a micro-batch, and the update. Between them gradients
 travel, which Horovod's thread launches itself; they leave when backward is complete, and nothing hides them.
@@ -11,17 +11,23 @@ stay. Those that belong to a step as we know it (the shapes and shares of batche
 settings of the optimizer) are looked at in each step, and a change is recorded anew. The learning rate, the
 loss scale, dropout and what is clipped live on the device. What else a task's Python decides from step to
 step does not happen any more: this is why graphs have to be asked for.
+
+A graph writes gradients to where they were when it was recorded. Each parameter has memory that is kept for
+them; it becomes ``parameter.grad`` in steps in which some work gives it a gradient, and in no others.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from statistics import median
 from time import perf_counter
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
@@ -32,7 +38,13 @@ WARM_UP_STEPS = 3
 
 MEASURED_STEPS = 10
 MAX_GRAPHS = 8
-"""Kinds of work that are kept; others are done as they come."""
+"""Kinds of work that are recorded; others are done as they come."""
+
+MAX_KINDS = 64
+"""Kinds of work that are looked out for, to see them again."""
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""What tells batches apart by its value."""
 
 
 class Recorder(Protocol):
@@ -48,13 +60,16 @@ class Recorder(Protocol):
         """
         ...
 
-    def synchronize(self) -> None:
-        """Return when all work is done."""
+    def forget(self) -> None:
+        """Nothing that was recorded so far is replayed any more."""
         ...
 
 
 class CudaRecorder:
-    """CUDA's graphs. This thread's work goes to a stream of its own: the default one cannot be recorded."""
+    """CUDA's graphs. This thread's work goes to a stream of its own: the default one cannot be recorded.
+
+    It has to be made before the model: what belongs to backward stays on the stream on which it began.
+    """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -64,16 +79,31 @@ class CudaRecorder:
 
     def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return what replays the work, and what it returned."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Horovod's thread may use CUDA meanwhile: that is not of this graph.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            result = work()
-        self._pool = graph.pool()
+        try:
+            # Horovod's thread may use CUDA meanwhile: that is not of this graph.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                result = work()
+        except BaseException:
+            self._abandon()
+            raise
         return graph.replay, result
 
-    def synchronize(self) -> None:
-        """Return when all work is done."""
-        torch.cuda.synchronize()
+    def _abandon(self) -> None:
+        """Give back the memory of a recording that has failed: PyTorch would keep it, and free no other."""
+        device = torch.cuda.current_device()
+        with suppress(AttributeError, RuntimeError):  # calls that PyTorch has for itself
+            torch._C._cuda_endAllocateToPool(device, self._pool)  # noqa: SLF001
+            torch._C._cuda_releasePool(device, self._pool)  # noqa: SLF001
+        self._pool = None
+        torch.cuda.empty_cache()
+
+    def forget(self) -> None:
+        """Nothing is replayed any more: its memory has no owner, and must not be added to."""
+        self._pool = None
 
 
 @dataclass
@@ -83,12 +113,77 @@ class _Recorded:
     result: Any
 
 
+@dataclass
+class _Kind:
+    """Some work that comes again.
+
+    Attributes:
+        trained: Parameters that get a gradient by it.
+        recorded: Its graph, when it has come twice.
+        is_refused: It cannot be recorded.
+    """
+
+    trained: Sequence[torch.Tensor]
+    recorded: _Recorded | None = None
+    is_refused: bool = False
+
+
+@dataclass
+class _Race:
+    """How long steps take without graphs and with them.
+
+    Attributes:
+        sum_over_ranks: Sums numbers over ranks.
+        eager_s, graphed_s: Seconds from one step's begin to the next one's.
+        begun_s: When the last step began.
+        is_plain: Nothing was recorded in it.
+    """
+
+    sum_over_ranks: Callable[[Sequence[float]], list[float]]
+    eager_s: list[float] = field(default_factory=list)
+    graphed_s: list[float] = field(default_factory=list)
+    begun_s: float = 0.0
+    is_plain: bool = True
+
+    first_eager = WARM_UP_STEPS + 1
+    last_eager = WARM_UP_STEPS + MEASURED_STEPS
+    first_graphed = last_eager + 4  # some to record in
+    last_graphed = first_graphed + MEASURED_STEPS
+
+    def begin(self, number: int) -> bool | None:
+        """A step begins, the first is 1; after the last, return whether those with graphs were faster."""
+        now_s = perf_counter()
+        taken_s, before = now_s - self.begun_s, number - 1
+        if self.first_eager <= before <= self.last_eager:
+            self.eager_s.append(taken_s)
+        if self.first_graphed <= before <= self.last_graphed and self.is_plain:
+            self.graphed_s.append(taken_s)
+        self.begun_s, self.is_plain = now_s, True
+        return self._decide() if before == self.last_graphed else None
+
+    def _decide(self) -> bool:
+        """Compare medians: an evaluation, or a checkpoint, may lie between two steps."""
+        mine = [median(seconds) if seconds else math.inf for seconds in (self.eager_s, self.graphed_s)]
+        # Each rank measures a little different, and all have to do the same.
+        eager_s, graphed_s, num_ranks = self.sum_over_ranks([*mine, 1.0])
+        is_faster = graphed_s < eager_s
+        with_them = f"{1e3 * graphed_s / num_ranks:.2f} ms" if graphed_s < math.inf else "not possible"
+        log.warning(
+            "train.cuda_graph: auto: %.2f ms a step without graphs, %s with: steps go on %s",
+            1e3 * eager_s / num_ranks,
+            with_them,
+            "with them" if is_faster else "without",
+        )
+        return is_faster
+
+
 class StepGraphs:
     """Replays what was recorded of earlier steps.
 
     Args:
         recorder: Records work.
         optimizer: Its rates are put on the device before each replay.
+        parameters: Returns those that may get gradients.
         fingerprint: Returns what a graph depends on besides its inputs.
         forget: Called when recording has failed in the middle of something.
         sum_over_ranks: Sums times over ranks; None: nothing is measured, graphs are used.
@@ -98,81 +193,61 @@ class StepGraphs:
         self,
         recorder: Recorder,
         optimizer: torch.optim.Optimizer,
+        parameters: Callable[[], Sequence[torch.Tensor]],
         fingerprint: Callable[[], Hashable],
         forget: Callable[[], None],
         sum_over_ranks: Callable[[Sequence[float]], list[float]] | None = None,
     ) -> None:
         self._recorder = recorder
         self._optimizer = optimizer
+        self._parameters = parameters
         self._fingerprint = fingerprint
         self._forget = forget
-        self._sum_over_ranks = sum_over_ranks
-        self._graphs: dict[Hashable, _Recorded | None] = {}
+        self._race = None if sum_over_ranks is None else _Race(sum_over_ranks)
+        self._num_eager = WARM_UP_STEPS if self._race is None else self._race.last_eager
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._kept: dict[torch.Tensor, torch.Tensor] = {}
         self._made_with: Hashable = None
-        self._num_steps = 0
+        self._num_steps = self._num_recorded = 0
         self._is_off = self._has_changed = False
-        self._window_s: list[float] = []
+        self._told: set[str] = set()
         self._rates: list[torch.Tensor] = []
 
     @property
     def _is_warm(self) -> bool:
         """Whether work may be recorded, or has been, in this step."""
-        num_eager = WARM_UP_STEPS + (MEASURED_STEPS if self._sum_over_ranks is not None else 0)
-        return not self._is_off and self._num_steps > num_eager and not self._has_changed
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients stay where graphs write them: they are cleared by zeros, and never let go."""
-        return self._is_warm
+        return not self._is_off and self._num_steps > self._num_eager and not self._has_changed
 
     def begin(self) -> None:
-        """A step begins."""
-        if self._is_off:
-            return
+        """A step begins, and no parameter has a gradient."""
         self._num_steps += 1
-        if self._sum_over_ranks is not None:
-            self._measure()
+        # On all ranks alike, also where nothing could be recorded: they compare.
+        if self._race is not None and (is_faster := self._race.begin(self._num_steps)) is not None:
+            self._race = None
+            if not is_faster:
+                self._turn_off()
+        if self._is_off:
+            if self._race is not None:
+                self._race.is_plain = False
+            return
         now = self._fingerprint()
         # Then this step is made without graphs: gradients come to lie where they will.
         self._has_changed = now != self._made_with
         if self._has_changed:
-            self._graphs.clear()
+            self._drop()
             self._made_with = now
 
     def forget(self) -> None:
         """Record all anew: the optimizer's state, say, has come to lie elsewhere."""
         self._made_with = None
 
-    def _measure(self) -> None:
-        """Time eager steps, then recorded ones; keep what is faster, on all ranks alike."""
-        eager, graphed = WARM_UP_STEPS + 1, WARM_UP_STEPS + MEASURED_STEPS + 4  # some to record in
-        if self._num_steps in {eager, eager + MEASURED_STEPS, graphed, graphed + MEASURED_STEPS}:
-            self._recorder.synchronize()
-            self._window_s.append(perf_counter())
-        if self._num_steps == graphed + MEASURED_STEPS:
-            assert self._sum_over_ranks is not None
-            begun, ended, begun_again, ended_again = self._window_s
-            # Each rank measures a little different, and all have to do the same.
-            eager_s, graphed_s, num_ranks = self._sum_over_ranks(
-                [ended - begun, ended_again - begun_again, 1.0]
-            )
-            self._sum_over_ranks = None
-            log.warning(
-                "train.cuda_graph: auto: %.2f ms a step without graphs, %.2f ms with: steps go on %s",
-                1e3 * eager_s / num_ranks / MEASURED_STEPS,
-                1e3 * graphed_s / num_ranks / MEASURED_STEPS,
-                "with them" if graphed_s < eager_s else "without",
-            )
-            if graphed_s >= eager_s:
-                self._turn_off()
-
     def run(self, kind: Hashable, inputs: Any, work: Callable[[Any], Any]) -> Any:
-        """Do some work on the device by a graph; return what it returned when it was recorded.
+        """Do some work on the device, by a graph if there is one; return what it returned.
 
         Args:
             kind: Which work it is; what of it is not a tensor.
             inputs: Tensors, in any nest of lists, tuples and mappings.
-            work: Called with the inputs once, to record it.
+            work: Called with the inputs, or with others that lie where a graph reads them.
 
         Returns:
             None where it was not done: it has to be done as without graphs.
@@ -180,38 +255,115 @@ class StepGraphs:
         if not self._is_warm:
             return None
         leaves, structure = pytree.tree_flatten(inputs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        rest = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-        layout = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-        key = (kind, structure, rest, layout)
-        if key not in self._graphs:
-            if len(self._graphs) >= MAX_GRAPHS:
-                return None
-            self._graphs[key] = self._recorded(leaves, structure, work)
-        found = self._graphs[key]
-        if found is None:
+        key = self._key_of(kind, structure, leaves)
+        if key is None:
             return None
-        for static, tensor in zip(found.inputs, tensors, strict=True):
+        found = self._kinds.get(key)
+        if found is None:
+            return self._seen_first(key, work, inputs)
+        self._attach(found.trained)
+        if found.is_refused:
+            return None
+        if found.recorded is None and not self._record(found, leaves, structure, work):
+            return None
+        assert found.recorded is not None
+        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        for static, tensor in zip(found.recorded.inputs, tensors, strict=True):
             static.copy_(tensor, non_blocking=True)
         self._set_rates()
-        found.replay()
-        return found.result
+        found.recorded.replay()
+        return found.recorded.result
 
-    def _recorded(self, leaves: list[Any], structure: Any, work: Callable[[Any], Any]) -> _Recorded | None:
+    # -- kinds of work
+
+    def _key_of(self, kind: Hashable, structure: Any, leaves: Sequence[Any]) -> Hashable:
+        """Return what is the same for work of one kind; None: that cannot be told."""
+        parts: list[Hashable] = [kind, structure]
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                parts.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+            elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+                parts.append((leaf.shape, leaf.dtype, leaf.tobytes()))
+            elif isinstance(leaf, PLAIN):
+                parts.append((type(leaf), leaf))
+            else:
+                self._tell_once(f"batches hold a {type(leaf).__name__}: such are computed without graphs")
+                return None
+        return tuple(parts)
+
+    def _seen_first(self, key: Hashable, work: Callable[[Any], Any], inputs: Any) -> Any:
+        """Do work as without graphs, and note which parameters get a gradient by it."""
+        if self._race is not None:
+            self._race.is_plain = False
+        if len(self._kinds) >= MAX_KINDS:
+            self._tell_once(
+                f"steps come in more than {MAX_KINDS} kinds, by shapes or by what is not a tensor: others "
+                "are made without graphs"
+            )
+            return None
+        trained: dict[torch.Tensor, None] = {}
+        removers = [
+            parameter.register_post_accumulate_grad_hook(trained.setdefault)  # type: ignore[no-untyped-call]
+            for parameter in self._parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            result = work(inputs)
+        finally:
+            for remover in removers:
+                remover.remove()
+        is_dense = all(p.grad is not None and not p.grad.is_sparse for p in trained)
+        if is_dense:
+            self._attach(list(trained))
+        else:
+            self._tell_once("gradients are sparse: steps are made without graphs")
+        self._kinds[key] = _Kind(list(trained) if is_dense else [], is_refused=not is_dense)
+        return result
+
+    def _attach(self, trained: Sequence[torch.Tensor]) -> None:
+        """Have gradients lie where graphs write them: zeros, or what a step has of them by now."""
+        fresh: list[torch.Tensor] = []
+        for parameter in trained:
+            kept, gradient = self._kept.get(parameter), parameter.grad
+            if gradient is kept and kept is not None:
+                continue
+            if kept is None:
+                kept = self._kept[parameter] = torch.zeros_like(parameter if gradient is None else gradient)
+            if gradient is None:
+                fresh.append(kept)
+            else:
+                kept.copy_(gradient)
+            parameter.grad = kept
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+    # -- recording
+
+    def _record(self, kind: _Kind, leaves: Sequence[Any], structure: Any, work: Callable[[Any], Any]) -> bool:
+        """Record work that has come twice; return whether that was done."""
+        if self._race is not None:
+            self._race.is_plain = False
+        if self._num_recorded >= MAX_GRAPHS:
+            self._tell_once(f"more than {MAX_GRAPHS} kinds of steps: others are made without graphs")
+            kind.is_refused = True
+            return False
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         try:
             with self._recordable_optimizer():
                 replay, result = self._recorder.record(lambda: work(pytree.tree_unflatten(static, structure)))
         except Exception as error:  # noqa: BLE001  (whatever it is, the step can be made without)
-            log.warning(
-                "train.cuda_graph: a step cannot be recorded (%s: %s): steps are made without",
-                type(error).__name__,
-                str(error).partition("\n")[0],
+            kind.is_refused = True
+            self._tell_once(
+                f"a step cannot be recorded ({type(error).__name__}: {str(error).partition(chr(10))[0]}): "
+                "such are made without"
             )
-            self._turn_off()
+            if self._num_recorded == 0:
+                self._turn_off()
             self._forget()
-            return None
-        return _Recorded(replay, [leaf for leaf in static if isinstance(leaf, torch.Tensor)], result)
+            return False
+        self._num_recorded += 1
+        kind.recorded = _Recorded(replay, [leaf for leaf in static if isinstance(leaf, torch.Tensor)], result)
+        return True
 
     @contextmanager
     def _recordable_optimizer(self) -> Iterator[None]:
@@ -240,4 +392,20 @@ class StepGraphs:
 
     def _turn_off(self) -> None:
         self._is_off = True
-        self._graphs.clear()
+        self._drop()
+
+    def _drop(self) -> None:
+        self._kinds.clear()
+        self._kept.clear()
+        self._num_recorded = 0
+        self._recorder.forget()
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            log.warning("train.cuda_graph: %s", text)
+
+
+def rate_of_graphs(rate: float) -> float:
+    """Return a learning rate as a graph reads it, in 32 bits: steps that are made without take the same."""
+    return float(np.float32(rate))

@@ -20,7 +20,7 @@ from horovod_train.frameworks.torch import late
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.device_clock import CudaTimer, DeviceClock, HostTimer
 from horovod_train.frameworks.torch.flops import FlopCounter
-from horovod_train.frameworks.torch.graphs import Recorder, StepGraphs
+from horovod_train.frameworks.torch.graphs import Recorder, StepGraphs, rate_of_graphs
 from horovod_train.frameworks.torch.late import LateOutcome, Number, Outcome, Packed, outcome_from, pack
 from horovod_train.frameworks.torch.state import (
     blobs_of,
@@ -156,6 +156,7 @@ class TorchReplica:
         self._graphs = StepGraphs(
             recorder,
             self.optimizer,
+            self._with_gradients,
             self._what_graphs_depend_on,
             self.scaler.forget,
             self._world.allreduce_sum if only_if_faster else None,
@@ -192,12 +193,12 @@ class TorchReplica:
     def begin(self, step: PlannedStep) -> None:
         """Begin a step: no gradients yet."""
         self.strategy.begin(step)
-        if self._graphs is not None:
-            self._graphs.begin()
         self._local_loss.zero_()
         if not (self._is_training and self.forward_model.training):
             self._begin_training()
         self._clear_gradients()
+        if self._graphs is not None:
+            self._graphs.begin()
         if self._guard_gradients:
             self._statistics.remember()
 
@@ -212,13 +213,12 @@ class TorchReplica:
         optimized = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self._not_optimized = [p for p in self.model.parameters() if id(p) not in optimized]
 
-    def _clear_gradients(self) -> None:
-        if self._graphs is not None and self._graphs.keeps_gradients:
-            kept = [p.grad for group in self.optimizer.param_groups for p in group["params"]]
-            torch._foreach_zero_([gradient for gradient in kept if gradient is not None])
-            return
+    def _with_gradients(self) -> list[torch.nn.Parameter]:
         optimized = (p for group in self.optimizer.param_groups for p in group["params"])
-        for parameter in (*optimized, *self._not_optimized):
+        return [*optimized, *self._not_optimized]
+
+    def _clear_gradients(self) -> None:
+        for parameter in self._with_gradients():
             parameter.grad = None
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -264,17 +264,23 @@ class TorchReplica:
         if not self.lag_steps and isinstance(clock, DeviceClock):
             # The update asks the device. Here whoever looks on sees what is waited for.
             self._world.wait_in(DeviceWork(clock.phase), late.Sent(loss.reshape(1)).read)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
+        self._set_rates(lr)
         numbers = self._complete(loss, want_norm or self._guard_gradients)
         clock.lap("optimizer")
         return self.outcome_of(numbers, clock, self.strategy)
 
+    def _set_rates(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            rate = lr * group.get("lr_scale", 1.0)
+            group["lr"] = rate if self._graphs is None else rate_of_graphs(rate)
+
     def _complete(self, loss: torch.Tensor, want_norm: bool) -> Mapping[str, Number] | Packed:
         """Update the weights, by a graph if there is one; return what the step turned out to be."""
         if self._graphs is not None:
+            # Graphs read gradients where they lie: another set of them is another kind of update.
+            places = tuple(0 if p.grad is None else p.grad.data_ptr() for p in self._with_gradients())
             packed: Packed | None = self._graphs.run(
-                ("update", want_norm), (), lambda _: pack(self._update_weights(loss, want_norm))
+                ("update", want_norm, places), (), lambda _: pack(self._update_weights(loss, want_norm))
             )
             if packed is not None:
                 return packed
