@@ -24,7 +24,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import strftime
-from types import TracebackType
 from typing import Any, Literal, NoReturn, Self
 
 import numpy as np
@@ -102,13 +101,12 @@ class Session:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            for watch in self._watches.values() if kind is None else ():
+                watch.settle()
+        finally:
+            self.close()
 
     def close(self) -> None:
         """Finish writing checkpoints, stop serving metrics, leave the world. Safe to call twice."""
@@ -196,7 +194,11 @@ class Session:
         """Return this rank's batches of a dataset, in order: every sample on exactly one rank.
 
         Every rank calls it: buffers such as running means are made equal first.
+
+        Raises:
+            NumericError: A step before was not finite: as ``Step.finish``.
         """
+        self._watches[replica].settle()
         replica.sync_buffers()
         reader = TorchReader(dataset, Data(), self._job.train.seed, Placement(self.device))
         mine = eval_micro_batches(len(reader), batch_size, self.rank, self.size)
@@ -401,7 +403,11 @@ class SessionCheckpoints:
         """Go on from the newest valid checkpoint; False when there is none.
 
         Afterwards ``loader.progress.epoch`` is the epoch to go on with.
+
+        Raises:
+            NumericError: A step before was not finite: as ``Step.finish``.
         """
+        self._watch.start_again()
         resumed = self._manager.latest()
         if resumed is None:
             return False

@@ -92,6 +92,10 @@ class StepOutcome:
         """Return it."""
         return self
 
+    def is_there(self) -> bool:
+        """Return that it is."""
+        return True
+
 
 class Reading(Protocol):
     """What a step turned out to be, perhaps later. A ``StepOutcome`` is one that is there at once."""
@@ -102,6 +106,10 @@ class Reading(Protocol):
         Raises:
             PeerError: Another rank was lost.
         """
+        ...
+
+    def is_there(self) -> bool:
+        """Return whether it is known by now."""
         ...
 
 

@@ -37,7 +37,13 @@ class FiniteGuard:
         may_skip = is_search or self._health.non_finite == "skip"
         if may_skip and self.num_skipped_in_a_row <= self._health.max_skipped_steps:
             return
-        raise NumericError(self._describe(step, loss, local_loss), hint=self._hint())
+        error = NumericError(self._describe(step, loss, local_loss), hint=self._hint())
+        self.reset()  # who goes on nevertheless may skip as many as at first
+        raise error
+
+    def reset(self) -> None:
+        """Count anew: training goes on from elsewhere."""
+        self.num_skipped_in_a_row = 0
 
     def _describe(self, step: int, loss: float, local_loss: float) -> str:
         if math.isfinite(loss):

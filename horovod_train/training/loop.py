@@ -130,7 +130,7 @@ def first_answer(run: Run) -> Action | None:
 def tell_what_is_outstanding(run: Run) -> None:
     """Tell hooks of the last steps of a training that has failed; whatever goes wrong, it failed already."""
     with suppress(Exception):
-        for report in run.readings.all():
+        for report in run.readings.soon():
             if not report.outcome.is_made:
                 return
             for hook in run.hooks:
@@ -155,6 +155,7 @@ def go_back(run: Run, step: int, why: str) -> None:
     run.tell_all()
     run.answers.clear()
     run.restore(step)
+    run.guard.reset()
 
 
 def after_epoch(run: Run) -> Action | None:

@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from time import monotonic, sleep
 
 from horovod_train.data.shard import StepShare
 from horovod_train.frameworks.base import Reading, StepOutcome
+
+SOON_S = 5.0
 
 
 @dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
@@ -63,6 +66,19 @@ class Readings:
     def all(self) -> Iterator[StepReport]:
         """Yield everything that is outstanding; wait for it."""
         while self._outstanding:
+            yield self._outstanding.popleft()
+
+    def soon(self) -> Iterator[StepReport]:
+        """Yield what is outstanding and there, or comes within some seconds.
+
+        Of a training that has failed: a device may stand still, or wait for a rank that is gone.
+        """
+        until_s = monotonic() + SOON_S
+        while self._outstanding:
+            while not self._outstanding[0].reading.is_there():
+                if monotonic() > until_s:
+                    return
+                sleep(0.01)
             yield self._outstanding.popleft()
 
     def forget(self) -> None:

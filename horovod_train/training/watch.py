@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +43,11 @@ class StepWatch:
         """Look at all steps; raises as ``add`` does."""
         self._look_at(self._readings.all())
 
+    def start_again(self) -> None:
+        """Training goes on from elsewhere: look at all steps before, and count anew."""
+        self.settle()
+        self._guard.reset()
+
     def _look_at(self, reports: Iterator[StepReport]) -> None:
         for report in reports:
             found = report.outcome
@@ -75,9 +81,10 @@ class StepRecords:
         self._record(self._readings.due())
 
     def close(self) -> None:
-        """Record the last steps."""
+        """Record the last steps, those that come; whatever goes wrong, what is going on has the word."""
         if self._readings is not None:
-            self._record(self._readings.all())
+            with suppress(Exception):
+                self._record(self._readings.soon())
 
     def _record(self, reports: Iterator[StepReport]) -> None:
         for report in reports:

@@ -19,6 +19,7 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError
+from horovod_train.frameworks.base import StepOutcome
 from horovod_train.frameworks.torch import late
 from horovod_train.frameworks.torch.late import LateOutcome
 from horovod_train.registry import FRAMEWORKS
@@ -128,6 +129,81 @@ class TestInALoopOfOnesOwn:
                 break
 
         assert not any(path.is_file() for path in tmp_path.rglob("*.json"))
+
+    @pytest.mark.parametrize("what", ["an evaluation", "a resume", "the end"])
+    def test_a_bad_last_step_of_an_epoch_that_was_left_is_told_before(self, late_steps, tmp_path, what):
+        def leave_early():
+            with ht.init(device="cpu") as session:
+                model = nn.Linear(1, 1)
+                replica = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+                loader = session.loader(Line(), batch_size=2)
+                for step in loader.epoch(0, replica):
+                    for x, y in step:
+                        loss = (model(x) - y).square().mean()
+                        step.backward(loss * float("nan") if step.number == 3 else loss)
+                    step.finish(lr=0.1)
+                    if step.number == 4:
+                        break
+                if what == "an evaluation":
+                    session.eval_batches(replica, Line(), batch_size=2)
+                if what == "a resume":
+                    session.checkpoints(tmp_path, replica, loader).resume()
+                assert what == "the end"
+
+        with pytest.raises(NumericError, match="^step 3: the loss is nan"):
+            leave_early()
+
+    def test_who_goes_on_may_skip_as_many_steps_as_at_first(self, late_steps):
+        """The device counts anew then, and so does the host."""
+        model = nn.Linear(1, 1)
+        with ht.init(device="cpu") as session:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+            replica = session.prepare(model, optimizer, non_finite="skip")
+            loader = session.loader(torch.utils.data.ConcatDataset([Line(), Line()]), batch_size=1)
+            raised = []
+            for step in loader.epoch(0, replica):
+                is_bad = step.number <= 11 or step.number == 16
+                for x, y in step:
+                    loss = (model(x) - y).square().mean()
+                    step.backward(loss * float("nan") if is_bad else loss)
+                try:
+                    step.finish(lr=0.1)
+                except NumericError:
+                    raised.append(step.number)
+
+        assert raised == [13]
+
+    def test_an_error_of_the_users_own_is_not_replaced_by_one_of_the_device(self, late_steps, monkeypatch):
+        def broken(_):
+            raise RuntimeError("CUDA error: told at the end once more")
+
+        def script():
+            with ht.init(device="cpu") as session:
+                model = nn.Linear(1, 1)
+                replica = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+                loader, metrics = session.loader(Line(), batch_size=2), session.metrics(port=0)
+                for step in loader.epoch(0, replica):
+                    for x, y in step:
+                        step.backward((model(x) - y).square().mean())
+                    metrics.record(step, step.finish(lr=0.1), 0.1, 0.0)
+                    monkeypatch.setattr(late.LateOutcome, "outcome", broken)
+                    raise ValueError("their own")
+
+        with pytest.raises(ValueError, match="their own"):
+            script()
+
+    def test_an_outcome_has_all_that_one_on_a_cpu_has(self, late_steps):
+        model = nn.Linear(1, 1)
+        with ht.init(device="cpu") as session:
+            replica = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
+            for step in session.loader(Line(), batch_size=2).epoch(0, replica):
+                for x, y in step:
+                    step.backward((model(x) - y).square().mean())
+                outcome = step.finish(lr=0.1)
+
+        assert isinstance(outcome, LateOutcome)
+        for name in StepOutcome.__slots__:
+            assert getattr(outcome, name) == getattr(outcome.outcome(), name)
 
 
 # What Lightning and Transformers read by themselves: (their file, their function).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from time import sleep
 
 import pytest
@@ -14,13 +15,14 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import CheckpointError, NumericError, PeerError, PreemptedError, UserError
 from horovod_train.frameworks.arrays import from_blob
 from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training import readings as readings_module
 from horovod_train.training.actions import GoBack, Leave, Stop
 from horovod_train.training.bridge import LoopBridge
 from horovod_train.training.hooks.base import Hook
 from horovod_train.training.hooks.checkpoints import SaveCheckpoints
 from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest, StopWhenPreempted
 from horovod_train.training.loop import train
-from horovod_train.training.readings import Readings
+from horovod_train.training.readings import Readings, StepReport
 from horovod_train.worker import resume, take_over
 
 NEVER = 10**6
@@ -355,3 +357,31 @@ class TestAnswers:
 
         with pytest.raises(PreemptedError, match="after step 5"):
             bridge.after_epoch()
+
+
+class TestOfATrainingThatHasFailed:
+    class Reading:
+        def __init__(self, number, comes_s):
+            self.number, self.there_s = number, time.monotonic() + comes_s
+
+        def is_there(self):
+            return time.monotonic() >= self.there_s
+
+        def outcome(self):
+            return self.number
+
+    def told(self, *comes_s):
+        readings = Readings(2)
+        for number, seconds in enumerate(comes_s):
+            readings.add(StepReport(number, 0.0, None, 0.1, self.Reading(number, seconds)))
+        return [report.step for report in readings.soon()]
+
+    def test_what_comes_soon_is_told(self, monkeypatch):
+        monkeypatch.setattr(readings_module, "SOON_S", 60.0)
+
+        assert self.told(0.0, 0.05, 0.1) == [0, 1, 2]
+
+    def test_what_a_device_that_stands_still_will_never_tell_is_not_waited_for(self, monkeypatch):
+        monkeypatch.setattr(readings_module, "SOON_S", 0.1)
+
+        assert self.told(0.0, 1e6, 0.0) == [0]

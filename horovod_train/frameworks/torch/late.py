@@ -23,8 +23,8 @@ Number = torch.Tensor | float | None
 
 
 def lag_steps_of(device: torch.device) -> int:
-    """Return how many steps later a device is asked for what a step turned out to be; a CPU knows at once."""
-    return 0 if device.type == "cpu" else LAG_STEPS
+    """Return how many steps later a GPU is asked for what a step turned out to be; others know at once."""
+    return LAG_STEPS if device.type == "cuda" else 0
 
 
 class Sent:
@@ -42,6 +42,10 @@ class Sent:
             # Who waits leaves the processor to others.
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
+
+    def is_there(self) -> bool:
+        """Return whether they have come."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> list[float]:
         """Return them; waits until they are there."""
@@ -131,6 +135,20 @@ class LateOutcome:
             self._found = outcome_from(found, self._clock, self._bytes_reduced, self._flops)
         return self._found
 
+    def is_there(self) -> bool:
+        """Return whether that is known by now."""
+        return self._found is not None or self._sent.is_there()
+
+    @property
+    def bytes_reduced(self) -> int:
+        """Bytes that this rank put on the wire."""
+        return self._bytes_reduced
+
+    @property
+    def flops(self) -> float | None:
+        """Floating-point operations of this rank's forward and backward; None: they were not counted."""
+        return self._flops
+
     @property
     def loss(self) -> float:
         """Mean loss over the samples of the step, over all ranks; waits for the device, as all below do."""
@@ -150,6 +168,16 @@ class LateOutcome:
     def is_finite(self) -> bool:
         """Whether the step was used."""
         return self.outcome().is_finite
+
+    @property
+    def is_made(self) -> bool:
+        """False: an earlier step has ended training."""
+        return self.outcome().is_made
+
+    @property
+    def clock(self) -> StepClock:
+        """Where the time went."""
+        return self.outcome().clock
 
 
 Outcome = StepOutcome | LateOutcome

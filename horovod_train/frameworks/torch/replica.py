@@ -105,7 +105,7 @@ class TorchReplica:
         scaler, limit = self.scaler, self._train.clip_grad_norm
         assert isinstance(scaler, DeviceScaler)
         return (
-            UpdateOnHost(self.optimizer, self.strategy, scaler, limit),
+            UpdateOnHost(self.optimizer, self.strategy, scaler, limit, self._health),
             UpdateOnDevice(self.optimizer, self.strategy, scaler, limit, self._health, self._device),
         )
 
@@ -199,7 +199,7 @@ class TorchReplica:
         self._clear_gradients()
         if self._graphs is not None:
             self._graphs.begin()
-        if self._guard_gradients:
+        if self._guard_gradients or self.lag_steps:  # others follow before the host knows
             self._statistics.remember()
 
     def _begin_training(self) -> None:

@@ -79,6 +79,7 @@ class UpdateOnHost:
         strategy: Has the gradients.
         scaler: Of the loss; disabled except with fp16.
         clip_grad_norm: Largest norm; None: no clipping.
+        health: Says which steps may be left out, and how many.
     """
 
     def __init__(
@@ -87,15 +88,25 @@ class UpdateOnHost:
         strategy: Strategy,
         scaler: torch.amp.GradScaler,
         clip_grad_norm: float | None,
+        health: Health,
     ) -> None:
         self._optimizer = optimizer
         self._strategy = strategy
         self._scaler = scaler
         self._limit = clip_grad_norm
+        self._health = health
+        self._num_bad_in_a_row = 0
+        self._has_ended = False
 
     def __call__(self, loss: torch.Tensor, *, want_norm: bool) -> Updated:
         """Update the weights, or leave them as they are."""
-        loss_here = float(loss)
+        if self._has_ended:
+            return Updated(float(loss), None, is_used=False, is_made=False)
+        updated = self._updated(float(loss), want_norm=want_norm)
+        self._note(is_loss_finite=math.isfinite(float(updated.loss)), is_used=bool(updated.is_used))
+        return updated
+
+    def _updated(self, loss_here: float, *, want_norm: bool) -> Updated:
         if not math.isfinite(loss_here):
             return Updated(loss_here, None, is_used=False)
         scaler = self._scaler
@@ -114,8 +125,17 @@ class UpdateOnHost:
         # A scaler that backs off has skipped the step: some gradient overflowed.
         return Updated(loss_here, norm, is_used=not scaler.is_enabled() or scaler.get_scale() >= scale)
 
+    def _note(self, *, is_loss_finite: bool, is_used: bool) -> None:
+        """Note whether training ends with this step: what ``FiniteGuard`` says of it, later perhaps."""
+        self._num_bad_in_a_row = 0 if is_used else self._num_bad_in_a_row + 1
+        is_search = self._scaler.is_enabled() and is_loss_finite
+        may_skip = is_search or self._health.non_finite == "skip"
+        is_too_many = self._num_bad_in_a_row > self._health.max_skipped_steps
+        self._has_ended = not is_used and (is_too_many or not may_skip)
+
     def go_on(self) -> None:
-        """Nothing is held back here."""
+        """Make updates again, though training had ended."""
+        self._has_ended, self._num_bad_in_a_row = False, 0
 
 
 class UpdateOnDevice:

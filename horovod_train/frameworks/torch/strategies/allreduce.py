@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -36,7 +35,6 @@ from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
 from horovod_train.frameworks.torch.codecs.kept_back import KeptBack
 from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
 from horovod_train.frameworks.torch.gradient_buckets import Bucket, Slot, as_reals, make_buckets
-from horovod_train.frameworks.torch.late import LAG_STEPS, Sent
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import Named, Optimized, OptimizedParameters, check_same_trained
 
@@ -114,7 +112,6 @@ class AllreduceStrategy(Strategy):
         self._removers: list[RemovableHandle] = []
         self._is_packed: list[bool] = []
         self.layout = -1
-        self._outstanding: deque[Sent] = deque()
         self._has_told = False
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -175,30 +172,21 @@ class AllreduceStrategy(Strategy):
     def _has_changed_anywhere(self, num_changed: torch.Tensor, *, is_changed: bool) -> bool:
         """Whether any rank, and so each of them, takes up what it trains anew.
 
-        On a device a rank that has not changed does not wait for the answer. It goes on, for ranks change
-        in the same step or have gone wrong; then it learns of it three steps later. One that has changed,
-        which is rare, waits, and sees whether the others have.
+        On a device a rank that has not changed does not wait for the answer: ranks change in the same step,
+        or have gone wrong. One that has changed, which is rare, waits, sees whether the others have, and
+        ends training if not.
 
         Raises:
-            UserError: Only some ranks have changed.
+            UserError: This rank has changed, and others have not.
         """
         if not self.reads_later:
             return bool(num_changed > 0)
-        if is_changed:
-            self._check_all_changed(float(num_changed), is_changed=True)
+        if not is_changed:
+            return False
+        if num_changed == self._ranks.size:
             return True
-        self._outstanding.append(Sent(num_changed.reshape(1)))
-        # Of a step whose outcome is known by now: there is nothing to wait for.
-        if len(self._outstanding) > LAG_STEPS + 1:
-            self._check_all_changed(self._outstanding.popleft().read()[0], is_changed=False)
-        return False
-
-    def _check_all_changed(self, num_changed: float, *, is_changed: bool) -> None:
-        if num_changed == (self._ranks.size if is_changed else 0):
-            return
-        where, others = ("here", "other ranks") if is_changed else (f"on {num_changed:g} ranks", "this one")
         raise UserError(
-            f"which parameters are trained has changed {where}, and not on {others}",
+            "which parameters are trained has changed here, and not on other ranks",
             hint="freeze and unfreeze parameters on all ranks in the same step",
         )
 

@@ -86,7 +86,7 @@ class Strategy:
 
         Raises:
             PeerError: Another rank was lost.
-            UserError: Ranks train different parameters; all of them raise it.
+            UserError: Ranks train different parameters; each that can see it raises it.
         """
         raise NotImplementedError
 
