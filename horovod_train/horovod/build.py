@@ -38,7 +38,7 @@ from horovod_train.horovod.cuda import (
     find_nccl,
     find_toolkit,
     gpu_architectures,
-    toolkit_requirement,
+    how_to_get_it,
     torch_build,
 )
 from horovod_train.horovod.installed import HOROVOD_VERSION, LOOPBACK_LIBRARY, PLAN_FILE, installed_key
@@ -61,7 +61,7 @@ LOOPBACK = Path(__file__).parent / "loopback.cc"
 # Libraries are looked up here, from <site-packages>/horovod/<framework>/ on.
 RUNPATH = "$ORIGIN/../../../..:$ORIGIN/../../torch/lib:$ORIGIN/../../tensorflow"
 # NVIDIA's wheels, of a CUDA's major version.
-CUDA_RUNPATH = "$ORIGIN/../../nvidia/nccl/lib:$ORIGIN/../../nvidia/cu{major}/lib"
+CUDA_RUNPATH = "$ORIGIN/../../nvidia/nccl/lib:$ORIGIN/../../nvidia/{folder}/lib"
 
 # Python before 3.11.4, Debian 12's for one, has no filters; the checksum was right.
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
@@ -155,12 +155,12 @@ def find_cuda() -> tuple[Toolkit, Nccl] | tuple[None, None]:
     if toolkit is not None and nccl is not None:
         return toolkit, nccl
     if gpu_architectures():
-        what, install = f"a compiler for CUDA {torch.cuda}", toolkit_requirement()
+        what, fix = f"a compiler for CUDA {torch.cuda}", how_to_get_it(torch)
         if toolkit is not None:
-            what, install = "NCCL", f"nvidia-nccl-cu{torch.cuda.partition('.')[0]}"
+            what, fix = "NCCL", f"pip install nvidia-nccl-cu{torch.cuda.partition('.')[0]}"
         raise EngineError(
             f"this machine has a GPU and PyTorch {torch.version}, and {what} was not found",
-            hint=f"pip install '{install}', or, for CPUs alone, `horovod-train engine build --without-cuda`",
+            hint=f"{fix}; or, for CPUs alone, `horovod-train engine build --without-cuda`",
         )
     return None, None
 
@@ -339,7 +339,8 @@ def finish_wheel(wheel: Path, plan: BuildPlan, say: Say) -> None:
 def runpath(plan: BuildPlan) -> str:
     """Return where the wheel's libraries look for others."""
     major = plan.cuda.partition(".")[0]
-    return f"{RUNPATH}:{CUDA_RUNPATH.format(major=major)}" if plan.cuda else RUNPATH
+    folder = "cuda_runtime" if major == "12" else f"cu{major}"
+    return f"{RUNPATH}:{CUDA_RUNPATH.format(folder=folder)}" if plan.cuda else RUNPATH
 
 
 @contextmanager

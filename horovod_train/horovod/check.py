@@ -15,7 +15,7 @@ from importlib import metadata
 from typing import Any
 
 from horovod_train.horovod.build import own_patches, patch_files, patch_title
-from horovod_train.horovod.cuda import gpu_architectures, missing_requirement, torch_build
+from horovod_train.horovod.cuda import find_toolkit, gpu_architectures, how_to_get_it, torch_build
 from horovod_train.horovod.environment import open_mpi_alone
 from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
 from horovod_train.horovod.toolchain import framework_version
@@ -33,7 +33,6 @@ found = {{
 }}
 {sum_of_ones}
 found["sum"] = total.tolist()
-{sum_on_gpu}
 hvd.shutdown()
 print(json.dumps(found))
 """
@@ -45,11 +44,16 @@ _SUMS_OF_ONES = {
     "mxnet": "import mxnet as mx; total = hvd.allreduce(mx.nd.ones(3), average=False).asnumpy()",
 }
 
-# Through NCCL, whose errors are others than those of sums on CPUs.
-_SUM_ON_GPU = """
-if found["nccl"] and torch.cuda.is_available():
+# In a process of its own: what fails on a GPU says nothing of the rest of the engine.
+_GPU_PROBE = """
+import json, torch, horovod.torch as hvd
+hvd.init()
+found = {}
+if torch.cuda.is_available():
     total = hvd.allreduce(torch.ones(3, device="cuda"), op=hvd.Sum, name="check.gpu")
     found["gpu"] = [torch.cuda.get_device_name(), total.tolist()]
+hvd.shutdown()
+print(json.dumps(found))
 """
 
 _MPI_PROBE = """
@@ -124,7 +128,6 @@ def _probe_framework(framework: str) -> list[Finding]:
     code = _PROBE.format(
         binding=framework,
         sum_of_ones=_SUMS_OF_ONES[framework],
-        sum_on_gpu=_SUM_ON_GPU if framework == "torch" else "",
     )
     found, error = _run_probe(code)
     if found is None:
@@ -143,21 +146,22 @@ def _probe_framework(framework: str) -> list[Finding]:
         Finding("controllers", ", ".join(controllers), both, REBUILD),
         Finding("operations", ", ".join(operations), has_nccl, f"it was built with NCCL: {REBUILD} --force"),
         Finding("mpi threads", threads, facts["mpi_threads"], "use an MPI built with thread support"),
-        *(_gpus(facts) if framework == "torch" else []),
+        *(_gpus() if framework == "torch" else []),
     ]
 
 
-def _gpus(facts: dict[str, Any]) -> list[Finding]:
+def _gpus() -> list[Finding]:
     """Compare the GPUs of this machine with what the engine was built for, and tell what one of them did."""
     plan, torch = installed_plan(), torch_build()
     here = sorted(gpu_architectures())
     if plan is None or torch is None or not (here or plan["cuda"]):
         return []
     if not plan["cuda"]:
-        missing = missing_requirement()
-        fix = f"pip install '{missing}', then {REBUILD}" if missing else REBUILD
+        fix = REBUILD
         if not torch.cuda:
             fix = f"PyTorch {torch.version} knows no GPU: install one that does, then {REBUILD}"
+        elif find_toolkit(torch) is None:
+            fix = f"{how_to_get_it(torch)}, then {REBUILD}"
         return [Finding("gpu", "there is one, and the engine is for CPUs alone", is_good=False, fix=fix)]
     if not here:
         return [Finding("gpu", "none here: whether NCCL works was not tried")]
@@ -168,10 +172,19 @@ def _gpus(facts: dict[str, Any]) -> list[Finding]:
         all_of_them = ",".join(sorted({*plan["cuda_architectures"], *lacking}, key=int))
         fix = f"set HOROVOD_BUILD_CUDA_CC_LIST={all_of_them} and {REBUILD}"
         return [Finding("gpu", found, is_good=False, fix=fix)]
+    return [_sum_on_gpu()]
+
+
+def _sum_on_gpu() -> Finding:
+    said, error = _run_probe(_GPU_PROBE)
+    if said is None:
+        fix = "see `nvidia-smi`; NCCL_DEBUG=INFO shows more"
+        return Finding("gpu", f"all-reduce through NCCL fails: {error}", is_good=False, fix=fix)
+    facts: dict[str, Any] = json.loads(said)
     if "gpu" not in facts:
-        return [Finding("gpu", "PyTorch does not see it", is_good=False, fix="see `nvidia-smi`")]
+        return Finding("gpu", "PyTorch does not see it", is_good=False, fix="see `nvidia-smi`")
     name, total = facts["gpu"]
-    return [Finding("gpu", f"{name}, all-reduce through NCCL works", total == [1.0] * 3, REBUILD)]
+    return Finding("gpu", f"{name}, all-reduce through NCCL works", total == [1.0] * 3, REBUILD)
 
 
 def _mpi() -> Finding:

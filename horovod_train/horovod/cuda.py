@@ -21,6 +21,9 @@ from pathlib import Path
 from horovod_train.errors import EngineError
 
 NCCL_LIBRARIES = ("libnccl.so.2", "libnccl.so")
+FIRST_ON_PYPI = 13
+"""Major version of CUDA whose compiler is in NVIDIA's wheels."""
+
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
 NOT_EMULATED = 70
 """Architectures before this one (Volta) are not built for unless they are there."""
@@ -124,8 +127,7 @@ def _named_toolkit(variable: str, home: Path, torch: TorchBuild) -> Toolkit:
     if not _same_major(version, torch.cuda):
         raise EngineError(
             f"{variable} is {home} with CUDA {version}, and PyTorch {torch.version} needs CUDA {torch.cuda}",
-            hint=f"set {variable} to a toolkit of CUDA {torch.cuda}, or leave it out and "
-            f"pip install '{toolkit_requirement()}'",
+            hint=f"set {variable} to a toolkit of CUDA {torch.cuda}; or leave it out: {how_to_get_it(torch)}",
         )
     return Toolkit(home, version)
 
@@ -156,15 +158,40 @@ def toolkit_requirement() -> str:
     return f"cuda-toolkit[nvcc,cudart,cccl]=={version}"
 
 
+def how_to_get_it(torch: TorchBuild) -> str:
+    """Return how to get the compiler that fits PyTorch, for a person."""
+    if has_compiler_in_wheels(torch):
+        return f"pip install '{toolkit_requirement()}'"
+    return (
+        f"install NVIDIA's CUDA toolkit {torch.cuda} and set HOROVOD_CUDA_HOME to its folder: PyPI has its "
+        f"compiler from CUDA {FIRST_ON_PYPI} on"
+    )
+
+
+def has_compiler_in_wheels(torch: TorchBuild) -> bool:
+    """Whether PyPI has the compiler of PyTorch's CUDA: the wheels of CUDA 12 hold ptxas alone."""
+    return int(torch.cuda.partition(".")[0]) >= FIRST_ON_PYPI
+
+
 def missing_requirement(*, for_other_machines: bool = False) -> str:
     """Return what pip has to install before an engine for GPUs can be built; empty: nothing.
 
     Args:
         for_other_machines: Also where this one has no GPU: an image is built.
+
+    Raises:
+        EngineError: There is nothing that pip could install.
     """
     torch = torch_build()
-    is_wanted = torch is not None and torch.cuda and (for_other_machines or gpu_architectures())
-    return toolkit_requirement() if is_wanted and torch and find_toolkit(torch) is None else ""
+    if torch is None or not torch.cuda or not (for_other_machines or gpu_architectures()):
+        return ""
+    if find_toolkit(torch) is not None:
+        return ""
+    if not has_compiler_in_wheels(torch):
+        raise EngineError(
+            f"there is no compiler for PyTorch {torch.version}'s CUDA {torch.cuda}", hint=how_to_get_it(torch)
+        )
+    return toolkit_requirement()
 
 
 def find_nccl() -> Nccl | None:
@@ -275,7 +302,10 @@ def as_toolkit(toolkit: Toolkit, folder: Path) -> Path:
 
 if __name__ == "__main__":
     # For the Makefile and the image: what pip has to install besides PyTorch.
-    needed = missing_requirement(for_other_machines="--without-gpu" in sys.argv)
+    try:
+        needed = missing_requirement(for_other_machines="--without-gpu" in sys.argv)
+    except EngineError as error:
+        sys.exit(str(error))
     if "--always" in sys.argv:
         needed = toolkit_requirement()
     sys.stdout.write(needed + "\n" * bool(needed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -187,7 +188,7 @@ def test_wheels_are_laid_out_as_a_build_expects_a_toolkit(tmp_path):
 
 def test_a_gpu_without_a_compiler_ends_the_build_with_what_to_install(monkeypatch):
     monkeypatch.setattr(build, "torch_build", lambda: TORCH)
-    monkeypatch.setattr(build, "toolkit_requirement", lambda: "cuda-toolkit[nvcc,cudart,cccl]==13.0.3.0")
+    monkeypatch.setattr(cuda, "toolkit_requirement", lambda: "cuda-toolkit[nvcc,cudart,cccl]==13.0.3.0")
     monkeypatch.setattr(build, "gpu_architectures", lambda: {"90"})
 
     with pytest.raises(EngineError, match=r"a compiler for CUDA 13\.0 was not found") as raised:
@@ -214,18 +215,35 @@ def test_patches_are_those_of_the_engine_also_where_there_is_no_compiler(monkeyp
     assert not check._patches()[0].is_good
 
 
+def test_of_cuda_12_there_is_no_compiler_on_pypi(monkeypatch):
+    """Its wheel holds ptxas alone."""
+    old = cuda.TorchBuild("2.13.0+cu126", "12.6")
+    for module in (build, cuda):
+        monkeypatch.setattr(module, "torch_build", lambda: old)
+        monkeypatch.setattr(module, "gpu_architectures", lambda: {"90"})
+
+    for call in (build.make_plan, cuda.missing_requirement):
+        with pytest.raises(EngineError) as raised:
+            call()
+        assert "install NVIDIA's CUDA toolkit 12.6 and set HOROVOD_CUDA_HOME" in raised.value.hint
+        assert "pip install" not in raised.value.hint
+
+
 class TestWhatTheCheckSaysOfGpus:
     @pytest.fixture(autouse=True)
     def with_cuda(self, monkeypatch):
         self.plan = {"cuda": "13.0", "cuda_architectures": ["80", "90"]}
         monkeypatch.setattr(check, "installed_plan", lambda: self.plan)
         monkeypatch.setattr(check, "torch_build", lambda: TORCH)
-        monkeypatch.setattr(check, "missing_requirement", lambda: "cuda-toolkit[nvcc]==13.0.3.0")
+        monkeypatch.setattr(cuda, "toolkit_requirement", lambda: "cuda-toolkit[nvcc]==13.0.3.0")
+        monkeypatch.setattr(check, "find_toolkit", lambda _: None)
         self.monkeypatch = monkeypatch
 
-    def findings(self, here: set[str], **facts: object) -> list[str]:
+    def findings(self, here: set[str], error: str = "", **facts: object) -> list[str]:
         self.monkeypatch.setattr(check, "gpu_architectures", lambda: here)
-        return [str(finding) for finding in check._gpus(facts)]
+        said = (None, error) if error else (json.dumps(facts), "")
+        self.monkeypatch.setattr(check, "_run_probe", lambda _: said)
+        return [str(finding) for finding in check._gpus()]
 
     def test_nothing_where_there_are_none(self):
         self.plan = {"cuda": "", "cuda_architectures": []}
@@ -249,6 +267,12 @@ class TestWhatTheCheckSaysOfGpus:
 
         assert "architecture 75, and the engine has no kernels for it" in finding
         assert "HOROVOD_BUILD_CUDA_CC_LIST=75,80,90" in finding
+
+    def test_a_sum_through_nccl_that_fails_is_no_fault_of_the_engine(self):
+        (finding,) = self.findings({"90"}, error="RuntimeError: NCCL: unhandled cuda error")
+
+        assert "FAIL gpu          all-reduce through NCCL fails: RuntimeError: NCCL: unhandled" in finding
+        assert "engine build" not in finding
 
     def test_a_sum_through_nccl(self):
         assert self.findings({"90"}, gpu=["H100", [1.0] * 3]) == [
