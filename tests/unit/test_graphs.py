@@ -381,7 +381,14 @@ class TestWhatCannotBeRecorded:
         replica.record_steps(CpuRecorder(), only_if_faster=False)
 
         assert replica._graphs is None
-        assert "SGD cannot leave a step out on the device" in caplog.text
+        assert "SGD needs the host to decide about each step" in caplog.text
+
+    def test_is_a_strategy_that_asks_other_ranks_in_each_step(self, caplog):
+        replica = replica_of(SingleRank(), 2, strategy={"name": "local-sgd"})
+        replica.record_steps(CpuRecorder(), only_if_faster=False)
+
+        assert replica._graphs is None
+        assert "LocalSgd needs the host to decide about each step" in caplog.text
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -146,12 +146,12 @@ class TorchReplica:
             only_if_faster: Measure both ways, and keep the faster one.
         """
         if self._update is not self._updates[1]:
+            who = type(self.optimizer if self.lag_steps else self.strategy).__name__
             log.warning(
-                "train.cuda_graph: %s cannot leave a step out on the device: steps are made without graphs",
-                type(self.optimizer).__name__,
+                "train.cuda_graph: %s needs the host to decide about each step: they are made without graphs",
+                who,
             )
             return
-
         assert isinstance(self.scaler, DeviceScaler)
         self._graphs = StepGraphs(
             recorder,

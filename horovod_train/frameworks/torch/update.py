@@ -196,7 +196,7 @@ class UpdateOnDevice:
         norm: torch.Tensor = get_total_norm(gradients)
         if self._limit is not None:
             # Divided in 64 bits and then rounded, as by the host. (A number divided by a tensor is rounded
-            # twice.) A factor of 1 changes nothing.
+            # twice.) A factor of 1 changes nothing. For gradients in 16 bits it is rounded to those.
             factor = torch.div(self._limit, norm.double()).clamp(max=1.0)
             for dtype in {gradient.dtype for gradient in gradients}:
                 alike = [gradient for gradient in gradients if gradient.dtype == dtype]

@@ -183,8 +183,8 @@ class HorovodTrainerMixin:
         if not model.training or return_outputs:
             return found
         weight = self._weights.pop(0)
-        # A number leaves the loss's type as it is, a tensor of 64 bits would not.
-        return found * (weight.to(found.dtype) if isinstance(weight, torch.Tensor) else weight)
+        # A tensor of 64 bits would change the loss's type; rounded before, the weight would be another.
+        return (found * weight).to(found.dtype)
 
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: torch.Tensor | None = None
