@@ -171,4 +171,4 @@ accuracy: tools $(VENV)/installed-dev $(VENV)/engine-dev
 	@$(BIN)/python -m benchmarks.accuracy
 
 clean:
-	rm -rf $(VENV) $(MXNET) build *.egg-info
+	rm -rf $(VENV) $(MXNET) $(CUDA) build *.egg-info

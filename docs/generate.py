@@ -163,6 +163,8 @@ def _type(field: dict[str, Any]) -> str:
         return " or ".join(dict.fromkeys(_type(option) for option in field["anyOf"]))
     if "$ref" in field:
         return "section"
+    if "const" in field:
+        return f"`{field['const']}`"
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"])
     kind = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false",

@@ -146,7 +146,7 @@ class Launch(Section):
     """For the launcher mpijob."""
 
     share_gpus: bool = False
-    """Let ranks of a host share its GPUs: to try things out; slow, and not with NCCL."""
+    """Let ranks of a host share its GPUs: to try things out; slower than one rank per GPU."""
 
     threads_per_rank: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Compute threads of a rank; null: its host's cores divided by the ranks on it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import get_args
 
 from pydantic import BaseModel, ValidationError
@@ -66,6 +66,18 @@ PATTERN_HINTS = {
 }
 
 
+# What others call it: (last part of the path, what was found) -> what to do.
+_HINTS = {
+    ("compile", "True"): "write {} to compile with what is set by default",
+    ("matmul_precision", "tf32"): "high is TF32",
+    **{
+        (field, name): f"write {ours}"
+        for field in ("precision", "wire_dtype")
+        for name, ours in {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}.items()
+    },
+}
+
+
 def shorten(value: object) -> str:
     """Return a value as JSON, cut to one short line.
 
@@ -82,10 +94,23 @@ def shorten(value: object) -> str:
 def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
     """Return one problem for each field that a validation error names."""
     problems: dict[str, Problem] = {}
-    for details in error.errors(include_url=False):
+    for details in _with_choices_as_one(error.errors(include_url=False)):
         problem = _explain_one(details, model)
         problems.setdefault(problem.path, problem)
     return list(problems.values())
+
+
+def _with_choices_as_one(errors: Iterable[ErrorDetails]) -> Iterator[ErrorDetails]:
+    """Make one error of those for a truth or one of some words: pydantic has one for each."""
+    for details in errors:
+        place, last = details["loc"][:-1], str(details["loc"][-1:] and details["loc"][-1])
+        if last == "bool" and details["type"].startswith("bool"):
+            continue  # that of the words follows
+        if last.startswith("literal["):
+            words = f"true, false or {details.get('ctx', {}).get('expected')}"
+            yield {**details, "loc": place, "ctx": {"expected": words}}
+        else:
+            yield details
 
 
 def field_path(location: Sequence[str | int]) -> tuple[str | int, ...]:
@@ -113,6 +138,7 @@ def _explain_one(details: ErrorDetails, model: type[BaseModel]) -> Problem:
     sentence = SENTENCES.get(kind, details["msg"])
     message = sentence.format(**_plain(details.get("ctx", {})))
     hint = "write it without quotes" if _is_quoted_number(kind, details.get("input")) else ""
+    hint = hint or _HINTS.get((str(location[-1]) if location else "", str(details.get("input"))), "")
     return Problem(path, found, message, hint)
 
 

@@ -274,7 +274,7 @@ def bfloat16_travels_in_pytorch(job: Job) -> Iterator[Problem]:
         yield Problem(
             "allreduce.wire_dtype",
             "'bf16'",
-            f"cannot be had with framework: {job.framework}",
+            f"cannot be had with framework: {job.framework}, whose binding of Horovod does not know bfloat16",
             "use fp16 or fp32, or framework: torch",
         )
 

@@ -100,7 +100,11 @@ class Train(Section):
             return values
         taken = dict(values)
         backend = taken.pop("compile_backend")
-        return taken if backend is None else {"compile": {"backend": backend}, **taken}
+        if backend is None:
+            return taken
+        if taken.get("compile") is not None:
+            raise ValueError("compile_backend is compile.backend now, and both are there: leave one out")
+        return {**taken, "compile": {"backend": backend}}
 
 
 class Optimizer(Section):

@@ -45,19 +45,32 @@ class Finding:
         return asdict(self)
 
 
-def examine(hosts: Mapping[str, HostReadings], ranks: Mapping[str, int], device: str) -> Iterator[Finding]:
+SAME_STATE = "bring all hosts to the same state"
+ALIKE = {
+    "python": SAME_STATE,
+    "engine": f"{SAME_STATE}; where GPUs are of several models, set HOROVOD_BUILD_CUDA_CC_LIST for all of "
+    "them (80,90, say) when the engine is built",
+    "mpi": SAME_STATE,
+    "gpu": "kernels may round differently: weights may come to differ in the last bits",
+}
+
+
+def examine(
+    hosts: Mapping[str, HostReadings], ranks: Mapping[str, int], device: str, *, share_gpus: bool = False
+) -> Iterator[Finding]:
     """Yield what readings say.
 
     Args:
         hosts: HostReadings of each host.
         ranks: Ranks that are to run on each.
         device: The job's ``train.device``.
+        share_gpus: The job's ``launch.share_gpus``.
     """
     for host, readings in hosts.items():
         yield from _software(host, readings)
         yield from _names(host, readings)
         yield from _resources(host, readings, ranks[host])
-        yield from _gpus(host, readings, ranks[host], device)
+        yield from _gpus(host, readings, ranks[host], device, share_gpus=share_gpus)
         yield from _ports(host, readings)
     yield from _alike(hosts)
 
@@ -126,7 +139,9 @@ def _resources(host: str, readings: HostReadings, ranks: int) -> Iterator[Findin
         yield Finding(host, "cores", f"{cores} for {ranks} rank(s), load {load:.1f}")
 
 
-def _gpus(host: str, readings: HostReadings, ranks: int, device: str) -> Iterator[Finding]:
+def _gpus(
+    host: str, readings: HostReadings, ranks: int, device: str, *, share_gpus: bool
+) -> Iterator[Finding]:
     gpus, nccl = readings.gpus, readings.engine.nccl
     if not gpus:
         level: Level = "fail" if device == "cuda" else "ok"
@@ -134,8 +149,11 @@ def _gpus(host: str, readings: HostReadings, ranks: int, device: str) -> Iterato
         return
     found = f"{len(gpus)} x {gpus[0].name}, driver {gpus[0].driver_version}"
     if device != "cpu" and ranks > len(gpus):
-        fix = f"start at most {len(gpus)} ranks on this host"
-        yield Finding(host, "gpu", f"{found}: too few for {ranks} ranks", "fail", fix)
+        if share_gpus:
+            yield Finding(host, "gpu", f"{found}, shared by {ranks} ranks")
+        else:
+            fix = f"start {len(gpus)} on this host at most, or set launch.share_gpus: true (slow)"
+            yield Finding(host, "gpu", f"{found}: too few for {ranks} ranks", "fail", fix)
     else:
         yield Finding(host, "gpu", found)
     yield from _gpu_state(host, readings)
@@ -189,7 +207,8 @@ def _alike(hosts: Mapping[str, HostReadings]) -> Iterator[Finding]:
             values.setdefault(_what_counts(readings)[what], []).append(host)
         if len(values) > 1:
             found = "; ".join(f"{value or 'none'} on {', '.join(who)}" for value, who in values.items())
-            yield Finding("", what, f"differs: {found}", "fail", "bring all hosts to the same state")
+            level: Level = "warn" if what == "gpu" and "" not in values else "fail"
+            yield Finding("", what, f"differs: {found}", level, ALIKE[what])
 
 
 def _what_counts(readings: HostReadings) -> dict[str, str]:

@@ -57,8 +57,9 @@ def examine_hosts(request: LaunchRequest) -> tuple[list[Finding], int]:
 
 
 def _examine_all(hosts: HostGroup, request: LaunchRequest) -> tuple[list[Finding], int]:
+    job = request.job
     names = [connection.host.name for connection in hosts.connections]
-    ports = [request.job.metrics.port + number for number in range(max(h.num_ranks for h in request.hosts))]
+    ports = [job.metrics.port + number for number in range(max(h.num_ranks for h in request.hosts))]
 
     def wishes(connection: HostConnection) -> dict[str, object]:
         others = [name for name in names if name != connection.host.name]
@@ -66,7 +67,7 @@ def _examine_all(hosts: HostGroup, request: LaunchRequest) -> tuple[list[Finding
 
     readings = hosts.each(HostActions.examine, wishes)
     ranks = {connection.host.name: connection.host.num_ranks for connection in hosts.connections}
-    findings = list(examine(readings, ranks, request.job.train.device))
+    findings = list(examine(readings, ranks, job.train.device, share_gpus=job.launch.share_gpus))
     findings += clock(_offsets_s(hosts), request.job.health.max_clock_offset_s)
     if len(hosts.connections) == 1:
         return findings, 0

@@ -49,6 +49,8 @@ def own_gpu(
     num_gpus: int,
     uuid_of: Callable[[int], str] = gpu_uuid,
     name_of: Callable[[int], str] = gpu_name,
+    *,
+    why_none: str = "",
 ) -> int | None:
     """Return the number of the rank's own GPU in this process; None: the rank computes on the CPU.
 
@@ -61,6 +63,7 @@ def own_gpu(
         num_gpus: How many GPUs the framework has found in this process.
         uuid_of: Identity of a GPU.
         name_of: Its model.
+        why_none: Why the framework sees none, if that is known.
 
     Raises:
         UserError: A GPU was asked for and there is none for this rank.
@@ -80,10 +83,12 @@ def own_gpu(
         return None
     if without:
         hosts = ", ".join(sorted({known[rank][0] for rank in without}))
+        everyone = len(without) == world.size
         raise WorldError(
-            f"{describe_ranks(without)} on {hosts} found no GPU"
-            + ("" if len(without) == world.size else ", the others did"),
-            hint="run `horovod-train doctor` on that host, or set train.device: cpu",
+            f"no GPU was found, and train.device is {job.train.device}"
+            if everyone
+            else f"{describe_ranks(without)} on {hosts} found no GPU, the others did",
+            hint=why_none or "see `nvidia-smi` and `horovod-train doctor` there, or set train.device: cpu",
         )
     seen = [gpus for host, _, gpus, _ in known if host == world.host]
     _tell_of_other_models(world, [names for *_, names in known])

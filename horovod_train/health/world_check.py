@@ -15,6 +15,10 @@ from horovod_train.consistency import CLOCK_HINT, clock_mismatch, fingerprint_mi
 from horovod_train.errors import WorldError, describe_ranks
 
 MAX_NAMED = 4
+SEVERAL_MODELS = (
+    "hosts whose GPUs are of several models need one engine for all: HOROVOD_BUILD_CUDA_CC_LIST=80,90 (say) "
+    "at `horovod-train engine build` on each"
+)
 
 
 def check_world(job: Job, world: Communicator, environment: Mapping[str, str]) -> None:
@@ -65,7 +69,8 @@ def check_fingerprints(hosts: Sequence[str], fingerprints: Sequence[Mapping[str,
         more = f"; and {len(found.lines) - MAX_NAMED} more" if len(found.lines) > MAX_NAMED else ""
         raise WorldError(
             "ranks do not run the same. " + " | ".join(found.lines[:MAX_NAMED]) + more,
-            hint="bring the same job, code, packages and engine to every host",
+            hint="bring the same job, code, packages and engine to every host"
+            + (f"; {SEVERAL_MODELS}" if any("horovod build" in line for line in found.lines) else ""),
         )
 
 

@@ -516,3 +516,9 @@ class TestWhatTheVersionBeforeHas:
 
         assert job.model_dump(mode="json")["train"]["compile"] == expected
         assert "compile_backend" not in job.model_dump(mode="json")["train"]
+
+    def test_compile_backend_beside_compile_is_refused(self):
+        train = {"compile_backend": "aot_eager", "compile": {"mode": "default"}}
+
+        with pytest.raises(ValueError, match="both are there: leave one out"):
+            Job.model_validate({"name": "j", "task": "digits", "train": train})

@@ -90,7 +90,7 @@ def test_a_good_host_is_fine():
         ({"open_files": 1024}, "open files", "warn", "ulimit -n"),
         ({"cores": 1}, "cores", "warn", "at most 1"),
         ({"load": 30.0}, "cores", "warn", "top"),
-        ({"gpus": [GPU]}, "gpu", "fail", "at most 1 ranks"),
+        ({"gpus": [GPU]}, "gpu", "fail", "launch.share_gpus: true"),
         ({"gpus": [GPU, GPU]}, "nccl", "warn", "engine check"),
         ({"gpus": [GPU, replace(GPU, ecc_errors="3")]}, "gpu ecc", "warn", "nvidia-smi"),
         ({"gpus": [GPU, GPU], "gpu_links": ["NV18"]}, "gpu links", "ok", ""),
@@ -116,6 +116,26 @@ def test_locked_memory_matters_with_infiniband_only():
 
 def test_gpus_that_a_job_wants_and_are_not_there_keep_it_from_running():
     assert findings(GOOD, device="cuda")["gpu"].level == "fail"
+
+
+def test_gpus_that_are_shared_are_enough():
+    (found,) = (
+        f for f in examine({"a": changed(gpus=[GPU])}, {"a": 2}, "auto", share_gpus=True) if f.what == "gpu"
+    )
+
+    assert found.level == "ok"
+    assert found.found.endswith("shared by 2 ranks")
+
+
+def test_gpus_of_several_models_are_no_reason_not_to_train():
+    other = changed(gpus=[replace(GPU, name="A100")], engine=engine(build="another"))
+
+    hosts = {"a": changed(gpus=[GPU]), "b": other}
+    found = {f.what: f for f in examine(hosts, {"a": 1, "b": 1}, "auto") if not f.host}
+
+    assert found["gpu"].level == "warn"
+    assert found["engine"].level == "fail"
+    assert "HOROVOD_BUILD_CUDA_CC_LIST" in found["engine"].fix
 
 
 def test_hosts_that_differ_are_named_with_values():

@@ -12,9 +12,10 @@ from torch import nn
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Data, Job
-from horovod_train.errors import UserError
+from horovod_train.errors import UnknownNameError, UserError, WorldError
 from horovod_train.frameworks.torch.codecs.whole import fp32
-from horovod_train.frameworks.torch.framework import on_device, placement, set_up
+from horovod_train.frameworks.torch.collectives import let_stream_follow
+from horovod_train.frameworks.torch.framework import choose_device, compiled, on_device, placement, set_up
 from horovod_train.frameworks.torch.gradient_buckets import make_buckets
 from horovod_train.frameworks.torch.optimizer import is_fused_by_itself, optimizer_over
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
@@ -138,6 +139,43 @@ class TestChannelsLast:
         )
 
         assert problem.path == "train.channels_last"
+
+
+def test_a_compiler_that_is_not_there_is_named_with_those_that_are():
+    with pytest.raises(UnknownNameError, match=r"'induktor'; known: .*aot_eager.*inductor") as raised:
+        compiled(nn.Linear(2, 2), job(train={"compile": {"backend": "induktor"}}).train.compile)
+
+    assert raised.value.hint == "did you mean 'inductor'?"
+
+
+def test_a_gpu_that_is_asked_of_a_pytorch_for_cpus_is_told_as_that(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+    with pytest.raises(WorldError, match="no GPU was found, and train.device is cuda") as raised:
+        choose_device(job(train={"device": "cuda"}), SingleRank())
+
+    assert "is built for CPUs alone: install one with CUDA" in raised.value.hint
+
+
+@pytest.mark.parametrize(("current", "waits"), [("side", ["default"]), ("default", [])])
+def test_work_on_a_stream_of_ones_own_comes_after_what_horovod_has_queued(monkeypatch, current, waits):
+    """Horovod's callback runs in a thread of its own, and tells that thread's stream: the default one."""
+
+    class Stream(str):
+        __slots__ = ()
+
+        def wait_stream(self, other):
+            waited.append(str(other))
+
+    waited = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream(current))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda _: Stream("default"))
+
+    let_stream_follow(SimpleNamespace(is_cuda=True, device="cuda:0"))
+    let_stream_follow(torch.zeros(1))
+
+    assert waited == waits
 
 
 class TestDataThatIsOnTheDevice:

@@ -329,4 +329,4 @@ class TestGpus:
 
     def test_gpus_that_were_asked_for_and_are_not_there(self):
         for error in self.own(2, [[], []], Job(name="j", task="digits", train=Train(device="cuda"))):
-            assert "ranks 0-1 on here found no GPU" in str(error)
+            assert "no GPU was found, and train.device is cuda" in str(error)

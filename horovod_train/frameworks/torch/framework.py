@@ -18,8 +18,8 @@ from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.schema import Job, Train
-from horovod_train.errors import UserError
+from horovod_train.config.schema import Compile, Job, Train
+from horovod_train.errors import UnknownNameError, UserError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
@@ -60,10 +60,8 @@ class TorchFramework(TorchDevice):
         model = strategy.wrap(on_device(task.model(), device, job.train))
         recompute_activations(model, job.train.activation_checkpointing)
         forward_model: torch.nn.Module = model
-        if (how := job.train.compile) is not None:
-            mode = None if how.mode == "default" else how.mode
-            compiled = torch.compile(model, backend=how.backend, mode=mode, dynamic=how.dynamic)
-            forward_model = cast("torch.nn.Module", compiled)
+        if job.train.compile is not None:
+            forward_model = compiled(model, job.train.compile)
         optimizer = optimizer_of(job, task, model)
         strategy.bind(model, optimizer)
         replica = TorchReplica(
@@ -132,6 +130,20 @@ def on_device(model: torch.nn.Module, device: torch.device, train: Train) -> tor
     return model.to(device)
 
 
+def compiled(model: torch.nn.Module, how: Compile) -> torch.nn.Module:
+    """Return a model's compiled form.
+
+    Raises:
+        UnknownNameError: There is no such backend.
+    """
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if how.backend not in backends:
+        raise UnknownNameError("train.compile.backend", how.backend, backends)
+    mode = None if how.mode == "default" else how.mode
+    made = torch.compile(model, backend=how.backend, mode=mode, dynamic=how.dynamic)
+    return cast("torch.nn.Module", made)
+
+
 def recorder_of(job: Job, device: torch.device) -> Recorder | None:
     """Return what records steps, if the job wants that; before the model is made."""
     if job.train.cuda_graph is False:
@@ -153,7 +165,9 @@ def choose_device(job: Job, world: Communicator) -> torch.device:
     Raises:
         UserError: A GPU was asked for and there is none for this rank.
     """
-    gpu = own_gpu(job, world, torch.cuda.device_count())
+    is_for_cpus = torch.version.cuda is None
+    why_none = f"PyTorch {torch.__version__} is built for CPUs alone: install one with CUDA"
+    gpu = own_gpu(job, world, torch.cuda.device_count(), why_none=why_none if is_for_cpus else "")
     if gpu is None:
         return torch.device("cpu")
     device = torch.device("cuda", gpu)

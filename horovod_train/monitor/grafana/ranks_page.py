@@ -72,7 +72,8 @@ NETWORK = (
     panel(
         "graph",
         "Bus bandwidth of all-reduce",
-        "How fast ranks exchange data, from when all are ready: what the network or the memory gives.",
+        "How fast ranks exchange data, from when all are ready: what the network or the memory gives. "
+        "Not on GPUs.",
         (of_selected("horovod_train:allreduce_bus:bytes_per_second"), _RANK),
         unit="Bps",
         span=12,
@@ -80,7 +81,7 @@ NETWORK = (
     panel(
         "graph",
         "Time in all-reduce",
-        "Part of the time in which data is exchanged, hidden behind computation or not.",
+        "Part of the time in which data is exchanged, hidden behind computation or not. Not on GPUs.",
         (f"rate({of_selected('horovod_train_exchange_seconds_total')}[2m])", _RANK),
         unit="percentunit",
         span=12,
@@ -97,7 +98,7 @@ NETWORK = (
     panel(
         "graph",
         "Bytes a second on GPUs",
-        "What all-reduces have summed.",
+        "What all-reduces have summed in a second of training; links may be faster.",
         (f"rate({of_selected('horovod_train_gpu_exchanged_bytes_total')}[2m])", _RANK),
         unit="Bps",
         span=12,
