@@ -414,6 +414,7 @@ class SessionCheckpoints:
         progress, seed = self._loader.progress, self._loader.progress.order.seed
         changes = changes_since(resumed, progress.order)
         resume_from(
+            self._world,
             resumed,
             self._replica,
             progress,

@@ -311,6 +311,7 @@ def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter:
 def take_over(run: Run, resumed: Checkpointed, framework: Framework) -> None:
     """Go on where a checkpoint stands."""
     resume_from(
+        run.world,
         resumed,
         run.replica,
         run.progress,

@@ -64,6 +64,7 @@ def describe(path: Path) -> str:
     manifest = read_manifest(path)
     content = read_checkpoint(path)
     state = checked(StateDocument, content.documents["state"], f"{path / 'state.json'}")
+    kinds = ((name, content.arrays["model"].kind(name)) for name in content.arrays["model"])
     progress = content.documents["state"]["progress"]
     lines = [
         f"{path.name}: step {progress['step']}, epoch {progress['epoch']}",
@@ -77,7 +78,7 @@ def describe(path: Path) -> str:
             for name, digest in manifest.files.items()
         ),
         "weights and buffers:",
-        *(f"  {name:<40} {blob.dtype} {list(blob.shape)}" for name, blob in content.arrays["model"].items()),
+        *(f"  {name:<40} {dtype} {list(shape)}" for name, (dtype, shape) in kinds),
     ]
     return "\n".join(lines)
 

@@ -1,7 +1,8 @@
 """When to write which checkpoint, what to keep, and which one to resume from.
 
-Rank 0 writes, because replicas hold the same state; each rank adds its random generators. Reading
-is different: every rank reads and checks for itself, so that nothing has to be believed.
+Rank 0 writes, where replicas hold the same state; where ranks share a model, each writes what it is the
+first to have. Reading is different: every rank reads and checks for itself, so that nothing has to be
+believed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from time import perf_counter, time
 from horovod_train.checkpoint import store
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.checkpoint.changes import document_changes, job_changes
+from horovod_train.checkpoint.holders import Holders
+from horovod_train.checkpoint.newest import newest_valid
 from horovod_train.checkpoint.schema import StateDocument, checked
 from horovod_train.checkpoint.write_report import WriteReport
+from horovod_train.checkpoint.writing import Content, Writing, begin, temporary_name
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json, gather_to_rank_0
 from horovod_train.config.schema import Checkpoint
 from horovod_train.errors import CheckpointError, OperationalError, describe_ranks
@@ -30,6 +34,8 @@ from horovod_train.errors import CheckpointError, OperationalError, describe_ran
 log = logging.getLogger(__name__)
 
 MAX_HISTORY = 100
+MAX_WAIT_AT_THE_END_S = 60.0
+"""How long a rank that ends waits for what others still write of a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class Resumed:
 
     Attributes:
         name: Its name.
-        state: Of the replica.
+        state: Of the replica; arrays are read, and checked, when they are asked for.
         progress: Where training stands, plain JSON.
         rng: This rank's random generators; None: those of another world.
         own: What else each rank alone had, by rank; empty where there was nothing.
@@ -85,7 +91,8 @@ class CheckpointManager:
         self._environment = dict(environment or {})
         self._history: list[dict[str, object]] = []
         self._writer = ThreadPoolExecutor(max_workers=1, initializer=_give_way)
-        self._pending: Future[WriteReport] | None = None
+        self._pending: Future[str] | None = None
+        self._writing: Writing | None = None
         self._last_report: WriteReport | None = None
         self._saved: Mapping[str, object] | None = None
         self._lock: int | None = None
@@ -101,6 +108,7 @@ class CheckpointManager:
         rng: bytes,
         progress: Mapping[str, object],
         summary: Mapping[str, object],
+        holders: Holders | None = None,
         own: bytes = b"",
         wait: bool = False,
     ) -> None:
@@ -111,10 +119,11 @@ class CheckpointManager:
 
         Args:
             step: Optimizer steps made.
-            take_state: Returns the replica's state, copied when called with True.
+            take_state: Returns what this rank has of the replica's state, copied when called with True.
             rng: This rank's random generators.
             progress: Where training stands, plain JSON.
             summary: What lists show.
+            holders: Who has what of the state; None: rank 0 has all of it.
             own: What else this rank alone has.
             wait: Return only when the checkpoint is on disk.
 
@@ -122,14 +131,19 @@ class CheckpointManager:
             CheckpointError: With ``wait``: it could not be written.
         """
         generators = self._world.allgather(rng)
-        owns = gather_to_rank_0(self._world, own) if self._saved != progress else []
-        if self._saved != progress and self._world.rank == 0:
-            self._collect()
+        if self._saved != progress:
+            owns = gather_to_rank_0(self._world, own)
+            self._collect_all()
             in_background = self._section.background and not wait
-            content = self._content(take_state(in_background), generators, owns, progress, summary)
-            self._pending = self._writer.submit(self._write, step, content)
+            writing = self._begin(step, (0,) if holders is None else holders.writers)
+            self._writing = writing
+            if writing is not None and self._world.rank in writing.writers:
+                content = self._content(
+                    take_state(in_background), holders, generators, owns, progress, summary
+                )
+                self._pending = self._writer.submit(self._write, writing, content)
             if not in_background:
-                self._collect()
+                self._collect_all()
         self._saved = dict(progress)
         if wait:
             self._raise_if_last_failed()
@@ -144,8 +158,7 @@ class CheckpointManager:
             if self._world.rank == 0:
                 self._quarantine_all()
             return None
-        found = self._newest_valid() if self._world.rank == 0 else None
-        name, problem = broadcast_json(self._world, found)
+        name, problem = newest_valid(self.directory, self._world)
         if problem:
             raise CheckpointError(
                 problem,
@@ -169,8 +182,8 @@ class CheckpointManager:
         """
         problem = ""
         name = f"step-{step:012d}"
+        self._collect_all()
         if self._world.rank == 0:
-            self._collect()
             found = [stored.name for stored in store.list_checkpoints(self.directory)]
             problem = "" if name in found else f"{self.directory} has no {name}"
         problem = broadcast_json(self._world, problem)
@@ -203,23 +216,46 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Finish writing and let go of the folder. Safe to call twice."""
-        if self._pending is not None:
-            self._collect()
+        if self._writing is not None:
+            self._writing.give_up_after(MAX_WAIT_AT_THE_END_S)
+        self._collect()
         self._writer.shutdown()
         self._let_go()
 
     # -- writing
 
+    def _begin(self, step: int, writers: Sequence[int]) -> Writing | None:
+        """Make room for a checkpoint, on the rank or ranks that write it; None: there is no room."""
+        folder, problem = self.directory / temporary_name(step), ""
+        writing = Writing(step, folder, writers)
+        if self._world.rank == 0:
+            try:
+                begin(folder)
+            except CheckpointError as error:
+                problem = str(error)
+                self._report(writing, perf_counter(), 0, problem)
+        if len(writers) == 1:
+            return None if problem else writing
+        name, problem = broadcast_json(self._world, [folder.name, problem])
+        return None if problem else Writing(step, self.directory / name, writers)
+
     def _content(
         self,
         state: ReplicaState,
+        holders: Holders | None,
         generators: list[bytes],
         owns: list[bytes],
         progress: Mapping[str, object],
         summary: Mapping[str, object],
-    ) -> store.Content:
-        arrays = {"model": state.model, "optimizer": state.optimizer, "rng": _by_rank(generators)}
-        return store.Content(
+    ) -> Content:
+        """Return what this rank writes."""
+        arrays: dict[str, Mapping[str, ArrayBlob]] = {"model": state.model, "optimizer": state.optimizer}
+        if holders is not None:
+            arrays = {section: holders.written_here(section, found) for section, found in arrays.items()}
+        if self._world.rank != 0:
+            return Content(arrays, {}, {})
+        arrays["rng"] = _by_rank(generators)
+        return Content(
             arrays={**arrays, "own": _by_rank(owns)} if any(owns) else arrays,
             documents={
                 "state": {
@@ -234,31 +270,55 @@ class CheckpointManager:
             summary={**summary, "world_size": self._world.size},
         )
 
-    def _write(self, step: int, content: store.Content) -> WriteReport:
+    def _write(self, writing: Writing, content: Content) -> str:
+        """Write this rank's part, and on rank 0 complete the checkpoint; return what went wrong."""
         started = perf_counter()
-        path = self.directory / f"step-{step:012d}"
+        size_bytes, error = 0, ""
         try:
-            manifest = store.write_checkpoint(self.directory, step, content)
-            report = WriteReport(step, str(path), perf_counter() - started, manifest.size_bytes)
-            self.last_write_s = report.seconds
-        except (CheckpointError, OSError) as error:
-            log.warning("checkpoint of step %d was not written: %s", step, error)
-            report = WriteReport(step, str(path), perf_counter() - started, 0, str(error))
+            if self._world.rank == 0:
+                size_bytes = writing.complete(content).size_bytes
+                self.last_write_s = perf_counter() - started
+            else:
+                writing.write_part(self._world.rank, content)
+        except (CheckpointError, OSError) as problem:
+            error = str(problem)
+        if self._world.rank == 0:
+            self._report(writing, started, size_bytes, error)
+        return error
+
+    def _report(self, writing: Writing, started: float, size_bytes: int, error: str) -> None:
+        if error:
+            log.warning("checkpoint of step %d was not written: %s", writing.step, error)
+        path = str(writing.folder.with_name(f"step-{writing.step:012d}"))
+        report = self._last_report = WriteReport(
+            writing.step, path, perf_counter() - started, size_bytes, error
+        )
         self._on_written(report)
         try:
             self._prune()
-        except OSError as error:
-            log.warning("old checkpoints were not removed: %s", error)
-        return report
+        except OSError as problem:
+            log.warning("old checkpoints were not removed: %s", problem)
 
-    def _collect(self) -> None:
-        """Wait for the write under way; two never overlap."""
-        if self._pending is not None:
-            self._last_report = self._pending.result()
-            self._pending = None
+    def _collect_all(self) -> None:
+        """Wait for the write under way, on every rank that takes part in it; two never overlap."""
+        writing = self._writing
+        if writing is not None and len(writing.writers) > 1:
+            # Rank 0 waits for the others' notes, and who cannot write may not be able to leave one.
+            errors = allgather_json(self._world, self._collect() if self._world.rank != 0 else "")
+            for rank, error in enumerate(errors):
+                if error:
+                    writing.fail(f"{describe_ranks([rank])}: {error}")
+            if self._collect():  # others may have written on after rank 0 gave up
+                writing.remove()
+        self._collect()
+
+    def _collect(self) -> str:
+        """Wait for this rank's part of the write under way; return what went wrong with it."""
+        pending, self._pending, self._writing = self._pending, None, None
+        return "" if pending is None else pending.result()
 
     def _raise_if_last_failed(self) -> None:
-        self._collect()
+        self._collect_all()
         error = broadcast_json(self._world, self._last_report.error if self._last_report else "")
         if error:
             raise CheckpointError(f"the last checkpoint was not written: {error}")
@@ -291,38 +351,6 @@ class CheckpointManager:
 
     # -- reading
 
-    def _newest_valid(self) -> tuple[str | None, str]:
-        """Return the newest valid checkpoint, or what keeps the job from starting; never raises.
-
-        Damaged ones that are newer are set aside: under their own names they would be taken for the
-        newest when old ones are pruned. When none is valid, nothing is moved, and starting from zero is
-        for the user to decide, however often the job is started.
-        """
-        try:
-            found = store.list_checkpoints(self.directory)
-            damaged: list[tuple[store.StoredCheckpoint, list[str]]] = []
-            for checkpoint in found:
-                problems = store.verify(checkpoint.path)
-                if not problems:
-                    self._quarantine(damaged)
-                    if checkpoint.name != (name := f"step-{checkpoint.step:012d}"):
-                        log.warning("%s is %s, by its manifest", checkpoint.name, name)
-                    return checkpoint.name, ""
-                damaged.append((checkpoint, problems))
-            aside = store.list_damaged(self.directory)
-        except OSError as error:
-            return None, f"{self.directory} cannot be read: {error.strerror or error}"
-        if not damaged and not aside:
-            return None, ""
-        count = len(damaged) + len(aside)
-        first = damaged[0][1][0] if damaged else f"{aside[-1].name} was set aside before"
-        return None, f"all {count} checkpoints in {self.directory} are damaged, the newest: {first}"
-
-    def _quarantine(self, damaged: list[tuple[store.StoredCheckpoint, list[str]]]) -> None:
-        for checkpoint, problems in damaged:
-            aside = store.quarantine(checkpoint.path, store.DAMAGED)
-            log.warning("skipping %s (kept as %s): %s", checkpoint.name, aside.name, "; ".join(problems))
-
     def _quarantine_all(self) -> None:
         """Make room for a run that starts anew where another one has been."""
         found = store.list_checkpoints(self.directory)
@@ -351,7 +379,7 @@ class CheckpointManager:
         own = tuple(bytes(blob.data) for blob in content.arrays.get("own", {}).values())
         return Resumed(name, state, document["progress"], rng, own, changes), history, ""
 
-    def _own_generators(self, content: store.Content) -> bytes | None:
+    def _own_generators(self, content: store.Stored) -> bytes | None:
         """Return this rank's generators. They belong to a rank of a world; another world starts fresh."""
         if content.summary["world_size"] != self._world.size:
             return None

@@ -5,19 +5,15 @@ A checksum says that a file is as it was written, not that it was written by thi
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from horovod_train.errors import CheckpointError
 
-FileName = Literal[
-    "model.safetensors",
-    "optimizer.safetensors",
-    "rng.safetensors",
-    "own.safetensors",
-    "state.json",
-    "config.json",
+FileName = Annotated[
+    str,
+    Field(pattern=r"^((model|optimizer)(-[0-9]{5,7})?|rng|own)\.safetensors$|^(state|config)\.json$"),
 ]
 Count = Annotated[int, Field(ge=0, le=10**12 - 1)]
 

@@ -9,6 +9,9 @@
         state.json                 progress, loss scaler, shape of the optimizer's state
         config.json                the resolved job
 
+Where ranks share a model, each writes what it alone has into files with its number, such as
+``model-00003.safetensors``; arrays of the same name belong together (see ``stored_arrays.py``).
+
 A checkpoint is written under a temporary name, flushed, and renamed. Readers see it complete or
 not at all; what a crash leaves behind is swept away by the next writer.
 """
@@ -22,41 +25,51 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from horovod_train.checkpoint.arrays import ArrayBlob, Digest, parse_arrays, write_arrays, write_parts
+from horovod_train.checkpoint.arrays import (
+    Digest,
+    Entry,
+    header_size_bytes,
+    parse_header,
+)
 from horovod_train.checkpoint.schema import ManifestDocument, checked
+from horovod_train.checkpoint.stored_arrays import Piece, StoredArrays
 from horovod_train.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+WITHOUT_DIGESTS = 1
+"""The format of the version before: files of arrays have one checksum each, and arrays have none."""
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"
-ARRAY_FILES = ("model", "optimizer", "rng", "own")
-OPTIONAL_FILES = ("own",)
-JSON_FILES = ("state", "config")
+ARRAYS = ("model", "optimizer", "rng", "own")
+DOCUMENTS = ("state", "config")
+OPTIONAL = ("own",)
 _NAME = re.compile(r"^step-(\d{12})$")
 MAX_MANIFEST_BYTES = 16 * 2**20
-_TEMPORARY = ".writing-"
-_REPLACED = ".replaced-"
+TEMPORARY = ".writing-"
+REPLACED = ".replaced-"
 
 
 @dataclass(frozen=True)
-class Content:
-    """Everything in a checkpoint.
+class Stored:
+    """What was read of a checkpoint.
 
     Attributes:
         arrays: For each of ``model``, ``optimizer`` and ``rng``, and where there is some ``own``, arrays by
-            name.
+            name, which are read when they are asked for.
         documents: For each of ``state`` and ``config``, plain JSON.
         summary: What lists show: epoch, metrics, world size, time.
     """
 
-    arrays: Mapping[str, Mapping[str, ArrayBlob]]
+    arrays: Mapping[str, StoredArrays]
     documents: Mapping[str, Any]
-    summary: Mapping[str, object]
+    summary: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,7 @@ class Manifest:
     step: int
     files: Mapping[str, Digest]
     summary: Mapping[str, Any]
+    version: int = FORMAT_VERSION
 
     @property
     def size_bytes(self) -> int:
@@ -96,14 +110,14 @@ def list_checkpoints(directory: Path) -> list[StoredCheckpoint]:
     if not directory.is_dir():
         return []
     found = [
-        StoredCheckpoint(path, _step_of(path, int(match[1])))
+        StoredCheckpoint(path, step_of(path, int(match[1])))
         for path in directory.iterdir()
         if (match := _NAME.match(path.name))
     ]
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.name), reverse=True)
 
 
-def _step_of(path: Path, by_name: int) -> int:
+def step_of(path: Path, by_name: int) -> int:
     """Return a checkpoint's step. A folder can be renamed; its manifest has a checksum."""
     try:
         return read_manifest(path).step
@@ -116,39 +130,12 @@ def list_damaged(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob(f"{DAMAGED}-*-step-*") if path.is_dir())
 
 
-def write_checkpoint(directory: Path, step: int, content: Content) -> Manifest:
-    """Write a checkpoint, flushed to disk, under its final name.
-
-    Raises:
-        CheckpointError: The disk refuses; nothing then stands under the final name.
-    """
-    final = directory / f"step-{step:012d}"
-    temporary = directory / f"{_TEMPORARY}{final.name}-{os.getpid()}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        manifest = _write_files(temporary, step, content)
-        _flush_folder(temporary)
-        _rename_over(temporary, final, step)
-        _flush_folder(directory)
-    except CheckpointError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot write {final}: {error.strerror or error}", hint="check space and rights of the folder"
-        ) from error
-    return manifest
-
-
 def remove_leftovers(directory: Path) -> None:
     """Remove what an interrupted writer left behind. Only the one writer of a folder may call it."""
-    for path in directory.glob(f"{_TEMPORARY}*"):
+    for path in directory.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
-    for path in directory.glob(f"{_REPLACED}*"):
-        original = directory / path.name.removeprefix(_REPLACED)
+    for path in directory.glob(f"{REPLACED}*"):
+        original = directory / path.name.removeprefix(REPLACED)
         if original.exists():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -157,7 +144,7 @@ def remove_leftovers(directory: Path) -> None:
 
 def remove(checkpoint: StoredCheckpoint) -> None:
     """Remove a checkpoint: first from sight, then from the disk."""
-    doomed = checkpoint.path.with_name(f"{_TEMPORARY}removed-{checkpoint.name}")
+    doomed = checkpoint.path.with_name(f"{TEMPORARY}removed-{checkpoint.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -185,35 +172,78 @@ def read_manifest(path: Path) -> Manifest:
         claimed = document.pop("sha256")
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{file}: is damaged") from error
-    if claimed != _checksum(document):
+    if claimed != checksum(document):
         raise CheckpointError(f"{file}: is damaged: its checksum is wrong")
-    if document.get("format") != FORMAT_VERSION:
+    if document.get("format") not in {WITHOUT_DIGESTS, FORMAT_VERSION}:
         raise CheckpointError(
             f"{file}: has format {document.get('format')}; this version reads format {FORMAT_VERSION}"
         )
     manifest = checked(ManifestDocument, document, str(file))
     files = {str(name): Digest(each.sha256, each.size_bytes) for name, each in manifest.files.items()}
-    return Manifest(manifest.step, files, document["summary"])
+    return Manifest(manifest.step, files, document["summary"], manifest.format)
 
 
-def read_checkpoint(path: Path, only: Iterable[str] = (*ARRAY_FILES, *JSON_FILES)) -> Content:
-    """Read a checkpoint, or some of its files, checking every byte that is read.
+def read_checkpoint(path: Path, only: Iterable[str] = (*ARRAYS, *DOCUMENTS)) -> Stored:
+    """Read a checkpoint, or some of it: documents now, arrays when they are asked for.
+
+    Every byte that is read is checked; an array that is damaged raises ``CheckpointError`` when it is read.
 
     Raises:
         CheckpointError: A file is missing or is not what the manifest says.
     """
     manifest = read_manifest(path)
-    arrays: dict[str, Mapping[str, ArrayBlob]] = {}
+    arrays: dict[str, StoredArrays] = {}
     documents: dict[str, Any] = {}
     for stem in only:
-        if stem in OPTIONAL_FILES and f"{stem}.safetensors" not in manifest.files:
-            continue
-        if stem in ARRAY_FILES:
-            arrays[stem] = parse_arrays(_read_checked(path, f"{stem}.safetensors", manifest))
-        else:
+        if stem in DOCUMENTS:
             content = _read_checked(path, f"{stem}.json", manifest)
             documents[stem] = _parse_json(path / f"{stem}.json", content)
-    return Content(arrays, documents, manifest.summary)
+        elif names := _files_of(stem, manifest):
+            arrays[stem] = StoredArrays(piece for name in names for piece in _pieces(path, name, manifest))
+        elif stem not in OPTIONAL:
+            raise CheckpointError(f"{path / stem}.safetensors: is not in the manifest")
+    return Stored(arrays, documents, manifest.summary)
+
+
+def _files_of(stem: str, manifest: Manifest) -> list[str]:
+    pattern = re.compile(rf"{stem}(-\d{{5,}})?\.safetensors")
+    return [name for name in manifest.files if pattern.fullmatch(name)]
+
+
+def _pieces(path: Path, name: str, manifest: Manifest) -> list[Piece]:
+    """Return what a file has, to be read later; one of the version before is read and checked now."""
+    file, digest = path / name, manifest.files[name]
+    if manifest.version == WITHOUT_DIGESTS:
+        content = memoryview(_read_checked(path, name, manifest))
+        header = bytes(content[: header_size_bytes(bytes(content[:8]), len(content))])
+        return [
+            Piece(entry, partial(_slice_of, content, entry), str(file))
+            for entry in parse_header(header, len(content))
+        ]
+    with _opened(file, digest.size_bytes, exactly=True) as opened:
+        header = _read_header(file, opened, digest)
+    return [
+        Piece(entry, partial(_read_entry, file, digest.size_bytes, entry), str(file))
+        for entry in parse_header(header, digest.size_bytes)
+    ]
+
+
+def _slice_of(content: memoryview, entry: Entry) -> memoryview:
+    return content[entry.begin : entry.begin + entry.size_bytes]
+
+
+def _read_header(file: Path, opened: BinaryIO, digest: Digest) -> bytes:
+    first = opened.read(8)
+    header = first + _all_of(file, opened, header_size_bytes(first, digest.size_bytes) - 8)
+    if hashlib.sha256(header).hexdigest() != digest.sha256:
+        raise CheckpointError(f"{file}: is damaged: its checksum is wrong")
+    return header
+
+
+def _read_entry(file: Path, size_bytes: int, entry: Entry) -> bytes:
+    with _opened(file, size_bytes, exactly=True) as opened:
+        opened.seek(entry.begin)
+        return _all_of(file, opened, entry.size_bytes)
 
 
 def _parse_json(file: Path, content: bytes) -> Any:
@@ -223,8 +253,12 @@ def _parse_json(file: Path, content: bytes) -> Any:
         raise CheckpointError(f"{file}: is not JSON: {error}") from error
 
 
-def verify(path: Path) -> list[str]:
+def verify(path: Path, files: Iterable[str] | None = None) -> list[str]:
     """Return what is wrong with a checkpoint: a sentence for each damaged file; empty when valid.
+
+    Args:
+        path: Its folder.
+        files: Which files to look at; None: all of them.
 
     Raises:
         OSError: A file is there and cannot be read, which says nothing about what is in it.
@@ -234,42 +268,16 @@ def verify(path: Path) -> list[str]:
     except CheckpointError as error:
         return [error.message]
     problems = []
-    for name in manifest.files:
+    for name in manifest.files if files is None else files:
         try:
-            _read_checked(path, name, manifest)
+            if name.endswith(".json"):
+                _read_checked(path, name, manifest)
+                continue
+            for piece in _pieces(path, name, manifest):
+                piece.checked_bytes()
         except CheckpointError as error:
             problems.append(error.message)
     return problems
-
-
-def _write_files(folder: Path, step: int, content: Content) -> Manifest:
-    files = {}
-    for stem, arrays in content.arrays.items():
-        files[f"{stem}.safetensors"] = write_arrays(folder / f"{stem}.safetensors", arrays)
-    for stem, document in content.documents.items():
-        text = json.dumps(document, indent=1).encode()
-        files[f"{stem}.json"] = write_parts(folder / f"{stem}.json", [text])
-    document = {
-        "format": FORMAT_VERSION,
-        "step": step,
-        "summary": dict(content.summary),
-        "files": {name: asdict(digest) for name, digest in files.items()},
-    }
-    signed = json.dumps({**document, "sha256": _checksum(document)}, indent=1).encode()
-    write_parts(folder / MANIFEST, [signed])
-    return Manifest(step, files, content.summary)
-
-
-def _rename_over(temporary: Path, final: Path, step: int) -> None:
-    """Rename a folder; an old one of that name (a damaged one, usually) makes way first."""
-    replaced = final.with_name(_REPLACED + final.name)
-    if final.exists() and _step_of(final, step) != step:
-        quarantine(final, "renamed")  # somebody's copy of another step
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        final.rename(replaced)
-    temporary.rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _read_checked(path: Path, name: str, manifest: Manifest) -> bytes:
@@ -290,6 +298,13 @@ def _read_regular(file: Path, size_bytes: int, *, exactly: bool = False) -> byte
         CheckpointError: It is missing, or something else.
         OSError: It is there and cannot be read.
     """
+    with _opened(file, size_bytes, exactly=exactly) as opened:
+        return _all_of(file, opened, size_bytes)
+
+
+@contextmanager
+def _opened(file: Path, size_bytes: int, *, exactly: bool) -> Iterator[BinaryIO]:
+    """Open a file that is no link, pipe or device, and not larger than it should be; raises as above."""
     try:
         # Without O_NONBLOCK, a pipe that nobody writes to would be waited for.
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -307,20 +322,16 @@ def _read_regular(file: Path, size_bytes: int, *, exactly: bool = False) -> byte
         if found.st_size > size_bytes or (exactly and found.st_size != size_bytes):
             wanted = f"instead of {size_bytes}" if exactly else f"where {size_bytes} is the limit"
             raise CheckpointError(f"{file}: has {found.st_size} bytes {wanted}")
-        try:
-            return opened.read(size_bytes)
-        except MemoryError as error:
-            raise CheckpointError(f"{file}: {size_bytes} bytes do not fit into memory") from error
+        yield opened
 
 
-def _checksum(document: object) -> str:
-    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make names in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def _all_of(file: Path, opened: BinaryIO, size_bytes: int) -> bytes:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return opened.read(size_bytes)
+    except MemoryError as error:
+        raise CheckpointError(f"{file}: {size_bytes} bytes do not fit into memory") from error
+
+
+def checksum(document: object) -> str:
+    """Return the checksum that a manifest has of itself."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

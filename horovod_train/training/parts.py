@@ -9,9 +9,9 @@ from time import time
 from horovod_train.checkpoint.arrays import ArrayBlob, dump_state, parse_state
 from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.manager import CheckpointManager, Resumed
-from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.data.shard import StepShare
-from horovod_train.errors import CheckpointError, NumericError
+from horovod_train.errors import CheckpointError, NumericError, describe_ranks
 from horovod_train.frameworks.base import Replica, StepOutcome
 from horovod_train.health.desync import check_before_saving
 from horovod_train.telemetry.recorder import Recorder
@@ -65,12 +65,14 @@ def save_checkpoint(
             f"step {progress.step}: weights are not finite, and are not saved",
             hint="go on from the last checkpoint with a lower lr.base_lr or health.non_finite: skip",
         )
+    holders = None
     if world.size > 1:
-        check_before_saving(world, replica.state(copy=False), progress.step)
+        holders = check_before_saving(world, replica.state(copy=False), progress.step)
     own = replica.own_state()
     manager.save(
         progress.step,
         take_state=lambda copy: replica.state(copy=copy),
+        holders=holders,
         rng=rng,
         own=dump_state(None, own) if own else b"",
         progress=progress.to_json(),
@@ -84,6 +86,7 @@ def save_checkpoint(
 
 
 def resume_from(
+    world: Communicator,
     resumed: Resumed,
     replica: Replica,
     progress: Progress,
@@ -93,21 +96,42 @@ def resume_from(
     """Take over a checkpoint: where it stands, its state, and this rank's random generators.
 
     Generators belong to a rank of a world; in another world they start anew.
+
+    Raises:
+        CheckpointError: It does not fit, or a rank cannot read it: on all ranks.
     """
     progress.restore(resumed.progress)
+    problem: CheckpointError | None = None
     try:
-        replica.load_state(resumed.state)
-        # A rank that kept nothing for itself left nothing.
-        replica.load_own_states([parse_state(data)[1] if data else {} for data in resumed.own])
-        if resumed.rng is not None:
-            load_rng(*parse_state(resumed.rng))
+        _load(resumed, replica, load_rng)
+    except CheckpointError as error:
+        problem = error
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(
+        problem = CheckpointError(
             f"{resumed.name} does not fit: {type(error).__name__}: {error}",
             hint="train under another name, or set checkpoint.resume: never",
-        ) from error
+        )
+        problem.__cause__ = error
+    problems = allgather_json(world, None if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    failed = [rank for rank, found in enumerate(problems) if found is not None]
+    if failed:
+        raise CheckpointError(
+            f"{describe_ranks(failed)} cannot go on from {resumed.name}: {problems[failed[0]]}"
+        )
     if resumed.rng is None:
         seed_anew()
+
+
+def _load(
+    resumed: Resumed, replica: Replica, load_rng: Callable[[object, Mapping[str, ArrayBlob]], None]
+) -> None:
+    replica.load_state(resumed.state)
+    # A rank that kept nothing for itself left nothing.
+    replica.load_own_states([parse_state(data)[1] if data else {} for data in resumed.own])
+    if resumed.rng is not None:
+        load_rng(*parse_state(resumed.rng))
 
 
 def changes_since(resumed: Resumed, order: DataOrder) -> list[str]:

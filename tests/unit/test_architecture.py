@@ -33,7 +33,8 @@ ROOMS = {
     "collectives": BASICS | {"config", "horovod.environment", "horovod.counters"},
     "checkpoint": BASICS | {"config", "collectives.base"},
     "health": BASICS
-    | {"config", "collectives.base", "collectives.log", "horovod.fingerprint", "checkpoint.arrays"},
+    | {"config", "collectives.base", "collectives.log", "horovod.fingerprint"}
+    | {"checkpoint.arrays", "checkpoint.holders"},
     "telemetry": BASICS
     | {"config", "events", "collectives.base", "collectives.log", "checkpoint.write_report"},
     "frameworks": BASICS

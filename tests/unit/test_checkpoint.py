@@ -15,9 +15,10 @@ import pytest
 import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
+from support.checkpoints import write_checkpoint
 from support.worlds import on_ranks
 
-from horovod_train.checkpoint import store
+from horovod_train.checkpoint import store, writing
 from horovod_train.checkpoint.arrays import (
     ArrayBlob,
     ReplicaState,
@@ -42,6 +43,7 @@ from horovod_train.checkpoint.schema import (
     checked,
 )
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
+from horovod_train.checkpoint.writing import Content, Writing
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Checkpoint, Job
 from horovod_train.errors import CheckpointError, OperationalError
@@ -269,11 +271,10 @@ class TestManager:
         (tmp_path / "step-000000000010").rename(tmp_path / "step-000000000099")
 
         again = manager(tmp_path, keep_last=1)
-        resumed = again.latest()
+        assert again.latest().state == state(2.0)
         save(again, 99, value=3.0)
         again.close()
 
-        assert resumed.state == state(2.0)
         assert names(tmp_path) == [99]
         aside = tmp_path / "renamed-1-step-000000000099"
         assert store.read_manifest(aside).step == 10, "somebody's copy is not written over"
@@ -375,13 +376,13 @@ class TestManager:
     def test_only_what_is_written_in_the_background_is_copied(
         self, tmp_path, monkeypatch, background, wait, is_background
     ):
-        may_write, write, copies = Event(), store.write_checkpoint, []
+        may_write, write, copies = Event(), Writing.complete, []
 
         def write_when_told(*what):
             assert may_write.wait(20)
             return write(*what)
 
-        monkeypatch.setattr(store, "write_checkpoint", write_when_told)
+        monkeypatch.setattr(Writing, "complete", write_when_told)
         if not is_background:
             may_write.set()
         checkpoints = CheckpointManager(tmp_path, Checkpoint(background=background), SingleRank(), {})
@@ -437,7 +438,7 @@ def signed(folder, change):
     document = json.loads(file.read_text())
     del document["sha256"]
     change(document)
-    file.write_text(json.dumps({**document, "sha256": store._checksum(document)}))
+    file.write_text(json.dumps({**document, "sha256": store.checksum(document)}))
 
 
 def rewritten(folder, name, content):
@@ -468,7 +469,7 @@ MANIFESTS = {
     "no world": lambda m: m["summary"].update(world_size=0),
     "a world that is a text": lambda m: m["summary"].update(world_size="1"),
     "no format": lambda m: m.pop("format"),
-    "another format": lambda m: m.update(format=2),
+    "another format": lambda m: m.update(format=3),
 }
 STATES = {
     "progress that is a list": lambda s: s.update(progress=[]),
@@ -598,7 +599,7 @@ class TestForgery:
         again.close()
 
         with pytest.raises(CheckpointError, match="step-000000000007 does not fit: KeyError"):
-            resume_from(resumed, Replica(), Progress(DataOrder(9, 0, shuffle=True)), None, None)
+            resume_from(SingleRank(), resumed, Replica(), Progress(DataOrder(9, 0, shuffle=True)), None, None)
 
 
 class TestWhatHasChangedSince:
@@ -744,8 +745,8 @@ class TestThingsOfLater:
         for value in (1.0, 2.0):
             weight = ArrayBlob("float32", (1,), np.float32([value]).tobytes())
             arrays = {"model": {"w": weight}, "optimizer": {}, "rng": {}}
-            content = store.Content(arrays, {"state": {}, "config": {}}, SUMMARY)
-            store.write_checkpoint(tmp_path, 7, content)
+            content = Content(arrays, {"state": {}, "config": {}}, SUMMARY)
+            write_checkpoint(tmp_path, 7, content)
 
         (found,) = store.list_checkpoints(tmp_path)
         assert store.read_checkpoint(found.path).arrays["model"]["w"].data == np.float32([2.0]).tobytes()
@@ -762,24 +763,22 @@ class TestThingsOfLater:
         def refuse(*_):
             raise error
 
-        monkeypatch.setattr(store, "_write_files", refuse)
-        content = store.Content({"model": {}}, {"state": {}, "config": {}}, SUMMARY)
+        monkeypatch.setattr(writing, "write_arrays", refuse)
+        content = Content({"model": {}}, {"state": {}, "config": {}}, SUMMARY)
 
         with pytest.raises(CheckpointError, match=f"cannot write {tmp_path}/step-000000000007: {said}"):
-            store.write_checkpoint(tmp_path, 7, content)
+            write_checkpoint(tmp_path, 7, content)
 
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("other", [3, 9])
     def test_a_copy_of_another_step_in_its_place_is_kept_aside(self, tmp_path, other):
-        content = store.Content(
-            {"model": {}, "optimizer": {}, "rng": {}}, {"state": {}, "config": {}}, SUMMARY
-        )
-        first = store.write_checkpoint(tmp_path, other, content)
+        content = Content({"model": {}, "optimizer": {}, "rng": {}}, {"state": {}, "config": {}}, SUMMARY)
+        first = write_checkpoint(tmp_path, other, content)
         assert first is not None
         (tmp_path / f"step-00000000000{other}").rename(tmp_path / "step-000000000007")
 
-        store.write_checkpoint(tmp_path, 7, content)
+        write_checkpoint(tmp_path, 7, content)
 
         assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {"step", "renamed"}
 
@@ -846,7 +845,7 @@ class TestAFolder:
         assert len(list(folder.glob("earlier-*-step-*"))) == 3
 
     def test_a_writer_that_was_killed_after_its_renames_leaves_nothing(self, folder):
-        replaced = folder / (store._REPLACED + "step-000000000003")
+        replaced = folder / (store.REPLACED + "step-000000000003")
         shutil.copytree(folder / "step-000000000003", replaced)
 
         store.remove_leftovers(folder)
@@ -882,7 +881,7 @@ class TestAFolder:
         def refuse(*_):
             raise CheckpointError("the disk is full")
 
-        monkeypatch.setattr(store, "write_checkpoint", refuse)
+        monkeypatch.setattr(Writing, "complete", refuse)
 
         checkpoints = manager(folder)
         with pytest.raises(CheckpointError, match="the last checkpoint was not written: the disk is full"):
@@ -896,15 +895,15 @@ class TestAFolder:
         content.arrays["model"] = {"weight": ArrayBlob("float80", (1,), b"0" * 10)}
 
         with pytest.raises(CheckpointError, match="float80"):
-            store.write_checkpoint(folder, 4, content)
+            write_checkpoint(folder, 4, content)
 
         assert names(folder) == [3, 2, 1]
-        assert not list(folder.glob(f"{store._TEMPORARY}*"))
+        assert not list(folder.glob(f"{store.TEMPORARY}*"))
 
     def test_that_does_not_exist_yet_is_made_for_the_first_one(self, folder, tmp_path):
         content = store.read_checkpoint(folder / "step-000000000003")
 
-        store.write_checkpoint(tmp_path / "new" / "deep", 4, content)
+        write_checkpoint(tmp_path / "new" / "deep", 4, content)
 
         assert names(tmp_path / "new" / "deep") == [4]
 
@@ -912,7 +911,7 @@ class TestAFolder:
         path = folder / "step-000000000003"
         manifest = json.loads((path / "manifest.json").read_text())
         del manifest["sha256"], manifest["files"]["model.safetensors"]
-        manifest["sha256"] = store._checksum(manifest)
+        manifest["sha256"] = store.checksum(manifest)
         (path / "manifest.json").write_text(json.dumps(manifest))
 
         with pytest.raises(CheckpointError, match=r"model\.safetensors: is not in the manifest"):
@@ -948,7 +947,7 @@ class TestAFolder:
             manager(tmp_path)
 
     def test_generators_of_a_rank_that_are_missing_are_damage(self, tmp_path):
-        content = store.Content({"rng": {}}, {}, {"world_size": 1})
+        content = Content({"rng": {}}, {}, {"world_size": 1})
         checkpoints = manager(tmp_path)
 
         with pytest.raises(CheckpointError, match=r"the random generators of rank\.0 are missing"):
@@ -972,8 +971,8 @@ class TestAFolder:
         ):
             documents = {"state": {}, "config": {}}
             summary = {"epochs": 1.0, "metrics": {}, "unix_time_s": 0.0, "world_size": 1}
-            content = store.Content({"model": arrays, "optimizer": {}, "rng": {}}, documents, summary)
-            store.write_checkpoint(tmp_path, step, content)
+            content = Content({"model": arrays, "optimizer": {}, "rng": {}}, documents, summary)
+            write_checkpoint(tmp_path, step, content)
             paths.append(tmp_path / f"step-{step:012d}")
 
         assert differences(*paths) == [

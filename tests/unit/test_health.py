@@ -13,6 +13,7 @@ from support.waiting import wait_until
 from support.worlds import Board, ThreadCommunicator, on_ranks
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.checkpoint.holders import keyed
 from horovod_train.collectives.log import Collective, DeviceWork
 from horovod_train.config.schema import Health
 from horovod_train.errors import DesyncError, GpuError, NumericError, PeerError
@@ -85,10 +86,10 @@ class TestBeforeSaving:
         other = self.LARGE.copy()
         other.view(np.uint64)[place] ^= np.uint64(1) << np.uint64(bit)
 
-        assert digest(arrays(a=self.LARGE)) != digest(arrays(a=other))
+        assert digest(keyed(arrays(a=self.LARGE))) != digest(keyed(arrays(a=other)))
 
     def test_equal_states_have_equal_digests_wherever_they_lie(self):
-        assert digest(arrays(a=self.LARGE)) == digest(arrays(a=self.LARGE.copy()))
+        assert digest(keyed(arrays(a=self.LARGE))) == digest(keyed(arrays(a=self.LARGE.copy())))
 
     def test_order_names_types_and_shapes_count(self):
         a, b = np.float32([1, 2]), np.float32([2, 1])
@@ -102,26 +103,26 @@ class TestBeforeSaving:
             arrays(a=a),
         ]
 
-        assert len({digest(each) for each in states}) == len(states)
+        assert len({digest(keyed(each)) for each in states}) == len(states)
 
     @pytest.mark.parametrize("places", [(0, 1), (7, 4095), (4096, 8000)])
     def test_two_words_of_a_row_exchanged_make_another_digest(self, places):
         other = self.LARGE.copy()
         other[list(places)] = other[list(reversed(places))]
 
-        assert digest(arrays(a=self.LARGE)) != digest(arrays(a=other))
+        assert digest(keyed(arrays(a=self.LARGE))) != digest(keyed(arrays(a=other)))
 
     def test_what_is_more_in_one_word_and_less_in_another_makes_another_digest(self):
         other = self.LARGE.copy()
         other.view(np.uint64)[3] += np.uint64(1)
         other.view(np.uint64)[9] -= np.uint64(1)
 
-        assert digest(arrays(a=self.LARGE)) != digest(arrays(a=other))
+        assert digest(keyed(arrays(a=self.LARGE))) != digest(keyed(arrays(a=other)))
 
     def test_two_rows_exchanged_make_another_digest(self):
         rows = self.LARGE[: 2 * 4096].reshape(2, 4096)
 
-        assert digest(arrays(a=rows)) != digest(arrays(a=rows[::-1].copy()))
+        assert digest(keyed(arrays(a=rows))) != digest(keyed(arrays(a=rows[::-1].copy())))
 
     @pytest.mark.parametrize("part", ["optimizer", "optimizer_tree", "scaler"])
     def test_everything_that_is_saved_is_compared(self, part):
@@ -129,13 +130,17 @@ class TestBeforeSaving:
         blob = ArrayBlob("float32", (1,), np.float32([7]).tobytes())
         other = {"optimizer": {"momentum": blob}, "optimizer_tree": {"step": 2}, "scaler": {"scale": 1.0}}
 
-        assert digest(state) != digest(replace(state, **{part: other[part]}))
+        def rank(world):
+            check_before_saving(world, replace(state, **{part: other[part]}) if world.rank else state, 7)
+
+        assert all(isinstance(error, DesyncError) for error in on_ranks(2, rank))
 
     def test_ranks_that_differ_are_named_and_not_saved(self):
         def rank(world):
             check_before_saving(world, state(a=1, b=3 if world.rank == 2 else 2), 7)
 
-        assert on_ranks(3, lambda world: check_before_saving(world, state(a=1), 7)) == [None] * 3
+        for holders in on_ranks(3, lambda world: check_before_saving(world, state(a=1), 7)):
+            assert holders.writers == (0,)
         for error in on_ranks(3, rank):
             assert isinstance(error, DesyncError)
             assert "after step 7, which is therefore not saved: rank 2 against the others" in str(error)

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.training import Framework, Told, made, manager_of
 from support.worlds import on_ranks
 
-from horovod_train.checkpoint import store
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint, read_manifest
+from horovod_train.checkpoint.writing import Writing
 from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import CheckpointError, DesyncError, NumericError, PreemptedError
 from horovod_train.frameworks.arrays import from_blob, to_blob
@@ -257,13 +257,13 @@ class TestSaveCheckpoints:
         assert called == ["sync", "state"]
 
     def test_writes_while_training_goes_on(self, tmp_path, monkeypatch):
-        is_at_the_end, write = Event(), store.write_checkpoint
+        is_at_the_end, write = Event(), Writing.complete
 
         def write_slowly(*what):
             assert is_at_the_end.wait(20)
             return write(*what)
 
-        monkeypatch.setattr(store, "write_checkpoint", write_slowly)
+        monkeypatch.setattr(Writing, "complete", write_slowly)
 
         steps, _ = self.saved(
             tmp_path, before=[At(10, lambda run: is_at_the_end.set())], checkpoint={"every_steps": 9}
@@ -275,7 +275,7 @@ class TestSaveCheckpoints:
         def refuse(*_):
             raise CheckpointError("the disk is full")
 
-        monkeypatch.setattr(store, "write_checkpoint", refuse)
+        monkeypatch.setattr(Writing, "complete", refuse)
         steps, errors = self.saved(tmp_path, size=2)
 
         assert steps == []
@@ -463,7 +463,7 @@ class TestLeaving:
         def refuse(*_):
             raise CheckpointError("the disk is full")
 
-        monkeypatch.setattr(store, "write_checkpoint", refuse)
+        monkeypatch.setattr(Writing, "complete", refuse)
 
         (error,) = self.leaving(tmp_path, 1, asked_after=2)
 

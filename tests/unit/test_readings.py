@@ -9,8 +9,8 @@ import pytest
 from support.training import Framework, Task, Told, made, manager_of
 from support.worlds import on_ranks
 
-from horovod_train.checkpoint import store
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
+from horovod_train.checkpoint.writing import Writing
 from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import CheckpointError, NumericError, PeerError, PreemptedError, UserError
 from horovod_train.frameworks.arrays import from_blob
@@ -292,13 +292,13 @@ class TestGoBack:
         assert slope_at(4) > before[0] + 0.1
 
     def test_waits_for_a_checkpoint_that_is_being_written(self, tmp_path, monkeypatch):
-        write = store.write_checkpoint
+        write = Writing.complete
 
         def slowly(*what):
             sleep(0.3)
             return write(*what)
 
-        monkeypatch.setattr(store, "write_checkpoint", slowly)
+        monkeypatch.setattr(Writing, "complete", slowly)
         _, steps = self.run_of(tmp_path, SingleRank(), Answer("step", 4, GoBack(4, "a spike")))
 
         assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
