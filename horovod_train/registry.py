@@ -234,7 +234,8 @@ STRATEGIES = Registry(
     group="horovod_train.strategies",
     builtin={
         "allreduce": "horovod_train.frameworks.torch.strategies.allreduce:allreduce",
-        "local-sgd": "horovod_train.frameworks.torch.strategies.local_sgd:LocalSgd",
+        "local_sgd": "horovod_train.frameworks.torch.strategies.local_sgd:LocalSgd",
+        "zero": "horovod_train.frameworks.torch.strategies.zero:Zero",
     },
 )
 

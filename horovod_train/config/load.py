@@ -250,6 +250,8 @@ def _assign(tree: Tree, dotted: str, text: str, origin: str, problems: list[Prob
         child = node.get(parent)
         if child is None:
             child = node[parent] = {}
+        if parent == "strategy" and isinstance(child, str):
+            child = node[parent] = {"name": child}
         if not isinstance(child, dict):
             problems.append(Problem(dotted, shorten(text), f"{origin}: {parent!r} is not a section"))
             return

@@ -6,14 +6,18 @@ A rule looks at a whole job and yields problems. To add one, write a function an
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.kubernetes_rules import LAUNCHER, kubernetes_rules
-from horovod_train.config.problems import shorten
-from horovod_train.config.schema import Job, Strategy
-from horovod_train.config.support import SUPPORT
+from horovod_train.config.problems import explain, shorten
+from horovod_train.config.schema import Codec, Job, Strategy
+from horovod_train.config.strategies import STRATEGY_SUPPORT
+from horovod_train.config.support import SUPPORT, Refused
 from horovod_train.errors import Problem, UnknownNameError, did_you_mean
 from horovod_train.registry import (
     CODECS,
@@ -282,12 +286,19 @@ def bfloat16_travels_in_pytorch(job: Job) -> Iterator[Problem]:
 def framework_can_do_it(job: Job) -> Iterator[Problem]:
     """What a framework cannot honour is refused, never ignored."""
     support = SUPPORT.get(job.framework)
-    for refused in support.refused if support is not None else ():
+    if support is not None:
+        yield from _refused(job, support.refused, f"framework: {job.framework}")
+
+
+def _refused(job: Job, fields: Iterable[Refused], who: str) -> Iterator[Problem]:
+    for refused in fields:
         section, field = refused.field.split(".")
         value = getattr(getattr(job, section), field)
-        if value != type(getattr(job, section)).model_fields[field].default:
-            message = f"cannot be had with framework: {job.framework}: {refused.reason}"
-            yield Problem(refused.field, repr(value), message, refused.instead)
+        default = type(getattr(job, section)).model_fields[field].default
+        if value in refused.values if refused.values else value != default:
+            shown = repr(value.name if isinstance(value, Codec) else value)
+            message = f"cannot be had with {who}: {refused.reason}"
+            yield Problem(refused.field, shown, message, refused.instead)
 
 
 def strategy_can_be_chosen(job: Job) -> Iterator[Problem]:
@@ -301,17 +312,30 @@ def strategy_can_be_chosen(job: Job) -> Iterator[Problem]:
         )
 
 
+def strategy_can_do_it(job: Job) -> Iterator[Problem]:
+    """A strategy has its arguments, and what it cannot honour is refused."""
+    support = STRATEGY_SUPPORT.get(job.strategy.name)
+    if support is None:
+        return  # somebody else's
+    try:
+        support.arguments.model_validate(job.strategy.args)
+    except ValidationError as error:
+        for problem in explain(error, support.arguments):
+            yield replace(problem, path=f"strategy.args.{problem.path}")
+    yield from _refused(job, support.refused, f"strategy: {job.strategy.name}")
+
+
 def codec_can_be_chosen(job: Job) -> Iterator[Problem]:
     """A codec is PyTorch's, and says itself in which type numbers travel."""
     codec = job.allreduce.codec
     if codec is None:
         return
-    if job.framework != "torch" or job.strategy.name != "allreduce":
+    if job.framework != "torch":
         yield Problem(
             "allreduce.codec",
             repr(codec.name),
-            f"cannot be had with framework: {job.framework} and strategy: {job.strategy.name}",
-            "leave it out, or use framework: torch and strategy: {name: allreduce}",
+            f"cannot be had with framework: {job.framework}",
+            "leave it out, or use framework: torch",
         )
     if job.train.channels_last:
         yield Problem(
@@ -377,6 +401,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     bfloat16_travels_in_pytorch,
     framework_can_do_it,
     strategy_can_be_chosen,
+    strategy_can_do_it,
     codec_can_be_chosen,
     script_can_be,
     kubernetes_rules,

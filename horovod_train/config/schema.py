@@ -194,13 +194,22 @@ class Allreduce(Section):
 
 
 class Strategy(Section):
-    """How ranks stay in step."""
+    """How ranks stay in step. ``strategy: zero`` is short for ``strategy: {name: zero}``."""
 
     name: ImportPath | Name = "allreduce"
     """Which one (see docs/strategies.md), or an import path ``module:Class``."""
 
     args: dict[str, Any] = {}
-    """Keyword arguments of the strategy."""
+    """Arguments of the strategy."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_name_alone(cls, values: Any) -> Any:
+        """Take a name for the strategy of that name; local_sgd was called local-sgd."""
+        taken = {"name": values} if isinstance(values, str) else values
+        if isinstance(taken, dict) and taken.get("name") == "local-sgd":
+            return {**taken, "name": "local_sgd"}
+        return taken
 
 
 class EarlyStopping(Section):

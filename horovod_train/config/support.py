@@ -12,17 +12,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that a framework cannot honour.
+    """A field that a framework, or a strategy, cannot honour.
 
     Attributes:
         field: Dotted path; refused when it has another value than its default.
         reason: Why.
         instead: What to do.
+        values: Refused only when it has one of these; empty: any but the default.
     """
 
     field: str
     reason: str
     instead: str
+    values: tuple[object, ...] = ()
 
 
 @dataclass(frozen=True)

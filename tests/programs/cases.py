@@ -147,7 +147,7 @@ CASES = (
     Case("optimizer by import path", optimizer="torch.optim:SGD"),
     Case("lars", optimizer="lars", optimizer_args={"momentum": 0.9}, lr=0.5),
     # Of an optimizer that is linear in the gradient, the mean of what ranks do is what the mean does.
-    Case("a mean of weights", strategy={"name": "local-sgd", "args": {"every_steps": 1}}),
+    Case("a mean of weights", strategy={"name": "local_sgd", "args": {"every_steps": 1}}),
     Case("all numbers by top-k", codec={"name": "top-k", "args": {"keep": 1.0}}),
     Case("lamb", optimizer="lamb", optimizer_args={}, lr=2e-3),
 )

@@ -37,7 +37,7 @@ LAUNCHES = {
 # Real Horovod, real gradients and loader processes; what launchers and signals do is the same without.
 WITH_HOROVOD = [
     ("torch", "horovodrun over mpi"),
-    pytest.param("torch with local-sgd", "horovodrun over mpi", marks=pytest.mark.campaign),
+    pytest.param("torch with local_sgd", "horovodrun over mpi", marks=pytest.mark.campaign),
     pytest.param("torch", "horovodrun over gloo", marks=pytest.mark.campaign),
 ]
 CASES = [*(("numpy", launch) for launch in LAUNCHES), *WITH_HOROVOD]

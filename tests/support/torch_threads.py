@@ -58,6 +58,10 @@ class ThreadHvd:
     def allgather_async(self, tensor: torch.Tensor, name: str) -> Any:
         return None, self._put(name, tensor)
 
+    def reducescatter_async(self, tensor: torch.Tensor, name: str, op: str) -> Any:
+        assert op == self.Sum
+        return self._rank, self._put(name, tensor)
+
     def synchronize(self, handle: Any) -> torch.Tensor:
         tensor, key = handle
         if tensor is None:
@@ -66,6 +70,8 @@ class ThreadHvd:
         assert all(other.shape == first.shape for other in others)
         for other in others:
             first = first + other
+        if isinstance(tensor, int):
+            return first.view(self._board.size, -1)[tensor].clone()
         return tensor.copy_(first)
 
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:

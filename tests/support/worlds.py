@@ -69,6 +69,10 @@ class ThreadCommunicator:
         self.sent.append(name)
         return None, self._put(name, tensor.detach().clone())
 
+    def start_reduce_scatter(self, tensor: Any, name: str) -> Any:
+        self.sent.append(name)
+        return self.rank, self._put(name, tensor.detach().clone())
+
     def wait(self, handle: Any) -> Any:
         tensor, key = handle
         first, *others = self._board.all_of(key)
@@ -77,6 +81,8 @@ class ThreadCommunicator:
             return torch.cat([first, *others])
         for other in others:
             first = first + other
+        if isinstance(tensor, int):
+            return first.view(self.size, -1)[tensor].clone()
         return tensor.copy_(first)
 
     def broadcast(self, tensor: Any, name: str) -> None:

@@ -48,6 +48,7 @@ ROOMS = {
         "health.heartbeat",
         "health.device_watch",
         "checkpoint.arrays",
+        "checkpoint.stored_arrays",
         "checkpoint.tree",
     },
     "training": BASICS

@@ -199,12 +199,12 @@ class TestProblems:
             ({"train": {"deterministic": True, "compile": {}}}, "train.compile.backend"),
             ({"health": {"stall_shutdown_s": 5}}, "health.stall_shutdown_s"),
             ({"strategy": {"name": "local-sdg"}}, "strategy.name"),
-            ({"strategy": {"name": "local-sgd"}, "framework": "jax"}, "strategy"),
+            ({"strategy": {"name": "local_sgd"}, "framework": "jax"}, "strategy"),
             ({"strategy": {"args": {"every_steps": 2}}, "framework": "keras"}, "strategy"),
             ({"allreduce": {"codec": {"name": "topk"}}}, "allreduce.codec.name"),
             ({"allreduce": {"codec": {"name": "top-k"}}, "framework": "jax"}, "allreduce.codec"),
             (
-                {"allreduce": {"codec": {"name": "top-k"}}, "strategy": {"name": "local-sgd"}},
+                {"allreduce": {"codec": {"name": "top-k"}}, "strategy": {"name": "local_sgd"}},
                 "allreduce.codec",
             ),
             (

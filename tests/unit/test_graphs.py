@@ -384,7 +384,7 @@ class TestWhatCannotBeRecorded:
         assert "SGD needs the host to decide about each step" in caplog.text
 
     def test_is_a_strategy_that_asks_other_ranks_in_each_step(self, caplog):
-        replica = replica_of(SingleRank(), 2, strategy={"name": "local-sgd", "args": {"every_steps": 2}})
+        replica = replica_of(SingleRank(), 2, strategy={"name": "local_sgd", "args": {"every_steps": 2}})
         replica.record_steps(CpuRecorder(), only_if_faster=False)
 
         assert replica._graphs is None

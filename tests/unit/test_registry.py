@@ -77,7 +77,7 @@ def test_a_launcher_is_made_without_arguments_and_has_what_is_called(name):
 @pytest.mark.parametrize(
     "location",
     [
-        STRATEGIES.location("local-sgd"),
+        STRATEGIES.location("local_sgd"),
         CODECS.location("top-k"),
         LAUNCHERS.location("slurm-allocation"),
         TRACKERS.location("csv"),

@@ -30,8 +30,16 @@ class TensorCollectives(Communicator, Protocol):
         """Begin to gather flat tensors of the same length; returns at once with what ``wait`` needs."""
         ...
 
+    def start_reduce_scatter(self, tensor: torch.Tensor, name: str) -> Any:
+        """Begin to sum a flat tensor over ranks, each of which gets its part of the sum alone.
+
+        Parts are of the same length, which the number of ranks has to divide. Returns at once with what
+        ``wait`` needs; the tensor is left as it is.
+        """
+        ...
+
     def wait(self, handle: Any) -> torch.Tensor:
-        """Return when it is done: the sum, or the tensors of all ranks, one after the other."""
+        """Return when it is done: the sum, this rank's part of it, or the tensors of all ranks in a row."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
@@ -47,6 +55,10 @@ class TorchSingleRank(SingleRank):
         return tensor
 
     def start_allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def start_reduce_scatter(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the tensor."""
         return tensor
 
@@ -127,8 +139,14 @@ class TorchCommunicator(HorovodCommunicator):
         entry = self.log.begin(name, size_bytes_of(tensor))
         return self.wait_in(entry, partial(self.hvd.allgather_async, tensor, name=name)), entry
 
+    def start_reduce_scatter(self, tensor: torch.Tensor, name: str) -> Any:
+        """Begin to sum a flat tensor over ranks, each of which gets its part alone; returns at once."""
+        entry = self.log.begin(name, size_bytes_of(tensor))
+        start = partial(self.hvd.reducescatter_async, tensor, name=name, op=self.hvd.Sum)
+        return self.wait_in(entry, start), entry
+
     def wait(self, handle: Any) -> torch.Tensor:
-        """Return when it is done: the sum, or the tensors of all ranks, one after the other."""
+        """Return when it is done: the sum, this rank's part of it, or the tensors of all ranks in a row."""
         started, entry = handle
         result: torch.Tensor = self.wait_in(entry, partial(self.hvd.synchronize, started))
         let_stream_follow(result)

@@ -21,14 +21,9 @@ from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.device_clock import CudaTimer, DeviceClock, HostTimer
 from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import Recorder, StepGraphs, rate_of_graphs
+from horovod_train.frameworks.torch.held import load_model, model_blobs, optimizer_blobs, optimizer_document
 from horovod_train.frameworks.torch.late import LateOutcome, Number, Outcome, Packed, outcome_from, pack
-from horovod_train.frameworks.torch.state import (
-    blobs_of,
-    from_blob,
-    pack_tensors,
-    to_blob,
-    unpack_tensors,
-)
+from horovod_train.frameworks.torch.state import blobs_of, from_blob, to_blob
 from horovod_train.frameworks.torch.statistics import RunningStatistics
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.task import TorchTask, checked_loss
@@ -242,8 +237,7 @@ class TorchReplica:
         """
         weighted = checked_loss(loss) * share
         self._local_loss += weighted.detach()
-        if is_last:
-            self.strategy.expect_last()
+        (self.strategy.expect_last if is_last else self.strategy.expect_more)()
         self.scaler.scale(weighted).backward()  # type: ignore[no-untyped-call]
 
     def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> Outcome:
@@ -367,13 +361,13 @@ class TorchReplica:
     def state(self, *, copy: bool) -> ReplicaState:
         """Return the state; with ``copy`` it stays as it is until the next copy is taken."""
         cache = self._snapshots if copy else None
-        document = {"class": type(self.optimizer).__qualname__, "state": self.optimizer.state_dict()}
-        tree, arrays = pack_tensors(document, cache)
+        tree, arrays = optimizer_blobs(self.optimizer, self.strategy.optimized(), cache)
         return ReplicaState(
-            model=blobs_of(self.model.state_dict(), cache, prefix="model."),
+            model=model_blobs(self.strategy.held(), cache),
             optimizer=arrays,
             optimizer_tree=tree,
             scaler={key: float(value) for key, value in self.scaler.state_dict().items()},
+            is_sharded=self.strategy.is_sharded,
         )
 
     def load_state(self, state: ReplicaState) -> None:
@@ -382,21 +376,23 @@ class TorchReplica:
         Raises:
             CheckpointError: The state belongs to another model or optimizer.
         """
-        weights = {name: from_blob(blob) for name, blob in state.model.items()}
-        document = unpack_tensors(state.optimizer_tree, state.optimizer)
         settings = [
             {key: group[key] for key in (*self.optimizer.defaults, "lr_scale") if key in group}
             for group in self.optimizer.param_groups
         ]
         try:
-            if document["class"] != type(self.optimizer).__qualname__:
-                raise ValueError(f"it was trained with {document['class']}")  # noqa: TRY301
-            self.model.load_state_dict(weights)
+            found, tree = state.optimizer_tree["class"], state.optimizer_tree["state"]
+            if found != type(self.optimizer).__qualname__:
+                raise ValueError(f"it was trained with {found}")  # noqa: TRY301
+            self._load_weights(state.model)
+            document = optimizer_document(
+                tree, state.optimizer, self.strategy.optimized(), is_sharded=self.strategy.is_sharded
+            )
             # The settings decide where an optimizer wants its state, and so come first.
-            for group, own in zip(document["state"]["param_groups"], settings, strict=True):
+            for group, own in zip(document["param_groups"], settings, strict=True):
                 self._tell_of_another_kernel(group, own)
                 group.update(own)
-            self.optimizer.load_state_dict(document["state"])
+            self.optimizer.load_state_dict(document)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"the checkpoint belongs to another model or optimizer: {error}",
@@ -407,6 +403,12 @@ class TorchReplica:
             self._graphs.forget()
         if self.scaler.is_enabled() and state.scaler:
             self.scaler.load_state_dict(_scaler_state(state.scaler))
+
+    def _load_weights(self, arrays: Mapping[str, ArrayBlob]) -> None:
+        if self.strategy.is_sharded:
+            load_model(self.strategy.held(), arrays)
+        else:  # a model may take over what had other names
+            self.model.load_state_dict({name: from_blob(blob) for name, blob in arrays.items()})
 
     def _tell_of_another_kernel(self, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
         if bool(saved.get("fused")) != bool(own.get("fused")) and self._world.rank == 0:

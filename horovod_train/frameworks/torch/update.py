@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from horovod_train.config.schema import Health
@@ -113,12 +112,11 @@ class UpdateOnHost:
         scaler.unscale_(self._optimizer)
         norm: float | None = None
         if want_norm or self._limit is not None:
-            gradients = self._strategy.gradients()
-            norm = float(get_total_norm(gradients)) if gradients else 0.0
+            norm = float(self._strategy.norm())
             if not self._strategy.is_finite(norm) and not scaler.is_enabled():
                 return Updated(loss_here, norm, is_used=False)
             if self._limit is not None and norm > self._limit:
-                torch._foreach_mul_(gradients, self._limit / norm)
+                torch._foreach_mul_(self._strategy.gradients(), self._limit / norm)
         scale = scaler.get_scale()
         scaler.step(self._optimizer)
         scaler.update()
@@ -190,10 +188,7 @@ class UpdateOnDevice:
 
     def _clipped(self) -> torch.Tensor:
         """Clip gradients; return their norm before."""
-        gradients = self._strategy.gradients()
-        if not gradients:
-            return torch.zeros((), device=self._has_ended.device)
-        norm: torch.Tensor = get_total_norm(gradients)
+        norm, gradients = self._strategy.norm().to(self._has_ended.device), self._strategy.gradients()
         if self._limit is not None:
             # Divided in 64 bits and then rounded, as by the host. (A number divided by a tensor is rounded
             # twice.) A factor of 1 changes nothing. For gradients in 16 bits it is rounded to those.

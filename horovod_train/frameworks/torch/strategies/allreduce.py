@@ -73,11 +73,6 @@ def summed_gradients(ranks: Communicator, section: Allreduce) -> Strategy:
 class SingleRankStrategy(Strategy):
     """The gradients of a process alone: complete as they are."""
 
-    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained."""
-        OptimizedParameters(model, optimizer).check()
-        self._optimizer = optimizer
-
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Make sparse gradients dense, as they are on several ranks; return the loss."""
         for parameter in self._parameters():
@@ -116,9 +111,8 @@ class AllreduceStrategy(Strategy):
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take up what is trained."""
-        optimized = OptimizedParameters(model, optimizer)
-        optimized.check()
-        self.sum_gradients_of(optimized)
+        super().bind(model, optimizer)
+        self.sum_gradients_of(OptimizedParameters(model, optimizer))
 
     def sum_gradients_of(self, optimized: Optimized) -> None:
         """Sum the gradients of what an optimizer has, and of that, what requires a gradient."""

@@ -8,9 +8,11 @@ and one row in the table. The replica calls it in this order:
     bind         model and optimizer; what is trained is known now
     then in each step
       begin        which samples this rank has
+      expect_more  before each backward but the last
       expect_last  before the last backward
       reduce       gradients are completed; returns the loss of the whole step
-      gradients    are scaled, clipped, measured by the replica
+      norm         of the whole gradient, where it is wanted
+      gradients    are clipped by the replica
       is_finite    whether the step may be used: the same on all ranks
       after_update the optimizer has made its step, or has left it out
     between steps
@@ -25,10 +27,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from horovod_train.config.schema import Job
+from horovod_train.config.strategies import STRATEGY_SUPPORT
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.frameworks.torch.held import Held, Optimized, whole_model, whole_parameters
+from horovod_train.frameworks.torch.trained import OptimizedParameters
 from horovod_train.registry import STRATEGIES
 
 log = logging.getLogger(__name__)
@@ -46,6 +52,7 @@ class Strategy:
             ranks in each step about theirs cannot; the host waits for the device then.
         layout: Changes when gradients come to lie elsewhere.
         reads_later: Set from outside: the host must not wait for the device in a step.
+        is_sharded: A rank holds only some of the model, or of the optimizer's state.
     """
 
     bytes_per_step: int = 0
@@ -53,6 +60,9 @@ class Strategy:
     layout: int = 0
     can_be_read_later: bool = True
     reads_later: bool = False
+    is_sharded: bool = False
+    _model: torch.nn.Module
+    _optimizer: torch.optim.Optimizer
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the module that is trained in a model's place."""
@@ -67,10 +77,22 @@ class Strategy:
         Raises:
             UserError: It cannot be trained in this way.
         """
-        raise NotImplementedError
+        self._model, self._optimizer = model, optimizer
+        OptimizedParameters(model, optimizer).check()
+
+    def held(self) -> Mapping[str, Held]:
+        """Return what this rank has of the whole model's weights and buffers, by their names in it."""
+        return whole_model(self._model)
+
+    def optimized(self) -> Sequence[Optimized]:
+        """Return the optimizer's parameters, in its order."""
+        return whole_parameters(self._model, self._optimizer)
 
     def begin(self, step: PlannedStep) -> None:
         """A step begins."""
+
+    def expect_more(self) -> None:
+        """The next backward is not the last of this step."""
 
     def expect_last(self) -> None:
         """The next backward is the last of this step."""
@@ -93,6 +115,11 @@ class Strategy:
     def gradients(self) -> list[torch.Tensor]:
         """Return tensors that together are the gradient; writing to them changes ``parameter.grad``."""
         raise NotImplementedError
+
+    def norm(self) -> torch.Tensor:
+        """Return the L2 norm of the whole gradient, shape []."""
+        gradients = self.gradients()
+        return get_total_norm(gradients) if gradients else torch.zeros(())
 
     def is_finite(self, norm: float) -> bool:
         """Return whether the gradient is finite on all ranks, given the norm on this one."""
@@ -121,9 +148,12 @@ def make_strategy(job: Job, ranks: TensorCollectives) -> Strategy:
     Raises:
         UserError: There is no such strategy, or it refuses its arguments or the job.
     """
+    args = job.strategy.args
+    if support := STRATEGY_SUPPORT.get(job.strategy.name):
+        args = support.arguments.model_validate(args).model_dump()  # rules have looked at them
     strategy: Strategy = STRATEGIES.make(
         job.strategy.name,
-        lambda factory: factory(ranks, job, **job.strategy.args),
+        lambda factory: factory(ranks, job, **args),
         args_field="strategy.args",
     )
     return strategy

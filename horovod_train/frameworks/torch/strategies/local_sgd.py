@@ -46,32 +46,13 @@ class LocalSgd(Strategy):
 
     Args:
         ranks: Those that share the samples of a step.
-        job: Its precision must not be fp16, nor its wire.
+        job: Says how large pieces travel.
         every_steps: So many steps are made between two means.
-
-    Raises:
-        UserError: ``every_steps`` is no count, or the job cannot be trained in this way.
     """
 
     can_be_read_later = False  # ranks tell each other their losses in each step
 
     def __init__(self, ranks: TensorCollectives, job: Job, *, every_steps: int) -> None:
-        if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
-            raise UserError(
-                f"strategy.args.every_steps is {every_steps!r}",
-                hint="use a whole number of steps, at least 1",
-            )
-        if job.train.precision == "fp16":
-            raise UserError(
-                "local-sgd cannot train with train.precision: fp16: each rank would have its own loss scale",
-                hint="use bf16 or fp32",
-            )
-        if job.allreduce.wire_dtype != "fp32":
-            raise UserError(
-                f"local-sgd cannot use allreduce.wire_dtype: {job.allreduce.wire_dtype}: it would round the "
-                "weights themselves",
-                hint="use fp32",
-            )
         self._ranks = ranks
         self._every_steps = every_steps
         self._exchange = Exchange(ranks, int(job.allreduce.bucket_size_mib * 2**20))
@@ -80,9 +61,8 @@ class LocalSgd(Strategy):
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take up what is trained."""
-        self._optimizer = optimizer
-        self._optimized = OptimizedParameters(model, optimizer)
-        self._optimized.check()
+        super().bind(model, optimizer)
+        self._trains = OptimizedParameters(model, optimizer)
 
     def begin(self, step: PlannedStep) -> None:
         """Note which samples this rank has."""
@@ -134,7 +114,7 @@ class LocalSgd(Strategy):
         Args:
             weight: How much this rank counts; the sum over ranks is 1.
         """
-        named = self._optimized.named()
+        named = self._trains.named()
         document = self._optimizer.state_dict()
         settings, state = pack_tree(document, lambda leaf: isinstance(leaf, torch.Tensor))
         self._check_alike(named, settings, state)
@@ -165,6 +145,6 @@ class LocalSgd(Strategy):
             return
         check_same_trained([("", layout) for layout in allgather_json(self._ranks, trained)])
         raise UserError(
-            "optimizers of different ranks have different settings or state, which local-sgd cannot average",
+            "optimizers of different ranks have different settings or state, which local_sgd cannot average",
             hint="use an optimizer whose settings are the same on all ranks, or strategy: {name: allreduce}",
         )

@@ -1,0 +1,234 @@
+"""What a rank holds of a model and its optimizer, by the names that the whole model has.
+
+A checkpoint knows the whole: weights, and an optimizer's state by the names of parameters. Who reads it may
+hold all of it or a part, on as many ranks as there are then, however they share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from horovod_train.checkpoint.arrays import ArrayBlob, Part
+from horovod_train.checkpoint.stored_arrays import StoredArrays
+from horovod_train.checkpoint.tree import MAP, pack_tree, unpack_tree
+from horovod_train.frameworks.torch.state import copied, from_blob, to_blob
+
+Cache = dict[str, torch.Tensor] | None
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank has of one tensor of the whole model.
+
+    Attributes:
+        tensor: What is here.
+        part: Of what it is a part; None: it is whole.
+        like: Returns another tensor of this shape in the form that the optimizer wants its state in.
+    """
+
+    tensor: torch.Tensor
+    part: Part | None = None
+    like: Callable[[torch.Tensor], torch.Tensor] = field(default=_as_it_is, compare=False)
+
+    def blob(self, cache: Cache, key: str) -> ArrayBlob:
+        """Return its bytes: of a copy in a cache, or without one of the tensor itself."""
+        blob = to_blob(self.tensor if cache is None else copied(self.tensor, cache, key))
+        return ArrayBlob(blob.dtype, blob.shape, blob.data, self.part)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor of the whole model."""
+        return tuple(self.tensor.shape) if self.part is None else self.part.whole
+
+
+@dataclass(frozen=True)
+class Optimized:
+    """A parameter of the optimizer: a parameter of the model, or this rank's part of it.
+
+    Attributes:
+        name: In the whole model; a number, if it is not of the model.
+        held: What is here.
+    """
+
+    name: str | int
+    held: Held
+
+
+def whole_model(model: torch.nn.Module) -> dict[str, Held]:
+    """Return a model's weights and buffers, all of which are here."""
+    return {name: Held(tensor) for name, tensor in model.state_dict().items()}
+
+
+def whole_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Optimized]:
+    """Return an optimizer's parameters in its order, all of which are here."""
+    names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [Optimized(names.get(id(p), number), Held(p)) for number, p in enumerate(parameters)]
+
+
+def model_blobs(held: Mapping[str, Held], cache: Cache) -> dict[str, ArrayBlob]:
+    """Return weights and buffers as bytes."""
+    return {name: each.blob(cache, f"model.{name}") for name, each in held.items()}
+
+
+def optimizer_blobs(
+    optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized], cache: Cache
+) -> tuple[object, dict[str, ArrayBlob]]:
+    """Return an optimizer's state by the names of parameters: a JSON tree and the arrays it refers to."""
+    document = _by_name(optimizer.state_dict(), optimized)
+    tree, arrays = pack_tree(
+        {"class": type(optimizer).__qualname__, "state": document}, lambda leaf: isinstance(leaf, Held)
+    )
+    return tree, {key: held.blob(cache, f"optimizer.{key}") for key, held in arrays.items()}
+
+
+def _by_name(document: Mapping[str, Any], optimized: Sequence[Optimized]) -> object:
+    """Replace an optimizer's numbers of parameters by their names, and tensors by what is held of them."""
+    if not _has_numbers(document):
+        return _map_leaves(document, Held)  # an optimizer with a way of its own
+    state = {
+        optimized[number].name: _map_leaves(entry, partial(_leaf, parameter=optimized[number].held))
+        for number, entry in document["state"].items()
+    }
+    groups = [
+        {**_map_leaves(group, Held), "params": [optimized[number].name for number in group["params"]]}
+        for group in document["param_groups"]
+    ]
+    rest = {key: _map_leaves(document[key], Held) for key in document.keys() - {"state", "param_groups"}}
+    return {**rest, "state": state, "param_groups": groups}
+
+
+def _has_numbers(document: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state is laid out as PyTorch's own are."""
+    return isinstance(document.get("state"), dict) and isinstance(document.get("param_groups"), list)
+
+
+def _leaf(leaf: torch.Tensor, parameter: Held) -> Held:
+    """Return what is held of a tensor of a parameter's state: as of the parameter where it has its shape."""
+    here: torch.Tensor = leaf.to_local() if hasattr(leaf, "to_local") else leaf
+    is_like = here.shape == parameter.tensor.shape
+    return Held(here, parameter.part if is_like else None)
+
+
+def _map_leaves(tree: Any, change: Callable[[torch.Tensor], object]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: _map_leaves(value, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_map_leaves(value, change) for value in tree)
+    return tree
+
+
+@torch.no_grad()
+def load_model(held: Mapping[str, Held], arrays: Mapping[str, ArrayBlob]) -> None:
+    """Overwrite what is held of a model, one tensor at a time.
+
+    Raises:
+        ValueError: The arrays are of another model.
+    """
+    _check_names(held, arrays)
+    for name, each in held.items():
+        each.tensor.copy_(from_blob(_own(arrays, name, each)))
+
+
+def _check_names(held: Iterable[str], arrays: Iterable[str]) -> None:
+    missing = sorted(set(held) - set(arrays))
+    if missing:
+        raise ValueError(f"it has no {missing[0]!r}")
+
+
+def _own(arrays: Mapping[str, ArrayBlob], name: str, wanted: Held) -> ArrayBlob:
+    """Return what is wanted of an array."""
+    if isinstance(arrays, StoredArrays):
+        return arrays.part(name, tuple(wanted.tensor.shape), wanted.part)
+    found = arrays[name]  # of a replica in this process: as it is held here
+    if (found.shape, found.part) != (tuple(wanted.tensor.shape), wanted.part):
+        raise ValueError(f"{name} has shape {list(found.shape)}, and {list(wanted.tensor.shape)} here")
+    return found
+
+
+def optimizer_document(
+    tree: Any, arrays: Mapping[str, ArrayBlob], optimized: Sequence[Optimized], *, is_sharded: bool
+) -> Any:
+    """Return what an optimizer's ``load_state_dict`` takes, of what this rank has of it.
+
+    Args:
+        tree: What ``optimizer_blobs`` returned, or the version before, by numbers in place of names.
+        arrays: Those that the tree refers to.
+        optimized: The optimizer's parameters, in its order.
+        is_sharded: Other ranks may have what is not here.
+
+    Raises:
+        KeyError: The tree has no such parameter.
+        ValueError: It is of another optimizer.
+    """
+    if not isinstance(tree, dict) or "param_groups" not in tree or "state" not in tree:
+        return unpack_tree(tree, _Whole(arrays))
+    groups = unpack_tree(tree["param_groups"], _Whole(arrays))
+    names = [each.name for each in optimized]
+    saved = [name for group in groups for name in group["params"]]
+    is_of_before = bool(saved) and all(isinstance(name, int) for name in saved)
+    keys = list(range(len(names))) if is_of_before else names
+    if (is_of_before or not is_sharded) and sorted(map(str, saved)) != sorted(map(str, keys)):
+        raise ValueError(
+            f"it has {len(saved)} parameters in its optimizer, and {len(keys)} are here, or others"
+        )
+    entries = dict(_entries(tree["state"]))
+    state = {
+        number: unpack_tree(entries[key], _Parts(arrays, each.held))
+        for number, (key, each) in enumerate(zip(keys, optimized, strict=True))
+        if key in entries
+    }
+    number_of = {key: number for number, key in enumerate(keys)}
+    groups = [
+        {**group, "params": [number_of[key] for key in group["params"] if key in number_of]}
+        for group in groups
+    ]
+    rest = {key: unpack_tree(tree[key], _Whole(arrays)) for key in tree.keys() - {"state", "param_groups"}}
+    return {**rest, "state": state, "param_groups": groups}
+
+
+def _entries(plain: Any) -> Iterator[tuple[str | int, Any]]:
+    """Yield the entries of a packed dictionary."""
+    yield from plain[MAP] if MAP in plain else plain.items()
+
+
+class _Whole(Mapping[str, Any]):
+    """Arrays as tensors."""
+
+    def __init__(self, arrays: Mapping[str, ArrayBlob]) -> None:
+        self._arrays = arrays
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return from_blob(self._arrays[key])
+
+
+class _Parts(_Whole):
+    """Arrays of a parameter's state as tensors: of those that have its shape, what is held of it."""
+
+    def __init__(self, arrays: Mapping[str, ArrayBlob], parameter: Held) -> None:
+        super().__init__(arrays)
+        self._parameter = parameter
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        arrays, parameter = self._arrays, self._parameter
+        whole = arrays.kind(key)[1] if isinstance(arrays, StoredArrays) else arrays[key].whole_shape
+        if whole != parameter.whole_shape:
+            return super().__getitem__(key)
+        return parameter.like(from_blob(_own(arrays, key, parameter)))

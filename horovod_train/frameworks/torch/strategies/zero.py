@@ -1,0 +1,379 @@
+"""ZeRO: each rank updates a part of the weights, and has gradients and optimizer state of that part alone.
+
+    backward:  a bucket of gradients is full -> reduce-scatter: each rank gets the sum of its part
+    update:    the optimizer's step, on this rank's part of each bucket
+    then:      all-gather: each rank gets the weights of all parts
+
+Both together move what a ring all-reduce moves, which is made of these two. Replicas hold all weights; of
+N ranks each holds an N-th of the optimizer's state, and between steps of the gradients. Whatever updates
+each number by itself (SGD, Adam, ...) makes the update that it would make of the whole, bit for bit; an
+optimizer that looks at a whole weight (LARS, LAMB) cannot be split, and is refused.
+
+A bucket's memory is there while its gradients are on their way. Micro-batches add up in whole gradients
+(stage 1), or each is sent, and they add up in the rank's part (stage 2).
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils import get_total_norm
+from torch.utils.hooks import RemovableHandle
+
+from horovod_train.checkpoint.arrays import Part
+from horovod_train.config.schema import Job
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.codecs.base import Codec, Message
+from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.frameworks.torch.elementwise import check_elementwise, move_state
+from horovod_train.frameworks.torch.gradient_buckets import Bucket, Slot, as_reals, make_buckets
+from horovod_train.frameworks.torch.held import Held, Optimized
+from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.torch.trained import OptimizedParameters
+
+
+class ScatteredMessage(Message):
+    """A bucket's gradients, of whose sum each rank receives its part.
+
+    Attributes:
+        own: This rank's part of the sum over ranks and, since it was last cleared, over micro-batches.
+        begin: Where the part begins in the bucket; the last parts may reach beyond its end.
+    """
+
+    def __init__(
+        self, length: int, dtype: torch.dtype, device: torch.device, ranks: TensorCollectives
+    ) -> None:
+        part = -(-length // ranks.size)
+        self.begin = ranks.rank * part
+        self._whole = torch.zeros(part * ranks.size, dtype=dtype, device=device)
+        self.body, self.extra = self._whole[:length], self._whole[:0]
+        self.own = torch.zeros(part, dtype=dtype, device=device)
+        self.size_bytes = self._whole.untyped_storage().nbytes()
+        self._is_clear = True
+        self._handle: object = None
+        self._give_back()
+
+    def open(self) -> None:
+        """Make room for gradients, if there is none."""
+        storage = self._whole.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.size_bytes)
+            self._whole[self.body.numel() :].zero_()
+
+    def _give_back(self) -> None:
+        self._whole.untyped_storage().resize_(0)
+
+    def clear(self) -> None:
+        """What is received next is the first."""
+        self._is_clear = True
+
+    def send(self, ranks: TensorCollectives, name: str) -> None:
+        """Begin the reduce-scatter."""
+        self._handle = ranks.start_reduce_scatter(self._whole, name)
+
+    def receive(self, ranks: TensorCollectives) -> None:
+        """Wait for it, and add this rank's part to what was received before."""
+        part = ranks.wait(self._handle)
+        if self._is_clear:
+            self.own.copy_(part)
+        else:
+            self.own += part
+        self._is_clear = False
+        self._give_back()
+
+
+@dataclass(frozen=True)
+class Scattered(Codec):
+    """Makes such messages."""
+
+    ranks: TensorCollectives
+
+    def message(self, length: int, num_extra: int, dtype: torch.dtype, device: torch.device) -> Message:
+        """Return the message of a bucket; sums are 32 bits wide at least, and nothing rides along."""
+        return ScatteredMessage(length, _wide(dtype), device, self.ranks)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What this rank updates of a parameter.
+
+    Attributes:
+        slot: The parameter.
+        weight: What the optimizer updates, flat: the same memory as the parameter's.
+        start: Where it begins in the flat parameter.
+        gradient: Its gradient, in this rank's part of the bucket.
+    """
+
+    slot: Slot
+    weight: torch.nn.Parameter
+    start: int
+    gradient: torch.Tensor
+
+
+class Zero(Strategy):
+    """Reduce-scatters gradients, updates this rank's part of the weights, and gathers all of them.
+
+    Args:
+        ranks: Those that share the samples of a step.
+        job: Says how large buckets are.
+        stage: 1: micro-batches add up in whole gradients; 2: in this rank's part.
+    """
+
+    is_sharded = True
+
+    def __init__(self, ranks: TensorCollectives, job: Job, *, stage: int = 2) -> None:
+        self._ranks = ranks
+        self._bucket_size_bytes = int(job.allreduce.bucket_size_mib * 2**20)
+        self._sends_each = stage == 2
+        self.needs_equal_micro_batches = self._sends_each and job.train.accumulation_steps > 1
+        self._listening = False
+        self._removers: list[RemovableHandle] = []
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what is trained; the optimizer has this rank's pieces of it from now on.
+
+        Raises:
+            UserError: The optimizer, or a parameter, cannot be split.
+        """
+        super().bind(model, optimizer)
+        check_elementwise(optimizer, "zero")
+        self._candidates = OptimizedParameters(model, optimizer).named()
+        self._required = {name: p.requires_grad for name, p in self._candidates.items()}
+        trained = {name: p for name, p in self._candidates.items() if p.requires_grad}
+        for name, parameter in trained.items():
+            if parameter.is_complex():
+                raise UserError(f"strategy zero cannot split {name!r}: it is complex", hint="use allreduce")
+            parameter.data = parameter.data.contiguous()
+        self._names, self._trained = list(trained), list(trained.values())
+        self._buckets = make_buckets(self._trained, self._bucket_size_bytes, Scattered(self._ranks))
+        self._messages = [_message(bucket) for bucket in self._buckets]
+        self._pieces = [_pieces_of(bucket) for bucket in self._buckets]
+        # Which ones have a gradient anywhere, whether any rank trains others than before, and the loss.
+        wide = torch.float64 if any(p.dtype == torch.float64 for p in self._trained) else torch.float32
+        self._tail = torch.zeros(len(self._trained) + 2, dtype=wide, device=self._trained[0].device)
+        self._has_gradient = [False] * len(self._trained)
+        self._is_packed = [False] * len(self._trained)
+        self._hand_over(optimizer)
+        self._removers = [
+            slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._make_hook(number, slot)
+            )
+            for number, bucket in enumerate(self._buckets)
+            for slot in bucket.slots
+        ]
+        sizes = [
+            len(message.own) * bucket.slots[0].parameter.element_size()
+            for message, bucket in zip(self._messages, self._buckets, strict=True)
+        ]
+        self._bytes_once = sum(message.size_bytes for message in self._messages)
+        self._bytes_gathered = sum(sizes)
+
+    def _hand_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer this rank's pieces in place of parameters."""
+        pieces = [piece for of_bucket in self._pieces for piece in of_bucket]
+        of_parameter: dict[int, list[torch.nn.Parameter]] = {}
+        for piece in pieces:
+            of_parameter.setdefault(id(piece.slot.parameter), []).append(piece.weight)
+            move_state(optimizer, piece.slot.parameter, piece.weight, piece.start)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state.pop(parameter, None)
+            group["params"] = [weight for p in group["params"] for weight in of_parameter.get(id(p), [])]
+        self._by_weight = {id(piece.weight): piece for piece in pieces}
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        for remover in self._removers:
+            remover.remove()
+        self._removers = []
+
+    def optimized(self) -> Sequence[Optimized]:
+        """Return the optimizer's parameters, in its order: pieces of those of the model."""
+        weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
+        return [self._as_held(self._by_weight[id(weight)]) for weight in weights]
+
+    def _as_held(self, piece: Piece) -> Optimized:
+        whole = tuple(piece.slot.parameter.shape)
+        return Optimized(self._names[piece.slot.index], Held(piece.weight, Part(whole, (piece.start,))))
+
+    # -- one step
+
+    def begin(self, step: PlannedStep) -> None:
+        """Nothing was received yet."""
+        self._listening = False
+        self.bytes_per_step = 0
+        self._has_gradient = [False] * len(self._trained)
+        for message in self._messages:
+            message.clear()
+
+    def expect_more(self) -> None:
+        """A micro-batch begins that is not the last: with stage 2, its gradients are sent as well."""
+        if self._sends_each:
+            self._complete()
+            self._listening = True
+
+    def expect_last(self) -> None:
+        """The last micro-batch begins."""
+        self._complete()
+        self._listening = True
+
+    def _make_hook(self, number: int, slot: Slot) -> Callable[[torch.Tensor], None]:
+        def gradient_is_there(_: torch.Tensor) -> None:
+            if not self._listening:
+                return
+            if self._is_packed[slot.index]:
+                raise UserError(
+                    "a parameter got a gradient twice in one backward pass",
+                    hint="use torch.utils.checkpoint with use_reentrant=False",
+                )
+            self._pack(number, slot)
+            if self._buckets[number].num_missing == 0:
+                self._send(number)
+
+        return gradient_is_there
+
+    def _pack(self, number: int, slot: Slot) -> None:
+        """Put a gradient, or zeros where there is none, into its bucket."""
+        gradient, slot.parameter.grad = slot.parameter.grad, None
+        self._messages[number].open()
+        if gradient is None:
+            slot.packed.zero_()
+        else:
+            slot.packed.copy_(as_reals(gradient))
+            self._has_gradient[slot.index] = True
+        self._is_packed[slot.index] = True
+        self._buckets[number].num_missing -= 1
+
+    def _send(self, number: int) -> None:
+        self._buckets[number].is_sent = True
+        self._messages[number].send(self._ranks, f"horovod_train.zero.gradients.{number}")
+
+    def _send_rest(self) -> None:
+        self._listening = False
+        for number, bucket in enumerate(self._buckets):
+            for slot in bucket.slots if not bucket.is_sent else ():
+                if not self._is_packed[slot.index]:
+                    self._pack(number, slot)
+            if not bucket.is_sent:
+                self._send(number)
+
+    def _complete(self) -> None:
+        """Send what is left of the micro-batch before, if there was one, and receive this rank's parts."""
+        if self._listening:
+            self._send_rest()
+            self._receive()
+
+    def _receive(self) -> None:
+        self.bytes_per_step += self._bytes_once
+        for bucket in self._buckets:
+            bucket.message.receive(self._ranks)
+            bucket.is_sent = False
+            bucket.num_missing = len(bucket.slots)
+        self._is_packed = [False] * len(self._trained)
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Receive this rank's parts of the sums, as gradients of its pieces."""
+        self._send_rest()
+        is_changed = self._trains_others_than_before()
+        all_used = all(self._has_gradient)
+        if all_used:
+            self._tail[:-2] = 1.0
+        else:
+            flags = torch.tensor(self._has_gradient, dtype=self._tail.dtype, pin_memory=self._tail.is_cuda)
+            self._tail[:-2].copy_(flags, non_blocking=True)
+        self._tail[-2] = float(is_changed)
+        self._tail[-1] = weighted_loss
+        handle = self._ranks.start_allreduce(self._tail, "horovod_train.zero.tail")
+        self._receive()
+        self._ranks.wait(handle)
+        if is_changed or (not self.reads_later and bool(self._tail[-2] > 0)):
+            raise UserError(
+                "what is trained has changed: strategy zero splits it once",
+                hint="freeze parameters before training begins, or use strategy: allreduce",
+            )
+        # Only a rank that lacks a gradient has to ask; the others know that it is used.
+        is_used = [True] * len(self._trained) if all_used else (self._tail[:-2] > 0).tolist()
+        for piece in self._by_weight.values():
+            found = piece.gradient.to(piece.weight.dtype)
+            piece.weight.grad = found if is_used[piece.slot.index] else None
+        return self._tail[-1]
+
+    def _trains_others_than_before(self) -> bool:
+        count = sum(len(group["params"]) for group in self._optimizer.param_groups)
+        return count != len(self._by_weight) or any(
+            parameter.requires_grad != self._required[name] for name, parameter in self._candidates.items()
+        )
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank's pieces."""
+        if all(
+            message.own.dtype == piece.weight.dtype
+            for message, pieces in zip(self._messages, self._pieces, strict=True)
+            for piece in pieces
+        ):
+            return [message.own for message in self._messages]  # the same memory, in fewer tensors
+        return [
+            w.grad for group in self._optimizer.param_groups for w in group["params"] if w.grad is not None
+        ]
+
+    def norm(self) -> torch.Tensor:
+        """Return the L2 norm of the whole gradient: ranks add up the squares of their parts."""
+        own: torch.Tensor = get_total_norm([message.own for message in self._messages])
+        squares = own.double().square().reshape(1)
+        return self._ranks.wait(self._ranks.start_allreduce(squares, "horovod_train.zero.norm")).sqrt()[0]
+
+    @torch.no_grad()
+    def after_update(self, *, is_used: torch.Tensor | bool) -> None:
+        """Gather the weights that each rank has updated."""
+        if is_used is False:
+            return
+        handles = [
+            self._ranks.start_allgather(self._own_weights(number), f"horovod_train.zero.weights.{number}")
+            for number in range(len(self._buckets))
+        ]
+        self.bytes_per_step += self._bytes_gathered
+        for bucket, handle in zip(self._buckets, handles, strict=True):
+            weights = [slot.parameter.data.view(-1) for slot in bucket.slots]
+            gathered = torch.split(
+                self._ranks.wait(handle)[: bucket.message.body.numel()], list(map(len, weights))
+            )
+            torch._foreach_copy_(weights, list(gathered))
+
+    def _own_weights(self, number: int) -> torch.Tensor:
+        """Return this rank's part of a bucket's weights, flat, as long as those of other ranks."""
+        dtype = self._buckets[number].slots[0].parameter.dtype
+        own = torch.zeros_like(self._messages[number].own, dtype=dtype)
+        weights = [piece.weight.data for piece in self._pieces[number]]
+        if weights:
+            joined = torch.cat(weights)
+            own[: len(joined)] = joined
+        return own
+
+
+def _message(bucket: Bucket) -> ScatteredMessage:
+    assert isinstance(bucket.message, ScatteredMessage)
+    return bucket.message
+
+
+def _pieces_of(bucket: Bucket) -> list[Piece]:
+    """Return what this rank updates of a bucket's parameters, in their order."""
+    message, pieces, at = _message(bucket), [], 0
+    end = message.begin + len(message.own)
+    for slot in bucket.slots:
+        first, last = max(at, message.begin), min(at + slot.parameter.numel(), end)
+        if first < last:
+            weight = torch.nn.Parameter(slot.parameter.data.view(-1)[first - at : last - at])
+            gradient = message.own[first - message.begin : last - message.begin]
+            pieces.append(Piece(slot, weight, first - at, gradient))
+        at += slot.parameter.numel()
+    return pieces
