@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.checkpoint.tree import merge_trees
 from horovod_train.collectives.base import Communicator, allgather_json
 
 Key = str
@@ -37,10 +39,12 @@ class Holders:
     Attributes:
         rank: This rank.
         of: The ranks that have it, in order, by the key of everything that any rank has.
+        optimizer_tree: Shape of the optimizer's state, of all ranks together.
     """
 
     rank: int
     of: Mapping[Key, tuple[int, ...]]
+    optimizer_tree: Any
 
     @cached_property
     def writers(self) -> tuple[int, ...]:
@@ -65,12 +69,19 @@ class Holders:
 
 
 def find_holders(world: Communicator, state: ReplicaState) -> Holders:
-    """Return who has what; every rank calls it. No message is needed where every rank has to have all."""
+    """Return who has what; every rank calls it. No message is needed where every rank has to have all.
+
+    Raises:
+        CheckpointError: Ranks have states of different optimizers.
+    """
     mine = [key for key, _ in keyed(state)]
     if not state.is_sharded:
-        return Holders(world.rank, dict.fromkeys(mine, tuple(range(world.size))))
+        everyone = tuple(range(world.size))
+        return Holders(world.rank, dict.fromkeys(mine, everyone), state.optimizer_tree)
+    of_ranks = allgather_json(world, [mine, state.optimizer_tree])
     found: dict[Key, list[int]] = {}
-    for rank, of_rank in enumerate(allgather_json(world, mine)):
-        for key in of_rank:
+    for rank, (keys, _) in enumerate(of_ranks):
+        for key in keys:
             found.setdefault(key, []).append(rank)
-    return Holders(world.rank, {key: tuple(ranks) for key, ranks in found.items()})
+    tree = merge_trees([tree for _, tree in of_ranks])
+    return Holders(world.rank, {key: tuple(ranks) for key, ranks in found.items()}, tree)

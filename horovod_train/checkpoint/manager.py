@@ -260,7 +260,7 @@ class CheckpointManager:
             documents={
                 "state": {
                     "progress": dict(progress),
-                    "optimizer_tree": state.optimizer_tree,
+                    "optimizer_tree": state.optimizer_tree if holders is None else holders.optimizer_tree,
                     "scaler": dict(state.scaler),
                     "environment": self._environment,
                     "history": self._history,

@@ -10,7 +10,7 @@ tuples and no integer keys, so each is written as a mapping with one reserved ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod_train.errors import CheckpointError
@@ -77,6 +77,32 @@ def _unpack(plain: object, arrays: Mapping[str, object]) -> object:
     if MAP in plain:
         return {_unpack(key, arrays): _unpack(value, arrays) for key, value in plain[MAP]}
     return {key: _unpack(value, arrays) for key, value in plain.items()}
+
+
+def merge_trees(trees: Sequence[Any]) -> Any:
+    """Join what each of several ranks has packed of a state that they share.
+
+    Dictionaries are joined by their keys, lists of texts become one with each text once, other lists are
+    joined place by place; everything else is the same in all trees.
+
+    >>> merge_trees([{"a": 1, "names": ["x", "y"]}, {"b": [2], "names": ["y", "z"]}])
+    {'a': 1, 'names': ['x', 'y', 'z'], 'b': [2]}
+
+    Raises:
+        CheckpointError: Trees say different things.
+    """
+    first = trees[0]
+    if all(tree == first for tree in trees):
+        return first
+    if all(isinstance(tree, dict) for tree in trees):
+        keys = dict.fromkeys(key for tree in trees for key in tree)
+        return {key: merge_trees([tree[key] for tree in trees if key in tree]) for key in keys}
+    if all(isinstance(tree, list) for tree in trees):
+        if all(isinstance(value, str) for tree in trees for value in tree):
+            return list(dict.fromkeys(value for tree in trees for value in tree))
+        if len({len(tree) for tree in trees}) == 1:
+            return [merge_trees(values) for values in zip(*trees, strict=True)]
+    raise CheckpointError(f"ranks have different states of the optimizer: {trees[0]} and others")
 
 
 def _join(path: str, key: object) -> str:

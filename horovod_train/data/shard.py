@@ -33,7 +33,8 @@ class MicroBatch:
     Attributes:
         start: Place of the first sample in the epoch's order.
         stop: Place after the last sample.
-        share: Samples of this micro-batch divided by the samples of the step over all ranks.
+        share: Samples of this micro-batch divided by the samples of the step over all ranks; 0: its samples
+            are another rank's, and it is read because all ranks are to read equally many micro-batches.
     """
 
     start: int
@@ -61,8 +62,8 @@ class StepShare:
 
     @property
     def num_local_samples(self) -> int:
-        """Samples of the step that this rank reads."""
-        return sum(map(len, self.micro_batches))
+        """Samples of the step that are this rank's."""
+        return sum(len(micro_batch) for micro_batch in self.micro_batches if micro_batch.share)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> Order:
@@ -88,26 +89,47 @@ def split_evenly(num_samples: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def share_of_step(
-    cursor: int, num_samples: int, *, batch_size: int, accumulation_steps: int, rank: int, size: int
+    cursor: int,
+    num_samples: int,
+    *,
+    batch_size: int,
+    accumulation_steps: int,
+    rank: int,
+    size: int,
+    equally_many: bool = False,
 ) -> StepShare:
     """Return a rank's part of the step that starts at a cursor and takes ``num_samples``.
 
     A short step is split over fewer ranks rather than into single samples, and a rank's piece into
     micro-batches of almost equal length: batch normalization cannot train on a lone sample. Only a
     step of one sample has a micro-batch of one (or of course a batch size of one).
+
+    Args:
+        cursor: Samples of the epoch used before.
+        num_samples: Of the step, over all ranks.
+        batch_size: Samples of a micro-batch at most.
+        accumulation_steps: Micro-batches of a rank at most.
+        rank: Of whom.
+        size: How many ranks there are.
+        equally_many: All ranks have as many micro-batches as the first, some of which do not count: forward
+            and backward passes are collectives.
     """
     num_needed = -(-num_samples // (batch_size * accumulation_steps))
     num_busy = min(size, max(num_needed, num_samples // 2, 1))
-    if rank >= num_busy:
-        return StepShare(cursor, num_samples, ())
-    start, stop = split_evenly(num_samples, rank, num_busy)
-    num_micro_batches = -(-(stop - start) // batch_size)
-    pieces = [split_evenly(stop - start, at, num_micro_batches) for at in range(num_micro_batches)]
-    micro_batches = tuple(
-        MicroBatch(cursor + start + first, cursor + start + last, share=(last - first) / num_samples)
-        for first, last in pieces
-    )
-    return StepShare(cursor, num_samples, micro_batches)
+    micro_batches: list[MicroBatch] = []
+    if rank < num_busy:
+        start, stop = split_evenly(num_samples, rank, num_busy)
+        num_micro_batches = -(-(stop - start) // batch_size)
+        pieces = [split_evenly(stop - start, at, num_micro_batches) for at in range(num_micro_batches)]
+        micro_batches = [
+            MicroBatch(cursor + start + first, cursor + start + last, share=(last - first) / num_samples)
+            for first, last in pieces
+        ]
+    if equally_many:
+        most = -(-split_evenly(num_samples, 0, num_busy)[1] // batch_size)
+        spare = MicroBatch(cursor, cursor + min(2, batch_size, num_samples), share=0.0)
+        micro_batches += [spare] * (most - len(micro_batches))
+    return StepShare(cursor, num_samples, tuple(micro_batches))
 
 
 def steps_of_epoch(
@@ -118,11 +140,12 @@ def steps_of_epoch(
     accumulation_steps: int,
     rank: int,
     size: int,
+    equally_many: bool = False,
 ) -> Iterator[StepShare]:
     """Yield a rank's part of every step from a cursor to the end of the epoch.
 
     Every rank yields the same number of steps with the same cursors, so all of them take part in
-    every collective.
+    every collective; ``equally_many``: with as many micro-batches, too.
     """
     global_batch = batch_size_per_rank * accumulation_steps * size
     while cursor < num_samples:
@@ -134,6 +157,7 @@ def steps_of_epoch(
             accumulation_steps=accumulation_steps,
             rank=rank,
             size=size,
+            equally_many=equally_many,
         )
         cursor += taken
 

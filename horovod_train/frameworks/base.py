@@ -148,6 +148,11 @@ class Replica(Protocol):
         """
         ...
 
+    @property
+    def needs_equally_many(self) -> bool:
+        """Whether all ranks have to read as many micro-batches in a step."""
+        ...
+
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Reading:
         """Make one optimizer step with this rank's share of it.
 
@@ -212,6 +217,7 @@ class IdenticalReplica:
 
     lag_steps = 0
     replicas_identical = True
+    needs_equally_many = False
 
     def own_state(self) -> Mapping[str, ArrayBlob]:
         """Return nothing: no rank has something of its own."""

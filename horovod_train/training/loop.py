@@ -92,6 +92,7 @@ def rest_of_epoch(run: Run) -> list[PlannedStep]:
         batch_size_per_rank=run.job.train.batch_size_per_rank,
         accumulation_steps=run.job.train.accumulation_steps,
         max_steps=run.num_steps_left,
+        equally_many=run.replica.needs_equally_many,
     )
 
 

@@ -20,6 +20,7 @@ def plan_epoch(
     batch_size_per_rank: int,
     accumulation_steps: int,
     max_steps: int | None = None,
+    equally_many: bool = False,
 ) -> list[PlannedStep]:
     """Return the steps that the current epoch still has.
 
@@ -30,6 +31,7 @@ def plan_epoch(
         batch_size_per_rank: Samples of a micro-batch.
         accumulation_steps: Micro-batches of a step.
         max_steps: At most so many steps; None: all.
+        equally_many: All ranks have as many micro-batches in a step.
     """
     order = progress.order
     shares = steps_of_epoch(
@@ -39,6 +41,7 @@ def plan_epoch(
         accumulation_steps=accumulation_steps,
         rank=ranks.rank,
         size=ranks.size,
+        equally_many=equally_many,
     )
     places = epoch_order(order.num_samples, order.seed, progress.epoch, shuffle=order.shuffle)
     return planned_steps(islice(shares, max_steps), partial(reader.read, progress.epoch, places))

@@ -57,11 +57,15 @@ class Task:
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         inputs, labels = batch
-        return functional.cross_entropy(model(inputs.to(self.dtype)).float(), labels)
+        return functional.cross_entropy(self.scores(model, inputs), labels)
+
+    def scores(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        scores = model(inputs.to(self.dtype))
+        return scores if self.dtype == torch.float64 else scores.float()
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         inputs, labels = batch
-        scores = model(inputs.to(self.dtype)).float()
+        scores = self.scores(model, inputs)
         return {
             "loss": functional.cross_entropy(scores, labels, reduction="none"),
             "accuracy": scores.argmax(1) == labels,
@@ -146,6 +150,15 @@ CASES = (
     Case("bf16 parameters", task_args={"dtype": "bfloat16"}, lr=0.02, tolerance=3e-2),
     Case("optimizer by import path", optimizer="torch.optim:SGD"),
     Case("lars", optimizer="lars", optimizer_args={"momentum": 0.9}, lr=0.5),
+    Case("parts of weights", strategy={"name": "zero"}),
+    Case(
+        "parts of weights, accumulation and clipping",
+        strategy={"name": "zero", "args": {"stage": 2}},
+        accumulation=2,
+        clip=0.3,
+        task_args={"partly_used": True},
+        **ADAMW,
+    ),
     # Of an optimizer that is linear in the gradient, the mean of what ranks do is what the mean does.
     Case("a mean of weights", strategy={"name": "local_sgd", "args": {"every_steps": 1}}),
     Case("all numbers by top-k", codec={"name": "top-k", "args": {"keep": 1.0}}),

@@ -158,7 +158,13 @@ def _own(arrays: Mapping[str, ArrayBlob], name: str, wanted: Held) -> ArrayBlob:
 
 
 def optimizer_document(
-    tree: Any, arrays: Mapping[str, ArrayBlob], optimized: Sequence[Optimized], *, is_sharded: bool
+    tree: Any,
+    arrays: Mapping[str, ArrayBlob],
+    optimized: Sequence[Optimized],
+    groups: Sequence[Mapping[str, Any]],
+    numbering: Sequence[str | int],
+    *,
+    is_sharded: bool,
 ) -> Any:
     """Return what an optimizer's ``load_state_dict`` takes, of what this rank has of it.
 
@@ -166,39 +172,44 @@ def optimizer_document(
         tree: What ``optimizer_blobs`` returned, or the version before, by numbers in place of names.
         arrays: Those that the tree refers to.
         optimized: The optimizer's parameters, in its order.
+        groups: Those of the optimizer.
+        numbering: Names of the parameters as an optimizer of the whole model numbers them.
         is_sharded: Other ranks may have what is not here.
 
     Raises:
-        KeyError: The tree has no such parameter.
+        KeyError: An array is missing.
         ValueError: It is of another optimizer.
     """
     if not isinstance(tree, dict) or "param_groups" not in tree or "state" not in tree:
         return unpack_tree(tree, _Whole(arrays))
-    groups = unpack_tree(tree["param_groups"], _Whole(arrays))
-    names = [each.name for each in optimized]
-    saved = [name for group in groups for name in group["params"]]
-    is_of_before = bool(saved) and all(isinstance(name, int) for name in saved)
-    keys = list(range(len(names))) if is_of_before else names
-    if (is_of_before or not is_sharded) and sorted(map(str, saved)) != sorted(map(str, keys)):
+    saved_groups = unpack_tree(tree["param_groups"], _Whole(arrays))
+    if len(saved_groups) != len(groups):
         raise ValueError(
-            f"it has {len(saved)} parameters in its optimizer, and {len(keys)} are here, or others"
+            f"its optimizer has {len(saved_groups)} groups of parameters, and {len(groups)} here"
         )
-    entries = dict(_entries(tree["state"]))
+    saved = [name for group in saved_groups for name in group["params"]]
+    by_number = bool(saved) and all(isinstance(name, int) for name in saved)
+    if by_number and len(saved) != len(numbering):
+        raise ValueError(f"its optimizer has {len(saved)} parameters, and {len(numbering)} here")
+    unknown = [] if by_number or is_sharded else sorted(set(saved) - set(numbering), key=str)
+    if unknown:
+        raise ValueError(f"its optimizer trains {unknown[0]!r}")
+    entries = {numbering[key] if by_number else key: entry for key, entry in _entries(tree["state"])}
     state = {
-        number: unpack_tree(entries[key], _Parts(arrays, each.held))
-        for number, (key, each) in enumerate(zip(keys, optimized, strict=True))
-        if key in entries
+        number: unpack_tree(entries[each.name], _Parts(arrays, each.held))
+        for number, each in enumerate(optimized)
+        if each.name in entries
     }
-    number_of = {key: number for number, key in enumerate(keys)}
-    groups = [
-        {**group, "params": [number_of[key] for key in group["params"] if key in number_of]}
-        for group in groups
+    numbers = iter(range(len(optimized)))
+    own_groups = [
+        {**saved_group, "params": [next(numbers) for _ in group["params"]]}
+        for saved_group, group in zip(saved_groups, groups, strict=True)
     ]
     rest = {key: unpack_tree(tree[key], _Whole(arrays)) for key in tree.keys() - {"state", "param_groups"}}
-    return {**rest, "state": state, "param_groups": groups}
+    return {**rest, "state": state, "param_groups": own_groups}
 
 
-def _entries(plain: Any) -> Iterator[tuple[str | int, Any]]:
+def _entries(plain: Any) -> Iterator[tuple[Any, Any]]:
     """Yield the entries of a packed dictionary."""
     yield from plain[MAP] if MAP in plain else plain.items()
 

@@ -121,15 +121,16 @@ class TorchReplica:
         clock = self.new_clock()
         self.begin(step)
         with self._counting(step):
-            for micro_batch, batch in step:
+            for number, (micro_batch, batch) in enumerate(step, 1):
                 clock.lap("data")
                 if self._replayed(batch, micro_batch.share):
                     clock.lap("compute")
                     continue
-                with self.autocast():
-                    loss = self.task.loss(self.forward_model, batch)
-                clock.lap("forward")
-                self.backward(loss, micro_batch.share, is_last=micro_batch is step.share.micro_batches[-1])
+                with self._statistics.kept() if not micro_batch.share else nullcontext():
+                    with self.autocast():
+                        loss = self.task.loss(self.forward_model, batch)
+                    clock.lap("forward")
+                    self.backward(loss, micro_batch.share, is_last=number == len(step))
                 clock.lap("backward")
         return self.finish(clock, lr, want_norm=want_norm)
 
@@ -184,6 +185,11 @@ class TorchReplica:
     def replicas_identical(self) -> bool:
         """Whether all ranks hold the same weights and optimizer state now."""
         return self.strategy.replicas_identical
+
+    @property
+    def needs_equally_many(self) -> bool:
+        """Whether all ranks have to read as many micro-batches in a step."""
+        return self.strategy.needs_equally_many
 
     def begin(self, step: PlannedStep) -> None:
         """Begin a step: no gradients yet."""
@@ -386,7 +392,12 @@ class TorchReplica:
                 raise ValueError(f"it was trained with {found}")  # noqa: TRY301
             self._load_weights(state.model)
             document = optimizer_document(
-                tree, state.optimizer, self.strategy.optimized(), is_sharded=self.strategy.is_sharded
+                tree,
+                state.optimizer,
+                self.strategy.optimized(),
+                self.optimizer.param_groups,
+                self.strategy.numbering(),
+                is_sharded=self.strategy.is_sharded,
             )
             # The settings decide where an optimizer wants its state, and so come first.
             for group, own in zip(document["param_groups"], settings, strict=True):

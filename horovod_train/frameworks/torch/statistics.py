@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.nn.modules.batchnorm import _NormBase
@@ -42,6 +43,15 @@ class RunningStatistics:
             pieces = torch.split(flat, [buffer.numel() for buffer in kind])
             shaped = [piece.view(buffer.shape) for piece, buffer in zip(pieces, kind, strict=True)]
             torch._foreach_copy_(kind, shaped)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Leave them as they are, whatever passes through the model meanwhile."""
+        before = [buffer.clone() for buffer in (*self.buffers, *self._counts)]
+        yield
+        with torch.no_grad():
+            for buffer, old in zip((*self.buffers, *self._counts), before, strict=True):
+                buffer.copy_(old)
 
     def _kinds(self) -> list[list[torch.Tensor]]:
         return [kind for kind in (self.buffers, self._counts) if kind]

@@ -52,6 +52,7 @@ class Strategy:
             ranks in each step about theirs cannot; the host waits for the device then.
         layout: Changes when gradients come to lie elsewhere.
         reads_later: Set from outside: the host must not wait for the device in a step.
+        needs_equally_many: All ranks have to make as many forward and backward passes in a step.
         is_sharded: A rank holds only some of the model, or of the optimizer's state.
     """
 
@@ -60,6 +61,7 @@ class Strategy:
     layout: int = 0
     can_be_read_later: bool = True
     reads_later: bool = False
+    needs_equally_many: bool = False
     is_sharded: bool = False
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
@@ -87,6 +89,10 @@ class Strategy:
     def optimized(self) -> Sequence[Optimized]:
         """Return the optimizer's parameters, in its order."""
         return whole_parameters(self._model, self._optimizer)
+
+    def numbering(self) -> Sequence[str | int]:
+        """Return the names of parameters as an optimizer of the whole model numbers them."""
+        return [parameter.name for parameter in self.optimized()]
 
     def begin(self, step: PlannedStep) -> None:
         """A step begins."""

@@ -57,7 +57,6 @@ class ScatteredMessage(Message):
         self.size_bytes = self._whole.untyped_storage().nbytes()
         self._is_clear = True
         self._handle: object = None
-        self._give_back()
 
     def open(self) -> None:
         """Make room for gradients, if there is none."""
@@ -66,7 +65,8 @@ class ScatteredMessage(Message):
             storage.resize_(self.size_bytes)
             self._whole[self.body.numel() :].zero_()
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
+        """Keep no room for gradients."""
         self._whole.untyped_storage().resize_(0)
 
     def clear(self) -> None:
@@ -85,7 +85,7 @@ class ScatteredMessage(Message):
         else:
             self.own += part
         self._is_clear = False
-        self._give_back()
+        self.give_back()
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Zero(Strategy):
         self._ranks = ranks
         self._bucket_size_bytes = int(job.allreduce.bucket_size_mib * 2**20)
         self._sends_each = stage == 2
-        self.needs_equal_micro_batches = self._sends_each and job.train.accumulation_steps > 1
+        self.needs_equally_many = self._sends_each and job.train.accumulation_steps > 1
         self._listening = False
         self._removers: list[RemovableHandle] = []
 
@@ -147,6 +147,7 @@ class Zero(Strategy):
         """
         super().bind(model, optimizer)
         check_elementwise(optimizer, "zero")
+        self._numbering = [parameter.name for parameter in super().optimized()]
         self._candidates = OptimizedParameters(model, optimizer).named()
         self._required = {name: p.requires_grad for name, p in self._candidates.items()}
         trained = {name: p for name, p in self._candidates.items() if p.requires_grad}
@@ -157,6 +158,8 @@ class Zero(Strategy):
         self._names, self._trained = list(trained), list(trained.values())
         self._buckets = make_buckets(self._trained, self._bucket_size_bytes, Scattered(self._ranks))
         self._messages = [_message(bucket) for bucket in self._buckets]
+        for message in self._messages:
+            message.give_back()
         self._pieces = [_pieces_of(bucket) for bucket in self._buckets]
         # Which ones have a gradient anywhere, whether any rank trains others than before, and the loss.
         wide = torch.float64 if any(p.dtype == torch.float64 for p in self._trained) else torch.float32
@@ -201,6 +204,10 @@ class Zero(Strategy):
         """Return the optimizer's parameters, in its order: pieces of those of the model."""
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
         return [self._as_held(self._by_weight[id(weight)]) for weight in weights]
+
+    def numbering(self) -> Sequence[str | int]:
+        """Return the names of parameters as an optimizer of the whole model numbers them."""
+        return self._numbering
 
     def _as_held(self, piece: Piece) -> Optimized:
         whole = tuple(piece.slot.parameter.shape)
