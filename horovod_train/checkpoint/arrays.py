@@ -167,6 +167,35 @@ def write_arrays(path: Path, arrays: Mapping[str, ArrayBlob]) -> Digest:
     return Digest(hashlib.sha256(header).hexdigest(), size_bytes)
 
 
+def write_plain(
+    path: Path, arrays: Mapping[str, ArrayBlob], kinds: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> int:
+    """Write whole arrays to a new file that any reader of safetensors takes; return its size in bytes.
+
+    Args:
+        path: The file.
+        arrays: Read one at a time.
+        kinds: Element type and shape of each, in the order in which they are written.
+
+    Raises:
+        CheckpointError: An array cannot be read.
+        OSError: The disk refuses.
+    """
+    at = 0
+    entries: dict[str, object] = {_METADATA: {"format": "pt"}}  # which Transformers looks for
+    for name, (dtype, shape) in kinds.items():
+        size_bytes = math.prod(shape) * ITEM_SIZE_BYTES[dtype]
+        entries[name] = _header_entry(dtype, shape, at, size_bytes)
+        at += size_bytes
+    with path.open("xb") as file:
+        file.write(_packed(entries))
+        for name in kinds:
+            file.write(arrays[name].data)
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell()
+
+
 def write_bytes(path: Path, content: bytes) -> Digest:
     """Write bytes to a new file, flushed to disk."""
     with path.open("xb") as file:
@@ -296,13 +325,16 @@ def _header(arrays: Mapping[str, ArrayBlob], digests: Mapping[str, str] | None =
     for name, blob in arrays.items():
         if blob.dtype not in DTYPE_CODES:
             raise CheckpointError(f"cannot save {name}: element type {blob.dtype} is not supported")
-        stop = at + len(blob.data)
-        entries[name] = {
-            "dtype": DTYPE_CODES[blob.dtype],
-            "shape": list(blob.shape),
-            "data_offsets": [at, stop],
-        }
-        at = stop
+        entries[name] = _header_entry(blob.dtype, blob.shape, at, len(blob.data))
+        at += len(blob.data)
+    return _packed(entries)
+
+
+def _header_entry(dtype: str, shape: tuple[int, ...], at: int, size_bytes: int) -> dict[str, object]:
+    return {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [at, at + size_bytes]}
+
+
+def _packed(entries: Mapping[str, object]) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

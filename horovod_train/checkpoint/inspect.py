@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from time import localtime, strftime
 import numpy as np
 import numpy.typing as npt
 
-from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.checkpoint.arrays import ArrayBlob, write_plain
 from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.schema import StateDocument, checked
 from horovod_train.checkpoint.store import (
@@ -81,6 +82,41 @@ def describe(path: Path) -> str:
         *(f"  {name:<40} {dtype} {list(shape)}" for name, (dtype, shape) in kinds),
     ]
     return "\n".join(lines)
+
+
+def export(path: Path, file: Path) -> tuple[StoredCheckpoint, int]:
+    """Write the weights and buffers of the newest valid checkpoint to one safetensors file.
+
+    Names are those of the model, whatever strategy has trained it. One array is in memory at a time.
+
+    Args:
+        path: A folder of checkpoints or of a run, or one checkpoint.
+        file: Must not be there yet.
+
+    Returns:
+        The checkpoint, and the size of the file in bytes.
+
+    Raises:
+        CheckpointError: There is no valid checkpoint, or the file cannot be written.
+    """
+    candidates = checkpoints_in(path) or [StoredCheckpoint(path, 0)]
+    found = next((each for each in candidates if not verify(each.path)), None)
+    if found is None:
+        raise CheckpointError(
+            f"{path} has no valid checkpoint", hint="name the folder of a run, such as runs/<name>"
+        )
+    model = read_checkpoint(found.path, ["model"]).arrays["model"]
+    temporary = file.with_name(f".{file.name}-{os.getpid()}")
+    try:
+        if file.exists():
+            raise CheckpointError(f"{file} is there already", hint="give another name, or remove it")
+        size_bytes = write_plain(temporary, model, {name: model.kind(name) for name in model})
+        temporary.rename(file)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {file}: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return found, size_bytes
 
 
 def differences(first: Path, second: Path) -> list[str]:

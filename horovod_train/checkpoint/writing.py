@@ -77,6 +77,8 @@ def write_files(temporary: Path, content: Content, rank: int | None = None) -> d
     files: dict[str, Digest] = {}
     with _explained(temporary):
         for stem, arrays in content.arrays.items():
+            if rank and not arrays:
+                continue  # nothing that no rank before has, too
             # Those of all ranks that one rank has written have no number.
             name = f"{stem}{number if stem in SHARED else ''}.safetensors"
             files[name] = write_arrays(temporary / name, arrays)

@@ -10,7 +10,7 @@ import click
 
 @click.group(name="checkpoint")
 def command() -> None:
-    """List, verify and compare checkpoints."""
+    """List, verify, compare and export checkpoints."""
 
 
 path_argument = click.argument("path", type=click.Path(path_type=Path, exists=True, file_okay=False))
@@ -74,3 +74,18 @@ def diff(first: Path, second: Path) -> None:
     lines = differences(first, second)
     click.echo("\n".join(lines) if lines else "no differences")
     sys.exit(1 if lines else 0)
+
+
+@command.command()
+@path_argument
+@click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
+def export(path: Path, file: Path) -> None:
+    """Write the weights of the newest valid checkpoint in PATH to the safetensors file FILE.
+
+    PATH is the folder of a run, of its checkpoints, or one checkpoint, written under any strategy; names in
+    FILE are those of the model.
+    """
+    from horovod_train.checkpoint.inspect import export as export_weights
+
+    found, size_bytes = export_weights(path, file)
+    click.echo(f"{file}: weights of {found.name}, {size_bytes / 1e6:.2f} MB")

@@ -10,6 +10,7 @@ from threading import Event
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.worlds import on_ranks
@@ -17,7 +18,7 @@ from support.worlds import on_ranks
 from horovod_train.checkpoint import store, writing
 from horovod_train.checkpoint.arrays import ArrayBlob, Part, ReplicaState
 from horovod_train.checkpoint.holders import find_holders, keyed
-from horovod_train.checkpoint.inspect import differences
+from horovod_train.checkpoint.inspect import differences, export
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.checkpoint.newest import newest_valid
 from horovod_train.checkpoint.writing import Writing
@@ -371,6 +372,49 @@ def save_state(checkpoints, world, state):
         summary={"epochs": 0.1, "metrics": {}, "unix_time_s": 0.0},
         wait=True,
     )
+
+
+class TestExport:
+    def test_joins_what_ranks_have_written(self, tmp_path):
+        saved(tmp_path / "run" / "checkpoints", 3, steps=(1, 2))
+
+        found, size_bytes = export(tmp_path / "run", tmp_path / "model.safetensors")
+
+        assert found.name == "step-000000000002"
+        assert size_bytes == (tmp_path / "model.safetensors").stat().st_size
+        tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")
+        assert tensors.keys() == {"weight", "bias"}
+        np.testing.assert_array_equal(tensors["weight"], WEIGHT + 2)
+        np.testing.assert_array_equal(tensors["bias"], BIAS)
+
+    def test_takes_the_newest_that_is_not_damaged_and_leaves_nothing_else_behind(self, tmp_path):
+        saved(tmp_path / "run", 2, steps=(1, 2))
+        file = tmp_path / "run" / "step-000000000002" / "model-00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+
+        found, _ = export(tmp_path / "run", tmp_path / "out.safetensors")
+
+        assert found.name == "step-000000000001"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "run"]
+
+    def test_never_writes_over_a_file(self, tmp_path):
+        saved(tmp_path / "run", 2)
+        (tmp_path / "mine").write_text("precious")
+
+        with pytest.raises(CheckpointError, match="mine is there already"):
+            export(tmp_path / "run", tmp_path / "mine")
+
+        assert (tmp_path / "mine").read_text() == "precious"
+
+    def test_of_a_folder_without_a_checkpoint_says_so(self, tmp_path):
+        with pytest.raises(CheckpointError, match="has no valid checkpoint"):
+            export(tmp_path, tmp_path / "out")
+
+    def test_into_a_folder_that_is_not_there_says_so(self, tmp_path):
+        saved(tmp_path / "run", 2)
+
+        with pytest.raises(CheckpointError, match="cannot write .*nowhere/out: No such file"):
+            export(tmp_path / "run", tmp_path / "nowhere" / "out")
 
 
 def test_another_number_of_ranks_makes_no_difference_to_a_comparison(tmp_path):

@@ -38,7 +38,7 @@ from horovod_train.frameworks.torch.framework import (
     recompute_activations,
 )
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
-from horovod_train.frameworks.torch.replica import _scaler_state
+from horovod_train.frameworks.torch.saved_state import _scaler_state
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy, summed_gradients
 
 

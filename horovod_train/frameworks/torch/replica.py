@@ -9,11 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.base import Communicator, any_rank
 from horovod_train.collectives.log import DeviceWork
 from horovod_train.config.schema import Health, Train
 from horovod_train.data.planned_step import PlannedStep
-from horovod_train.errors import CheckpointError
 from horovod_train.frameworks.base import StepClock, add_metric
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.torch import late
@@ -21,8 +20,8 @@ from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.device_clock import CudaTimer, DeviceClock, HostTimer
 from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import Recorder, StepGraphs, rate_of_graphs
-from horovod_train.frameworks.torch.held import load_model, model_blobs, optimizer_blobs, optimizer_document
 from horovod_train.frameworks.torch.late import LateOutcome, Number, Outcome, Packed, outcome_from, pack
+from horovod_train.frameworks.torch.saved_state import SavedState
 from horovod_train.frameworks.torch.state import blobs_of, from_blob, to_blob
 from horovod_train.frameworks.torch.statistics import RunningStatistics
 from horovod_train.frameworks.torch.strategies.base import Strategy
@@ -82,7 +81,6 @@ class TorchReplica:
         self._flops = flops
         self._health = health or Health()
         self._guard_gradients = self._health.non_finite == "skip"
-        self._snapshots: dict[str, torch.Tensor] = {}
         self._statistics = RunningStatistics(model)
         self._device = next(model.parameters()).device
         self._timer = CudaTimer() if self._device.type == "cuda" else HostTimer()
@@ -91,6 +89,8 @@ class TorchReplica:
         strategy.reads_later = self.lag_steps > 0
         self._local_loss = torch.zeros((), device=self._device)
         self.scaler: torch.amp.GradScaler = DeviceScaler(self._device.type, enabled=train.precision == "fp16")
+        tells = world.rank == 0
+        self._saved_state = SavedState(model, optimizer, strategy, self.scaler, tells=tells)
         self._updates = self._make_updates()
         self._is_training = False
         self._not_optimized: list[torch.nn.Parameter] = []
@@ -361,20 +361,13 @@ class TorchReplica:
         broadcast_model(self.model, self._world)
 
     def is_finite(self) -> bool:
-        """Return whether all weights and running statistics are finite numbers."""
-        return all(bool(t.isfinite().all()) for t in [*self.model.parameters(), *self._statistics.buffers])
+        """Return whether all weights and running statistics are finite numbers: the same on every rank."""
+        here = all(bool(t.isfinite().all()) for t in [*self.model.parameters(), *self._statistics.buffers])
+        return not any_rank(self._world, flag=not here) if self.strategy.is_sharded else here
 
     def state(self, *, copy: bool) -> ReplicaState:
         """Return the state; with ``copy`` it stays as it is until the next copy is taken."""
-        cache = self._snapshots if copy else None
-        tree, arrays = optimizer_blobs(self.optimizer, self.strategy.optimized(), cache)
-        return ReplicaState(
-            model=model_blobs(self.strategy.held(), cache),
-            optimizer=arrays,
-            optimizer_tree=tree,
-            scaler={key: float(value) for key, value in self.scaler.state_dict().items()},
-            is_sharded=self.strategy.is_sharded,
-        )
+        return self._saved_state.take(copy=copy)
 
     def load_state(self, state: ReplicaState) -> None:
         """Take over a state; the optimizer's settings (decay, momentum, ...) stay those of the job.
@@ -382,53 +375,10 @@ class TorchReplica:
         Raises:
             CheckpointError: The state belongs to another model or optimizer.
         """
-        settings = [
-            {key: group[key] for key in (*self.optimizer.defaults, "lr_scale") if key in group}
-            for group in self.optimizer.param_groups
-        ]
-        try:
-            found, tree = state.optimizer_tree["class"], state.optimizer_tree["state"]
-            if found != type(self.optimizer).__qualname__:
-                raise ValueError(f"it was trained with {found}")  # noqa: TRY301
-            self._load_weights(state.model)
-            document = optimizer_document(
-                tree,
-                state.optimizer,
-                self.strategy.optimized(),
-                self.optimizer.param_groups,
-                self.strategy.numbering(),
-                is_sharded=self.strategy.is_sharded,
-            )
-            # The settings decide where an optimizer wants its state, and so come first.
-            for group, own in zip(document["param_groups"], settings, strict=True):
-                self._tell_of_another_kernel(group, own)
-                group.update(own)
-            self.optimizer.load_state_dict(document)
-        except (RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"the checkpoint belongs to another model or optimizer: {error}",
-                hint="train under another name, or set checkpoint.resume: never",
-            ) from error
+        self._saved_state.load(state)
         self.go_on()
         if self._graphs is not None:
             self._graphs.forget()
-        if self.scaler.is_enabled() and state.scaler:
-            self.scaler.load_state_dict(_scaler_state(state.scaler))
-
-    def _load_weights(self, arrays: Mapping[str, ArrayBlob]) -> None:
-        if self.strategy.is_sharded:
-            load_model(self.strategy.held(), arrays)
-        else:  # a model may take over what had other names
-            self.model.load_state_dict({name: from_blob(blob) for name, blob in arrays.items()})
-
-    def _tell_of_another_kernel(self, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
-        if bool(saved.get("fused")) != bool(own.get("fused")) and self._world.rank == 0:
-            log.warning(
-                "the checkpoint was trained with fused: %s, and training goes on with fused: %s: as exact, "
-                "and not the same in the last bits",
-                bool(saved.get("fused")),
-                bool(own.get("fused")),
-            )
 
     def own_state(self) -> Mapping[str, ArrayBlob]:
         """Return what this rank's strategy keeps for itself."""
@@ -447,8 +397,3 @@ class TorchReplica:
     def num_parameters(self) -> int:
         """Return how many numbers are trained."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-
-
-def _scaler_state(plain: Mapping[str, float]) -> dict[str, float]:
-    integers = {"growth_interval", "_growth_tracker"}
-    return {key: int(value) if key in integers else value for key, value in plain.items()}

@@ -1,0 +1,119 @@
+"""The state of a replica as a checkpoint keeps it, taken and taken over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.errors import CheckpointError
+from horovod_train.frameworks.torch.held import (
+    load_model,
+    model_blobs,
+    optimizer_blobs,
+    optimizer_document,
+)
+from horovod_train.frameworks.torch.state import from_blob
+from horovod_train.frameworks.torch.strategies.base import Strategy
+
+log = logging.getLogger(__name__)
+
+
+class SavedState:
+    """Takes a replica's state, and takes one over.
+
+    Args:
+        model: Has the weights.
+        optimizer: Over them.
+        strategy: Knows what of them this rank holds.
+        scaler: Of the loss.
+        tells: This rank tells people what others would tell, too.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        scaler: torch.amp.GradScaler,
+        *,
+        tells: bool,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._strategy = strategy
+        self._scaler = scaler
+        self._tells = tells
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def take(self, *, copy: bool) -> ReplicaState:
+        """Return the state; with ``copy`` it stays as it is until the next copy is taken."""
+        cache = self._copies if copy else None
+        tree, arrays = optimizer_blobs(self._optimizer, self._strategy.optimized(), cache)
+        return ReplicaState(
+            model=model_blobs(self._strategy.held(), cache),
+            optimizer=arrays,
+            optimizer_tree=tree,
+            scaler={key: float(value) for key, value in self._scaler.state_dict().items()},
+            is_sharded=self._strategy.is_sharded,
+        )
+
+    def load(self, state: ReplicaState) -> None:
+        """Take over a state; the optimizer's settings (decay, momentum, ...) stay those of the job.
+
+        Raises:
+            CheckpointError: The state belongs to another model or optimizer.
+        """
+        try:
+            found = state.optimizer_tree["class"]
+            if found != type(self._optimizer).__qualname__:
+                raise ValueError(f"it was trained with {found}")  # noqa: TRY301
+            self._load_weights(state.model)
+            self._load_optimizer(state.optimizer_tree["state"], state.optimizer)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint belongs to another model or optimizer: {error}",
+                hint="train under another name, or set checkpoint.resume: never",
+            ) from error
+        if self._scaler.is_enabled() and state.scaler:
+            self._scaler.load_state_dict(_scaler_state(state.scaler))
+
+    def _load_weights(self, arrays: Mapping[str, ArrayBlob]) -> None:
+        if self._strategy.is_sharded:
+            load_model(self._strategy.held(), arrays)
+        else:  # a model may take over what had other names
+            self._model.load_state_dict({name: from_blob(blob) for name, blob in arrays.items()})
+
+    def _load_optimizer(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+        groups, strategy = self._optimizer.param_groups, self._strategy
+        document = optimizer_document(
+            tree,
+            arrays,
+            strategy.optimized(),
+            groups,
+            strategy.numbering(),
+            is_sharded=strategy.is_sharded,
+        )
+        # The settings decide where an optimizer wants its state, and so come first.
+        for saved, group in zip(document["param_groups"], groups, strict=True):
+            own = {key: group[key] for key in (*self._optimizer.defaults, "lr_scale") if key in group}
+            self._tell_of_another_kernel(saved, own)
+            saved.update(own)
+        self._optimizer.load_state_dict(document)
+
+    def _tell_of_another_kernel(self, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
+        if bool(saved.get("fused")) != bool(own.get("fused")) and self._tells:
+            log.warning(
+                "the checkpoint was trained with fused: %s, and training goes on with fused: %s: as exact, "
+                "and not the same in the last bits",
+                bool(saved.get("fused")),
+                bool(own.get("fused")),
+            )
+
+
+def _scaler_state(plain: Mapping[str, float]) -> dict[str, float]:
+    integers = {"growth_interval", "_growth_tracker"}
+    return {key: int(value) if key in integers else value for key, value in plain.items()}
