@@ -234,6 +234,8 @@ STRATEGIES = Registry(
     group="horovod_train.strategies",
     builtin={
         "allreduce": "horovod_train.frameworks.torch.strategies.allreduce:allreduce",
+        "ddp": "horovod_train.frameworks.torch.strategies.ddp:Ddp",
+        "fsdp": "horovod_train.frameworks.torch.strategies.fsdp:Fsdp",
         "local_sgd": "horovod_train.frameworks.torch.strategies.local_sgd:LocalSgd",
         "zero": "horovod_train.frameworks.torch.strategies.zero:Zero",
     },

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
 
 from horovod_train.config.fields import Count, Section
 from horovod_train.config.support import Refused
@@ -32,6 +34,45 @@ class ZeroArguments(Section):
     """1: gradients of all weights are kept while micro-batches add up; 2: those of the rank's own part."""
 
 
+class DdpArguments(Section):
+    """PyTorch's DistributedDataParallel."""
+
+    find_unused_parameters: bool = False
+    """Some parameters have no gradient in some steps: look for them in each."""
+
+    static_graph: bool = False
+    """The same parameters are used in the same order in each step."""
+
+
+Pattern = Annotated[str, StringConstraints(min_length=1)]
+Width = Literal["fp32", "bf16", "fp16"]
+
+
+class FsdpArguments(Section):
+    """PyTorch's fully_shard."""
+
+    units: list[Pattern] | None = None
+    """Name patterns of modules that are gathered as one, such as ``layers.*``; null: the model's layers."""
+
+    param_dtype: Width | None = None
+    """Type of weights in use; null: as they are."""
+
+    reduce_dtype: Width | None = None
+    """Type of gradients on their way; null: that of weights in use."""
+
+    reshard_after_forward: bool = True
+    """Give a unit back after its forward pass, and gather it again for backward."""
+
+    reduce_each: bool = True
+    """Reduce gradients of each micro-batch; false: they add up, whole, until the last."""
+
+    prefetch_units: Annotated[int, Field(ge=1, le=64)] = 1
+    """So many units are gathered ahead."""
+
+    offload: bool = False
+    """On GPUs: keep weights, gradients and optimizer state in the memory of the host."""
+
+
 @dataclass(frozen=True)
 class StrategySupport:
     """One strategy.
@@ -45,6 +86,12 @@ class StrategySupport:
     refused: tuple[Refused, ...] = ()
 
 
+OWN_SUMS = "PyTorch sums gradients, as they are"
+PYTORCH_SUMS = (
+    Refused("allreduce.wire_dtype", OWN_SUMS, "use fp32"),
+    Refused("allreduce.codec", OWN_SUMS, "leave it out"),
+    Refused("train.cuda_graph", "a graph cannot hold PyTorch's own collectives here", "leave it out"),
+)
 NO_LOSS_SCALE = "each rank would have a loss scale of its own"
 
 STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
@@ -55,6 +102,15 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("train.precision", NO_LOSS_SCALE, "use bf16 or fp32", values=("fp16",)),
             Refused("allreduce.wire_dtype", "it would round the weights themselves", "use fp32"),
             Refused("allreduce.codec", "it sends no gradients", "leave it out"),
+        ),
+    ),
+    "ddp": StrategySupport(DdpArguments, PYTORCH_SUMS),
+    "fsdp": StrategySupport(
+        FsdpArguments,
+        (
+            *PYTORCH_SUMS,
+            Refused("train.precision", NO_LOSS_SCALE, "use bf16 or fp32", values=("fp16",)),
+            Refused("train.channels_last", "units are gathered in the order of their shapes", "leave it out"),
         ),
     ),
     "zero": StrategySupport(

@@ -177,3 +177,11 @@ def eval_micro_batches(num_samples: int, batch_size: int, rank: int, size: int) 
     return tuple(
         MicroBatch(at, min(at + batch_size, stop), share=0.0) for at in range(start, stop, batch_size)
     )
+
+
+def spare_eval_micro_batches(
+    num_samples: int, batch_size: int, rank: int, size: int
+) -> tuple[MicroBatch, ...]:
+    """Return what a rank reads besides, and does not count, so that all ranks make equally many passes."""
+    most, own = (len(eval_micro_batches(num_samples, batch_size, of, size)) for of in (0, rank))
+    return (MicroBatch(0, min(batch_size, num_samples), share=0.0),) * (most - own)

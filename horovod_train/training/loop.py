@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import suppress
+from itertools import islice
 
 import numpy as np
 
 from horovod_train.collectives.base import any_rank, mean_over_ranks
 from horovod_train.data.planned_step import PlannedStep
-from horovod_train.data.shard import eval_micro_batches
+from horovod_train.data.shard import MicroBatch, eval_micro_batches, spare_eval_micro_batches
 from horovod_train.errors import PreemptedError, UserError, did_you_mean
 from horovod_train.frameworks.base import Reading
 from horovod_train.training.actions import Action, GoBack, Leave, Stop
@@ -207,8 +208,13 @@ def evaluate(run: Run) -> dict[str, float]:
     batch_size = run.job.evaluation.batch_size_per_rank or run.job.train.batch_size_per_rank
     ranks = run.mesh.data
     mine = eval_micro_batches(num_samples, batch_size, ranks.rank, ranks.size)
-    batches = run.eval_reader.read(0, np.arange(num_samples), mine)
-    return mean_over_ranks(ranks, run.replica.evaluate(batches))
+    spare: tuple[MicroBatch, ...] = ()
+    if run.replica.needs_equally_many:
+        spare = spare_eval_micro_batches(num_samples, batch_size, ranks.rank, ranks.size)
+    batches = run.eval_reader.read(0, np.arange(num_samples), (*mine, *spare))
+    sums = run.replica.evaluate(islice(batches, len(mine)))
+    run.replica.evaluate(batches)  # what is spare is not counted
+    return mean_over_ranks(ranks, sums)
 
 
 def take_metrics(run: Run) -> None:

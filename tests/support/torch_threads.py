@@ -62,8 +62,17 @@ class ThreadHvd:
         assert op == self.Sum
         return self._rank, self._put(name, tensor)
 
-    def synchronize(self, handle: Any) -> torch.Tensor:
+    def mpi_enabled(self) -> bool:
+        return self._board.size != 3  # as over Gloo
+
+    def alltoall_async(self, tensor: torch.Tensor, splits: torch.Tensor, name: str) -> Any:
+        return splits, self._put(name, tensor)
+
+    def synchronize(self, handle: Any) -> Any:
         tensor, key = handle
+        if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int32:
+            parts = [each.split(tensor.tolist())[self._rank] for each in self._board.all_of(key)]
+            return torch.cat(parts), torch.tensor([len(part) for part in parts])
         if tensor is None:
             return torch.cat(self._board.all_of(key))
         first, *others = self._board.all_of(key)

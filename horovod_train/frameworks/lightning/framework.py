@@ -33,7 +33,6 @@ from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.framework import (
     choose_device,
-    on_device,
     placement,
     seed_generators,
     set_up,
@@ -41,6 +40,7 @@ from horovod_train.frameworks.torch.framework import (
 from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
+from horovod_train.frameworks.torch.strategies.base import Placing
 
 
 class LightningFramework(TorchDevice):
@@ -62,7 +62,7 @@ class LightningFramework(TorchDevice):
         seed_generators(job.train.seed, 0, 0)
         self._job, self._world, self._device = job, world, device
         self._task: LightningTask = load_task(job.task, job.task_args, REQUIRED)
-        module = on_device(self._task.model(), device, job.train)
+        module = Placing(device, job.train)(self._task.model())
         log_exactly(module)
         parameters = [p for p in module.parameters() if p.requires_grad]
         # Lightning refuses to clip for a fused optimizer with mixed precision.

@@ -140,15 +140,26 @@ class TorchCommunicator(HorovodCommunicator):
         return self.wait_in(entry, partial(self.hvd.allgather_async, tensor, name=name)), entry
 
     def start_reduce_scatter(self, tensor: torch.Tensor, name: str) -> Any:
-        """Begin to sum a flat tensor over ranks, each of which gets its part alone; returns at once."""
+        """Begin to sum a flat tensor over ranks, each of which gets its part alone; returns at once.
+
+        Horovod's reduce-scatter over Gloo takes four times as long as its all-reduce. There ranks send each
+        other the parts, and each adds up its own.
+        """
         entry = self.log.begin(name, size_bytes_of(tensor))
-        start = partial(self.hvd.reducescatter_async, tensor, name=name, op=self.hvd.Sum)
+        if tensor.is_cuda or self.hvd.mpi_enabled():
+            start = partial(self.hvd.reducescatter_async, tensor, name=name, op=self.hvd.Sum)
+        else:
+            lengths = torch.full((self.size,), tensor.numel() // self.size, dtype=torch.int32)
+            start = partial(self.hvd.alltoall_async, tensor, lengths, name=name)
         return self.wait_in(entry, start), entry
 
     def wait(self, handle: Any) -> torch.Tensor:
         """Return when it is done: the sum, this rank's part of it, or the tensors of all ranks in a row."""
         started, entry = handle
-        result: torch.Tensor = self.wait_in(entry, partial(self.hvd.synchronize, started))
+        found = self.wait_in(entry, partial(self.hvd.synchronize, started))
+        if isinstance(found, tuple):  # the parts of all ranks, and their lengths
+            found = found[0].view(self.size, -1).sum(0)
+        result: torch.Tensor = found
         let_stream_follow(result)
         entry.ended_s = monotonic()
         return result

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 from collections.abc import Iterable, Mapping
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import cast
 
@@ -19,7 +18,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Compile, Job, Train
-from horovod_train.errors import UnknownNameError, UserError
+from horovod_train.errors import HorovodTrainError, UnknownNameError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
@@ -30,10 +29,12 @@ from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import CudaRecorder, Recorder
 from horovod_train.frameworks.torch.optimizer import optimizer_over
+from horovod_train.frameworks.torch.process_group import explain_distributed, explain_unused
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
-from horovod_train.frameworks.torch.strategies.base import make_strategy
+from horovod_train.frameworks.torch.strategies.base import Placing, make_strategy
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
+from horovod_train.frameworks.torch.units import modules_fitting
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +58,18 @@ class TorchFramework(TorchDevice):
         seed_generators(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, REQUIRED)
         strategy = make_strategy(job, with_tensors(mesh.data))
-        model = strategy.wrap(on_device(task.model(), device, job.train))
+        model = task.model()
         recompute_activations(model, job.train.activation_checkpointing)
+        model = strategy.wrap(model, Placing(device, job.train))
+        optimizer = optimizer_of(job, task, model)
+        strategy.bind(model, optimizer)
         forward_model: torch.nn.Module = model
         if job.train.compile is not None:
             forward_model = compiled(model, job.train.compile)
-        optimizer = optimizer_of(job, task, model)
-        strategy.bind(model, optimizer)
         replica = TorchReplica(
             task=task,
             model=model,
-            forward_model=forward_model,
+            forward_model=strategy.called(forward_model),
             optimizer=optimizer,
             strategy=strategy,
             world=mesh.data,
@@ -86,6 +88,11 @@ class TorchFramework(TorchDevice):
         )
         eval_data = getattr(task, "eval_data", None)
         return replica, read(task.train_data()), read(eval_data()) if eval_data else None
+
+    def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
+        """Return our error for one of the GPU, or of other ranks; None: it is of something else."""
+        of_others = explain_distributed(error, job.health) or explain_unused(error)
+        return of_others or super().explain(error, job, rank)
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of all random generators."""
@@ -121,13 +128,6 @@ def set_up(job: Job) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.set_float32_matmul_precision(job.train.matmul_precision)
-
-
-def on_device(model: torch.nn.Module, device: torch.device, train: Train) -> torch.nn.Module:
-    """Return a model where it is trained, its memory laid out as the job says."""
-    if train.channels_last:
-        return model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model.to(device)
 
 
 def compiled(model: torch.nn.Module, how: Compile) -> torch.nn.Module:
@@ -181,21 +181,8 @@ def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> No
     Raises:
         UserError: A pattern fits no module.
     """
-    for pattern in patterns:
-        fitting: dict[str, torch.nn.Module] = {}
-        for name, module in model.named_modules():
-            # Outermost only: recomputing inside of what is recomputed would pay for each level.
-            inside = any(name.startswith(f"{outer}.") for outer in fitting)
-            if name and fnmatchcase(name, pattern) and not inside:
-                fitting[name] = module
-        if not fitting:
-            names = [name for name, _ in model.named_modules() if name]
-            raise UserError(
-                f"train.activation_checkpointing: {pattern!r} fits no module",
-                hint=f"modules are {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}",
-            )
-        for module in fitting.values():
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    for module in modules_fitting(model, patterns, "train.activation_checkpointing").values():
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def optimizer_of(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -126,11 +126,12 @@ class TorchReplica:
                 if self._replayed(batch, micro_batch.share):
                     clock.lap("compute")
                     continue
+                self._expect(is_last=number == len(step))
                 with self._statistics.kept() if not micro_batch.share else nullcontext():
                     with self.autocast():
                         loss = self.task.loss(self.forward_model, batch)
                     clock.lap("forward")
-                    self.backward(loss, micro_batch.share, is_last=number == len(step))
+                    self._add_gradient(loss, micro_batch.share)
                 clock.lap("backward")
         return self.finish(clock, lr, want_norm=want_norm)
 
@@ -241,9 +242,15 @@ class TorchReplica:
         Raises:
             UserError: The loss is not one number that depends on what is trained.
         """
+        self._expect(is_last=is_last)
+        self._add_gradient(loss, share)
+
+    def _expect(self, *, is_last: bool) -> None:
+        (self.strategy.expect_last if is_last else self.strategy.expect_more)()
+
+    def _add_gradient(self, loss: torch.Tensor, share: float) -> None:
         weighted = checked_loss(loss) * share
         self._local_loss += weighted.detach()
-        (self.strategy.expect_last if is_last else self.strategy.expect_more)()
         self.scaler.scale(weighted).backward()  # type: ignore[no-untyped-call]
 
     def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> Outcome:
@@ -358,11 +365,13 @@ class TorchReplica:
         Raises:
             UserError: Ranks have made different models.
         """
-        broadcast_model(self.model, self._world)
+        if self.strategy.has_whole_weights:  # others have taken them over when they took their parts
+            broadcast_model(self.model, self._world)
 
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers: the same on every rank."""
-        here = all(bool(t.isfinite().all()) for t in [*self.model.parameters(), *self._statistics.buffers])
+        weights = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]
+        here = all(bool(t.isfinite().all()) for t in [*weights, *self._statistics.buffers])
         return not any_rank(self._world, flag=not here) if self.strategy.is_sharded else here
 
     def state(self, *, copy: bool) -> ReplicaState:

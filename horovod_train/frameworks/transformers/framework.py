@@ -39,7 +39,6 @@ from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.framework import (
     choose_device,
-    on_device,
     placement,
     seed_generators,
     set_up,
@@ -47,7 +46,7 @@ from horovod_train.frameworks.torch.framework import (
 from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
-from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
 from horovod_train.frameworks.transformers.replica import TransformersReplica
 from horovod_train.frameworks.transformers.task import REQUIRED, TransformersTask
 from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher
@@ -80,7 +79,7 @@ class TransformersFramework(TorchDevice):
         seed_generators(job.train.seed, 0, 0)
         self._job, self._world = job, world
         self._task: TransformersTask = load_task(job.task, job.task_args, REQUIRED)
-        model = on_device(self._task.model(), device, job.train)
+        model = Placing(device, job.train)(self._task.model())
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer_over(job, parameters)
         collate = getattr(self._task, "collate", default_data_collator)

@@ -4,12 +4,13 @@ A strategy is a file here (or in another package, see ``registry.py``) with a cl
 and one row in the table. The replica calls it in this order:
 
     made         with the ranks, the job and ``strategy.args``; refuses what it cannot do
-    wrap         the model, before its optimizer is made
+    wrap         the model, on its way to the device, before its optimizer is made
     bind         model and optimizer; what is trained is known now
+    called       what the task calls in the model's place
     then in each step
       begin        which samples this rank has
-      expect_more  before each backward but the last
-      expect_last  before the last backward
+      expect_more  before each forward and backward pass but the last
+      expect_last  before the last
       reduce       gradients are completed; returns the loss of the whole step
       norm         of the whole gradient, where it is wanted
       gradients    are clipped by the replica
@@ -25,11 +26,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn.utils import get_total_norm
 
-from horovod_train.config.schema import Job
+from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import STRATEGY_SUPPORT
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.frameworks.torch.collectives import TensorCollectives
@@ -38,6 +40,25 @@ from horovod_train.frameworks.torch.trained import OptimizedParameters
 from horovod_train.registry import STRATEGIES
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Where a model is trained, and how it lies there.
+
+    Attributes:
+        device: The rank's.
+        train: The job's section.
+    """
+
+    device: torch.device
+    train: Train
+
+    def __call__(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return a model there."""
+        if self.train.channels_last:
+            return model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return model.to(self.device)
 
 
 class Strategy:
@@ -54,6 +75,7 @@ class Strategy:
         reads_later: Set from outside: the host must not wait for the device in a step.
         needs_equally_many: All ranks have to make as many forward and backward passes in a step.
         is_sharded: A rank holds only some of the model, or of the optimizer's state.
+        has_whole_weights: A rank holds all weights.
     """
 
     bytes_per_step: int = 0
@@ -63,12 +85,26 @@ class Strategy:
     reads_later: bool = False
     needs_equally_many: bool = False
     is_sharded: bool = False
+    has_whole_weights: bool = True
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
 
-    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the module that is trained in a model's place."""
-        return model
+    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
+        """Return the module that is trained in a model's place, on its device.
+
+        Args:
+            model: On the CPU.
+            placing: Brings a model to its device.
+        """
+        return placing(model)
+
+    def called(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return what the task calls in the model's place; the model is bound by now.
+
+        Args:
+            module: The model, or its compiled form.
+        """
+        return module
 
     def close(self) -> None:
         """Let go of the model. Safe to call twice."""
@@ -98,10 +134,10 @@ class Strategy:
         """A step begins."""
 
     def expect_more(self) -> None:
-        """The next backward is not the last of this step."""
+        """The next forward and backward pass is not the last of this step."""
 
     def expect_last(self) -> None:
-        """The next backward is the last of this step."""
+        """The next forward and backward pass is the last of this step."""
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Complete the gradients of the step.

@@ -1,0 +1,171 @@
+"""``torch.distributed`` inside of ranks that any launcher has started.
+
+There is no torchrun and no variable to set: the ranks are Horovod's, rank 0 opens a port that nobody else
+can have taken, and tells the others through Horovod. GPUs talk over NCCL, CPUs over Gloo, on the interface
+that the launch has chosen; ranks of one machine listen on loopback alone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Mapping, MutableMapping, Sequence
+from datetime import timedelta
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
+from horovod_train.config.schema import Health
+from horovod_train.errors import EngineError, HorovodTrainError, LostError, PeerError, UserError
+
+LOOPBACK = "127.0.0.1"
+# What Gloo raises, in a RuntimeError, when a peer has gone; and when it has not come in time.
+GONE = ("Connection closed by peer", "Connection reset by peer", "Application timeout caused pair closure")
+LATE = ("Timed out waiting", "Watchdog caught collective operation timeout")
+
+
+def start_process_group(ranks: Communicator, device: torch.device, health: Health) -> None:
+    """Bring up the process group of all ranks; every rank calls it. Safe to call twice.
+
+    Args:
+        ranks: All ranks of the job.
+        device: Where tensors will be.
+        health: How long a collective may take.
+
+    Raises:
+        EngineError: It cannot be brought up.
+    """
+    if dist.is_initialized():
+        return
+    interface, address = choose_address(allgather_json(ranks, ranks.host), os.environ)
+    share_interface(interface, os.environ)
+    # Read when the first group is made: so many collectives are remembered, to tell what a rank waits for.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "128")
+    timeout = timedelta(seconds=health.stall_shutdown_s)
+    try:
+        store = _common_store(ranks, address, timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=store,
+            rank=ranks.rank,
+            world_size=ranks.size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except (RuntimeError, ValueError, OSError) as error:
+        raise EngineError(
+            f"torch.distributed cannot start on {ranks.host}, at {address} of {interface}: {error}",
+            hint="do ranks reach each other there? launch.network_interface names another one",
+        ) from error
+    atexit.register(_end)
+
+
+def _common_store(ranks: Communicator, address: str, timeout: timedelta) -> Store:
+    """Return the store through which ranks find each other: rank 0 has it, on a port that was free."""
+    if ranks.size == 1:
+        return HashStore()
+    port, server = 0, None
+    if ranks.rank == 0:
+        listening = socket.socket()
+        listening.bind((address, 0))
+        listening.listen(ranks.size)
+        port = listening.getsockname()[1]
+        # Given the socket, it listens there; by itself it would on all addresses.
+        server = TCPStore(
+            address,
+            port,
+            ranks.size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timeout,
+            master_listen_fd=listening.detach(),
+        )
+    host, port = broadcast_json(ranks, [address, port])
+    return server or TCPStore(
+        host, port, ranks.size, is_master=False, wait_for_workers=False, timeout=timeout
+    )
+
+
+def _end() -> None:
+    """Leave the group: a process that ends without may be aborted."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def set_timeout(group: dist.ProcessGroup, health: Health) -> None:
+    """Give a group of a mesh the time that a collective may take: it does not have that of all ranks."""
+    timeout = timedelta(seconds=health.stall_shutdown_s)
+    dist.distributed_c10d._set_pg_timeout(timeout, group)  # noqa: SLF001  (there is no public way)
+
+
+def choose_address(hosts: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
+    """Return the interface and the address of this rank through which others reach it.
+
+    Args:
+        hosts: Of each rank.
+        environ: Says which interface a launch has chosen.
+
+    Raises:
+        EngineError: No address is to be found.
+    """
+    addresses = {
+        name: [each.address for each in found if each.family == socket.AF_INET]
+        for name, found in psutil.net_if_addrs().items()
+    }
+    wanted = environ.get("GLOO_SOCKET_IFNAME") or environ.get("HOROVOD_GLOO_IFACE")
+    if wanted is None and len(set(hosts)) == 1:
+        wanted = next((name for name, found in addresses.items() if LOOPBACK in found), None)
+    if wanted is not None:
+        if not addresses.get(wanted):
+            raise EngineError(f"the interface {wanted} has no IPv4 address here")
+        return wanted, addresses[wanted][0]
+    own = _address_of_the_host()
+    for name, found in addresses.items():
+        for address in found:
+            if address == own or (own is None and not address.startswith("127.")):
+                return name, address
+    raise EngineError("no network interface with an IPv4 address was found")
+
+
+def _address_of_the_host() -> str | None:
+    """Return the address that this host's name stands for, if others could use it."""
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+    return None if address.startswith("127.") else address
+
+
+def share_interface(interface: str, environ: MutableMapping[str, str]) -> None:
+    """Let Gloo and NCCL use an interface, where nobody has said otherwise."""
+    environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def explain_distributed(error: Exception, health: Health) -> HorovodTrainError | None:
+    """Return our error for one that a collective of ``torch.distributed`` raised; None: it is another one."""
+    if not isinstance(error, RuntimeError):
+        return None
+    text = str(error)
+    if any(sign in text for sign in LATE):
+        return LostError(
+            f"a collective of torch.distributed has waited {health.stall_shutdown_s:.0f} s for another rank; "
+            "ended after health.stall_shutdown_s"
+        )
+    if any(sign in text for sign in GONE):
+        return PeerError(f"a collective was ended because another rank left: {text[:200]}")
+    return None
+
+
+def explain_unused(error: Exception) -> HorovodTrainError | None:
+    """Return what to do about parameters that DDP has waited for in vain; None: the error is another one."""
+    if not isinstance(error, RuntimeError) or "Expected to have finished reduction" not in str(error):
+        return None
+    return UserError(
+        "strategy ddp: some parameters have had no gradient in a step",
+        hint="set strategy.args.find_unused_parameters: true, or use strategy: allreduce",
+    )

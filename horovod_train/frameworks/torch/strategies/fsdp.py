@@ -1,0 +1,192 @@
+"""PyTorch's ``fully_shard`` (FSDP2): each rank holds a part of weights, gradients and optimizer state.
+
+A unit, such as a layer, is gathered when its forward or backward pass begins, and given back after. What
+stays between steps is an N-th; at the peak there are two units besides, one in use and one on its way.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.collectives import TensorCollectives, broadcast_model
+from horovod_train.frameworks.torch.exchange import Exchange
+from horovod_train.frameworks.torch.held import Held, Optimized, whole_parameters
+from horovod_train.frameworks.torch.process_group import start_process_group
+from horovod_train.frameworks.torch.shards import held_of, local, num_copies
+from horovod_train.frameworks.torch.strategies.base import Placing
+from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
+from horovod_train.frameworks.torch.units import modules_fitting, units_of
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Fsdp(TorchDistributed):
+    """Shards a model unit by unit.
+
+    Args:
+        ranks: All of them.
+        job: The job.
+        units: Name patterns of modules that are gathered as one; None: the model's layers.
+        param_dtype: Type of weights in use; None: as they are.
+        reduce_dtype: Type of gradients on their way; None: that of weights in use.
+        reshard_after_forward: Give a unit back after its forward pass, and gather it again for backward.
+        reduce_each: Reduce gradients of each micro-batch; otherwise they add up whole until the last.
+        prefetch_units: So many units are gathered ahead.
+        offload: Keep weights, gradients and optimizer state in the memory of the host.
+    """
+
+    is_sharded = True
+    has_whole_weights = False
+
+    def __init__(
+        self,
+        ranks: TensorCollectives,
+        job: Job,
+        *,
+        units: Sequence[str] | None = None,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        reshard_after_forward: bool = True,
+        reduce_each: bool = True,
+        prefetch_units: int = 1,
+        offload: bool = False,
+    ) -> None:
+        super().__init__(ranks, job)
+        self._units = units
+        self._precision = MixedPrecisionPolicy(
+            param_dtype=DTYPES.get(param_dtype or ""), reduce_dtype=DTYPES.get(reduce_dtype or "")
+        )
+        self._reshard = reshard_after_forward
+        self._reduce_each = reduce_each
+        self._prefetch_units = prefetch_units
+        self._offload = offload
+        self._exchange = Exchange(ranks)
+
+    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
+        """Shard a model, rank 0's; unit by unit it leaves the memory of this process.
+
+        Raises:
+            UserError: It cannot be sharded so.
+        """
+        start_process_group(self._ranks, placing.device, self._job.health)
+        if self._offload and placing.device.type == "cpu":
+            raise UserError(
+                "strategy.args.offload: weights are in the memory of the host already: there is no GPU",
+                hint="leave it out",
+            )
+        broadcast_model(model, self._ranks)
+        units = (
+            units_of(model)
+            if self._units is None
+            else modules_fitting(model, self._units, "strategy.args.units")
+        )
+        mesh = init_device_mesh(placing.device.type, (self._ranks.size,))
+        scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+        offload = CPUOffloadPolicy() if self._offload else OffloadPolicy()
+        try:
+            for unit in units.values():
+                fully_shard(
+                    unit, mesh=mesh, reshard_after_forward=self._reshard, mp_policy=self._precision,
+                    offload_policy=offload, ignored_params=scalars & set(unit.parameters()),
+                )  # fmt: skip
+            fully_shard(
+                model, mesh=mesh, mp_policy=self._precision, offload_policy=offload, ignored_params=scalars
+            )
+        except ValueError as error:
+            raise UserError(
+                f"strategy fsdp cannot shard this model: {error}",
+                hint="name the modules that belong together in strategy.args.units",
+            ) from error
+        for scalar in scalars:
+            scalar.data = scalar.data.to(placing.device)
+        sharded = [unit for unit in units.values() if isinstance(unit, FSDPModule)]
+        self._set_up(model, sharded)
+        return model
+
+    def _set_up(self, model: torch.nn.Module, units: Sequence[FSDPModule]) -> None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                # Losses are weighted: gradients are summed, and not averaged.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(enable=True)
+        assert isinstance(model, FSDPModule)
+        # Else ranks that use different parameters would send different amounts, and be aborted.
+        model.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
+        for at, unit in enumerate(units):
+            ahead = units[at + 1 : at + 1 + self._prefetch_units]
+            behind = list(reversed(units[max(0, at - self._prefetch_units) : at]))
+            if self._prefetch_units > 1:
+                unit.set_modules_to_forward_prefetch(list(ahead))
+                unit.set_modules_to_backward_prefetch(behind)
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what is trained."""
+        super().bind(model, optimizer)
+        self._plain = [p for p in self._parameters() if not isinstance(p, DTensor) and p.requires_grad]
+        for group in optimizer.param_groups:
+            kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+            if len(kinds) > 1 and group.get("foreach") is None:
+                group["foreach"] = False  # one kernel for all takes one kind
+        self._bytes_once = sum(p.numel() * p.element_size() for p in model.parameters())
+
+    def held(self) -> Mapping[str, Held]:
+        """Return what this rank has of the whole model's weights and buffers."""
+        assert isinstance(self._model, FSDPModule)
+        self._model.reshard()  # an evaluation leaves some of it gathered
+        return {name: held_of(tensor) for name, tensor in self._model.state_dict().items()}
+
+    def optimized(self) -> Sequence[Optimized]:
+        """Return this rank's parts of the optimizer's parameters, in its order."""
+        return [
+            Optimized(each.name, held_of(each.held.tensor))
+            for each in whole_parameters(self._model, self._optimizer)
+        ]
+
+    # -- one step
+
+    def expect_more(self) -> None:
+        """Gradients of this micro-batch are reduced, or add up on each rank."""
+        assert isinstance(self._model, FSDPModule)
+        self._model.set_requires_gradient_sync(self._reduce_each)
+
+    def expect_last(self) -> None:
+        """Gradients are reduced."""
+        assert isinstance(self._model, FSDPModule)
+        self._model.set_requires_gradient_sync(requires_gradient_sync=True)
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Sum the gradients of what is not sharded; return the loss of the whole step."""
+        self.bytes_per_step = 3 * self._bytes_once  # gathered twice, and reduced
+        if self._plain:
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._plain]
+            for parameter, total in zip(self._plain, self._exchange.sum(gradients, "scalars"), strict=True):
+                parameter.grad = total
+        return super().reduce(weighted_loss)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return what is here of the gradients."""
+        return [local(gradient) for gradient in super().gradients()]
+
+    def norm(self) -> torch.Tensor:
+        """Return the L2 norm of the whole gradient: each part counts once."""
+        squares = torch.zeros(1, dtype=torch.float64, device=next(self._parameters()).device)
+        for gradient in super().gradients():
+            here = local(gradient)
+            squares += here.double().square().sum() / num_copies(gradient, self._ranks.size)
+        return self._ranks.wait(self._ranks.start_allreduce(squares, "horovod_train.norm")).sqrt()[0]

@@ -1,0 +1,59 @@
+"""What strategies have in common whose collectives are PyTorch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.frameworks.torch.process_group import start_process_group
+from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
+
+
+class TorchDistributed(Strategy):
+    """Ranks whose gradients PyTorch sums in its backward pass.
+
+    Args:
+        ranks: All of them.
+        job: The job.
+    """
+
+    needs_equally_many = True
+
+    def __init__(self, ranks: TensorCollectives, job: Job) -> None:
+        self._ranks = ranks
+        self._job = job
+        self._trained: dict[str, bool] = {}
+
+    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
+        """Start PyTorch's process group; return the model where it is trained."""
+        start_process_group(self._ranks, placing.device, self._job.health)
+        return placing(model)
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what is trained."""
+        super().bind(model, optimizer)
+        self._trained = self._requires_gradients()
+
+    def _requires_gradients(self) -> dict[str, bool]:
+        return {name: parameter.requires_grad for name, parameter in self._model.named_parameters()}
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the whole step: gradients are summed by now."""
+        if self._requires_gradients() != self._trained:
+            raise UserError(
+                f"what is trained has changed, which strategy {self._job.strategy.name} cannot take up",
+                hint="freeze parameters before training begins, or use strategy: allreduce",
+            )
+        loss = weighted_loss.detach().clone().reshape(1)
+        return self._ranks.wait(self._ranks.start_allreduce(loss, "horovod_train.loss"))[0]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients here."""
+        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
