@@ -40,7 +40,7 @@ class Ddp(TorchDistributed):
         self._called = DistributedDataParallel(
             module,
             bucket_cap_mb=self._job.allreduce.bucket_size_mib,
-            broadcast_buffers=False,  # running statistics are averaged
+            forward_sync_buffers=False,  # running statistics are averaged
             find_unused_parameters=self._find_unused,
             static_graph=self._static_graph,
             gradient_as_bucket_view=True,

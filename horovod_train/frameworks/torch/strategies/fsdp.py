@@ -147,16 +147,21 @@ class Fsdp(TorchDistributed):
 
     def held(self) -> Mapping[str, Held]:
         """Return what this rank has of the whole model's weights and buffers."""
-        assert isinstance(self._model, FSDPModule)
-        self._model.reshard()  # an evaluation leaves some of it gathered
+        self._reshard_all()
         return {name: held_of(tensor) for name, tensor in self._model.state_dict().items()}
 
     def optimized(self) -> Sequence[Optimized]:
         """Return this rank's parts of the optimizer's parameters, in its order."""
+        self._reshard_all()
         return [
             Optimized(each.name, held_of(each.held.tensor))
             for each in whole_parameters(self._model, self._optimizer)
         ]
+
+    def _reshard_all(self) -> None:
+        """Give back what an evaluation has left gathered."""
+        assert isinstance(self._model, FSDPModule)
+        self._model.reshard()
 
     # -- one step
 

@@ -1,0 +1,95 @@
+"""On every rank: train small models under each strategy, go on under another, and write the weights down.
+
+usage: OUT_FOLDER [CASE ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from strategy_cases import CASES, Way
+
+from horovod_train.checkpoint.arrays import dump_state
+from horovod_train.checkpoint.manager import CheckpointManager
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Checkpoint, Job
+from horovod_train.frameworks.torch.framework import TorchFramework
+from horovod_train.health.desync import check_replicas_identical
+from horovod_train.training.loop import evaluate, train
+from horovod_train.training.parts import resume_from, save_checkpoint
+from horovod_train.training.run import Run
+from horovod_train.worker import make_run
+
+torch.set_num_threads(1)
+framework = TorchFramework()
+world = framework.connect(Job(name="x", task="digits"))
+TASK = f"{Path(__file__).parent / 'strategy_cases.py'}:Task"
+
+
+def run_of(way: Way, **more: Any) -> Run:
+    job = Job.model_validate(way.job(TASK, **more))
+    mesh = Mesh.data_parallel(world)
+    run = make_run(job, mesh, *framework.prepare(job, mesh))
+    run.replica.broadcast()
+    return run
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def weights(run: Run) -> list[float]:
+    run.replica.strategy.held()  # gives back what an evaluation has gathered
+    parameters = [whole(p.detach()).double().flatten() for p in run.replica.model.parameters()]
+    return torch.cat(parameters).tolist()
+
+
+def kept(run: Run) -> dict[str, int]:
+    """What this rank holds between steps, in bytes."""
+    state = run.replica.state(copy=False)
+    return {
+        "model": sum(len(blob.data) for blob in state.model.values()),
+        "optimizer": sum(len(blob.data) for blob in state.optimizer.values()),
+    }
+
+
+def trained(way: Way) -> dict[str, Any]:
+    run = run_of(way)
+    train(run)
+    check_replicas_identical(world, run.replica.state(copy=False), "at the end")
+    found = {"weights": weights(run), "metrics": evaluate(run), "kept": kept(run)}
+    run.replica.strategy.close()
+    return found
+
+
+def gone_on(way: Way, folder: Path) -> dict[str, Any]:
+    """Train half of the way, save, and go on under the other strategy in new replicas."""
+    half = run_of(way, max_steps=3)
+    train(half)
+    manager = CheckpointManager(folder, Checkpoint(), world, {})
+    save_checkpoint(manager, world, half.replica, half.progress, dump_state(None, {}), wait=True)
+    half.replica.strategy.close()
+    second = run_of(way, strategy=way.then)
+    resumed = manager.latest()
+    assert resumed is not None
+    resume_from(world, resumed, second.replica, second.progress, lambda *_: None, lambda: None)
+    train(second)
+    manager.close()
+    second.replica.strategy.close()
+    return {"weights": weights(second), "metrics": evaluate(second)}
+
+
+out, *wanted = sys.argv[1:]
+found = {}
+for way in CASES:
+    if wanted and way.name not in wanted:
+        continue
+    found[way.name] = (
+        trained(way) if way.then is None else gone_on(way, Path(out) / way.name.replace(" ", "-"))
+    )
+(Path(out) / f"rank-{world.rank}.json").write_text(json.dumps(found))
+world.close()

@@ -1,0 +1,176 @@
+"""A small transformer, in 64 bits, and the ways to train it under each strategy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+NUM_SAMPLES = 22  # no global batch divides it: the last step of an epoch is short
+NUM_EVAL_SAMPLES = 7
+BATCH_SIZE = 2
+VOCABULARY, LENGTH, WIDTH, HEADS, LAYERS = 24, 6, 16, 4, 4
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def texts(num_samples: int, seed: int) -> torch.Tensor:
+    make = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (num_samples, LENGTH + 1), generator=make)
+
+
+class Task:
+    def model(self) -> nn.Module:
+        torch.manual_seed(7)
+        return Gpt().double()
+
+    def train_data(self) -> TensorDataset:
+        return TensorDataset(texts(NUM_SAMPLES, 1))
+
+    def eval_data(self) -> TensorDataset:
+        return TensorDataset(texts(NUM_EVAL_SAMPLES, 2))
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        (tokens,) = batch
+        return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        (tokens,) = batch
+        scores = model(tokens[:, :-1])
+        each = functional.cross_entropy(scores.transpose(1, 2), tokens[:, 1:], reduction="none")
+        return {"loss": each.mean(1)}
+
+
+ADAMW: dict[str, Any] = {"optimizer": "adamw", "args": {"weight_decay": 0.05, "eps": 1e-4}, "lr": 1e-2}
+"""A large epsilon: where gradients are close to zero, Adam makes much of the last bit of a sum."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train.
+
+    Attributes:
+        then: The strategy under which it goes on after three steps; None: it is trained in one go.
+    """
+
+    name: str
+    strategy: dict[str, Any]
+    optimizer: str = "sgd"
+    args: dict[str, Any] = field(default_factory=lambda: {"momentum": 0.9})
+    lr: float = 0.1
+    accumulation: int = 1
+    clip: float | None = None
+    then: dict[str, Any] | None = None
+
+    def job(
+        self, task: str, max_steps: int | None = None, strategy: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {
+            "name": "case",
+            "task": task,
+            "train": {
+                "epochs": 2,
+                "max_steps": max_steps,
+                "batch_size_per_rank": BATCH_SIZE,
+                "accumulation_steps": self.accumulation,
+                "clip_grad_norm": self.clip,
+            },
+            "optimizer": {"name": self.optimizer, "args": self.args},
+            "lr": {"base_lr": self.lr, "scaling": "none"},
+            "data": {"shuffle": False},
+            "allreduce": {"bucket_size_mib": 0.01},
+            "strategy": strategy or self.strategy,
+        }
+
+
+def ways(name: str, strategy: dict[str, Any]) -> list[Way]:
+    return [
+        Way(f"{name}, sgd momentum", strategy),
+        Way(f"{name}, adamw, accumulation and clipping", strategy, accumulation=2, clip=0.5, **ADAMW),
+    ]
+
+
+ALLREDUCE, ZERO, DDP, FSDP = ({"name": name} for name in ("allreduce", "zero", "ddp", "fsdp"))
+
+CASES = (
+    *ways("zero", ZERO),
+    *ways("ddp", DDP),
+    *ways("fsdp", FSDP),
+    Way(
+        "fsdp without resharding",
+        {**FSDP, "args": {"reshard_after_forward": False, "reduce_each": False}},
+        accumulation=2,
+        **ADAMW,
+    ),
+    Way("allreduce, then fsdp", ALLREDUCE, then=FSDP, **ADAMW),
+    Way("fsdp, then zero", FSDP, then=ZERO, **ADAMW),
+    Way("zero, then ddp", ZERO, then=DDP, **ADAMW),
+)
+
+
+def joint_batch(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
+    """The weights, and the loss of the evaluation, of one process that sees each global batch at once."""
+    task = Task()
+    model = task.model()
+    make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[way.optimizer]
+    optimizer = make(model.parameters(), lr=way.lr, **way.args)
+    data = texts(NUM_SAMPLES, 1)
+    global_batch = BATCH_SIZE * way.accumulation * world_size
+    for _ in range(2):
+        for start in range(0, NUM_SAMPLES, global_batch):
+            optimizer.zero_grad()
+            task.loss(model, (data[start : start + global_batch],)).backward()
+            if way.clip is not None:
+                gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+                for gradient in gradients if norm > way.clip else ():
+                    gradient.mul_(way.clip / norm)
+            optimizer.step()
+    with torch.no_grad():
+        loss = float(task.metrics(model, (texts(NUM_EVAL_SAMPLES, 2),))["loss"].mean())
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), loss

@@ -1,0 +1,44 @@
+"""Under each strategy ranks train like one process with the joint batch, in 64 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs.strategy_cases import CASES, Task, joint_batch
+from support.launching import results
+
+WORLDS = [
+    (2, "mpi"),
+    pytest.param((2, "gloo"), marks=pytest.mark.campaign),
+    pytest.param((4, "mpi"), marks=pytest.mark.campaign),
+    pytest.param((4, "gloo"), marks=pytest.mark.campaign),
+]
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world[0]} ranks {world[1]}")
+def trained(request, pools, tmp_path_factory):
+    num_ranks, controller = request.param
+    folder = tmp_path_factory.mktemp("trained")
+    pools.get("torch", num_ranks, controller).run("strategies.py", str(folder), folder=folder)
+    found = results(folder)
+    assert len(found) == num_ranks
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", CASES, ids=lambda way: way.name)
+class TestEveryStrategy:
+    def test_gives_the_weights_of_one_process_with_the_joint_batch(self, trained, way):
+        expected, _ = joint_batch(way, len(trained))
+        start = torch.cat([p.detach().flatten() for p in Task().model().parameters()])
+
+        for rank in trained:
+            weights = torch.tensor(rank[way.name]["weights"], dtype=torch.float64)
+            assert float((weights - expected).abs().max()) <= 1e-12
+        assert float((expected - start).abs().max()) > 1e-3
+
+    def test_is_evaluated_exactly(self, trained, way):
+        _, expected = joint_batch(way, len(trained))
+
+        for rank in trained:
+            assert rank[way.name]["metrics"]["loss"] == pytest.approx(expected, abs=1e-12)
