@@ -24,6 +24,7 @@ from horovod_train.collectives.base import Communicator, allgather_json, broadca
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
+from horovod_train.config.strategies import axes_of
 from horovod_train.cpu_affinity import bind
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, UserError
 from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
@@ -162,15 +163,16 @@ def run_rank(
     watch_waiting(recorder, world)
 
     stack.enter_context(explained_by(framework, job, world.rank))
-    mesh = Mesh.data_parallel(world)
+    mesh = Mesh.of(world, axes_of(job.strategy, world.size))
     run = make_run(job, mesh, *framework.prepare(job, mesh))
     if isinstance(framework, KnowsItsDevice):
         watch_device(job, recorder, framework.gpu_uuid(), framework.device_memory)
         if world.size > 1 and framework.gpu_uuid():
             stack.callback(DeviceWatch(world, job.health, tell, end).close)
     run.replica.broadcast()
-    # Every rank has the same weights now; what is random from here on (dropout) is the rank's own.
-    framework.seed(job.train.seed, world.rank + 1, 0)
+    # Every rank has the same weights now. What is random from here on (dropout) is each rank's own; those
+    # that share a model see the same samples, and the same of what is random.
+    framework.seed(job.train.seed, mesh.data.rank + 1, 0)
     resume(run, manager, framework, reporter)
     run.restore = lambda step: take_over(run, manager.at(step), framework)
 
@@ -316,7 +318,7 @@ def take_over(run: Run, resumed: Checkpointed, framework: Framework) -> None:
         run.replica,
         run.progress,
         framework.load_rng_state,
-        lambda: framework.seed(run.job.train.seed, run.world.rank + 1, run.progress.step),
+        lambda: framework.seed(run.job.train.seed, run.mesh.data.rank + 1, run.progress.step),
     )
 
 

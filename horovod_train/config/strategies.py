@@ -6,13 +6,15 @@ refused, before anything starts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
 
+from horovod_train.config.axes import Axes
 from horovod_train.config.fields import Count, Section
+from horovod_train.config.schema import Strategy
 from horovod_train.config.support import Refused
 
 
@@ -48,6 +50,16 @@ Pattern = Annotated[str, StringConstraints(min_length=1)]
 Width = Literal["fp32", "bf16", "fp16"]
 
 
+class TensorParallelArguments(Section):
+    """Layers are shared between ranks, with PyTorch's DTensor."""
+
+    degree: Count | None = None
+    """So many ranks share each layer; null: all."""
+
+    plan: dict[Pattern, Literal["colwise", "rowwise", "colwise_gather", "embedding"]] | None = None
+    """How modules are shared, by name patterns; null: the model's own plan, or that of a known kind."""
+
+
 class FsdpArguments(Section):
     """PyTorch's fully_shard."""
 
@@ -80,10 +92,24 @@ class StrategySupport:
     Attributes:
         arguments: What ``strategy.args`` may hold.
         refused: What it cannot honour.
+        axes: Returns how so many ranks are arranged, given the arguments.
     """
 
     arguments: type[Section] = NoArguments
     refused: tuple[Refused, ...] = ()
+    axes: Callable[[int, Any], Axes] = lambda world_size, _: Axes(world_size)
+
+
+def axes_of(strategy: Strategy, world_size: int) -> Axes:
+    """Return how the ranks of a job are arranged.
+
+    Raises:
+        UserError: The strategy cannot arrange so many.
+    """
+    support = STRATEGY_SUPPORT.get(strategy.name)
+    if support is None:
+        return Axes(world_size)
+    return support.axes(world_size, support.arguments.model_validate(strategy.args))
 
 
 OWN_SUMS = "PyTorch sums gradients, as they are"
@@ -113,6 +139,16 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("train.channels_last", "units are gathered in the order of their shapes", "leave it out"),
         ),
     ),
+    "tensor_parallel": StrategySupport(
+        TensorParallelArguments,
+        (
+            Refused("train.precision", NO_LOSS_SCALE, "use bf16 or fp32", values=("fp16",)),
+            Refused("train.channels_last", "weights are cut by their shapes", "leave it out"),
+            Refused("train.cuda_graph", "a graph cannot hold PyTorch's own collectives here", "leave it out"),
+            Refused("allreduce.codec", "what is not sent yet is kept for whole weights", "leave it out"),
+        ),
+        axes=lambda world_size, arguments: Axes.of(world_size, tensor=arguments.degree),
+    ),
     "zero": StrategySupport(
         ZeroArguments,
         (
@@ -124,3 +160,6 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
         ),
     ),
 }
+
+SPLIT_RANKS = ("tensor_parallel",)
+"""Strategies under which not all ranks read different samples."""

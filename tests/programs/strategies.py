@@ -17,6 +17,7 @@ from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Checkpoint, Job
+from horovod_train.config.strategies import axes_of
 from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.health.desync import check_replicas_identical
 from horovod_train.training.loop import evaluate, train
@@ -32,7 +33,7 @@ TASK = f"{Path(__file__).parent / 'strategy_cases.py'}:Task"
 
 def run_of(way: Way, **more: Any) -> Run:
     job = Job.model_validate(way.job(TASK, **more))
-    mesh = Mesh.data_parallel(world)
+    mesh = Mesh.of(world, axes_of(job.strategy, world.size))
     run = make_run(job, mesh, *framework.prepare(job, mesh))
     run.replica.broadcast()
     return run

@@ -107,6 +107,12 @@ class Way:
     clip: float | None = None
     then: dict[str, Any] | None = None
 
+    def num_data(self, world_size: int) -> int:
+        """How many ranks read different samples."""
+        if self.strategy["name"] != "tensor_parallel":
+            return world_size
+        return world_size // self.strategy["args"].get("degree", world_size)
+
     def job(
         self, task: str, max_steps: int | None = None, strategy: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -137,7 +143,20 @@ def ways(name: str, strategy: dict[str, Any]) -> list[Way]:
 
 ALLREDUCE, ZERO, DDP, FSDP = ({"name": name} for name in ("allreduce", "zero", "ddp", "fsdp"))
 
+PLAN = {
+    **dict.fromkeys(["blocks.*.attention.q", "blocks.*.attention.k", "blocks.*.attention.v"], "colwise"),
+    "blocks.*.attention.o": "rowwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.down": "rowwise",
+    "tokens": "embedding",
+    "head": "colwise_gather",
+}
+TENSOR = {"name": "tensor_parallel", "args": {"plan": PLAN}}
+TENSOR_PAIRS = {"name": "tensor_parallel", "args": {"plan": PLAN, "degree": 2}}
+
 CASES = (
+    *ways("tensor parallel", TENSOR),
+    *ways("tensor parallel in pairs", TENSOR_PAIRS),
     *ways("zero", ZERO),
     *ways("ddp", DDP),
     *ways("fsdp", FSDP),
@@ -160,7 +179,7 @@ def joint_batch(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
     make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[way.optimizer]
     optimizer = make(model.parameters(), lr=way.lr, **way.args)
     data = texts(NUM_SAMPLES, 1)
-    global_batch = BATCH_SIZE * way.accumulation * world_size
+    global_batch = BATCH_SIZE * way.accumulation * way.num_data(world_size)
     for _ in range(2):
         for start in range(0, NUM_SAMPLES, global_batch):
             optimizer.zero_grad()

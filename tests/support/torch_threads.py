@@ -107,6 +107,7 @@ class TorchThreads(TorchCommunicator):
         self.waiting_since_s = self.waiting_in = None
         self.log = CollectiveLog()
         self.at_close = ExitStack()
+        self._sets = {}
 
 
 def on_torch_ranks(size: int, function: Callable[[TorchThreads], Any]) -> list[Any]:

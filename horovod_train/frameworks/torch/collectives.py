@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from horovod_train.collectives.base import Communicator, SingleRank, allgather_json
 from horovod_train.collectives.horovod import Array, HorovodCommunicator
+from horovod_train.collectives.log import Waiting
 from horovod_train.errors import UserError
+
+Result = TypeVar("Result")
 
 
 @runtime_checkable
@@ -46,6 +50,13 @@ class TensorCollectives(Communicator, Protocol):
         """Overwrite a tensor with rank 0's, whatever its type."""
         ...
 
+    def split(self, groups: Sequence[Sequence[int]]) -> TensorCollectives:
+        """Return the ranks of the group that this rank is in, numbered in the group's order.
+
+        Every rank calls it with the same groups, which together are all ranks.
+        """
+        ...
+
 
 class TorchSingleRank(SingleRank):
     """A process alone: every sum is there already."""
@@ -68,6 +79,10 @@ class TorchSingleRank(SingleRank):
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
         """Do nothing."""
+
+    def split(self, groups: Sequence[Sequence[int]]) -> TensorCollectives:
+        """Return this rank."""
+        return self
 
 
 def with_tensors(ranks: Communicator) -> TensorCollectives:
@@ -109,21 +124,26 @@ class TorchCommunicator(HorovodCommunicator):
     """The ranks of a job, through Horovod's PyTorch binding."""
 
     BINDING = "torch"
+    _among: Mapping[str, Any] = MappingProxyType({})
+    """Which of Horovod's process sets collectives are of; empty: all ranks."""
+    _root = 0
+    """The first of them, as Horovod numbers it."""
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(settings)
+        self._sets: dict[tuple[int, ...], Any] = {}  # by their ranks: Horovod has each once
         if "OMP_NUM_THREADS" not in os.environ:
             share_cores(self.hvd.local_size())
 
     def allreduce_array(self, array: Array, name: str) -> Array:
         """Return the elementwise sum over ranks."""
         tensor = torch.from_numpy(array)
-        self.hvd.synchronize(self.hvd.allreduce_async_(tensor, name=name, op=self.hvd.Sum))
+        self.hvd.synchronize(self.hvd.allreduce_async_(tensor, name=name, op=self.hvd.Sum, **self._among))
         return array
 
     def allgather_arrays(self, array: Array, name: str) -> Array:
         """Return the arrays of all ranks, one after the other."""
-        joined: Array = self.hvd.allgather(torch.tensor(array), name=name).numpy()
+        joined: Array = self.hvd.allgather(torch.tensor(array), name=name, **self._among).numpy()
         return joined
 
     def start_allreduce(self, tensor: torch.Tensor, name: str) -> Any:
@@ -131,13 +151,13 @@ class TorchCommunicator(HorovodCommunicator):
         # Horovod knows no complex numbers; a sum of pairs is the same.
         reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         entry = self.log.begin(name, size_bytes_of(reals))
-        start = partial(self.hvd.allreduce_async_, reals, name=name, op=self.hvd.Sum)
+        start = partial(self.hvd.allreduce_async_, reals, name=name, op=self.hvd.Sum, **self._among)
         return self.wait_in(entry, start), entry
 
     def start_allgather(self, tensor: torch.Tensor, name: str) -> Any:
         """Begin to gather flat tensors of the same length; returns at once."""
         entry = self.log.begin(name, size_bytes_of(tensor))
-        return self.wait_in(entry, partial(self.hvd.allgather_async, tensor, name=name)), entry
+        return self.wait_in(entry, partial(self.hvd.allgather_async, tensor, name=name, **self._among)), entry
 
     def start_reduce_scatter(self, tensor: torch.Tensor, name: str) -> Any:
         """Begin to sum a flat tensor over ranks, each of which gets its part alone; returns at once.
@@ -147,10 +167,10 @@ class TorchCommunicator(HorovodCommunicator):
         """
         entry = self.log.begin(name, size_bytes_of(tensor))
         if tensor.is_cuda or self.hvd.mpi_enabled():
-            start = partial(self.hvd.reducescatter_async, tensor, name=name, op=self.hvd.Sum)
+            start = partial(self.hvd.reducescatter_async, tensor, name=name, op=self.hvd.Sum, **self._among)
         else:
             lengths = torch.full((self.size,), tensor.numel() // self.size, dtype=torch.int32)
-            start = partial(self.hvd.alltoall_async, tensor, lengths, name=name)
+            start = partial(self.hvd.alltoall_async, tensor, lengths, name=name, **self._among)
         return self.wait_in(entry, start), entry
 
     def wait(self, handle: Any) -> torch.Tensor:
@@ -164,15 +184,56 @@ class TorchCommunicator(HorovodCommunicator):
         entry.ended_s = monotonic()
         return result
 
+    def split(self, groups: Sequence[Sequence[int]]) -> TensorCollectives:
+        """Return the ranks of the group that this rank is in; Horovod makes a process set of each."""
+        if len(groups) == 1:
+            return self
+        if len(groups) == self.size:
+            return TorchSingleRank(host=self.host)
+        for group in groups:
+            if tuple(group) not in self._sets:
+                self._sets[tuple(group)] = self.hvd.add_process_set(list(group))
+        mine = next(tuple(group) for group in groups if self.rank in group)
+        return ProcessSet(self, mine, self._sets[mine])
+
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
         """Overwrite a tensor with rank 0's, whatever its type."""
         # Horovod knows no bfloat16 and no bool; bytes are bytes.
         whole = tensor.detach().contiguous()
         view = whole.reshape(-1).view(torch.uint8)
-        self.call(lambda: self.hvd.broadcast_(view, root_rank=0, name=name), name, size_bytes_of(view))
+        self.call(
+            lambda: self.hvd.broadcast_(view, root_rank=self._root, name=name, **self._among),
+            name,
+            size_bytes_of(view),
+        )
         let_stream_follow(view)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(whole)
+
+
+class ProcessSet(TorchCommunicator):
+    """Some ranks of a job, as one of Horovod's process sets.
+
+    Args:
+        world: All ranks.
+        ranks: Those of the set, this one among them, in the order in which the set numbers them.
+        process_set: Horovod's.
+    """
+
+    def __init__(self, world: TorchCommunicator, ranks: Sequence[int], process_set: Any) -> None:
+        self.hvd, self.lost, self.log, self.at_close = world.hvd, world.lost, world.log, world.at_close
+        self.host, self.local_rank = world.host, world.local_rank
+        self.rank, self.size = list(ranks).index(world.rank), len(ranks)
+        self._world = world
+        self.waiting_since_s, self.waiting_in = None, None  # all ranks know
+        self._among, self._root = {"process_set": process_set}, ranks[0]
+
+    def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
+        """Call what blocks; whoever looks at all ranks sees for what, and since when."""
+        return self._world.wait_in(entry, blocking)
+
+    def close(self) -> None:
+        """Do nothing: all ranks are left together."""
 
 
 def let_stream_follow(result: torch.Tensor) -> None:

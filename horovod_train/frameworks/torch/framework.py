@@ -24,7 +24,7 @@ from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
-from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
+from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import CudaRecorder, Recorder
@@ -57,7 +57,7 @@ class TorchFramework(TorchDevice):
         recorder = recorder_of(job, device)
         seed_generators(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, REQUIRED)
-        strategy = make_strategy(job, with_tensors(mesh.data))
+        strategy = make_strategy(job, mesh)
         model = task.model()
         recompute_activations(model, job.train.activation_checkpointing)
         model = strategy.wrap(model, Placing(device, job.train))
@@ -73,6 +73,7 @@ class TorchFramework(TorchDevice):
             optimizer=optimizer,
             strategy=strategy,
             world=mesh.data,
+            all_ranks=mesh.world,
             train=job.train,
             flops=FlopCounter() if wants_flops(job, device.type) else None,
             health=job.health,

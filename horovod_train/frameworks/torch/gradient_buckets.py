@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,11 @@ from horovod_train.frameworks.torch.codecs.base import Codec
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in its bucket; ``gradient`` and ``packed`` have the parameter's shape."""
+    """A parameter's place in its bucket; ``packed`` has the shape of what is here of it.
+
+    Attributes:
+        gradient: In the form of the parameter.
+    """
 
     parameter: torch.nn.Parameter
     index: int
@@ -50,10 +54,10 @@ class Bucket:
                 self.slots.append(Slot(parameter, index, gradient, body[piece].view(pairs)))
             else:
                 gradient, packed = (
-                    laid_out(self.gradients[piece], parameter),
-                    laid_out(body[piece], parameter),
+                    laid_out(self.gradients[piece], here(parameter)),
+                    laid_out(body[piece], here(parameter)),
                 )
-                self.slots.append(Slot(parameter, index, gradient, packed))
+                self.slots.append(Slot(parameter, index, like(parameter, gradient), packed))
         self.num_missing = len(self.slots)
         self.is_sent = False
 
@@ -71,7 +75,31 @@ class Bucket:
 
 
 def _num_reals(parameter: torch.Tensor) -> int:
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
+    return here(parameter).numel() * (2 if parameter.is_complex() else 1)
+
+
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what is here of a tensor that ranks share (a ``DTensor``), and any other as it is."""
+    to_local: Callable[[], torch.Tensor] | None = getattr(tensor.detach(), "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def aligned(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient shared between ranks as its parameter is; autograd leaves it as it comes."""
+    wanted = getattr(parameter, "placements", None)
+    if wanted is None or getattr(gradient, "placements", None) == wanted:
+        return gradient
+    shared: torch.Tensor = gradient.redistribute(placements=wanted)  # type: ignore[attr-defined]
+    return shared
+
+
+def like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient, the same memory, in the form of a parameter, which ranks may share."""
+    if not hasattr(parameter, "to_local"):
+        return gradient
+    from horovod_train.frameworks.torch.shards import held_of  # takes a while to import
+
+    return held_of(parameter).like(gradient)
 
 
 def laid_out(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -92,7 +120,8 @@ def laid_out(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def as_reals(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient densely, complex numbers as pairs."""
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    own = here(gradient)
+    dense = own.to_dense() if own.is_sparse else own
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
 
@@ -104,7 +133,7 @@ def make_buckets(
     A bucket holds one type on one device; the last one carries what rides along.
     """
     kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
-    sizes_bytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    sizes_bytes = [here(parameter).numel() * parameter.element_size() for parameter in parameters]
     plan = plan_buckets(kinds, sizes_bytes, bucket_size_bytes, in_a_row=True)
     # After the flags of all: whether this rank has changed what it trains, and the loss.
     num_extra = len(parameters) + 2

@@ -46,7 +46,8 @@ class TorchReplica:
         model: On its device.
         optimizer: Over the model's parameters.
         strategy: Keeps the replicas of all ranks in step; bound to model and optimizer.
-        world: The ranks.
+        world: The ranks that share the samples of a step.
+        all_ranks: Those and others, if there are others: ranks may share a model.
         train: The job's ``train`` section.
         task: Gives loss and metrics; None when the user's own loop does.
         forward_model: What the task calls: the model's compiled form; None: the model itself.
@@ -70,8 +71,10 @@ class TorchReplica:
         flops: FlopCounter | None = None,
         health: Health | None = None,
         lag_steps: int | None = None,
+        all_ranks: Communicator | None = None,
     ) -> None:
         self.task = task
+        self._all_ranks = all_ranks or world
         self.model = model
         self.forward_model = model if forward_model is None else forward_model
         self.optimizer = optimizer
@@ -89,7 +92,7 @@ class TorchReplica:
         strategy.reads_later = self.lag_steps > 0
         self._local_loss = torch.zeros((), device=self._device)
         self.scaler: torch.amp.GradScaler = DeviceScaler(self._device.type, enabled=train.precision == "fp16")
-        tells = world.rank == 0
+        tells = self._all_ranks.rank == 0
         self._saved_state = SavedState(model, optimizer, strategy, self.scaler, tells=tells)
         self._updates = self._make_updates()
         self._is_training = False
@@ -372,7 +375,7 @@ class TorchReplica:
         """Return whether all weights and running statistics are finite numbers: the same on every rank."""
         weights = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]
         here = all(bool(t.isfinite().all()) for t in [*weights, *self._statistics.buffers])
-        return not any_rank(self._world, flag=not here) if self.strategy.is_sharded else here
+        return not any_rank(self._all_ranks, flag=not here) if self.strategy.is_sharded else here
 
     def state(self, *, copy: bool) -> ReplicaState:
         """Return the state; with ``copy`` it stays as it is until the next copy is taken."""

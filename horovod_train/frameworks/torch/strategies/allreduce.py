@@ -29,25 +29,33 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
 from horovod_train.frameworks.torch.codecs.kept_back import KeptBack
 from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
-from horovod_train.frameworks.torch.gradient_buckets import Bucket, Slot, as_reals, make_buckets
+from horovod_train.frameworks.torch.gradient_buckets import (
+    Bucket,
+    Slot,
+    aligned,
+    as_reals,
+    here,
+    make_buckets,
+)
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import Named, Optimized, OptimizedParameters, check_same_trained
 
 log = logging.getLogger(__name__)
 
 
-def allreduce(ranks: TensorCollectives, job: Job) -> Strategy:
+def allreduce(mesh: Mesh, job: Job) -> Strategy:
     """Return the strategy ``allreduce``; its settings are the job's section of that name.
 
     Raises:
         UserError: The codec cannot be made, or the job cannot be trained with it.
     """
-    strategy = summed_gradients(ranks, job.allreduce)
+    strategy = summed_gradients(mesh.data, job.allreduce)
     if job.train.precision == "fp16" and job.allreduce.codec is not None:
         raise UserError(
             f"codec {job.allreduce.codec.name!r} cannot be had with train.precision: fp16: what is kept back "
@@ -76,8 +84,11 @@ class SingleRankStrategy(Strategy):
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Make sparse gradients dense, as they are on several ranks; return the loss."""
         for parameter in self._parameters():
-            if parameter.grad is not None and parameter.grad.is_sparse:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
+            parameter.grad = aligned(parameter, parameter.grad)
         return weighted_loss
 
     def gradients(self) -> list[torch.Tensor]:
@@ -320,9 +331,11 @@ class AllreduceStrategy(Strategy):
 
     def _pack(self, slot: Slot) -> None:
         gradient = slot.parameter.grad
+        if gradient is not None:
+            gradient = aligned(slot.parameter, gradient)
         if gradient is None:
             slot.packed.zero_()
-        elif gradient.is_sparse or gradient.data_ptr() != slot.packed.data_ptr():
+        elif gradient.is_sparse or here(gradient).data_ptr() != slot.packed.data_ptr():
             slot.packed.copy_(as_reals(gradient))
 
     def _send(self, number: int) -> None:

@@ -3,7 +3,7 @@
 A strategy is a file here (or in another package, see ``registry.py``) with a class and its arguments,
 and one row in the table. The replica calls it in this order:
 
-    made         with the ranks, the job and ``strategy.args``; refuses what it cannot do
+    made         with the mesh of ranks, the job and ``strategy.args``; refuses what it cannot do
     wrap         the model, on its way to the device, before its optimizer is made
     bind         model and optimizer; what is trained is known now
     called       what the task calls in the model's place
@@ -31,10 +31,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils import get_total_norm
 
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import STRATEGY_SUPPORT
 from horovod_train.data.planned_step import PlannedStep
-from horovod_train.frameworks.torch.collectives import TensorCollectives
 from horovod_train.frameworks.torch.held import Held, Optimized, whole_model, whole_parameters
 from horovod_train.frameworks.torch.trained import OptimizedParameters
 from horovod_train.registry import STRATEGIES
@@ -184,7 +184,7 @@ class Strategy:
             log.warning("the checkpoint holds gradients that were to be sent later: they are dropped")
 
 
-def make_strategy(job: Job, ranks: TensorCollectives) -> Strategy:
+def make_strategy(job: Job, mesh: Mesh) -> Strategy:
     """Return the job's strategy.
 
     Raises:
@@ -195,7 +195,7 @@ def make_strategy(job: Job, ranks: TensorCollectives) -> Strategy:
         args = support.arguments.model_validate(args).model_dump()  # rules have looked at them
     strategy: Strategy = STRATEGIES.make(
         job.strategy.name,
-        lambda factory: factory(ranks, job, **args),
+        lambda factory: factory(mesh, job, **args),
         args_field="strategy.args",
     )
     return strategy

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.frameworks.torch.collectives import TensorCollectives
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
 
 
@@ -16,7 +16,7 @@ class Ddp(TorchDistributed):
     """Sums gradients with PyTorch's reducer.
 
     Args:
-        ranks: All of them.
+        mesh: Of the ranks.
         job: Says how large buckets are.
         find_unused_parameters: Some parameters have no gradient in some steps.
         static_graph: The same parameters are used in the same order in each step.
@@ -24,13 +24,13 @@ class Ddp(TorchDistributed):
 
     def __init__(
         self,
-        ranks: TensorCollectives,
+        mesh: Mesh,
         job: Job,
         *,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
     ) -> None:
-        super().__init__(ranks, job)
+        super().__init__(mesh, job)
         self._find_unused = find_unused_parameters
         self._static_graph = static_graph
         self._called: DistributedDataParallel | None = None

@@ -20,9 +20,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.collectives import TensorCollectives, broadcast_model
+from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.held import Held, Optimized, whole_parameters
 from horovod_train.frameworks.torch.process_group import start_process_group
@@ -40,7 +41,7 @@ class Fsdp(TorchDistributed):
     """Shards a model unit by unit.
 
     Args:
-        ranks: All of them.
+        mesh: Of the ranks.
         job: The job.
         units: Name patterns of modules that are gathered as one; None: the model's layers.
         param_dtype: Type of weights in use; None: as they are.
@@ -56,7 +57,7 @@ class Fsdp(TorchDistributed):
 
     def __init__(
         self,
-        ranks: TensorCollectives,
+        mesh: Mesh,
         job: Job,
         *,
         units: Sequence[str] | None = None,
@@ -67,7 +68,7 @@ class Fsdp(TorchDistributed):
         prefetch_units: int = 1,
         offload: bool = False,
     ) -> None:
-        super().__init__(ranks, job)
+        super().__init__(mesh, job)
         self._units = units
         self._precision = MixedPrecisionPolicy(
             param_dtype=DTYPES.get(param_dtype or ""), reduce_dtype=DTYPES.get(reduce_dtype or "")
@@ -76,7 +77,7 @@ class Fsdp(TorchDistributed):
         self._reduce_each = reduce_each
         self._prefetch_units = prefetch_units
         self._offload = offload
-        self._exchange = Exchange(ranks)
+        self._exchange = Exchange(self._ranks)
 
     def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
         """Shard a model, rank 0's; unit by unit it leaves the memory of this process.

@@ -29,10 +29,11 @@ import torch
 
 from horovod_train.checkpoint.tree import pack_tree
 from horovod_train.collectives.base import allgather_json
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.frameworks.torch.collectives import with_tensors
 from horovod_train.frameworks.torch.exchange import NARROW, Exchange
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import Named, OptimizedParameters, check_same_trained
@@ -45,15 +46,15 @@ class LocalSgd(Strategy):
     gradient of zeros there, so that optimizers of all ranks keep the same state.
 
     Args:
-        ranks: Those that share the samples of a step.
+        mesh: Of the ranks.
         job: Says how large pieces travel.
         every_steps: So many steps are made between two means.
     """
 
     can_be_read_later = False  # ranks tell each other their losses in each step
 
-    def __init__(self, ranks: TensorCollectives, job: Job, *, every_steps: int) -> None:
-        self._ranks = ranks
+    def __init__(self, mesh: Mesh, job: Job, *, every_steps: int) -> None:
+        self._ranks = ranks = with_tensors(mesh.data)
         self._every_steps = every_steps
         self._exchange = Exchange(ranks, int(job.allreduce.bucket_size_mib * 2**20))
         self._num_steps = 0

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.frameworks.torch.collectives import with_tensors
 from horovod_train.frameworks.torch.process_group import start_process_group
 from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
 
@@ -17,14 +18,15 @@ class TorchDistributed(Strategy):
     """Ranks whose gradients PyTorch sums in its backward pass.
 
     Args:
-        ranks: All of them.
+        mesh: Of the ranks.
         job: The job.
     """
 
     needs_equally_many = True
 
-    def __init__(self, ranks: TensorCollectives, job: Job) -> None:
-        self._ranks = ranks
+    def __init__(self, mesh: Mesh, job: Job) -> None:
+        self._mesh = mesh
+        self._ranks = with_tensors(mesh.world)
         self._job = job
         self._trained: dict[str, bool] = {}
 

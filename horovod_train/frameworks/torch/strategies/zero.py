@@ -26,11 +26,12 @@ from torch.nn.utils import get_total_norm
 from torch.utils.hooks import RemovableHandle
 
 from horovod_train.checkpoint.arrays import Part
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, Message
-from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
 from horovod_train.frameworks.torch.elementwise import check_elementwise, move_state
 from horovod_train.frameworks.torch.gradient_buckets import Bucket, Slot, as_reals, make_buckets
 from horovod_train.frameworks.torch.held import Held, Optimized
@@ -124,15 +125,15 @@ class Zero(Strategy):
     """Reduce-scatters gradients, updates this rank's part of the weights, and gathers all of them.
 
     Args:
-        ranks: Those that share the samples of a step.
+        mesh: Of the ranks.
         job: Says how large buckets are.
         stage: 1: micro-batches add up in whole gradients; 2: in this rank's part.
     """
 
     is_sharded = True
 
-    def __init__(self, ranks: TensorCollectives, job: Job, *, stage: int = 2) -> None:
-        self._ranks = ranks
+    def __init__(self, mesh: Mesh, job: Job, *, stage: int = 2) -> None:
+        self._ranks = with_tensors(mesh.data)
         self._bucket_size_bytes = int(job.allreduce.bucket_size_mib * 2**20)
         self._sends_each = stage == 2
         self.needs_equally_many = self._sends_each and job.train.accumulation_steps > 1

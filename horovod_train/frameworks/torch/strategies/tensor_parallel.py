@@ -1,0 +1,228 @@
+"""Tensor parallelism: ranks share each layer, with PyTorch's ``DTensor``.
+
+A linear layer is cut by its outputs (colwise) and the next one by its inputs (rowwise), so that ranks
+exchange activations once for the two. Ranks that share a model read the same samples; those that have the
+same part of it read different ones, and sum their gradients through Horovod as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Job
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.collectives import broadcast_model, with_tensors
+from horovod_train.frameworks.torch.gradient_buckets import here
+from horovod_train.frameworks.torch.held import Held, Optimized, whole_parameters
+from horovod_train.frameworks.torch.process_group import set_timeout, start_process_group
+from horovod_train.frameworks.torch.shards import held_of, num_copies
+from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
+from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
+
+STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "embedding": lambda: RowwiseParallel(input_layouts=Replicate()),
+}
+TRANSFORMERS_STYLES = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_gather_output": "colwise_gather",
+    "embedding_rowwise": "embedding",
+}
+"""What Transformers calls them in a model's own plan."""
+CUT_DIMENSION = {"colwise": 0, "colwise_gather": 0, "rowwise": 1, "embedding": 0}
+
+
+class TensorParallel(Strategy):
+    """Shares layers along the mesh's tensor axis.
+
+    Args:
+        mesh: Of the ranks.
+        job: The job.
+        degree: So many ranks share each layer; the mesh has it as its axis.
+        plan: How modules are shared, by name patterns; None: the model's own plan.
+    """
+
+    is_sharded = True
+    has_whole_weights = False
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        job: Job,
+        *,
+        degree: int | None = None,
+        plan: Mapping[str, str] | None = None,
+    ) -> None:
+        self._job = job
+        self._world = with_tensors(mesh.world)
+        self._axes = mesh.axes
+        self._plan = plan
+        self._data = summed_gradients(mesh.data, job.allreduce)
+
+    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
+        """Share a model, rank 0's.
+
+        Raises:
+            UserError: There is no plan for it, or one that does not fit.
+        """
+        start_process_group(self._world, placing.device, self._job.health)
+        broadcast_model(model, self._world)
+        placed = placing(model)
+        axes = (self._axes.data, self._axes.tensor)
+        mesh = init_device_mesh(placing.device.type, axes, mesh_dim_names=("data", "tensor"))
+        set_timeout(mesh.get_group("tensor"), self._job.health)
+        share_layers(placed, mesh["tensor"], self._plan or plan_of(placed))
+        return placed
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what is trained."""
+        super().bind(model, optimizer)
+        self._data.reads_later = self.reads_later
+        self._data.bind(model, optimizer)
+        for group in optimizer.param_groups:
+            kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
+            if len(kinds) > 1 and group.get("foreach") is None:
+                group["foreach"] = False  # one kernel for all takes one kind
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        self._data.close()
+
+    def held(self) -> Mapping[str, Held]:
+        """Return what this rank has of the whole model's weights and buffers."""
+        return {name: held_of(tensor) for name, tensor in self._model.state_dict().items()}
+
+    def optimized(self) -> Sequence[Optimized]:
+        """Return this rank's parts of the optimizer's parameters, in its order."""
+        return [
+            Optimized(each.name, held_of(each.held.tensor))
+            for each in whole_parameters(self._model, self._optimizer)
+        ]
+
+    # -- one step
+
+    def expect_last(self) -> None:
+        """The next forward and backward pass is the last of this step."""
+        self._data.expect_last()
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Sum gradients over the ranks that have the same part of the model."""
+        loss = self._data.reduce(weighted_loss)
+        self.bytes_per_step, self.layout = self._data.bytes_per_step, self._data.layout
+        return loss
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return what is here of the gradients."""
+        return [here(gradient) for gradient in self._data.gradients()]
+
+    def norm(self) -> torch.Tensor:
+        """Return the L2 norm of the whole gradient: each part counts once."""
+        parameters = [
+            p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        squares = torch.zeros(1, dtype=torch.float64, device=here(parameters[0]).device)
+        for parameter in parameters:
+            own = here(parameter.grad).double().square().sum()
+            squares += own / num_copies(parameter, self._world.size)
+        return self._world.wait(self._world.start_allreduce(squares, "horovod_train.norm")).sqrt()[0]
+
+
+def plan_of(model: torch.nn.Module) -> dict[str, str]:
+    """Return how a model of a known kind is shared, by name patterns.
+
+    Raises:
+        UserError: It is of none.
+    """
+    plan = {
+        pattern: TRANSFORMERS_STYLES.get(style, style)
+        for pattern, style in (getattr(model, "_tp_plan", None) or {}).items()
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.TransformerEncoderLayer | torch.nn.TransformerDecoderLayer):
+            plan |= {f"{name}.linear1": "colwise", f"{name}.linear2": "rowwise"}
+    if not plan:
+        raise UserError(
+            f"strategy tensor_parallel: how a {type(model).__name__} is shared is not known",
+            hint="say it in strategy.args.plan, as in {'blocks.*.up': colwise, 'blocks.*.down': rowwise}",
+        )
+    return plan
+
+
+def share_layers(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Share a model's layers between the ranks of a mesh.
+
+    Raises:
+        UserError: The plan does not fit the model, or its weights cannot be cut so.
+    """
+    chosen: dict[str, str] = {}
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise UserError(
+                f"strategy tensor_parallel: {pattern} is to be shared as {style!r}",
+                hint=f"ways are {', '.join(STYLES)}; give strategy.args.plan",
+            )
+        fitting = [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise UserError(f"strategy.args.plan: {pattern!r} fits no module")
+        chosen |= dict.fromkeys(fitting, style)
+    for name, style in chosen.items():
+        _check_can_be_cut(name, model.get_submodule(name), style, mesh.size())
+    tied = _tied(model)
+    parallelize_module(model, mesh, {name: STYLES[style]() for name, style in chosen.items()})
+    _tie_again(model, tied)
+    if torch.backends.mha.get_fastpath_enabled():
+        torch.backends.mha.set_fastpath_enabled(False)  # it takes no shared weights
+
+
+def _check_can_be_cut(name: str, module: torch.nn.Module, style: str, num_ranks: int) -> None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        raise UserError(
+            f"strategy tensor_parallel: {name} is a {type(module).__name__}, which cannot be cut",
+            hint="Linear and Embedding can",
+        )
+    length = weight.shape[CUT_DIMENSION[style]]
+    if style != "embedding" and length % num_ranks:
+        raise UserError(
+            f"strategy tensor_parallel: {name} has {length} {'inputs' if style == 'rowwise' else 'outputs'}, "
+            f"which {num_ranks} ranks cannot share",
+            hint="set strategy.args.degree to a divisor, or leave it out of strategy.args.plan",
+        )
+
+
+def _tied(model: torch.nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def _tie_again(model: torch.nn.Module, tied: Sequence[Sequence[str]]) -> None:
+    """Make parameters one again that were one before they were shared."""
+    for first, *others in tied:
+        source = model.get_parameter(first)
+        for name in others:
+            own = model.get_parameter(name)
+            if getattr(own, "placements", None) != getattr(source, "placements", None):
+                raise UserError(
+                    f"strategy tensor_parallel: {first} and {name} are one weight, cut in two ways",
+                    hint="share both in the same way in strategy.args.plan, or neither",
+                )
+            module, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(module), leaf, source)
