@@ -170,8 +170,7 @@ def run_rank(
         if world.size > 1 and framework.gpu_uuid():
             stack.callback(DeviceWatch(world, job.health, tell, end).close)
     run.replica.broadcast()
-    # Every rank has the same weights now. What is random from here on (dropout) is each rank's own; those
-    # that share a model see the same samples, and the same of what is random.
+    # What is random from here on (dropout) is each rank's own, and of those that share a model the same.
     framework.seed(job.train.seed, mesh.data.rank + 1, 0)
     resume(run, manager, framework, reporter)
     run.restore = lambda step: take_over(run, manager.at(step), framework)

@@ -404,6 +404,6 @@ class Job(Section):
     health: Health = Health()
     launch: Launch = Launch()
 
-    def global_batch_size(self, world_size: int) -> int:
-        """Samples per optimizer step on ``world_size`` ranks."""
-        return self.train.batch_size_per_rank * self.train.accumulation_steps * world_size
+    def global_batch_size(self, num_ranks: int) -> int:
+        """Samples per optimizer step on so many ranks that read different samples."""
+        return self.train.batch_size_per_rank * self.train.accumulation_steps * num_ranks

@@ -213,7 +213,8 @@ def evaluate(run: Run) -> dict[str, float]:
         spare = spare_eval_micro_batches(num_samples, batch_size, ranks.rank, ranks.size)
     batches = run.eval_reader.read(0, np.arange(num_samples), (*mine, *spare))
     sums = run.replica.evaluate(islice(batches, len(mine)))
-    run.replica.evaluate(batches)  # what is spare is not counted
+    if spare:
+        run.replica.evaluate(batches)  # and is not counted
     return mean_over_ranks(ranks, sums)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from horovod_train.collectives.base import SingleRank
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import share_of_step
@@ -58,7 +59,7 @@ def replica_of(
     model = copy.deepcopy(MODEL).to(device=device, dtype=dtype)
     name, args = optimizer
     made = getattr(torch.optim, name)(model.parameters(), **{"fused": True, **args})
-    strategy = make_strategy(job, world)
+    strategy = make_strategy(job, Mesh.data_parallel(world))
     strategy.bind(model, made)
     task = task or Task()
     task.rank = world.rank

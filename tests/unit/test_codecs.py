@@ -16,6 +16,7 @@ from torch import nn
 
 from horovod_train.checkpoint.store import list_checkpoints, read_checkpoint
 from horovod_train.collectives.base import SingleRank
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
@@ -332,7 +333,7 @@ class TestWhatIsRefused:
             "allreduce": {"codec": {"name": "top-k", "args": args}},
             **job,
         }
-        return allreduce(with_tensors(SingleRank()), Job.model_validate(fields))
+        return allreduce(Mesh.data_parallel(SingleRank()), Job.model_validate(fields))
 
     @pytest.mark.parametrize("keep", [0, -0.1, 1.5, "1%", True, None, float("nan")])
     def test_is_what_is_no_part(self, keep):

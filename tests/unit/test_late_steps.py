@@ -246,7 +246,7 @@ class TestWhichOptimizers:
             model.parameters(), **{k: v for k, v in args.items() if v is not None}
         )
         job = Job(name="late", task="own:Loop")
-        strategy = make_strategy(job, world)
+        strategy = make_strategy(job, Mesh.data_parallel(world))
         strategy.bind(model, made)
         replica = TorchReplica(
             model=model, optimizer=made, strategy=strategy, world=world, train=job.train,
@@ -312,7 +312,7 @@ def test_a_parameter_whose_first_gradient_comes_late_has_the_momentum_of_the_oth
         model = copy.deepcopy(start)
         made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=fused)
         job = Job(name="late", task="own:Loop")
-        strategy = make_strategy(job, SingleRank())
+        strategy = make_strategy(job, Mesh.data_parallel(SingleRank()))
         strategy.bind(model, made)
         replica = TorchReplica(
             model=model, optimizer=made, strategy=strategy, world=SingleRank(), train=job.train,

@@ -14,6 +14,7 @@ from support.worlds import on_ranks
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError
@@ -169,7 +170,7 @@ def test_state_of_one_number_becomes_its_mean_too():
         model.register_parameter("weight", weight)
         optimizer = torch.optim.SGD([weight], lr=0.1)
         optimizer.state[weight] = {"d": torch.tensor(4.0 * world.rank), "step": torch.tensor(3.0)}
-        strategy = LocalSgd(world, Job(name="j", task="digits"), every_steps=1)
+        strategy = LocalSgd(Mesh.data_parallel(world), Job(name="j", task="digits"), every_steps=1)
         strategy.bind(model, optimizer)
         strategy._average([0.1, 0.2, 0.7][world.rank])
         return {key: float(value) for key, value in optimizer.state[weight].items()}
@@ -298,7 +299,7 @@ class TestWhatItRefuses:
             mine = copy.deepcopy(model)
             optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
             job = Job(name="j", task="digits")
-            strategy = LocalSgd(world, job, every_steps=1)
+            strategy = LocalSgd(Mesh.data_parallel(world), job, every_steps=1)
             strategy.bind(mine, optimizer)
             if world.rank == 1:
                 differ(mine, optimizer)

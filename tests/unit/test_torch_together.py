@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,11 +53,17 @@ def trained(case, size):
         train(run)
         return {
             "weights": weights_of(run.replica.model),
-            "fingerprints": fingerprints(run.replica.state(copy=False)),
+            "fingerprints": shared_fingerprints(run.replica.state(copy=False)),
             "metrics": evaluate(run),
         }
 
     return on_torch_ranks(size, rank)
+
+
+def shared_fingerprints(state):
+    """Of what all ranks have: where they share the optimizer's state, of the weights."""
+    of_weights = {"model": state.model, "optimizer": {}, "optimizer_tree": None}
+    return fingerprints(replace(state, **of_weights) if state.is_sharded else state)
 
 
 @pytest.mark.parametrize(("num_data", "num_copies"), [(2, 2), (3, 2), (1, 2)])
