@@ -17,7 +17,7 @@ from support.pools import CONTROLLERS
 # Their cases begin with the name of the framework whose pool they use; without one, they use torch's.
 ON_POOLS = (
     *("test_batch_equality", "test_every_framework", "test_every_framework_recovers", "test_examples"),
-    *("test_keras", "test_library", "test_lightning", "test_stock_scripts", "test_vit"),
+    *("test_keras", "test_library", "test_lightning", "test_stock_scripts", "test_strategies", "test_vit"),
 )
 POOL = "pools of "
 

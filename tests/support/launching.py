@@ -37,9 +37,10 @@ def name_of(framework: str) -> str:
 
 
 def variables_of(framework: str) -> dict[str, str]:
-    """The environment variables that choose a back end."""
+    """The environment variables that choose a back end, and let ranks of PyTorch be split into groups."""
     back_end = framework.partition(" on ")[2]
-    return {"KERAS_BACKEND": back_end} if back_end else {}
+    groups = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if framework == "torch" else {}
+    return {"KERAS_BACKEND": back_end} if back_end else groups
 
 
 def bin_of(framework: str) -> Path:

@@ -107,7 +107,11 @@ class TorchThreads(TorchCommunicator):
         self.waiting_since_s = self.waiting_in = None
         self.log = CollectiveLog()
         self.at_close = ExitStack()
-        self._sets = {}
+        self._board = board
+
+    def split(self, groups: Any) -> TorchThreads:
+        mine = next(tuple(group) for group in groups if self.rank in group)
+        return TorchThreads(mine.index(self.rank), self._board.part(mine), self.host)
 
 
 def on_torch_ranks(size: int, function: Callable[[TorchThreads], Any]) -> list[Any]:

@@ -17,6 +17,8 @@ from horovod_train.collectives.log import Waiting
 from horovod_train.errors import UserError
 
 Result = TypeVar("Result")
+PROCESS_SETS: dict[tuple[int, ...], Any] = {}
+"""Horovod's, by their ranks: it has each once, while it is up."""
 
 
 @runtime_checkable
@@ -131,7 +133,6 @@ class TorchCommunicator(HorovodCommunicator):
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(settings)
-        self._sets: dict[tuple[int, ...], Any] = {}  # by their ranks: Horovod has each once
         if "OMP_NUM_THREADS" not in os.environ:
             share_cores(self.hvd.local_size())
 
@@ -191,10 +192,15 @@ class TorchCommunicator(HorovodCommunicator):
         if len(groups) == self.size:
             return TorchSingleRank(host=self.host)
         for group in groups:
-            if tuple(group) not in self._sets:
-                self._sets[tuple(group)] = self.hvd.add_process_set(list(group))
+            if tuple(group) not in PROCESS_SETS:
+                PROCESS_SETS[tuple(group)] = self.hvd.add_process_set(list(group))
         mine = next(tuple(group) for group in groups if self.rank in group)
-        return ProcessSet(self, mine, self._sets[mine])
+        return ProcessSet(self, mine, PROCESS_SETS[mine])
+
+    def close(self) -> None:
+        """Leave the world. Safe to call twice."""
+        super().close()
+        PROCESS_SETS.clear()
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
         """Overwrite a tensor with rank 0's, whatever its type."""
