@@ -186,10 +186,16 @@ class Server:
         self._application = application
         self.at_close: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._is_up = Event()
-        self._thread = Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._is_up, self._has_ended = Event(), Event()
+        self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
         self._is_up.wait()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self._has_ended.set()
 
     async def _serve(self) -> None:
         logging.getLogger("tornado.access").setLevel(logging.CRITICAL)
@@ -210,11 +216,12 @@ class Server:
 
     def close(self) -> None:
         """Stop serving. Safe to call twice."""
-        if self._thread.is_alive() and self._loop is not None:
+        if not self._has_ended.is_set() and self._loop is not None:
             self._loop.call_soon_threadsafe(self._over.set)
             self._thread.join(5)
             self.at_close()
 
     def wait(self) -> None:
         """Return when the server has stopped, which it does not do by itself."""
-        self._thread.join()
+        # Not by the thread: Python 3.11 takes a thread for ended whose join() was interrupted (bpo-45274).
+        self._has_ended.wait()
