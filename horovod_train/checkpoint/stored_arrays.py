@@ -139,15 +139,10 @@ def flat_range(whole: tuple[int, ...], lengths: tuple[int, ...], part: Part | No
     >>> flat_range((6, 4), (5,), Part((6, 4), (3,)))
     (3, 8)
     """
-    if part is None:
-        return 0, math.prod(whole)
-    if math.prod(lengths) == 0:
-        return 0, 0
-    if len(part.start) != len(whole):
-        return part.start[0], part.start[0] + lengths[0]
+    is_box = part is not None and len(part.start) == len(whole) and math.prod(lengths) > 0
     # In a row: dimensions of length 1, then one that is cut, then whole ones.
     cut = next((at for at, length in enumerate(lengths) if length != 1), len(lengths))
-    if any(lengths[at] != whole[at] for at in range(cut + 1, len(lengths))):
+    if is_box and any(lengths[at] != whole[at] for at in range(cut + 1, len(lengths))):
         return None
     return _reach(whole, lengths, part)
 

@@ -92,12 +92,12 @@ class StrategySupport:
     Attributes:
         arguments: What ``strategy.args`` may hold.
         refused: What it cannot honour.
-        axes: Returns how so many ranks are arranged, given the arguments.
+        axes: Returns how so many ranks are arranged, given the arguments; None: all read different samples.
     """
 
     arguments: type[Section] = NoArguments
     refused: tuple[Refused, ...] = ()
-    axes: Callable[[int, Any], Axes] = lambda world_size, _: Axes(world_size)
+    axes: Callable[[int, Any], Axes] | None = None
 
 
 def axes_of(strategy: Strategy, world_size: int) -> Axes:
@@ -107,25 +107,34 @@ def axes_of(strategy: Strategy, world_size: int) -> Axes:
         UserError: The strategy cannot arrange so many.
     """
     support = STRATEGY_SUPPORT.get(strategy.name)
-    if support is None:
+    if support is None or support.axes is None:
         return Axes(world_size)
     return support.axes(world_size, support.arguments.model_validate(strategy.args))
 
 
+def splits_ranks(strategy: Strategy) -> bool:
+    """Whether not all ranks of a job read different samples."""
+    support = STRATEGY_SUPPORT.get(strategy.name)
+    return support is not None and support.axes is not None
+
+
+NO_GRAPHS = Refused("train.cuda_graph", "a graph cannot hold PyTorch's own collectives here", "leave it out")
 OWN_SUMS = "PyTorch sums gradients, as they are"
 PYTORCH_SUMS = (
     Refused("allreduce.wire_dtype", OWN_SUMS, "use fp32"),
     Refused("allreduce.codec", OWN_SUMS, "leave it out"),
-    Refused("train.cuda_graph", "a graph cannot hold PyTorch's own collectives here", "leave it out"),
+    NO_GRAPHS,
 )
-NO_LOSS_SCALE = "each rank would have a loss scale of its own"
+NO_FP16 = Refused(
+    "train.precision", "each rank would have a loss scale of its own", "use bf16 or fp32", values=("fp16",)
+)
 
 STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
     "allreduce": StrategySupport(),
     "local_sgd": StrategySupport(
         LocalSgdArguments,
         (
-            Refused("train.precision", NO_LOSS_SCALE, "use bf16 or fp32", values=("fp16",)),
+            NO_FP16,
             Refused("allreduce.wire_dtype", "it would round the weights themselves", "use fp32"),
             Refused("allreduce.codec", "it sends no gradients", "leave it out"),
         ),
@@ -135,16 +144,16 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
         FsdpArguments,
         (
             *PYTORCH_SUMS,
-            Refused("train.precision", NO_LOSS_SCALE, "use bf16 or fp32", values=("fp16",)),
+            NO_FP16,
             Refused("train.channels_last", "units are gathered in the order of their shapes", "leave it out"),
         ),
     ),
     "tensor_parallel": StrategySupport(
         TensorParallelArguments,
         (
-            Refused("train.precision", NO_LOSS_SCALE, "use bf16 or fp32", values=("fp16",)),
+            NO_FP16,
             Refused("train.channels_last", "weights are cut by their shapes", "leave it out"),
-            Refused("train.cuda_graph", "a graph cannot hold PyTorch's own collectives here", "leave it out"),
+            NO_GRAPHS,
             Refused("allreduce.codec", "what is not sent yet is kept for whole weights", "leave it out"),
         ),
         axes=lambda world_size, arguments: Axes.of(world_size, tensor=arguments.degree),
@@ -152,7 +161,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
     "zero": StrategySupport(
         ZeroArguments,
         (
-            Refused("train.precision", NO_LOSS_SCALE, "use bf16 or fp32", values=("fp16",)),
+            NO_FP16,
             Refused("allreduce.wire_dtype", "its sums are reduce-scattered as they are", "use fp32"),
             Refused("allreduce.codec", "its sums are reduce-scattered as they are", "leave it out"),
             Refused("train.channels_last", "a rank's part is kept in the order of memory", "leave it out"),
@@ -160,6 +169,3 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
         ),
     ),
 }
-
-SPLIT_RANKS = ("tensor_parallel",)
-"""Strategies under which not all ranks read different samples."""

@@ -52,7 +52,9 @@ def check_before_saving(world: Communicator, state: ReplicaState, step: int) -> 
     holders = find_holders(world, state)
     arrays = dict(keyed(state))
     groups = holders.groups(arrays)
-    mine = {_named(ranks): digest((key, arrays[key]) for key in keys) for ranks, keys in groups.items()}
+    mine = {
+        describe_ranks(ranks): digest((key, arrays[key]) for key in keys) for ranks, keys in groups.items()
+    }
     if _differing(allgather_json(world, {**mine, SETTINGS: _settings(state)}), is_sharded=True):
         _compare_each(world, state, holders, f"after step {step}, which is therefore not saved")
     return holders
@@ -78,11 +80,12 @@ def _compare_each(world: Communicator, state: ReplicaState, holders: Holders, wh
     Raises:
         DesyncError: Ranks differ.
     """
-    hashes = fingerprints(state)
-    groups = holders.groups(key for key in hashes if key != SETTINGS)
-    shared = {SETTINGS: hashes[SETTINGS], **{key: hashes[key] for keys in groups.values() for key in keys}}
+    arrays = dict(keyed(state))
+    groups = holders.groups(arrays)
+    shared = {SETTINGS: _settings(state)}
+    shared |= {key: _hash(arrays[key].data) for keys in groups.values() for key in keys}
     of_groups = {
-        _named(ranks): [(key, shared[key]) for key in sorted(keys)] for ranks, keys in groups.items()
+        describe_ranks(ranks): [(key, shared[key]) for key in sorted(keys)] for ranks, keys in groups.items()
     }
     whole = {SETTINGS: shared[SETTINGS], **{name: repr(found) for name, found in of_groups.items()}}
     wholes = allgather_json(world, {name: _hash(text.encode()) for name, text in whole.items()})
@@ -105,10 +108,6 @@ def _settings(state: ReplicaState) -> str:
 
 def _hash(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _named(ranks: tuple[int, ...]) -> str:
-    return describe_ranks(ranks)
 
 
 def _differing(everyone: Sequence[Mapping[str, str]], *, is_sharded: bool) -> list[str]:

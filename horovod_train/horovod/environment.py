@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from shutil import which
 
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import SPLIT_RANKS
+from horovod_train.config.strategies import splits_ranks
 
 # One variable of each launcher that says how many ranks it started.
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -73,7 +73,7 @@ def from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
 def horovod_settings(job: Job) -> dict[str, str]:
     """Return the variables that make Horovod do what a job says."""
     # Ranks that share a model are split into groups when they have met.
-    splits = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if job.strategy.name in SPLIT_RANKS else {}
+    splits = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if splits_ranks(job.strategy) else {}
     return {
         **splits,
         # Our buckets are the fusion: Horovod must not join them again. That would cost a copy and

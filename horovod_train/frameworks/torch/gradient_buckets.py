@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from horovod_train.errors import UserError
 from horovod_train.frameworks.buckets import plan_buckets
 from horovod_train.frameworks.torch.codecs.base import Codec
 
@@ -143,3 +144,11 @@ def make_buckets(
         )
         for places in plan
     ]
+
+
+def came_twice() -> UserError:
+    """Return the error of a parameter whose gradient has left, and that got another one."""
+    return UserError(
+        "a parameter got a gradient twice in one backward pass",
+        hint="use torch.utils.checkpoint with use_reentrant=False",
+    )

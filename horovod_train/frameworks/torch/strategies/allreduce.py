@@ -40,6 +40,7 @@ from horovod_train.frameworks.torch.gradient_buckets import (
     Slot,
     aligned,
     as_reals,
+    came_twice,
     here,
     make_buckets,
 )
@@ -315,10 +316,7 @@ class AllreduceStrategy(Strategy):
             if not self._listening:
                 return
             if self._is_packed[slot.index]:
-                raise UserError(
-                    "a parameter got a gradient twice in one backward pass",
-                    hint="use torch.utils.checkpoint with use_reentrant=False",
-                )
+                raise came_twice()
             self._pack(slot)
             self._is_packed[slot.index] = True
             slot.parameter.grad = None

@@ -6,7 +6,6 @@ stays between steps is an N-th; at the peak there are two units besides, one in 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,14 +24,18 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.exchange import Exchange
-from horovod_train.frameworks.torch.held import Held, Optimized, whole_parameters
+from horovod_train.frameworks.torch.gradient_buckets import here
+from horovod_train.frameworks.torch.held import Held, Optimized
 from horovod_train.frameworks.torch.process_group import start_process_group
-from horovod_train.frameworks.torch.shards import held_of, local, num_copies
+from horovod_train.frameworks.torch.shards import (
+    held_model,
+    held_parameters,
+    norm_of,
+    take_no_two_kinds_at_once,
+)
 from horovod_train.frameworks.torch.strategies.base import Placing
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
 from horovod_train.frameworks.torch.units import modules_fitting, units_of
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -129,35 +132,27 @@ class Fsdp(TorchDistributed):
         assert isinstance(model, FSDPModule)
         # Else ranks that use different parameters would send different amounts, and be aborted.
         model.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
-        for at, unit in enumerate(units):
-            ahead = units[at + 1 : at + 1 + self._prefetch_units]
-            behind = list(reversed(units[max(0, at - self._prefetch_units) : at]))
-            if self._prefetch_units > 1:
-                unit.set_modules_to_forward_prefetch(list(ahead))
-                unit.set_modules_to_backward_prefetch(behind)
+        num = self._prefetch_units
+        for at, unit in enumerate(units) if num > 1 else ():  # one is PyTorch's own way
+            unit.set_modules_to_forward_prefetch(list(units[at + 1 : at + 1 + num]))
+            unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, at - num) : at])))
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take up what is trained."""
         super().bind(model, optimizer)
         self._plain = [p for p in self._parameters() if not isinstance(p, DTensor) and p.requires_grad]
-        for group in optimizer.param_groups:
-            kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
-            if len(kinds) > 1 and group.get("foreach") is None:
-                group["foreach"] = False  # one kernel for all takes one kind
+        take_no_two_kinds_at_once(optimizer)
         self._bytes_once = sum(p.numel() * p.element_size() for p in model.parameters())
 
     def held(self) -> Mapping[str, Held]:
         """Return what this rank has of the whole model's weights and buffers."""
         self._reshard_all()
-        return {name: held_of(tensor) for name, tensor in self._model.state_dict().items()}
+        return held_model(self._model)
 
     def optimized(self) -> Sequence[Optimized]:
         """Return this rank's parts of the optimizer's parameters, in its order."""
         self._reshard_all()
-        return [
-            Optimized(each.name, held_of(each.held.tensor))
-            for each in whole_parameters(self._model, self._optimizer)
-        ]
+        return held_parameters(self._model, self._optimizer)
 
     def _reshard_all(self) -> None:
         """Give back what an evaluation has left gathered."""
@@ -187,12 +182,8 @@ class Fsdp(TorchDistributed):
 
     def gradients(self) -> list[torch.Tensor]:
         """Return what is here of the gradients."""
-        return [local(gradient) for gradient in super().gradients()]
+        return [here(gradient) for gradient in super().gradients()]
 
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient: each part counts once."""
-        squares = torch.zeros(1, dtype=torch.float64, device=next(self._parameters()).device)
-        for gradient in super().gradients():
-            here = local(gradient)
-            squares += here.double().square().sum() / num_copies(gradient, self._ranks.size)
-        return self._ranks.wait(self._ranks.start_allreduce(squares, "horovod_train.norm")).sqrt()[0]
+        return norm_of(self._parameters(), self._ranks)

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,9 +25,14 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model, with_tensors
 from horovod_train.frameworks.torch.gradient_buckets import here
-from horovod_train.frameworks.torch.held import Held, Optimized, whole_parameters
+from horovod_train.frameworks.torch.held import Held, Optimized
 from horovod_train.frameworks.torch.process_group import set_timeout, start_process_group
-from horovod_train.frameworks.torch.shards import held_of, num_copies
+from horovod_train.frameworks.torch.shards import (
+    held_model,
+    held_parameters,
+    norm_of,
+    take_no_two_kinds_at_once,
+)
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
 
@@ -94,10 +99,7 @@ class TensorParallel(Strategy):
         super().bind(model, optimizer)
         self._data.reads_later = self.reads_later
         self._data.bind(model, optimizer)
-        for group in optimizer.param_groups:
-            kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
-            if len(kinds) > 1 and group.get("foreach") is None:
-                group["foreach"] = False  # one kernel for all takes one kind
+        take_no_two_kinds_at_once(optimizer)
 
     def close(self) -> None:
         """Let go of the parameters."""
@@ -105,14 +107,11 @@ class TensorParallel(Strategy):
 
     def held(self) -> Mapping[str, Held]:
         """Return what this rank has of the whole model's weights and buffers."""
-        return {name: held_of(tensor) for name, tensor in self._model.state_dict().items()}
+        return held_model(self._model)
 
     def optimized(self) -> Sequence[Optimized]:
         """Return this rank's parts of the optimizer's parameters, in its order."""
-        return [
-            Optimized(each.name, held_of(each.held.tensor))
-            for each in whole_parameters(self._model, self._optimizer)
-        ]
+        return held_parameters(self._model, self._optimizer)
 
     # -- one step
 
@@ -132,14 +131,8 @@ class TensorParallel(Strategy):
 
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient: each part counts once."""
-        parameters = [
-            p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
-        squares = torch.zeros(1, dtype=torch.float64, device=here(parameters[0]).device)
-        for parameter in parameters:
-            own = here(parameter.grad).double().square().sum()
-            squares += own / num_copies(parameter, self._world.size)
-        return self._world.wait(self._world.start_allreduce(squares, "horovod_train.norm")).sqrt()[0]
+        groups = self._optimizer.param_groups
+        return norm_of((parameter for group in groups for parameter in group["params"]), self._world)
 
 
 def plan_of(model: torch.nn.Module) -> dict[str, str]:

@@ -33,7 +33,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, Message
 from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
 from horovod_train.frameworks.torch.elementwise import check_elementwise, move_state
-from horovod_train.frameworks.torch.gradient_buckets import Bucket, Slot, as_reals, make_buckets
+from horovod_train.frameworks.torch.gradient_buckets import Bucket, Slot, as_reals, came_twice, make_buckets
 from horovod_train.frameworks.torch.held import Held, Optimized
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import OptimizedParameters
@@ -240,10 +240,7 @@ class Zero(Strategy):
             if not self._listening:
                 return
             if self._is_packed[slot.index]:
-                raise UserError(
-                    "a parameter got a gradient twice in one backward pass",
-                    hint="use torch.utils.checkpoint with use_reentrant=False",
-                )
+                raise came_twice()
             self._pack(number, slot)
             if self._buckets[number].num_missing == 0:
                 self._send(number)
