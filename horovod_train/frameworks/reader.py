@@ -164,8 +164,9 @@ class NumpyReader:
         wanted = fetches(self._seed, epoch, order, micro_batches)
         if self._pool is None:
             for fetch in wanted:
-                with own_seeds(fetch.seed):
-                    yield read_batch(self._dataset, fetch)
+                with own_seeds(fetch.seed):  # not while the step that is yielded to runs
+                    batch = read_batch(self._dataset, fetch)
+                yield batch
             return
         waiting: deque[Future[object]] = deque()
         for fetch in wanted:

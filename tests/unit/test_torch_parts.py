@@ -26,6 +26,7 @@ from horovod_train.config.schema import Allreduce, Data, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.events.types import PairTime
+from horovod_train.frameworks.reader import NumpyReader
 from horovod_train.frameworks.torch import allreduce_benchmark as benchmark
 from horovod_train.frameworks.torch import collectives as collectives_module
 from horovod_train.frameworks.torch import framework as module
@@ -265,6 +266,27 @@ class TestReading:
 
         assert batch == {"sum": torch.tensor(15.0)}
         assert reader.first() == {"sum": torch.tensor(0.0)}
+
+    @pytest.mark.parametrize("kind", ["torch", "numpy"])
+    def test_seeds_generators_for_samples_alone(self, kind):
+        class Augmented(Counting):
+            def __getitems__(self, indices):
+                return [torch.tensor(random.random() + np.random.random()) for _ in indices]
+
+        place = Placement(torch.device("cpu"))
+        reader = (
+            TorchReader(Augmented(), Data(), 0, place)
+            if kind == "torch"
+            else NumpyReader(Augmented(), Data(), 0)
+        )
+        random.seed(1)
+        expected = [random.random() for _ in range(2)]
+        random.seed(1)
+
+        batches = reader.read(0, np.arange(6), [MicroBatch(0, 3, share=0.5), MicroBatch(3, 6, share=0.5)])
+
+        # What a step draws is the user's own sequence, which the reader neither uses up nor sets back.
+        assert [random.random() for _ in batches] == expected
 
     @pytest.mark.parametrize("error", [pickle.PicklingError, AttributeError, TypeError])
     def test_of_a_dataset_that_cannot_be_sent_is_explained(self, monkeypatch, error):
