@@ -66,6 +66,18 @@ class Axes:
         """Return the rank that stands there."""
         return (data * self.pipeline + pipeline) * self.tensor + tensor
 
+    def pipelines(self) -> list[list[int]]:
+        """Return the groups of ranks between which micro-batches pass, in the order of stages.
+
+        >>> Axes(data=2, pipeline=2).pipelines()
+        [[0, 1], [2, 3]]
+        """
+        return [
+            [self.rank(data, pipeline, tensor) for pipeline in range(self.pipeline)]
+            for data in range(self.data)
+            for tensor in range(self.tensor)
+        ]
+
     def data_groups(self) -> list[list[int]]:
         """Return the groups of ranks that have the same part of the model and read different samples.
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
 from horovod_train.config.axes import Axes
 from horovod_train.config.fields import Count, Section
@@ -58,6 +58,32 @@ class TensorParallelArguments(Section):
 
     plan: dict[Pattern, Literal["colwise", "rowwise", "colwise_gather", "embedding"]] | None = None
     """How modules are shared, by name patterns; null: the model's own plan, or that of a known kind."""
+
+
+class PipelineArguments(Section):
+    """Layers are spread over ranks, and micro-batches pass from rank to rank."""
+
+    stages: Count | None = None
+    """So many ranks have the model together; null: all."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """gpipe: all forward passes first; 1f1b: each backward pass as soon as it can be, which keeps fewer
+    activations; interleaved: 1f1b with several stages for each rank, which stands idle for less time."""
+
+    chunks_per_rank: Annotated[int, Field(ge=1, le=64)] = 1
+    """So many stages each rank has; with interleaved at least 2."""
+
+    balance: Literal["parameters", "time"] = "parameters"
+    """Cut so that stages have as many parameters, or take as long for an example."""
+
+    @model_validator(mode="after")
+    def _chunks_are_interleaved(self) -> Self:
+        if (self.chunks_per_rank > 1) != (self.schedule == "interleaved"):
+            raise ValueError(
+                f"schedule: {self.schedule} and chunks_per_rank: {self.chunks_per_rank} do not go together; "
+                "several stages for each rank are interleaved, and interleaved needs at least 2"
+            )
+        return self
 
 
 class FsdpArguments(Section):
@@ -157,6 +183,19 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("allreduce.codec", "what is not sent yet is kept for whole weights", "leave it out"),
         ),
         axes=lambda world_size, arguments: Axes.of(world_size, tensor=arguments.degree),
+    ),
+    "pipeline": StrategySupport(
+        PipelineArguments,
+        (
+            NO_FP16,
+            Refused(
+                "train.channels_last", "stages hand on tensors in the order of their shapes", "leave it out"
+            ),
+            Refused("train.compile", "stages are called, and not the model", "leave it out"),
+            NO_GRAPHS,
+            Refused("allreduce.codec", "what is not sent yet is kept for whole weights", "leave it out"),
+        ),
+        axes=lambda world_size, arguments: Axes.of(world_size, pipeline=arguments.stages),
     ),
     "zero": StrategySupport(
         ZeroArguments,

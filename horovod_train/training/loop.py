@@ -215,7 +215,8 @@ def evaluate(run: Run) -> dict[str, float]:
     sums = run.replica.evaluate(islice(batches, len(mine)))
     if spare:
         run.replica.evaluate(batches)  # and is not counted
-    return mean_over_ranks(ranks, sums)
+    # In a pipeline one rank alone has the values of a batch.
+    return mean_over_ranks(run.world if run.mesh.axes.pipeline > 1 else ranks, sums)
 
 
 def take_metrics(run: Run) -> None:

@@ -15,6 +15,7 @@ from strategy_cases import CASES, Way
 
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
+from horovod_train.collectives.base import allgather_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Checkpoint, Job
 from horovod_train.config.strategies import axes_of
@@ -28,11 +29,11 @@ from horovod_train.worker import make_run
 torch.set_num_threads(1)
 framework = TorchFramework()
 world = framework.connect(Job(name="x", task="digits"))
-TASK = f"{Path(__file__).parent / 'strategy_cases.py'}:Task"
+FILE = f"{Path(__file__).parent / 'strategy_cases.py'}"
 
 
 def run_of(way: Way, **more: Any) -> Run:
-    job = Job.model_validate(way.job(TASK, **more))
+    job = Job.model_validate(way.job(FILE, world.size, **more))
     mesh = Mesh.of(world, axes_of(job.strategy, world.size))
     run = make_run(job, mesh, *framework.prepare(job, mesh))
     run.replica.broadcast()
@@ -45,8 +46,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def weights(run: Run) -> list[float]:
     run.replica.strategy.held()  # gives back what an evaluation has gathered
-    parameters = [whole(p.detach()).double().flatten() for p in run.replica.model.parameters()]
-    return torch.cat(parameters).tolist()
+    found = {name: whole(p.detach()).flatten() for name, p in run.replica.model.named_parameters()}
+    mine = {name: tensor.tolist() for name, tensor in found.items() if not tensor.is_meta}
+    everyone = {name: values for of_rank in allgather_json(world, mine) for name, values in of_rank.items()}
+    return [value for name in found for value in (everyone | mine)[name]]
 
 
 def kept(run: Run) -> dict[str, int]:

@@ -65,6 +65,8 @@ def texts(num_samples: int, seed: int) -> torch.Tensor:
 
 
 class Task:
+    """Its loss and metrics are those of the next token."""
+
     def model(self) -> nn.Module:
         torch.manual_seed(7)
         return Gpt().double()
@@ -86,6 +88,15 @@ class Task:
         return {"loss": each.mean(1)}
 
 
+class TiedTask(Task):
+    """The first and the last layer have the same weight."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.head.weight = model.tokens.weight
+        return model
+
+
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "args": {"weight_decay": 0.05, "eps": 1e-4}, "lr": 1e-2}
 """A large epsilon: where gradients are close to zero, Adam makes much of the last bit of a sum."""
 
@@ -95,6 +106,7 @@ class Way:
     """One way to train.
 
     Attributes:
+        task: Name of the class of the task.
         then: The strategy under which it goes on after three steps; None: it is trained in one go.
     """
 
@@ -106,32 +118,42 @@ class Way:
     accumulation: int = 1
     clip: float | None = None
     then: dict[str, Any] | None = None
+    task: str = "Task"
 
-    def num_data(self, world_size: int) -> int:
-        """How many ranks read different samples."""
-        if self.strategy["name"] != "tensor_parallel":
-            return world_size
-        return world_size // self.strategy["args"].get("degree", world_size)
+    def global_batch(self, world_size: int) -> int:
+        return BATCH_SIZE * self.accumulation * num_data(self.strategy, world_size)
 
     def job(
-        self, task: str, max_steps: int | None = None, strategy: dict[str, Any] | None = None
+        self,
+        file: str,
+        world_size: int,
+        max_steps: int | None = None,
+        strategy: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
+        strategy = strategy or self.strategy
+        ranks_batch = BATCH_SIZE * num_data(strategy, world_size)
         return {
             "name": "case",
-            "task": task,
+            "task": f"{file}:{self.task}",
             "train": {
                 "epochs": 2,
                 "max_steps": max_steps,
                 "batch_size_per_rank": BATCH_SIZE,
-                "accumulation_steps": self.accumulation,
+                "accumulation_steps": self.global_batch(world_size) // ranks_batch,
                 "clip_grad_norm": self.clip,
             },
             "optimizer": {"name": self.optimizer, "args": self.args},
             "lr": {"base_lr": self.lr, "scaling": "none"},
             "data": {"shuffle": False},
             "allreduce": {"bucket_size_mib": 0.01},
-            "strategy": strategy or self.strategy,
+            "strategy": strategy,
         }
+
+
+def num_data(strategy: dict[str, Any], world_size: int) -> int:
+    """How many ranks read different samples."""
+    together = {"tensor_parallel": "degree", "pipeline": "stages"}.get(strategy["name"])
+    return world_size // strategy["args"].get(together, world_size) if together else world_size
 
 
 def ways(name: str, strategy: dict[str, Any]) -> list[Way]:
@@ -154,7 +176,17 @@ PLAN = {
 TENSOR = {"name": "tensor_parallel", "args": {"plan": PLAN}}
 TENSOR_PAIRS = {"name": "tensor_parallel", "args": {"plan": PLAN, "degree": 2}}
 
+PIPELINE = {"name": "pipeline", "args": {}}
+PIPELINE_PAIRS = {"name": "pipeline", "args": {"stages": 2}}
+GPIPE = {"name": "pipeline", "args": {"schedule": "gpipe", "balance": "time"}}
+INTERLEAVED = {"name": "pipeline", "args": {"schedule": "interleaved", "chunks_per_rank": 2}}
+
 CASES = (
+    *ways("pipeline", PIPELINE),
+    *ways("pipeline in pairs", PIPELINE_PAIRS),
+    Way("pipeline, gpipe", GPIPE, accumulation=3, **ADAMW),
+    Way("pipeline, interleaved", INTERLEAVED, accumulation=3, clip=0.5, **ADAMW),
+    Way("pipeline, tied weights", PIPELINE, accumulation=2, clip=0.5, task="TiedTask", **ADAMW),
     *ways("tensor parallel", TENSOR),
     *ways("tensor parallel in pairs", TENSOR_PAIRS),
     *ways("zero", ZERO),
@@ -169,17 +201,19 @@ CASES = (
     Way("allreduce, then fsdp", ALLREDUCE, then=FSDP, **ADAMW),
     Way("fsdp, then zero", FSDP, then=ZERO, **ADAMW),
     Way("zero, then ddp", ZERO, then=DDP, **ADAMW),
+    Way("allreduce, then pipeline", ALLREDUCE, then=PIPELINE, **ADAMW),
+    Way("pipeline, then fsdp", PIPELINE, then=FSDP, accumulation=4, **ADAMW),
 )
 
 
 def joint_batch(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
     """The weights, and the loss of the evaluation, of one process that sees each global batch at once."""
-    task = Task()
+    task = {"Task": Task, "TiedTask": TiedTask}[way.task]()
     model = task.model()
     make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[way.optimizer]
     optimizer = make(model.parameters(), lr=way.lr, **way.args)
     data = texts(NUM_SAMPLES, 1)
-    global_batch = BATCH_SIZE * way.accumulation * way.num_data(world_size)
+    global_batch = way.global_batch(world_size)
     for _ in range(2):
         for start in range(0, NUM_SAMPLES, global_batch):
             optimizer.zero_grad()

@@ -60,7 +60,17 @@ class TorchFramework(TorchDevice):
         strategy = make_strategy(job, mesh)
         model = task.model()
         recompute_activations(model, job.train.activation_checkpointing)
-        model = strategy.wrap(model, Placing(device, job.train))
+        read = partial(
+            TorchReader,
+            data=job.data,
+            seed=job.train.seed,
+            placed=placement(device, job.train),
+            task=job.task,
+        )
+        reader = read(task.train_data())
+        eval_data = getattr(task, "eval_data", None)
+        eval_reader = read(eval_data()) if eval_data else None
+        model = strategy.wrap(model, Placing(device, job.train, task, reader.first))
         optimizer = optimizer_of(job, task, model)
         strategy.bind(model, optimizer)
         forward_model: torch.nn.Module = model
@@ -80,15 +90,7 @@ class TorchFramework(TorchDevice):
         )
         if recorder is not None:
             replica.record_steps(recorder, only_if_faster=job.train.cuda_graph == "auto")
-        read = partial(
-            TorchReader,
-            data=job.data,
-            seed=job.train.seed,
-            placed=placement(device, job.train),
-            task=job.task,
-        )
-        eval_data = getattr(task, "eval_data", None)
-        return replica, read(task.train_data()), read(eval_data()) if eval_data else None
+        return replica, reader, eval_reader
 
     def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
         """Return our error for one of the GPU, or of other ranks; None: it is of something else."""

@@ -24,7 +24,7 @@ from horovod_train.frameworks.torch.late import LateOutcome, Number, Outcome, Pa
 from horovod_train.frameworks.torch.saved_state import SavedState
 from horovod_train.frameworks.torch.state import blobs_of, from_blob, to_blob
 from horovod_train.frameworks.torch.statistics import RunningStatistics
-from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.torch.strategies.base import Loop, Strategy
 from horovod_train.frameworks.torch.task import TorchTask, checked_loss
 from horovod_train.frameworks.torch.update import (
     DeviceScaler,
@@ -85,7 +85,8 @@ class TorchReplica:
         self._health = health or Health()
         self._guard_gradients = self._health.non_finite == "skip"
         self._statistics = RunningStatistics(model)
-        self._device = next(model.parameters()).device
+        # What other ranks have of a model has no device.
+        self._device = next(p.device for p in model.parameters() if not p.is_meta)
         self._timer = CudaTimer() if self._device.type == "cuda" else HostTimer()
         wanted = late.lag_steps_of(self._device) if lag_steps is None else lag_steps
         self.lag_steps = wanted if strategy.can_be_read_later else 0
@@ -120,23 +121,33 @@ class TorchReplica:
 
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Outcome:
         """Make one optimizer step with this rank's share of it; on a CPU, blocks until all ranks did."""
-        assert self.task is not None
         clock = self.new_clock()
         self.begin(step)
         with self._counting(step):
-            for number, (micro_batch, batch) in enumerate(step, 1):
-                clock.lap("data")
-                if self._replayed(batch, micro_batch.share):
-                    clock.lap("compute")
-                    continue
-                self._expect(is_last=number == len(step))
-                with self._statistics.kept() if not micro_batch.share else nullcontext():
-                    with self.autocast():
-                        loss = self.task.loss(self.forward_model, batch)
-                    clock.lap("forward")
-                    self._add_gradient(loss, micro_batch.share)
-                clock.lap("backward")
+            if self.strategy.makes_passes:
+                self._local_loss += self.strategy.make_passes(step, self._loop(clock))
+            else:
+                self._make_passes(step, clock)
         return self.finish(clock, lr, want_norm=want_norm)
+
+    def _make_passes(self, step: PlannedStep, clock: StepClock) -> None:
+        assert self.task is not None
+        for number, (micro_batch, batch) in enumerate(step, 1):
+            clock.lap("data")
+            if self._replayed(batch, micro_batch.share):
+                clock.lap("compute")
+                continue
+            self._expect(is_last=number == len(step))
+            with self._statistics.kept() if not micro_batch.share else nullcontext():
+                with self.autocast():
+                    loss = self.task.loss(self.forward_model, batch)
+                clock.lap("forward")
+                self._add_gradient(loss, micro_batch.share)
+            clock.lap("backward")
+
+    def _loop(self, clock: StepClock) -> Loop:
+        assert self.task is not None
+        return Loop(self.task, self.autocast, clock.lap)
 
     def record_steps(self, recorder: Recorder, *, only_if_faster: bool) -> None:
         """Make steps by graphs from now on, where they can be recorded (see ``graphs.py``).
@@ -333,9 +344,13 @@ class TorchReplica:
         self._is_training = False
         compute = getattr(self.task, "metrics", self._loss_as_metric)
         sums: dict[str, tuple[float, int]] = {}
+        loop = self._loop(StepClock())
         for batch in batches:
-            with self.autocast():
-                values = compute(self.forward_model, batch)
+            if self.strategy.makes_passes:
+                values = self.strategy.metrics_of(compute, batch, loop)
+            else:
+                with self.autocast():
+                    values = compute(self.forward_model, batch)
             for name, value in values.items():
                 numbers = torch.as_tensor(value).double().cpu()
                 add_metric(sums, name, numbers.numpy(), batch_length(batch))
@@ -373,7 +388,8 @@ class TorchReplica:
 
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers: the same on every rank."""
-        weights = [p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters()]
+        own = [p for p in self.model.parameters() if not p.is_meta]
+        weights = [p.to_local() if hasattr(p, "to_local") else p for p in own]
         here = all(bool(t.isfinite().all()) for t in [*weights, *self._statistics.buffers])
         return not any_rank(self._all_ranks, flag=not here) if self.strategy.is_sharded else here
 

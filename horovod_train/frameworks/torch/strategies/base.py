@@ -11,6 +11,7 @@ and one row in the table. The replica calls it in this order:
       begin        which samples this rank has
       expect_more  before each forward and backward pass but the last
       expect_last  before the last
+        or, of one with an order of passes of its own, make_passes: all of them
       reduce       gradients are completed; returns the loss of the whole step
       norm         of the whole gradient, where it is wanted
       gradients    are clipped by the replica
@@ -25,8 +26,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -36,6 +39,7 @@ from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import STRATEGY_SUPPORT
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.frameworks.torch.held import Held, Optimized, whole_model, whole_parameters
+from horovod_train.frameworks.torch.task import TorchTask
 from horovod_train.frameworks.torch.trained import OptimizedParameters
 from horovod_train.registry import STRATEGIES
 
@@ -49,16 +53,35 @@ class Placing:
     Attributes:
         device: The rank's.
         train: The job's section.
+        task: Calls the model; None: a loop of somebody else's does.
+        example: Returns a batch of one sample.
     """
 
     device: torch.device
     train: Train
+    task: TorchTask | None = None
+    example: Callable[[], Any] | None = None
 
     def __call__(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return a model there."""
         if self.train.channels_last:
             return model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model.to(self.device)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What a strategy needs that makes the passes of a step itself.
+
+    Attributes:
+        task: Calls the model.
+        autocast: Returns the context of a forward pass.
+        lap: Ends a phase of the step.
+    """
+
+    task: TorchTask
+    autocast: Callable[[], AbstractContextManager[object]]
+    lap: Callable[[str], None]
 
 
 class Strategy:
@@ -76,6 +99,7 @@ class Strategy:
         needs_equally_many: All ranks have to make as many forward and backward passes in a step.
         is_sharded: A rank holds only some of the model, or of the optimizer's state.
         has_whole_weights: A rank holds all weights.
+        makes_passes: It has an order of passes of its own, and gives the metrics of a batch as well.
     """
 
     bytes_per_step: int = 0
@@ -86,6 +110,7 @@ class Strategy:
     needs_equally_many: bool = False
     is_sharded: bool = False
     has_whole_weights: bool = True
+    makes_passes: bool = False
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
 
@@ -138,6 +163,16 @@ class Strategy:
 
     def expect_last(self) -> None:
         """The next forward and backward pass is the last of this step."""
+
+    def make_passes(self, step: PlannedStep, loop: Loop) -> torch.Tensor:
+        """Make the passes of a step; return this rank's sum of share x loss, shape []."""
+        raise NotImplementedError
+
+    def metrics_of(
+        self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, loop: Loop
+    ) -> Mapping[str, Any]:
+        """Return the metrics of a batch; empty on ranks whose values are not counted."""
+        raise NotImplementedError
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Complete the gradients of the step.

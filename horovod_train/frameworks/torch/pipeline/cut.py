@@ -1,0 +1,363 @@
+"""Cutting a model into stages that are called one after the other.
+
+Three ways, the first that fits:
+
+* the task says it: ``pipeline_parts(model)`` returns modules that, called one after the other, are the model;
+* the model is a ``torch.nn.Sequential``;
+* the model is traced with the example of a batch (``trace.py``), and cut between two operations where only
+  tensors and integers cross, few of them.
+
+Traced stages call the model's own modules: names and parameters stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from horovod_train.collectives.base import Communicator, broadcast_json
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.pipeline.trace import VALUE, trace
+
+Balance = Literal["parameters", "time"]
+NUM_TIMED = 3
+"""So often the example is computed to see how long it takes; the shortest counts."""
+ABOUT_EVEN = 1.1
+"""A cut where fewer tensors cross is taken if its dearest stage is so much dearer than it could be."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a model.
+
+    Attributes:
+        call: Takes what crosses from the stage before (of the first, the model's inputs by name), and returns
+            a tuple of what crosses to the next, or what the model returns, of the last.
+        names: Names of the model's modules, parameters and buffers that it uses.
+    """
+
+    call: Callable[..., Any]
+    names: frozenset[str]
+
+    def owns(self, name: str) -> bool:
+        """Whether a parameter or buffer is used here.
+
+        >>> Stage(print, frozenset({"layers.1"})).owns("layers.1.weight")
+        True
+        >>> Stage(print, frozenset({"layers.1"})).owns("layers.10.weight")
+        False
+        """
+        parts = name.split(".")
+        return any(".".join(parts[:length]) in self.names for length in range(1, len(parts) + 1))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A model in pieces that are called one after the other: stages are made of neighbours.
+
+    Attributes:
+        costs: Of each piece.
+        widths: How many values cross behind each piece but the last, if a stage may end there.
+        join: Returns the stage made of pieces ``[first, last)``.
+    """
+
+    costs: Sequence[float]
+    widths: Mapping[int, int]
+    join: Callable[[int, int], Stage]
+
+    def stages(self, cuts: Sequence[int]) -> list[Stage]:
+        """Return the stages that end behind so many pieces each, and the last one."""
+        bounds = [0, *cuts, len(self.costs)]
+        return [self.join(first, last) for first, last in pairwise(bounds)]
+
+
+def cut_model(
+    model: torch.nn.Module,
+    parts: Sequence[torch.nn.Module] | None,
+    example: Callable[[], dict[str, Any]],
+    num_stages: int,
+    ranks: Communicator,
+    balance: Balance,
+) -> list[Stage]:
+    """Return the stages of a model.
+
+    Args:
+        model: The whole of it.
+        parts: What the task says it is made of; None: it does not say.
+        example: Returns inputs of the model, by name.
+        num_stages: How many.
+        ranks: All that share the model: they cut as the first of them does.
+        balance: Stages have as many parameters, or take as long for the example.
+
+    Raises:
+        UserError: It cannot be cut so.
+    """
+    if parts is None and isinstance(model, torch.nn.Sequential):
+        parts = list(model)
+    if num_stages == 1 and parts is None:
+        return [Stage(model, frozenset(_names_of_tensors(model)))]
+    if parts is None:
+        pieces = _graph_pieces(model, example(), balance)
+    else:
+        pieces = _chain_pieces(model, parts, example, balance)
+    cuts = broadcast_json(ranks, best_cuts(pieces.costs, pieces.widths, num_stages))
+    return pieces.stages(cuts)
+
+
+def _names_of_tensors(model: torch.nn.Module) -> Iterator[str]:
+    yield from (name for name, _ in model.named_parameters(remove_duplicate=False))
+    yield from (name for name, _ in model.named_buffers(remove_duplicate=False))
+
+
+def best_cuts(costs: Sequence[float], widths: Mapping[int, int], num_stages: int) -> list[int]:
+    """Return behind how many pieces each stage but the last ends.
+
+    The dearest stage is to be as cheap as can be, or about so where fewer values cross then.
+
+    Args:
+        costs: Of the pieces, in their order.
+        widths: How many values cross behind so many pieces; elsewhere no stage may end.
+        num_stages: How many stages.
+
+    Raises:
+        UserError: There are too few pieces.
+
+    >>> best_cuts([1, 1, 1, 3], {1: 1, 2: 1, 3: 1}, 2)
+    [3]
+    """
+    if len(widths) < num_stages - 1:
+        raise UserError(
+            f"strategy pipeline: the model can be cut into {len(widths) + 1} stages, "
+            f"and {num_stages} are wanted",
+            hint="use fewer stages (strategy.args.stages, chunks_per_rank), or give the task "
+            "pipeline_parts(model)",
+        )
+    dearest, cuts = _even_cuts(costs, widths, num_stages)
+    for width in sorted(set(widths.values())):
+        narrow = [place for place, crossing in widths.items() if crossing <= width]
+        if len(narrow) >= num_stages - 1:
+            found, narrow_cuts = _even_cuts(costs, narrow, num_stages)
+            if found <= ABOUT_EVEN * dearest:
+                return narrow_cuts
+    return cuts
+
+
+def _even_cuts(costs: Sequence[float], allowed: Collection[int], num_stages: int) -> tuple[float, list[int]]:
+    """Return the cost of the dearest stage, which is as cheap as can be, and where to cut for that."""
+    before = [0.0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+    # For each place where a stage may end: the cheapest way to have so many stages before it.
+    ways: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+    for _ in range(num_stages - 1):
+        following: dict[int, tuple[float, list[int]]] = {}
+        for place in sorted(allowed):
+            choices = [
+                (max(dearest, before[place] - before[last]), [*cuts, place])
+                for last, (dearest, cuts) in ways.items()
+                if last < place
+            ]
+            if choices:
+                following[place] = min(choices)
+        ways = following
+    return min((max(dearest, before[-1] - before[last]), cuts) for last, (dearest, cuts) in ways.items())
+
+
+# -- modules one after the other
+
+
+def _chain_pieces(
+    model: torch.nn.Module,
+    parts: Sequence[torch.nn.Module],
+    example: Callable[[], dict[str, Any]],
+    balance: Balance,
+) -> Pieces:
+    names = {id(module): name for name, module in model.named_modules()}
+    unknown = [type(part).__name__ for part in parts if id(part) not in names]
+    if unknown or not parts:
+        raise UserError(
+            f"pipeline_parts(model) returns {f'a {unknown[0]}' if unknown else 'nothing'} "
+            "that is no module of the model",
+            hint="return modules of the model, in the order in which they are called",
+        )
+    costs = _times_of_chain(parts, example()) if balance == "time" else _numbers_once(parts)
+
+    def join(first: int, last: int) -> Stage:
+        own = parts[first:last]
+        return Stage(_Chain(own, is_last=last == len(parts)), frozenset(names[id(part)] for part in own))
+
+    return Pieces(costs, dict.fromkeys(range(1, len(parts)), 1), join)
+
+
+class _Chain:
+    """Calls modules one after the other."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module], *, is_last: bool) -> None:
+        self._modules = modules
+        self._is_last = is_last
+
+    def __call__(self, *crossing: Any, **inputs: Any) -> Any:
+        found: Any = (*crossing, *inputs.values())
+        for module in self._modules:
+            found = module(*found) if isinstance(found, tuple) else module(found)
+        return found if self._is_last or isinstance(found, tuple) else (found,)
+
+
+def _numbers_once(parts: Sequence[torch.nn.Module]) -> list[float]:
+    """Return how many numbers each part is the first to train."""
+    seen: set[int] = set()
+    costs = []
+    for part in parts:
+        own = [p for p in part.parameters() if id(p) not in seen]
+        seen.update(id(p) for p in own)
+        costs.append(float(sum(p.numel() for p in own)))
+    return costs
+
+
+@torch.no_grad()
+def _times_of_chain(parts: Sequence[torch.nn.Module], inputs: Mapping[str, Any]) -> list[float]:
+    rounds: list[list[float]] = []
+    with torch.random.fork_rng():
+        for _ in range(NUM_TIMED):
+            found: Any = tuple(inputs.values())
+            times = []
+            for part in parts:
+                begun = perf_counter()
+                found = part(*found) if isinstance(found, tuple) else part(found)
+                times.append(perf_counter() - begun)
+            rounds.append(times)
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+# -- a graph of operations
+
+
+def _graph_pieces(model: torch.nn.Module, example: Mapping[str, Any], balance: Balance) -> Pieces:
+    graph = trace(model, example)
+    nodes = list(graph.nodes)
+    *body, output = nodes
+    places = {node: at for at, node in enumerate(nodes)}
+    last_use = {node: max((places[user] for user in node.users), default=-1) for node in body}
+
+    def crossing(place: int) -> list[fx.Node]:
+        """Return what nodes before a place give to those from it on; parameters need not cross."""
+        return [node for node in body[:place] if last_use[node] >= place and node.op != "get_attr"]
+
+    def join(first: int, last: int) -> Stage:
+        inputs = [node for node in body if node.op == "placeholder"] if first == 0 else crossing(first)
+        results = None if last == len(body) else crossing(last)
+        return _stage_of(model, nodes, (first, last), inputs, results, output)
+
+    first_place = sum(node.op == "placeholder" for node in body)
+    candidates = {place: crossing(place) for place in range(first_place + 1, len(body))}
+    widths = {
+        place: len(values)
+        for place, values in candidates.items()
+        if values and all(_can_cross(node.meta[VALUE]) for node in values)
+    }
+    costs = _times_of_graph(model, graph, example) if balance == "time" else _numbers_of_graph(model, body)
+    return Pieces(costs, widths, join)
+
+
+def _can_cross(value: object) -> bool:
+    return isinstance(value, torch.Tensor) or type(value) is int
+
+
+def _numbers_of_graph(model: torch.nn.Module, body: Sequence[fx.Node]) -> list[float]:
+    """Return how many numbers each node is the first to use of the model's parameters."""
+    seen: set[int] = set()
+    costs = []
+    for node in body:
+        used: Iterator[torch.Tensor] = iter(())
+        if node.op == "call_module":
+            used = model.get_submodule(str(node.target)).parameters()
+        elif node.op == "get_attr" and isinstance(node.meta[VALUE], torch.nn.Parameter):
+            used = iter([node.meta[VALUE]])
+        own = [p for p in used if id(p) not in seen]
+        seen.update(id(p) for p in own)
+        costs.append(float(sum(p.numel() for p in own)))
+    return costs
+
+
+class _Timed(fx.Interpreter):
+    """Notes how long each node takes."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.seconds: list[float] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node."""
+        begun = perf_counter()
+        found = super().run_node(n)
+        self.seconds.append(perf_counter() - begun)
+        return found
+
+
+@torch.no_grad()
+def _times_of_graph(model: torch.nn.Module, graph: fx.Graph, example: Mapping[str, Any]) -> list[float]:
+    rounds = []
+    with torch.random.fork_rng():
+        for _ in range(NUM_TIMED):
+            timed = _Timed(fx.GraphModule(model, graph))
+            timed.run(*example.values())
+            rounds.append(timed.seconds[:-1])
+    return [min(times) for times in zip(*rounds, strict=True)]
+
+
+def _stage_of(
+    model: torch.nn.Module,
+    nodes: Sequence[fx.Node],
+    bounds: tuple[int, int],
+    inputs: Sequence[fx.Node],
+    results: Sequence[fx.Node] | None,
+    output: fx.Node,
+) -> Stage:
+    """Return the stage made of nodes; what others have made and it hands on comes in and goes out."""
+    first, last = bounds
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(node.name) for node in inputs}
+    own = [*nodes[first:last], *(results or [output])]
+    used = {each for node in own for each in (*node.all_input_nodes, node) if each.op == "get_attr"}
+    for at, node in enumerate(nodes[:last]):
+        if node not in copies and node.op != "placeholder" and (at >= first or node in used):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    if results is None:
+        graph.output(fx.node.map_arg(output.args[0], copies.__getitem__))
+    else:
+        graph.output(tuple(copies[node] for node in results))
+    graph.eliminate_dead_code(lambda node: node.op != "get_attr")
+    called = frozenset(str(node.target) for node in graph.nodes if node.op in {"call_module", "get_attr"})
+    stage = fx.GraphModule(model, graph)
+    numbers = [at for at, node in enumerate(inputs) if first and type(node.meta[VALUE]) is int]
+    names = [] if first else [str(node.target) for node in inputs]
+    return Stage(_Traced(model, stage, numbers, names), called)
+
+
+class _Traced:
+    """Calls a stage's graph in the model's mode; integers come as tensors."""
+
+    def __init__(
+        self, model: torch.nn.Module, graph: fx.GraphModule, numbers: Sequence[int], names: Sequence[str]
+    ) -> None:
+        self._model = model
+        self._graph = graph
+        self._numbers = frozenset(numbers)
+        self._names = list(names)
+
+    def __call__(self, *crossing: Any, **inputs: Any) -> Any:
+        if list(inputs) != self._names:
+            raise UserError(
+                f"strategy pipeline: the task calls the model with {', '.join(inputs)}, and called it with "
+                f"{', '.join(self._names)} when it was cut into stages",
+                hint="call it with the same inputs for each batch",
+            )
+        values = [*crossing, *inputs.values()]
+        self._graph.training = self._model.training
+        return self._graph(*(int(each) if at in self._numbers else each for at, each in enumerate(values)))

@@ -1,0 +1,353 @@
+"""Pipeline parallelism: each rank has some layers, and micro-batches pass from rank to rank.
+
+The micro-batches of a step (``train.accumulation_steps``) are under way at the same time, in an order that
+a schedule says. The rank with the first stage reads inputs, the one with the last stage computes the loss as
+the task does: the task is given a stand-in for the model, which tells what it was called with, or returns
+what the pipeline has computed.
+
+Several pipelines beside each other read different samples; ranks with the same stage sum their gradients
+through Horovod as ever. The result is that of one process with the same micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Job
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.collectives import broadcast_model, with_tensors
+from horovod_train.frameworks.torch.held import Held, Optimized, whole_parameters
+from horovod_train.frameworks.torch.pipeline.cut import Balance, Stage, cut_model
+from horovod_train.frameworks.torch.pipeline.messages import Messages
+from horovod_train.frameworks.torch.pipeline.orders import Pass, order_of
+from horovod_train.frameworks.torch.pipeline.passes import PipelinePasses, Place
+from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, asked_for
+from horovod_train.frameworks.torch.process_group import start_process_group
+from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
+from horovod_train.frameworks.torch.strategies.base import Loop, Placing, Strategy
+from horovod_train.frameworks.torch.task import checked_loss
+
+DIRECTIONS = ("activations", "gradients")
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that several ranks of a pipeline use.
+
+    Attributes:
+        name: In the model.
+        num_ranks: How many.
+        group: Of those.
+    """
+
+    name: str
+    num_ranks: int
+    group: Any
+
+
+class Pipeline(Strategy):
+    """Trains a model whose layers are spread over ranks.
+
+    Args:
+        mesh: Of the ranks, one of whose axes is the pipeline.
+        job: The job.
+        stages: So many ranks have a model together; the mesh has it as its axis.
+        schedule: gpipe, 1f1b or interleaved.
+        chunks_per_rank: So many stages each rank has.
+        balance: Cut so that stages have as many parameters, or take as long.
+    """
+
+    is_sharded = True
+    has_whole_weights = False
+    makes_passes = True
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        job: Job,
+        *,
+        stages: int | None = None,
+        schedule: str = "1f1b",
+        chunks_per_rank: int = 1,
+        balance: Balance = "parameters",
+    ) -> None:
+        self._job = job
+        self._world = with_tensors(mesh.world)
+        self._axes = mesh.axes
+        self._schedule = schedule
+        self._balance = balance
+        self._num_chunks = chunks_per_rank if mesh.axes.pipeline > 1 else 1
+        self._data = summed_gradients(mesh.data, job.allreduce)
+        self._signatures: dict[Hashable, int] = {}
+
+    # -- the model
+
+    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
+        """Keep this rank's stages of a model, rank 0's; the rest of it leaves the memory of this process.
+
+        Raises:
+            UserError: It cannot be cut so.
+        """
+        task, example = placing.task, placing.example
+        assert task is not None
+        assert example is not None
+        start_process_group(self._world, placing.device, self._job.health)
+        broadcast_model(model, self._world)
+        parts_of = getattr(task, "pipeline_parts", None)
+        stages = cut_model(
+            model,
+            None if parts_of is None else list(parts_of(model)),
+            lambda: tree_map(_on_cpu, asked_for(task.loss, model, example(), 0)),
+            self._axes.pipeline * self._num_chunks,
+            self._world,
+            self._balance,
+        )
+        self._place = self._placed(stages)
+        self._tied = self._find_tied(model, stages)
+        self._owns = self._names_here(model, stages)
+        keep_only(model, self._owns, placing.device)
+        self._device = placing.device
+        self._messages = Messages(self._world, placing.device)
+        return model
+
+    def _placed(self, stages: Sequence[Stage]) -> Place:
+        """Return where this rank stands; all ranks make all groups, in one order."""
+        num_ranks = self._axes.pipeline
+        for ranks in self._axes.pipelines():
+            groups = {direction: self._new_group(ranks) for direction in DIRECTIONS}
+            if self._world.rank in ranks:
+                own_ranks, own_groups = ranks, groups
+        rank = own_ranks.index(self._world.rank)
+        own = [stages[chunk * num_ranks + rank] for chunk in range(self._num_chunks)]
+        return Place(rank, own_ranks, own_groups, own)
+
+    def _new_group(self, ranks: Sequence[int]) -> Any:
+        timeout = timedelta(seconds=self._job.health.stall_shutdown_s)
+        return dist.new_group(list(ranks), timeout=timeout)
+
+    def _find_tied(self, model: torch.nn.Module, stages: Sequence[Stage]) -> list[Tied]:
+        """Return parameters that several ranks use, this one among them."""
+        aliases: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name)
+        found = []
+        for names in aliases.values():
+            using = [at for at, stage in enumerate(stages) if any(map(stage.owns, names))]
+            places = sorted({at % self._axes.pipeline for at in using})
+            for pipeline in self._axes.pipelines() if len(places) > 1 else ():
+                ranks = [pipeline[place] for place in places]
+                group = self._new_group(ranks)
+                if self._world.rank in ranks:
+                    found.append(Tied(names[0], len(ranks), group))
+        return found
+
+    def _names_here(self, model: torch.nn.Module, stages: Sequence[Stage]) -> frozenset[str]:
+        """Return the names of parameters and buffers that this rank has; the first has what nobody uses."""
+        tensors: dict[int, list[str]] = {}
+        for found in (
+            model.named_parameters(remove_duplicate=False),
+            model.named_buffers(remove_duplicate=False),
+        ):
+            for name, tensor in found:
+                tensors.setdefault(id(tensor), []).append(name)
+        own: set[str] = set()
+        for names in tensors.values():
+            is_used = any(stage.owns(name) for stage in stages for name in names)
+            is_own = any(stage.owns(name) for stage in self._place.stages for name in names)
+            if is_own or (not is_used and self._place.rank == 0):
+                own.update(names)
+        return frozenset(own)
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what is trained here; what others train leaves the optimizer.
+
+        Raises:
+            UserError: Nothing is trained here.
+        """
+        self._numbering = [parameter.name for parameter in whole_parameters(model, optimizer)]
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+        if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+            raise UserError(
+                f"strategy pipeline: rank {self._world.rank} has no parameter that is trained",
+                hint="use fewer stages, or strategy: fsdp, where layers are frozen",
+            )
+        super().bind(model, optimizer)
+        self._data.reads_later = self.reads_later
+        self._data.bind(model, optimizer)
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        self._data.close()
+
+    def held(self) -> Mapping[str, Held]:
+        """Return what this rank has of the whole model's weights and buffers."""
+        found = self._model.state_dict().items()
+        return {name: Held(tensor) for name, tensor in found if name in self._owns}
+
+    def optimized(self) -> Sequence[Optimized]:
+        """Return the optimizer's parameters, which are this rank's, in its order."""
+        return whole_parameters(self._model, self._optimizer)
+
+    def numbering(self) -> Sequence[str | int]:
+        """Return the names of parameters as an optimizer of the whole model numbers them."""
+        return self._numbering
+
+    # -- passes
+
+    def make_passes(self, step: PlannedStep, loop: Loop) -> torch.Tensor:
+        """Make the forward and backward passes of a step; return this rank's part of its loss, shape []."""
+        batches = [batch for _, batch in step] if self._reads else []
+        loop.lap("data")
+        shares = [micro_batch.share for micro_batch in step.share.micro_batches]
+        losses: list[torch.Tensor] = []
+
+        def weighted(loss: object, at: int) -> torch.Tensor:
+            found = checked_loss(loss) * shares[at]
+            if found.is_meta:
+                raise UserError(
+                    "strategy pipeline: the task's loss uses weights that other ranks have",
+                    hint="let the model itself return what depends on them",
+                )
+            losses.append(found.detach())
+            return found
+
+        if shares:
+            passes = self._passes(loop, loop.task.loss, batches, len(shares), weighted)
+            order = order_of(
+                self._schedule,
+                rank=self._place.rank,
+                num_ranks=self._axes.pipeline,
+                num_chunks=self._num_chunks,
+                num_micro_batches=len(shares),
+            )
+            passes.make(order, self._before_last)
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+
+    def _before_last(self) -> None:
+        if self._num_chunks == 1:  # otherwise the last pass is that of one of the stages
+            self._data.expect_last()
+
+    def metrics_of(
+        self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, loop: Loop
+    ) -> Mapping[str, Any]:
+        """Return the metrics of a batch, on the rank that has the last stage; others have none."""
+        batches = [batch] if self._reads else []
+        passes = self._passes(loop, compute, batches, 1, lambda metrics, _: metrics)
+        found = [passes.forward(Pass("forward", chunk, 0)) for chunk in range(self._num_chunks)]
+        self._messages.end()
+        return found[-1] or {}
+
+    @property
+    def _reads(self) -> bool:
+        """Whether this rank has the first stage or the last, and so reads batches."""
+        return self._place.rank in {0, self._axes.pipeline - 1}
+
+    def _passes(
+        self,
+        loop: Loop,
+        function: Callable[[Any, Any], Any],
+        batches: Sequence[Any],
+        num_micro_batches: int,
+        result: Callable[[Any, int], Any],
+    ) -> PipelinePasses:
+        """Return what makes the passes of these micro-batches, which begin now.
+
+        The first rank numbers kinds of micro-batches as they come, and draws a seed. It tells both.
+        """
+        told = torch.zeros(2, dtype=torch.int64)
+        inputs: list[dict[str, Any]] = []
+        if self._place.rank == 0:
+            seed = int(torch.randint(2**31, (), dtype=torch.int64))
+            with loop.autocast():
+                inputs = [
+                    asked_for(function, self._model, batch, seed + at) for at, batch in enumerate(batches)
+                ]
+            kind = (torch.is_grad_enabled(), num_micro_batches, str(tree_map(_shape, inputs)))
+            told = torch.tensor([self._signatures.setdefault(kind, len(self._signatures)), seed])
+        if self._axes.pipeline > 1:
+            dist.broadcast(told, self._place.ranks[0], group=self._place.groups["activations"])
+        number, seed = told.tolist()
+        self._messages.begin(number)
+
+        def made_of(at: int, output: Any) -> Any:
+            return result(answered_with(function, self._model, batches[at], output, seed + at), at)
+
+        return PipelinePasses(
+            self._place,
+            self._messages,
+            inputs=inputs.__getitem__,
+            result=made_of,
+            autocast=loop.autocast,
+            lap=loop.lap,
+        )
+
+    # -- the rest of a step
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Sum gradients over ranks that have the same stage, and of weights that several stages use."""
+        loss = self._data.reduce(weighted_loss)
+        self.bytes_per_step, self.layout = self._data.bytes_per_step, self._data.layout
+        for tied in self._tied:
+            parameter = self._model.get_parameter(tied.name)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=tied.group)
+        # Ranks with the last stage have it; all are told by the first of them.
+        has_it = self._place.rank == self._axes.pipeline - 1 and self._axes.place(self._world.rank)[0] == 0
+        told = (loss if has_it else torch.zeros_like(loss)).reshape(1)
+        return self._world.wait(self._world.start_allreduce(told, "horovod_train.loss"))[0]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients here."""
+        return self._data.gradients()
+
+    def norm(self) -> torch.Tensor:
+        """Return the L2 norm of the whole gradient, shape []: what several ranks have counts once."""
+        squares = torch.zeros(1, dtype=torch.float64, device=self._device)
+        num_copies = {id(self._model.get_parameter(tied.name)): tied.num_ranks for tied in self._tied}
+        for parameter in self._trained():
+            if parameter.grad is not None:
+                copies = self._axes.data * num_copies.get(id(parameter), 1)
+                squares += parameter.grad.double().square().sum() / copies
+        return self._world.wait(self._world.start_allreduce(squares, "horovod_train.norm")).sqrt()[0]
+
+    def _trained(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+
+
+def keep_only(model: torch.nn.Module, names: frozenset[str], device: torch.device) -> None:
+    """Bring the tensors of these names to a device; parameters of other names have no memory any more."""
+    empty: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # what is one weight stays one
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for name, parameter in list(module._parameters.items()):  # noqa: SLF001  (named_parameters has no None)
+            if parameter is None:
+                continue
+            if prefix + name in names:
+                parameter.data = parameter.data.to(device)
+            else:
+                if parameter not in empty:
+                    without = torch.empty_like(parameter, device="meta")
+                    empty[parameter] = torch.nn.Parameter(without, requires_grad=parameter.requires_grad)
+                setattr(module, name, empty[parameter])
+        for name, buffer in list(module._buffers.items()):  # noqa: SLF001
+            if buffer is not None and prefix + name in names:
+                buffer.data = buffer.data.to(device)
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _shape(leaf: Any) -> object:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
