@@ -37,9 +37,9 @@ class Axes:
         Raises:
             UserError: They do not divide the number of ranks.
         """
-        tensor = world_size // (pipeline or 1) if tensor is None else tensor
-        pipeline = world_size // tensor if pipeline is None else pipeline
-        data, rest = divmod(world_size, max(1, pipeline * tensor))
+        tensor = max(1, world_size // (pipeline or 1)) if tensor is None else tensor
+        pipeline = max(1, world_size // tensor) if pipeline is None else pipeline
+        data, rest = divmod(world_size, pipeline * tensor)
         if rest or not data:
             found = " x ".join(
                 f"{length} {name}"

@@ -24,6 +24,7 @@ from torch import fx
 from horovod_train.collectives.base import Communicator, broadcast_json
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.pipeline.trace import VALUE, trace
+from horovod_train.frameworks.torch.statistics import RunningStatistics
 
 Balance = Literal["parameters", "time"]
 NUM_TIMED = 3
@@ -102,10 +103,11 @@ def cut_model(
         parts = list(model)
     if num_stages == 1 and parts is None:
         return [Stage(model, frozenset(_names_of_tensors(model)))]
-    if parts is None:
-        pieces = _graph_pieces(model, example(), balance)
-    else:
-        pieces = _chain_pieces(model, parts, example, balance)
+    with RunningStatistics(model).kept(), torch.random.fork_rng():
+        if parts is None:
+            pieces = _graph_pieces(model, example(), balance)
+        else:
+            pieces = _chain_pieces(model, parts, example, balance)
     cuts = broadcast_json(ranks, best_cuts(pieces.costs, pieces.widths, num_stages))
     return pieces.stages(cuts)
 
@@ -223,15 +225,14 @@ def _numbers_once(parts: Sequence[torch.nn.Module]) -> list[float]:
 @torch.no_grad()
 def _times_of_chain(parts: Sequence[torch.nn.Module], inputs: Mapping[str, Any]) -> list[float]:
     rounds: list[list[float]] = []
-    with torch.random.fork_rng():
-        for _ in range(NUM_TIMED):
-            found: Any = tuple(inputs.values())
-            times = []
-            for part in parts:
-                begun = perf_counter()
-                found = part(*found) if isinstance(found, tuple) else part(found)
-                times.append(perf_counter() - begun)
-            rounds.append(times)
+    for _ in range(NUM_TIMED):
+        found: Any = tuple(inputs.values())
+        times = []
+        for part in parts:
+            begun = perf_counter()
+            found = part(*found) if isinstance(found, tuple) else part(found)
+            times.append(perf_counter() - begun)
+        rounds.append(times)
     return [min(times) for times in zip(*rounds, strict=True)]
 
 
@@ -303,11 +304,10 @@ class _Timed(fx.Interpreter):
 @torch.no_grad()
 def _times_of_graph(model: torch.nn.Module, graph: fx.Graph, example: Mapping[str, Any]) -> list[float]:
     rounds = []
-    with torch.random.fork_rng():
-        for _ in range(NUM_TIMED):
-            timed = _Timed(fx.GraphModule(model, graph))
-            timed.run(*example.values())
-            rounds.append(timed.seconds[:-1])
+    for _ in range(NUM_TIMED):
+        timed = _Timed(fx.GraphModule(model, graph))
+        timed.run(*example.values())
+        rounds.append(timed.seconds[:-1])
     return [min(times) for times in zip(*rounds, strict=True)]
 
 

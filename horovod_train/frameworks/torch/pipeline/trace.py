@@ -6,7 +6,7 @@ along, so that it knows which branch to take; each batch is looked at later whet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.statistics import RunningStatistics
 
 MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye")
 """Make tensors from numbers: a tracer sees them only if it is told of them."""
@@ -36,17 +35,16 @@ def trace(model: torch.nn.Module, example: Mapping[str, Any]) -> fx.Graph:
     """Return what a model calls, with an example of its inputs by the names of ``forward``'s parameters.
 
     It is traced in training and in evaluation, which must differ by nothing but what functions are told
-    (``dropout(x, p, self.training)``).
+    (``dropout(x, p, self.training)``). The example draws random numbers, and moves running statistics.
 
     Raises:
         UserError: It decides by what its tensors hold, or cannot be traced for another reason.
     """
     was_training = model.training
-    with RunningStatistics(model).kept(), torch.random.fork_rng():
-        try:
-            graphs = [_traced(model.train(mode), example) for mode in (True, False)]
-        finally:
-            model.train(was_training)
+    try:
+        graphs = [_traced(model.train(mode), example) for mode in (True, False)]
+    finally:
+        model.train(was_training)
     _join_modes(model, *graphs)
     return graphs[0]
 
@@ -113,6 +111,25 @@ def same_branch(condition: object, was_taken: bool) -> None:
         )
 
 
+def same_length(sized: Sized, length: int) -> None:
+    """Refuse a batch with another number of dimensions; graphs call it."""
+    same_branch(len(sized) == length, was_taken=True)
+
+
+class _Traced(fx.Proxy):
+    """A value that has the length of the example."""
+
+    def __len__(self) -> int:
+        length = len(self.node.meta[VALUE])
+        self.tracer.create_proxy("call_function", same_length, (self, length), {})
+        return length
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "shape":  # others may be methods, which are called
+            return self.tracer.create_proxy("call_function", getattr, (self, name), {})
+        return super().__getattr__(name)
+
+
 class _Tracer(fx.Tracer):
     """Computes the example along with the trace."""
 
@@ -123,6 +140,10 @@ class _Tracer(fx.Tracer):
         self.traced_func_name = ENTRY
         self._example = list(example)
         self.is_computing = False
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        """Return what stands for a node while the model's code runs."""
+        return _Traced(node, self)
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
         """Whether a module is called as it is: PyTorch's own, and one whose activations are recomputed."""
