@@ -237,6 +237,7 @@ STRATEGIES = Registry(
         "ddp": "horovod_train.frameworks.torch.strategies.ddp:Ddp",
         "fsdp": "horovod_train.frameworks.torch.strategies.fsdp:Fsdp",
         "local_sgd": "horovod_train.frameworks.torch.strategies.local_sgd:LocalSgd",
+        "mesh": "horovod_train.frameworks.torch.strategies.mesh:mesh",
         "pipeline": "horovod_train.frameworks.torch.strategies.pipeline:Pipeline",
         "tensor_parallel": "horovod_train.frameworks.torch.strategies.tensor_parallel:TensorParallel",
         "zero": "horovod_train.frameworks.torch.strategies.zero:Zero",

@@ -48,6 +48,17 @@ class DdpArguments(Section):
 
 Pattern = Annotated[str, StringConstraints(min_length=1)]
 Width = Literal["fp32", "bf16", "fp16"]
+TensorStyle = Literal[
+    "colwise",
+    "rowwise",
+    "colwise_gather",
+    "embedding",
+    "sequence",
+    "sequence_begins",
+    "sequence_ends",
+    "colwise_sequence",
+    "rowwise_sequence",
+]
 
 
 class TensorParallelArguments(Section):
@@ -56,15 +67,12 @@ class TensorParallelArguments(Section):
     degree: Count | None = None
     """So many ranks share each layer; null: all."""
 
-    plan: dict[Pattern, Literal["colwise", "rowwise", "colwise_gather", "embedding"]] | None = None
+    plan: dict[Pattern, TensorStyle] | None = None
     """How modules are shared, by name patterns; null: the model's own plan, or that of a known kind."""
 
 
-class PipelineArguments(Section):
+class StageArguments(Section):
     """Layers are spread over ranks, and micro-batches pass from rank to rank."""
-
-    stages: Count | None = None
-    """So many ranks have the model together; null: all."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
     """gpipe: all forward passes first; 1f1b: each backward pass as soon as it can be, which keeps fewer
@@ -84,6 +92,13 @@ class PipelineArguments(Section):
                 "several stages for each rank are interleaved, and interleaved needs at least 2"
             )
         return self
+
+
+class PipelineArguments(StageArguments):
+    """Layers are spread over ranks, and micro-batches pass from rank to rank."""
+
+    stages: Count | None = None
+    """So many ranks have the model together; null: all."""
 
 
 class FsdpArguments(Section):
@@ -109,6 +124,43 @@ class FsdpArguments(Section):
 
     offload: bool = False
     """On GPUs: keep weights, gradients and optimizer state in the memory of the host."""
+
+    shard_ranks: Count | Literal["host"] | None = None
+    """So many ranks next to each other share the model, and groups of them have copies; host: those of a
+    host; null: all."""
+
+
+class MeshArguments(StageArguments, FsdpArguments):
+    """Ranks along a data, a pipeline and a tensor axis."""
+
+    pipeline: Count = 1
+    """So many stages, one after the other."""
+
+    tensor: Count = 1
+    """So many ranks share each layer."""
+
+    plan: dict[Pattern, TensorStyle] | None = None
+    """How layers are shared, by name patterns; null: the model's own plan, or that of a known kind."""
+
+    shard: bool = False
+    """Ranks that read different samples share weights, as with fsdp; the arguments are those of fsdp."""
+
+    @model_validator(mode="after")
+    def _has_one_way(self) -> Self:
+        if self.shard and self.pipeline > 1:
+            raise ValueError(
+                "shard: true needs pipeline: 1, for stages keep whole layers; leave one of them out"
+            )
+        given = self.model_fields_set
+        unused = (given & set(FsdpArguments.model_fields) if not self.shard else set()) | (
+            given & set(StageArguments.model_fields) if self.pipeline == 1 else set()
+        )
+        if unused:
+            raise ValueError(
+                f"{', '.join(sorted(unused))} would have no effect: arguments of fsdp need shard: true, and "
+                "those of stages need pipeline: 2 or more"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -154,6 +206,13 @@ PYTORCH_SUMS = (
 NO_FP16 = Refused(
     "train.precision", "each rank would have a loss scale of its own", "use bf16 or fp32", values=("fp16",)
 )
+STAGES_CANNOT = (
+    NO_FP16,
+    Refused("train.channels_last", "stages hand on tensors in the order of their shapes", "leave it out"),
+    Refused("train.compile", "stages are called, and not the model", "leave it out"),
+    NO_GRAPHS,
+    Refused("allreduce.codec", "what is not sent yet is kept for whole weights", "leave it out"),
+)
 
 STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
     "allreduce": StrategySupport(),
@@ -186,16 +245,15 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
     ),
     "pipeline": StrategySupport(
         PipelineArguments,
-        (
-            NO_FP16,
-            Refused(
-                "train.channels_last", "stages hand on tensors in the order of their shapes", "leave it out"
-            ),
-            Refused("train.compile", "stages are called, and not the model", "leave it out"),
-            NO_GRAPHS,
-            Refused("allreduce.codec", "what is not sent yet is kept for whole weights", "leave it out"),
-        ),
+        STAGES_CANNOT,
         axes=lambda world_size, arguments: Axes.of(world_size, pipeline=arguments.stages),
+    ),
+    "mesh": StrategySupport(
+        MeshArguments,
+        (*STAGES_CANNOT, Refused("allreduce.wire_dtype", "what ranks share is summed as it is", "use fp32")),
+        axes=lambda world_size, arguments: Axes.of(
+            world_size, pipeline=arguments.pipeline, tensor=arguments.tensor
+        ),
     ),
     "zero": StrategySupport(
         ZeroArguments,

@@ -120,6 +120,13 @@ class Way:
     then: dict[str, Any] | None = None
     task: str = "Task"
 
+    @property
+    def fewest_ranks(self) -> int:
+        return 4 if STAGES_AND_TENSOR in [self.strategy, self.then] else 2
+
+    def make_task(self) -> Task:
+        return {"Task": Task, "TiedTask": TiedTask}[self.task]()
+
     def global_batch(self, world_size: int) -> int:
         return BATCH_SIZE * self.accumulation * num_data(self.strategy, world_size)
 
@@ -152,6 +159,8 @@ class Way:
 
 def num_data(strategy: dict[str, Any], world_size: int) -> int:
     """How many ranks read different samples."""
+    if strategy["name"] == "mesh":
+        return world_size // (strategy["args"].get("tensor", 1) * strategy["args"].get("pipeline", 1))
     together = {"tensor_parallel": "degree", "pipeline": "stages"}.get(strategy["name"])
     return world_size // strategy["args"].get(together, world_size) if together else world_size
 
@@ -181,7 +190,35 @@ PIPELINE_PAIRS = {"name": "pipeline", "args": {"stages": 2}}
 GPIPE = {"name": "pipeline", "args": {"schedule": "gpipe", "balance": "time"}}
 INTERLEAVED = {"name": "pipeline", "args": {"schedule": "interleaved", "chunks_per_rank": 2}}
 
+TENSOR_AXIS = {"name": "mesh", "args": {"tensor": 2, "plan": PLAN}}
+SHARDED_TENSOR = {"name": "mesh", "args": {"tensor": 2, "plan": PLAN, "shard": True}}
+HYBRID = {"name": "fsdp", "args": {"shard_ranks": 2}}
+SMALL_PLAN = {name: style for name, style in PLAN.items() if name != "tokens"}
+STAGES_AND_TENSOR = {"name": "mesh", "args": {"pipeline": 2, "tensor": 2, "plan": SMALL_PLAN}}
+
+SEQUENCE_PLAN = {
+    "blocks.0": "sequence_begins",
+    **dict.fromkeys(["blocks.*.norm1", "blocks.*.norm2", "norm"], "sequence"),
+    **dict.fromkeys([f"blocks.*.attention.{name}" for name in "qkv"], "colwise_sequence"),
+    "blocks.*.attention.o": "rowwise_sequence",
+    "blocks.*.up": "colwise_sequence",
+    "blocks.*.down": "rowwise_sequence",
+    "norm": "sequence",
+    "head": "sequence_ends",
+}
+SEQUENCE = {"name": "mesh", "args": {"tensor": 2, "plan": SEQUENCE_PLAN}}
+
 CASES = (
+    Way("mesh with parts of the sequence", SEQUENCE, accumulation=2, clip=0.5, **ADAMW),
+    Way("mesh of shards, then fsdp", SHARDED_TENSOR, then=FSDP, accumulation=2, **ADAMW),
+    Way("hybrid shards, then mesh of stages", HYBRID, then=STAGES_AND_TENSOR, **ADAMW),
+    Way(
+        "mesh of stages, then mesh of shards", STAGES_AND_TENSOR, then=SHARDED_TENSOR, accumulation=2, **ADAMW
+    ),
+    Way("mesh of tensor ranks", TENSOR_AXIS, accumulation=2, clip=0.5, **ADAMW),
+    Way("mesh of tensor ranks and shards", SHARDED_TENSOR, accumulation=2, clip=0.5, **ADAMW),
+    Way("hybrid shards", HYBRID, accumulation=2, clip=0.5, **ADAMW),
+    Way("mesh of stages and tensor ranks", STAGES_AND_TENSOR, accumulation=2, clip=0.5, **ADAMW),
     *ways("pipeline", PIPELINE),
     *ways("pipeline in pairs", PIPELINE_PAIRS),
     Way("pipeline, gpipe", GPIPE, accumulation=3, **ADAMW),
@@ -208,7 +245,7 @@ CASES = (
 
 def joint_batch(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
     """The weights, and the loss of the evaluation, of one process that sees each global batch at once."""
-    task = {"Task": Task, "TiedTask": TiedTask}[way.task]()
+    task = way.make_task()
     model = task.model()
     make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[way.optimizer]
     optimizer = make(model.parameters(), lr=way.lr, **way.args)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from programs.strategy_cases import CASES, Task, joint_batch
+from programs.strategy_cases import CASES, joint_batch
 from support.launching import results
 
-WORLDS = [
-    (2, "mpi"),
-    pytest.param((2, "gloo"), marks=pytest.mark.campaign),
-    pytest.param((4, "mpi"), marks=pytest.mark.campaign),
-    pytest.param((4, "gloo"), marks=pytest.mark.campaign),
+WORLDS = [(2, "mpi"), (2, "gloo"), (4, "mpi"), (4, "gloo")]
+TRAINED = [
+    pytest.param(world, way, id=f"{way.name}-{world[0]} ranks {world[1]}", marks=marks)
+    for world in WORLDS
+    for marks in [[] if world == WORLDS[0] else [pytest.mark.campaign]]
+    for way in CASES
+    if world[0] >= way.fewest_ranks
 ]
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world[0]} ranks {world[1]}")
+@pytest.fixture(scope="module")
 def trained(request, pools, tmp_path_factory):
+    """What ranks have written, who have trained in all ways."""
     num_ranks, controller = request.param
     folder = tmp_path_factory.mktemp("trained")
     pools.get("torch", num_ranks, controller).run("strategies.py", str(folder), folder=folder)
@@ -26,11 +29,11 @@ def trained(request, pools, tmp_path_factory):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("way", CASES, ids=lambda way: way.name)
+@pytest.mark.parametrize(("trained", "way"), TRAINED, indirect=["trained"])
 class TestEveryStrategy:
     def test_gives_the_weights_of_one_process_with_the_joint_batch(self, trained, way):
         expected, _ = joint_batch(way, len(trained))
-        start = torch.cat([p.detach().flatten() for p in Task().model().parameters()])
+        start = torch.cat([p.detach().flatten() for p in way.make_task().model().parameters()])
 
         for rank in trained:
             weights = torch.tensor(rank[way.name]["weights"], dtype=torch.float64)

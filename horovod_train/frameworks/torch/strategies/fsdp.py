@@ -7,9 +7,11 @@ stays between steps is an N-th; at the peak there are two units besides, one in 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Literal
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -19,6 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from horovod_train.collectives.base import allgather_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
@@ -26,7 +29,7 @@ from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized
-from horovod_train.frameworks.torch.process_group import start_process_group
+from horovod_train.frameworks.torch.process_group import set_timeout, start_process_group
 from horovod_train.frameworks.torch.shards import (
     held_model,
     held_parameters,
@@ -53,6 +56,8 @@ class Fsdp(TorchDistributed):
         reduce_each: Reduce gradients of each micro-batch; otherwise they add up whole until the last.
         prefetch_units: So many units are gathered ahead.
         offload: Keep weights, gradients and optimizer state in the memory of the host.
+        shard_ranks: So many ranks next to each other share the model, and groups of them have copies; host:
+            those of a host; None: all.
     """
 
     is_sharded = True
@@ -70,6 +75,7 @@ class Fsdp(TorchDistributed):
         reduce_each: bool = True,
         prefetch_units: int = 1,
         offload: bool = False,
+        shard_ranks: int | Literal["host"] | None = None,
     ) -> None:
         super().__init__(mesh, job)
         self._units = units
@@ -80,7 +86,8 @@ class Fsdp(TorchDistributed):
         self._reduce_each = reduce_each
         self._prefetch_units = prefetch_units
         self._offload = offload
-        self._exchange = Exchange(self._ranks)
+        self._shard_ranks = shard_ranks
+        self._exchange = Exchange(self._data)
 
     def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
         """Shard a model, rank 0's; unit by unit it leaves the memory of this process.
@@ -100,7 +107,7 @@ class Fsdp(TorchDistributed):
             if self._units is None
             else modules_fitting(model, self._units, "strategy.args.units")
         )
-        mesh = init_device_mesh(placing.device.type, (self._ranks.size,))
+        mesh = self._device_mesh(model, placing)
         scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
         offload = CPUOffloadPolicy() if self._offload else OffloadPolicy()
         try:
@@ -122,6 +129,22 @@ class Fsdp(TorchDistributed):
         sharded = [unit for unit in units.values() if isinstance(unit, FSDPModule)]
         self._set_up(model, sharded)
         return model
+
+    def _device_mesh(self, model: torch.nn.Module, placing: Placing) -> DeviceMesh:
+        """Return the ranks that share the model: along one axis, or with copies along another."""
+        axes, names = self._sharding_axes()
+        mesh = init_device_mesh(placing.device.type, axes, mesh_dim_names=names)
+        for name in names:
+            set_timeout(mesh.get_group(name), self._job.health)
+        return mesh
+
+    def _sharding_axes(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Return lengths and names of the axes of ranks that read different samples."""
+        num_ranks = self._data.size
+        sharing = num_ranks_of(self._shard_ranks, num_ranks, allgather_json(self._data, self._data.host))
+        if sharing == num_ranks:
+            return (num_ranks,), ("shard",)
+        return (num_ranks // sharing, sharing), ("copy", "shard")
 
     def _set_up(self, model: torch.nn.Module, units: Sequence[FSDPModule]) -> None:
         for module in model.modules():
@@ -187,3 +210,36 @@ class Fsdp(TorchDistributed):
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient: each part counts once."""
         return norm_of(self._parameters(), self._ranks)
+
+
+def num_ranks_of(wanted: int | Literal["host"] | None, num_ranks: int, hosts: Sequence[str]) -> int:
+    """Return how many ranks next to each other share a model.
+
+    Args:
+        wanted: As in ``strategy.args.shard_ranks``.
+        num_ranks: All that read different samples.
+        hosts: Of each of them.
+
+    Raises:
+        UserError: Ranks cannot be grouped so.
+
+    >>> num_ranks_of("host", 4, ["a", "a", "b", "b"])
+    2
+    """
+    if wanted is None:
+        return num_ranks
+    if wanted == "host":
+        runs = [(host, len(list(same))) for host, same in groupby(hosts)]
+        if len({number for _, number in runs}) > 1 or len(runs) > len(set(hosts)):
+            found = ", ".join(f"{number} on {host}" for host, number in runs)
+            raise UserError(
+                f"strategy.args.shard_ranks: host: ranks are not as many on each host, in a row: {found}",
+                hint="start them so, or give a number",
+            )
+        return runs[0][1]
+    if num_ranks % wanted:
+        raise UserError(
+            f"strategy.args.shard_ranks: {wanted} does not divide {num_ranks} ranks",
+            hint="start a multiple of it, or leave it out",
+        )
+    return wanted

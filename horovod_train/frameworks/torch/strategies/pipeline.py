@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map
 
 from horovod_train.collectives.mesh import Mesh
@@ -25,15 +26,27 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model, with_tensors
+from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized, whole_parameters
 from horovod_train.frameworks.torch.pipeline.cut import Balance, Stage, cut_model
 from horovod_train.frameworks.torch.pipeline.messages import Messages
 from horovod_train.frameworks.torch.pipeline.orders import Pass, order_of
 from horovod_train.frameworks.torch.pipeline.passes import PipelinePasses, Place
 from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, asked_for
-from horovod_train.frameworks.torch.process_group import start_process_group
+from horovod_train.frameworks.torch.process_group import set_timeout, start_process_group
+from horovod_train.frameworks.torch.shards import (
+    held_of,
+    held_parameters,
+    num_copies,
+    take_no_two_kinds_at_once,
+)
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Loop, Placing, Strategy
+from horovod_train.frameworks.torch.strategies.tensor_parallel import (
+    modules_of_plan,
+    plan_of,
+    share_layers,
+)
 from horovod_train.frameworks.torch.task import checked_loss
 
 DIRECTIONS = ("activations", "gradients")
@@ -64,6 +77,7 @@ class Pipeline(Strategy):
         schedule: gpipe, 1f1b or interleaved.
         chunks_per_rank: So many stages each rank has.
         balance: Cut so that stages have as many parameters, or take as long.
+        plan: How layers are shared along the mesh's tensor axis; None: the model's own plan.
     """
 
     is_sharded = True
@@ -79,12 +93,14 @@ class Pipeline(Strategy):
         schedule: str = "1f1b",
         chunks_per_rank: int = 1,
         balance: Balance = "parameters",
+        plan: Mapping[str, str] | None = None,
     ) -> None:
         self._job = job
         self._world = with_tensors(mesh.world)
         self._axes = mesh.axes
         self._schedule = schedule
         self._balance = balance
+        self._plan = plan
         self._num_chunks = chunks_per_rank if mesh.axes.pipeline > 1 else 1
         self._data = summed_gradients(mesh.data, job.allreduce)
         self._signatures: dict[Hashable, int] = {}
@@ -115,6 +131,8 @@ class Pipeline(Strategy):
         self._tied = self._find_tied(model, stages)
         self._owns = self._names_here(model, stages)
         keep_only(model, self._owns, placing.device)
+        if self._axes.tensor > 1:
+            self._share_layers(model, stages, placing)
         self._device = placing.device
         self._messages = Messages(self._world, placing.device)
         return model
@@ -129,6 +147,30 @@ class Pipeline(Strategy):
         rank = own_ranks.index(self._world.rank)
         own = [stages[chunk * num_ranks + rank] for chunk in range(self._num_chunks)]
         return Place(rank, own_ranks, own_groups, own)
+
+    def _share_layers(self, model: torch.nn.Module, stages: Sequence[Stage], placing: Placing) -> None:
+        """Share this rank's layers along the tensor axis."""
+        axes = self._axes
+        whole = init_device_mesh(
+            placing.device.type,
+            (axes.data, axes.pipeline, axes.tensor),
+            mesh_dim_names=("data", "pipeline", "tensor"),
+        )
+        set_timeout(whole.get_group("tensor"), self._job.health)
+        plan = modules_of_plan(model, self._plan or plan_of(model))
+        used_directly = [
+            f"{name}.{leaf}"
+            for name in plan
+            for leaf, _ in model.get_submodule(name).named_parameters(recurse=False)
+            if any(f"{name}.{leaf}" in stage.names for stage in stages)
+        ]
+        if used_directly:
+            raise UserError(
+                f"strategy mesh: {used_directly[0]} is used outside of its module, and cannot be shared",
+                hint="leave its module out of strategy.args.plan",
+            )
+        own = {name: style for name, style in plan.items() if any(s.owns(name) for s in self._place.stages)}
+        share_layers(model, whole["tensor"], own)
 
     def _new_group(self, ranks: Sequence[int]) -> Any:
         timeout = timedelta(seconds=self._job.health.stall_shutdown_s)
@@ -184,6 +226,7 @@ class Pipeline(Strategy):
         super().bind(model, optimizer)
         self._data.reads_later = self.reads_later
         self._data.bind(model, optimizer)
+        take_no_two_kinds_at_once(optimizer)
 
     def close(self) -> None:
         """Let go of the parameters."""
@@ -192,11 +235,11 @@ class Pipeline(Strategy):
     def held(self) -> Mapping[str, Held]:
         """Return what this rank has of the whole model's weights and buffers."""
         found = self._model.state_dict().items()
-        return {name: Held(tensor) for name, tensor in found if name in self._owns}
+        return {name: held_of(tensor) for name, tensor in found if name in self._owns}
 
     def optimized(self) -> Sequence[Optimized]:
         """Return the optimizer's parameters, which are this rank's, in its order."""
-        return whole_parameters(self._model, self._optimizer)
+        return held_parameters(self._model, self._optimizer)
 
     def numbering(self) -> Sequence[str | int]:
         """Return the names of parameters as an optimizer of the whole model numbers them."""
@@ -240,12 +283,13 @@ class Pipeline(Strategy):
     def metrics_of(
         self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, loop: Loop
     ) -> Mapping[str, Any]:
-        """Return the metrics of a batch, on the rank that has the last stage; others have none."""
+        """Return the metrics of a batch, on one rank that has the last stage; others have none."""
         batches = [batch] if self._reads else []
         passes = self._passes(loop, compute, batches, 1, lambda metrics, _: metrics)
         found = [passes.forward(Pass("forward", chunk, 0)) for chunk in range(self._num_chunks)]
         self._messages.end()
-        return found[-1] or {}
+        _, _, tensor = self._axes.place(self._world.rank)
+        return found[-1] or {} if tensor == 0 else {}
 
     @property
     def _reads(self) -> bool:
@@ -301,24 +345,25 @@ class Pipeline(Strategy):
             parameter = self._model.get_parameter(tied.name)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=tied.group)
+            dist.all_reduce(here(parameter.grad), group=tied.group)
         # Ranks with the last stage have it; all are told by the first of them.
-        has_it = self._place.rank == self._axes.pipeline - 1 and self._axes.place(self._world.rank)[0] == 0
+        has_it = self._axes.place(self._world.rank) == (0, self._axes.pipeline - 1, 0)
         told = (loss if has_it else torch.zeros_like(loss)).reshape(1)
         return self._world.wait(self._world.start_allreduce(told, "horovod_train.loss"))[0]
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients here."""
-        return self._data.gradients()
+        return [here(gradient) for gradient in self._data.gradients()]
 
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient, shape []: what several ranks have counts once."""
         squares = torch.zeros(1, dtype=torch.float64, device=self._device)
-        num_copies = {id(self._model.get_parameter(tied.name)): tied.num_ranks for tied in self._tied}
+        tied = {id(self._model.get_parameter(each.name)): each.num_ranks for each in self._tied}
+        sharing = self._axes.data * self._axes.tensor
         for parameter in self._trained():
             if parameter.grad is not None:
-                copies = self._axes.data * num_copies.get(id(parameter), 1)
-                squares += parameter.grad.double().square().sum() / copies
+                copies = num_copies(parameter, sharing) * tied.get(id(parameter), 1)
+                squares += here(parameter.grad).double().square().sum() / copies
         return self._world.wait(self._world.start_allreduce(squares, "horovod_train.norm")).sqrt()[0]
 
     def _trained(self) -> Iterator[torch.nn.Parameter]:

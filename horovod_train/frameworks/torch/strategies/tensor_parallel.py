@@ -12,11 +12,13 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -41,6 +43,16 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
     "embedding": lambda: RowwiseParallel(input_layouts=Replicate()),
+    # Ranks have parts of the sequence between layers: the second dimension of activations.
+    "sequence": lambda: SequenceParallel(use_local_output=True),
+    "sequence_begins": lambda: PrepareModuleInput(
+        input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+    ),
+    "sequence_ends": lambda: PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),), use_local_output=True
+    ),
+    "colwise_sequence": lambda: ColwiseParallel(input_layouts=Shard(1)),
+    "rowwise_sequence": lambda: RowwiseParallel(output_layouts=Shard(1)),
 }
 TRANSFORMERS_STYLES = {
     "colwise": "colwise",
@@ -49,7 +61,15 @@ TRANSFORMERS_STYLES = {
     "embedding_rowwise": "embedding",
 }
 """What Transformers calls them in a model's own plan."""
-CUT_DIMENSION = {"colwise": 0, "colwise_gather": 0, "rowwise": 1, "embedding": 0}
+CUT_DIMENSION = {
+    "colwise": 0,
+    "colwise_gather": 0,
+    "colwise_sequence": 0,
+    "embedding": 0,
+    "rowwise": 1,
+    "rowwise_sequence": 1,
+}
+"""Of the weight, for styles that cut one."""
 
 
 class TensorParallel(Strategy):
@@ -88,11 +108,16 @@ class TensorParallel(Strategy):
         start_process_group(self._world, placing.device, self._job.health)
         broadcast_model(model, self._world)
         placed = placing(model)
+        chosen = modules_of_plan(placed, self._plan or plan_of(placed))
+        share_layers(placed, self._tensor_mesh(placing), chosen)
+        return placed
+
+    def _tensor_mesh(self, placing: Placing) -> DeviceMesh:
+        """Return the ranks that share each layer with this one."""
         axes = (self._axes.data, self._axes.tensor)
         mesh = init_device_mesh(placing.device.type, axes, mesh_dim_names=("data", "tensor"))
         set_timeout(mesh.get_group("tensor"), self._job.health)
-        share_layers(placed, mesh["tensor"], self._plan or plan_of(placed))
-        return placed
+        return mesh["tensor"]
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take up what is trained."""
@@ -156,11 +181,11 @@ def plan_of(model: torch.nn.Module) -> dict[str, str]:
     return plan
 
 
-def share_layers(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Share a model's layers between the ranks of a mesh.
+def modules_of_plan(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Return how each module is shared, by its name.
 
     Raises:
-        UserError: The plan does not fit the model, or its weights cannot be cut so.
+        UserError: The plan does not fit the model.
     """
     chosen: dict[str, str] = {}
     for pattern, style in plan.items():
@@ -173,8 +198,23 @@ def share_layers(model: torch.nn.Module, mesh: DeviceMesh, plan: Mapping[str, st
         if not fitting:
             raise UserError(f"strategy.args.plan: {pattern!r} fits no module")
         chosen |= dict.fromkeys(fitting, style)
+    return chosen
+
+
+def share_layers(model: torch.nn.Module, mesh: DeviceMesh, chosen: Mapping[str, str]) -> None:
+    """Share a model's layers between the ranks of a mesh.
+
+    Args:
+        model: On its device.
+        mesh: The ranks.
+        chosen: How each module is shared, by its name.
+
+    Raises:
+        UserError: Its weights cannot be cut so.
+    """
     for name, style in chosen.items():
-        _check_can_be_cut(name, model.get_submodule(name), style, mesh.size())
+        if style in CUT_DIMENSION:
+            _check_can_be_cut(name, model.get_submodule(name), style, mesh.size())
     tied = _tied(model)
     parallelize_module(model, mesh, {name: STYLES[style]() for name, style in chosen.items()})
     _tie_again(model, tied)
@@ -192,8 +232,8 @@ def _check_can_be_cut(name: str, module: torch.nn.Module, style: str, num_ranks:
     length = weight.shape[CUT_DIMENSION[style]]
     if style != "embedding" and length % num_ranks:
         raise UserError(
-            f"strategy tensor_parallel: {name} has {length} {'inputs' if style == 'rowwise' else 'outputs'}, "
-            f"which {num_ranks} ranks cannot share",
+            f"strategy tensor_parallel: {name} has {length} "
+            f"{'inputs' if CUT_DIMENSION[style] else 'outputs'}, which {num_ranks} ranks cannot share",
             hint="set strategy.args.degree to a divisor, or leave it out of strategy.args.plan",
         )
 

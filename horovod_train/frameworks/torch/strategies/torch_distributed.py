@@ -27,6 +27,7 @@ class TorchDistributed(Strategy):
     def __init__(self, mesh: Mesh, job: Job) -> None:
         self._mesh = mesh
         self._ranks = with_tensors(mesh.world)
+        self._data = with_tensors(mesh.data)
         self._job = job
 
     def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
@@ -48,7 +49,7 @@ class TorchDistributed(Strategy):
                 hint="freeze parameters before training begins, or use strategy: allreduce",
             )
         loss = weighted_loss.detach().clone().reshape(1)
-        return self._ranks.wait(self._ranks.start_allreduce(loss, "horovod_train.loss"))[0]
+        return self._data.wait(self._data.start_allreduce(loss, "horovod_train.loss"))[0]
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients here."""
