@@ -22,11 +22,30 @@ class NoArguments(Section):
     """It has none."""
 
 
+class OuterArguments(Section):
+    """The mean of what ranks have moved is a gradient of an outer optimizer: SGD."""
+
+    lr: Annotated[float, Field(gt=0)] = 0.7
+    """Its learning rate; 1 without momentum is the mean itself."""
+
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Its momentum."""
+
+    nesterov: bool = True
+    """Nesterov's momentum."""
+
+
 class LocalSgdArguments(Section):
     """Ranks train by themselves, and average now and then."""
 
     every_steps: Count
     """So many steps are made between two means."""
+
+    allreduce_steps: Annotated[int, Field(ge=0)] = 0
+    """So many steps at the start are made as with allreduce, and ranks train by themselves after that."""
+
+    outer: OuterArguments | None = None
+    """An outer optimizer (DiLoCo); null: weights become their mean. {}: as DiLoCo has it."""
 
 
 class ZeroArguments(Section):

@@ -31,16 +31,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ADAMW = {"optimizer": "adamw", "optimizer_args": {"weight_decay": 0.05}, "lr": 2e-3}
 
 
-def locally(case, every_steps):
+def locally(case, every_steps, **args):
     """The job of a case with local SGD."""
-    return {**case.job(TASK), "strategy": {"name": "local_sgd", "args": {"every_steps": every_steps}}}
+    args = {"every_steps": every_steps, **args}
+    return {**case.job(TASK), "strategy": {"name": "local_sgd", "args": args}}
 
 
-def trained(case, size, every_steps, *hooks):
+def trained(case, size, every_steps, *hooks, **args):
     Task(**case.task_args).model()
 
     def rank(world):
-        _, run = run_of(world, locally(case, every_steps))
+        _, run = run_of(world, locally(case, every_steps, **args))
         run.hooks = [CheckReplicasIdentical(), *(hook(run) for hook in hooks)]
         train(run)
         return weights_of(run.replica.model), fingerprints(run.replica.state(copy=False))
@@ -48,7 +49,7 @@ def trained(case, size, every_steps, *hooks):
     return on_torch_ranks(size, rank)
 
 
-def written_down_once_more(case, size, every_steps):
+def written_down_once_more(case, size, every_steps, allreduce_steps=0, outer=None):  # noqa: PLR0912
     """Return the weights: a plain loop over models of all ranks, one after the other."""
     models = [Task(**case.task_args).model() for _ in range(size)]
     optimizers = [
@@ -56,6 +57,9 @@ def written_down_once_more(case, size, every_steps):
     ]
     inputs, labels = data(NUM_SAMPLES, 1)
     batch = BATCH_SIZE * case.accumulation
+    anchor = copy.deepcopy(models[0])
+    outer_optimizer = outer and torch.optim.SGD(anchor.parameters(), **outer)
+    num_made = 0
     for _ in range(case.epochs):
         num_steps, counts = 0, [0] * size
         for start in range(0, NUM_SAMPLES, batch * size):
@@ -67,15 +71,40 @@ def written_down_once_more(case, size, every_steps):
                 if len(mine):
                     loss = loss + Task(**case.task_args).loss(models[rank], (inputs[mine], labels[mine]))
                 loss.backward()
-                if case.clip is not None:
-                    clip_grad_norm_(models[rank].parameters(), case.clip)
-                optimizers[rank].step()
                 counts[rank] += len(mine)
+            if num_made < allreduce_steps:
+                share_gradients(models, counts)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                if case.clip is not None:
+                    clip_grad_norm_(model.parameters(), case.clip)
+                optimizer.step()
+            num_made += 1
+            if num_made <= allreduce_steps:
+                counts = [0] * size
+                anchor.load_state_dict(models[0].state_dict())
+                continue
             num_steps += 1
             if num_steps == every_steps or int(step[-1]) == NUM_SAMPLES - 1:
                 average(models, optimizers, counts)
+                if outer_optimizer:
+                    step_of_the_mean(anchor, outer_optimizer, models)
                 num_steps, counts = 0, [0] * size
     return weights_of(models[0])
+
+
+def share_gradients(models, counts):
+    for alike in zip(*(model.parameters() for model in models), strict=True):
+        joint = sum(p.grad * count for p, count in zip(alike, counts, strict=True))
+        for p in alike:
+            p.grad = joint.clone() / sum(counts)
+
+
+def step_of_the_mean(anchor, optimizer, models):
+    for weight, mean in zip(anchor.parameters(), models[0].parameters(), strict=True):
+        weight.grad = weight.detach() - mean.detach()
+    optimizer.step()
+    for model in models:
+        model.load_state_dict(anchor.state_dict())
 
 
 @torch.no_grad()
@@ -132,6 +161,46 @@ def test_ranks_train_as_the_algorithm_says(case, every_steps, size):
         assert prints == found[0][1]
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("case", "outer"),
+    [
+        (Case("adamw", **ADAMW), {"lr": 0.7, "momentum": 0.9, "nesterov": True}),
+        (Case("accumulated", accumulation=3), {"lr": 0.5, "momentum": 0.5, "nesterov": False}),
+    ],
+    ids=["DiLoCo", "SlowMo"],
+)
+def test_an_outer_optimizer_makes_a_step_of_each_mean(case, outer, size):
+    """The outer optimizer is PyTorch's here."""
+    expected = written_down_once_more(case, size, 3, outer=outer)
+
+    found = trained(case, size, 3, outer=outer)
+
+    for weights, prints in found:
+        assert float((weights - expected).abs().max()) <= 1e-6
+        assert prints == found[0][1]
+    without = written_down_once_more(case, size, 3)
+    assert float((expected - without).abs().max()) > 1e-4
+
+
+def test_an_outer_step_of_one_without_momentum_is_the_mean():
+    case = Case("sgd")
+    for weights, _ in trained(case, 2, 3, outer={"lr": 1.0, "momentum": 0.0, "nesterov": False}):
+        assert float((weights - written_down_once_more(case, 2, 3)).abs().max()) <= 1e-6
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("outer", [None, {"lr": 0.7, "momentum": 0.9, "nesterov": True}])
+@pytest.mark.parametrize(
+    "case", [Case("adamw", **ADAMW), Case("clipped", clip=0.3)], ids=lambda case: case.name
+)
+def test_the_first_steps_may_sum_gradients(case, outer, size):
+    expected = written_down_once_more(case, size, 3, allreduce_steps=4, outer=outer)
+
+    for weights, _ in trained(case, size, 3, allreduce_steps=4, outer=outer):
+        assert float((weights - expected).abs().max()) <= 1e-6
+
+
 def test_it_is_another_algorithm_than_a_sum_of_gradients():
     case = Case("sgd")
     ((weights, _), _) = trained(case, 2, 3)
@@ -179,7 +248,8 @@ def test_state_of_one_number_becomes_its_mean_too():
 
 
 class TestResume:
-    def test_is_exact_wherever_training_was_interrupted(self, tmp_path):
+    @pytest.mark.parametrize("args", [{}, {"outer": {}, "allreduce_steps": 2}], ids=["plain", "DiLoCo"])
+    def test_is_exact_wherever_training_was_interrupted(self, tmp_path, args):
         case = Case("adamw", epochs=2, **ADAMW)
 
         class Fall(Hook):
@@ -189,7 +259,7 @@ class TestResume:
 
         def rank(world, *, falls):
             framework, run = run_of(
-                world, locally(case, 3), checkpoint={"every_steps": 2, "background": False}
+                world, locally(case, 3, **args), checkpoint={"every_steps": 2, "background": False}
             )
             manager = manager_of(tmp_path, run)
             try:
@@ -202,15 +272,16 @@ class TestResume:
             return begun, fingerprints(run.replica.state(copy=False))
 
         Task().model()
-        undisturbed = trained(case, 2, 3)
+        undisturbed = trained(case, 2, 3, **args)
         assert [str(error) for error in on_torch_ranks(2, lambda world: rank(world, falls=True))] == [
             "killed"
         ] * 2
 
-        # Due after 2 and 4, saved after 3 and 6, where replicas are identical.
-        assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{n:012d}" for n in (3, 6)]
+        # Due after 2 and 4, saved where replicas are identical.
+        saved = (2, 5) if args else (3, 6)
+        assert sorted(path.name for path in tmp_path.glob("step-*")) == [f"step-{n:012d}" for n in saved]
         for begun, prints in on_torch_ranks(2, lambda world: rank(world, falls=False)):
-            assert begun == 6
+            assert begun == saved[-1]
             assert prints == undisturbed[0][1]
 
 

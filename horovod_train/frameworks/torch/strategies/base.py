@@ -216,7 +216,7 @@ class Strategy:
     def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Take over what ``state`` returned on each rank, of as many ranks as there were then."""
         if any(of_ranks):
-            log.warning("the checkpoint holds gradients that were to be sent later: they are dropped")
+            log.warning("the checkpoint holds what another strategy or codec keeps for itself: it is dropped")
 
 
 def make_strategy(job: Job, mesh: Mesh) -> Strategy:

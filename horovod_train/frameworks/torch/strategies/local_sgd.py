@@ -12,10 +12,15 @@ A rank counts in the mean by the samples that it has trained since the last one.
 decay), the mean is therefore the step of the joint batch. The last step of an epoch is always
 followed by a mean: what is evaluated, saved and compared is the same on all ranks.
 
+With ``outer`` the mean is a gradient of an outer optimizer (``outer.py``, DiLoCo), which lets ranks train by
+themselves for longer. With ``allreduce_steps`` the first steps sum gradients as ever, and ranks train by
+themselves after that (post-local SGD), when weights do not move far any more.
+
 Sources: Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767; with the mean of
 momentum, too: Yu, Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum
 SGD", arXiv:1905.03817; samples as weights: McMahan et al., "Communication-Efficient Learning of Deep
-Networks from Decentralized Data", arXiv:1602.05629.
+Networks from Decentralized Data", arXiv:1602.05629; post-local: Lin et al., "Don't Use Large Mini-Batches,
+Use Local SGD", arXiv:1808.07217.
 """
 
 from __future__ import annotations
@@ -23,7 +28,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -35,6 +41,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import with_tensors
 from horovod_train.frameworks.torch.exchange import NARROW, Exchange
+from horovod_train.frameworks.torch.outer import Outer
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import Named, OptimizedParameters, check_same_trained
 
@@ -49,15 +56,28 @@ class LocalSgd(Strategy):
         mesh: Of the ranks.
         job: Says how large pieces travel.
         every_steps: So many steps are made between two means.
+        allreduce_steps: So many steps at the start sum gradients instead.
+        outer: Arguments of the outer optimizer; None: there is none.
     """
 
     can_be_read_later = False  # ranks tell each other their losses in each step
 
-    def __init__(self, mesh: Mesh, job: Job, *, every_steps: int) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        job: Job,
+        *,
+        every_steps: int,
+        allreduce_steps: int = 0,
+        outer: Mapping[str, Any] | None = None,
+    ) -> None:
         self._ranks = ranks = with_tensors(mesh.data)
         self._every_steps = every_steps
         self._exchange = Exchange(ranks, int(job.allreduce.bucket_size_mib * 2**20))
-        self._num_steps = 0
+        self._allreduce_steps = allreduce_steps
+        self._outer = None if outer is None else Outer(**outer)
+        self._num_made = 0  # since the start of training
+        self._num_steps = 0  # since the last mean
         self._samples = [0, 0]  # since the last mean: this rank's, and all ranks'
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -66,21 +86,31 @@ class LocalSgd(Strategy):
         self._trains = OptimizedParameters(model, optimizer)
 
     def begin(self, step: PlannedStep) -> None:
-        """Note which samples this rank has."""
+        """Note which samples this rank has, and from where it starts."""
         self._step = step
+        if self._outer is not None and not self._sums_gradients:
+            self._outer.note(self._trains.named())
+
+    @property
+    def _sums_gradients(self) -> bool:
+        return self._num_made < self._allreduce_steps
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Make the gradient that of this rank's own samples; return the loss of all."""
+        """Make the gradient that of this rank's own samples, or of all; return the loss of all."""
         for parameter in self._trained():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-        own_share = sum(micro_batch.share for micro_batch in self._step.share.micro_batches)
-        if own_share:
-            torch._foreach_div_(self.gradients(), own_share)
-        (loss,) = self._ranks.allreduce_sum([float(weighted_loss)])
+        gradients = self.gradients()
         self.bytes_per_step = 8 if self._ranks.size > 1 else 0
+        if self._sums_gradients:
+            self.bytes_per_step += self._exchange.bytes_on_wire(gradients)
+            for gradient, total in zip(gradients, self._exchange.sum(gradients, "local_sgd"), strict=True):
+                gradient.copy_(total)
+        elif own_share := sum(micro_batch.share for micro_batch in self._step.share.micro_batches):
+            torch._foreach_div_(gradients, own_share)
+        (loss,) = self._ranks.allreduce_sum([float(weighted_loss)])
         return torch.tensor(loss, dtype=torch.float64)
 
     def gradients(self) -> list[torch.Tensor]:
@@ -93,6 +123,10 @@ class LocalSgd(Strategy):
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
         """Take the mean over ranks when it is due."""
+        sums_gradients = self._sums_gradients
+        self._num_made += bool(is_used)
+        if sums_gradients:
+            return
         if is_used:
             share = self._step.share
             self._num_steps += 1
@@ -100,7 +134,7 @@ class LocalSgd(Strategy):
             self._samples[1] += share.num_samples
             self.replicas_identical = self._ranks.size == 1
         if self._num_steps and (self._num_steps >= self._every_steps or self._step.is_last):
-            if self._ranks.size > 1:
+            if self._ranks.size > 1 or self._outer is not None:
                 self._average(self._samples[0] / self._samples[1])
             self._num_steps, self._samples = 0, [0, 0]
             self.replicas_identical = True
@@ -121,17 +155,35 @@ class LocalSgd(Strategy):
         self._check_alike(named, settings, state)
         # What optimizers count (steps) is equal on all ranks, and stays a whole number.
         counts = [t for t in state.values() if not t.ndim and t.is_floating_point()]
-        whole = [*named.values(), *(t for t in state.values() if t.ndim)]
-        numbers = [t for t in whole if t.is_floating_point() or t.is_complex()]
-        parts = [(t.float() if t.dtype in NARROW else t) * weight for t in numbers]
+        whole = [*named.items(), *((None, t) for t in state.values() if t.ndim)]
+        numbers = [(name, t) for name, t in whole if t.is_floating_point() or t.is_complex()]
+        parts = [(t.float() if t.dtype in NARROW else t) * weight for _, t in numbers]
         self.bytes_per_step += self._exchange.bytes_on_wire(parts)
-        for tensor, mean in zip(numbers, self._exchange.sum(parts, "local_sgd"), strict=True):
-            tensor.copy_(mean)
+        for (name, tensor), mean in zip(numbers, self._exchange.sum(parts, "local_sgd"), strict=True):
+            outer = None if name is None else self._outer
+            tensor.copy_(mean if outer is None else outer.step(str(name), mean))
         everyone = allgather_json(self._ranks, [weight, [float(count) for count in counts]])
         for place, count in enumerate(counts):
             values = [(rank_weight, found[place]) for rank_weight, found in everyone]
             if len({value for _, value in values}) > 1:
                 count.fill_(math.fsum(rank_weight * value for rank_weight, value in values))
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Return how many steps were made, and the outer momentum; all ranks have the same."""
+        if self._ranks.rank or (self._outer is None and not self._allreduce_steps):
+            return {}
+        momenta = {} if self._outer is None else self._outer.momenta
+        return {"steps": torch.tensor(self._num_made)} | {f"outer.{n}": t for n, t in momenta.items()}
+
+    def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Take over what rank 0 had."""
+        saved = of_ranks[0] if of_ranks else {}
+        self._num_made = int(saved.get("steps", torch.tensor(0)))
+        if self._outer is not None:
+            self._outer.forget()
+            self._outer.momenta = {
+                name.removeprefix("outer."): tensor for name, tensor in saved.items() if name != "steps"
+            }
 
     def _check_alike(self, named: Named, settings: object, state: Mapping[str, torch.Tensor]) -> None:
         """Refuse ranks that could not be averaged.
