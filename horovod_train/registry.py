@@ -233,6 +233,7 @@ STRATEGIES = Registry(
     kind="strategy",
     group="horovod_train.strategies",
     builtin={
+        "adasum": "horovod_train.frameworks.torch.strategies.adasum:Adasum",
         "allreduce": "horovod_train.frameworks.torch.strategies.allreduce:allreduce",
         "ddp": "horovod_train.frameworks.torch.strategies.ddp:Ddp",
         "fsdp": "horovod_train.frameworks.torch.strategies.fsdp:Fsdp",

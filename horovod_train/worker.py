@@ -24,7 +24,7 @@ from horovod_train.collectives.base import Communicator, allgather_json, broadca
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import axes_of
+from horovod_train.config.strategies import axes_of, batch_size_of_lr
 from horovod_train.cpu_affinity import bind
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, UserError
 from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
@@ -232,7 +232,7 @@ def make_run(job: Job, mesh: Mesh, replica: Replica, train_reader: Reader, eval_
         replica=replica,
         train_reader=train_reader,
         eval_reader=eval_reader,
-        policy=LearningRatePolicy(job.lr, job.global_batch_size(mesh.data.size), job.train.epochs),
+        policy=LearningRatePolicy(job.lr, batch_size_of_lr(job, mesh.data.size), job.train.epochs),
         guard=FiniteGuard(job.health, mesh.world, scaler_skips=job.train.precision == "fp16"),
         progress=Progress(DataOrder(len(train_reader), job.train.seed, job.data.shuffle)),
     )

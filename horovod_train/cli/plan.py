@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horovod_train.config.strategies import axes_of
+from horovod_train.config.strategies import axes_of, batch_size_of_lr
 from horovod_train.events.text import learning_rate
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.lr.policy import LearningRatePolicy
@@ -14,8 +14,9 @@ def in_words(request: LaunchRequest, plan: LaunchPlan) -> str:
     job = request.job
     if job.framework == SCRIPT:  # it decides that itself
         return plan.as_text()
-    global_batch_size = job.global_batch_size(axes_of(job.strategy, request.num_ranks).data)
-    peak_lr = LearningRatePolicy(job.lr, global_batch_size, job.train.epochs).peak_lr
+    num_data_ranks = axes_of(job.strategy, request.num_ranks).data
+    global_batch_size = job.global_batch_size(num_data_ranks)
+    peak_lr = LearningRatePolicy(job.lr, batch_size_of_lr(job, num_data_ranks), job.train.epochs).peak_lr
     lr = learning_rate(job.lr.scaling, job.lr.base_lr, job.lr.reference_batch_size, peak_lr)
     batch = f"{request.num_ranks} rank(s), global batch {global_batch_size}"
     return f"# learning rate {lr} ({batch})\n{plan.as_text()}"

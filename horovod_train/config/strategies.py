@@ -14,7 +14,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from horovod_train.config.axes import Axes
 from horovod_train.config.fields import Count, Section
-from horovod_train.config.schema import Strategy
+from horovod_train.config.schema import Job, Strategy
 from horovod_train.config.support import Refused
 
 
@@ -190,11 +190,19 @@ class StrategySupport:
         arguments: What ``strategy.args`` may hold.
         refused: What it cannot honour.
         axes: Returns how so many ranks are arranged, given the arguments; None: all read different samples.
+        lr_follows_rank: The learning rate follows the batch of one rank, and not that of all.
     """
 
     arguments: type[Section] = NoArguments
     refused: tuple[Refused, ...] = ()
     axes: Callable[[int, Any], Axes] | None = None
+    lr_follows_rank: bool = False
+
+
+def batch_size_of_lr(job: Job, num_data_ranks: int) -> int:
+    """Return the batch that the learning rate of a job follows: that of all ranks, or of one."""
+    support = STRATEGY_SUPPORT.get(job.strategy.name)
+    return job.global_batch_size(1 if support is not None and support.lr_follows_rank else num_data_ranks)
 
 
 def axes_of(strategy: Strategy, world_size: int) -> Axes:
@@ -235,6 +243,16 @@ STAGES_CANNOT = (
 
 STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
     "allreduce": StrategySupport(),
+    "adasum": StrategySupport(
+        NoArguments,
+        (
+            NO_FP16,
+            Refused("allreduce.wire_dtype", "what ranks have moved is joined as it is", "use fp32"),
+            Refused("allreduce.codec", "what ranks have moved is joined as it is", "leave it out"),
+            Refused("train.cuda_graph", "ranks tell each other their losses in each step", "leave it out"),
+        ),
+        lr_follows_rank=True,
+    ),
     "local_sgd": StrategySupport(
         LocalSgdArguments,
         (

@@ -120,9 +120,10 @@ class Way:
     then: dict[str, Any] | None = None
     task: str = "Task"
 
-    @property
-    def fewest_ranks(self) -> int:
-        return 4 if STAGES_AND_TENSOR in [self.strategy, self.then] else 2
+    def runs_on(self, num_ranks: int, controller: str) -> bool:
+        if self.strategy == ADASUM:
+            return controller == "mpi"
+        return num_ranks >= 4 or STAGES_AND_TENSOR not in [self.strategy, self.then]
 
     def make_task(self) -> Task:
         return {"Task": Task, "TiedTask": TiedTask}[self.task]()
@@ -185,6 +186,7 @@ PLAN = {
 TENSOR = {"name": "tensor_parallel", "args": {"plan": PLAN}}
 TENSOR_PAIRS = {"name": "tensor_parallel", "args": {"plan": PLAN, "degree": 2}}
 
+ADASUM = {"name": "adasum", "args": {}}
 PIPELINE = {"name": "pipeline", "args": {}}
 PIPELINE_PAIRS = {"name": "pipeline", "args": {"stages": 2}}
 GPIPE = {"name": "pipeline", "args": {"schedule": "gpipe", "balance": "time"}}
@@ -209,6 +211,7 @@ SEQUENCE_PLAN = {
 SEQUENCE = {"name": "mesh", "args": {"tensor": 2, "plan": SEQUENCE_PLAN}}
 
 CASES = (
+    Way("adasum", ADASUM, accumulation=2, **ADAMW),
     Way("mesh with parts of the sequence", SEQUENCE, accumulation=2, clip=0.5, **ADAMW),
     Way("mesh of shards, then fsdp", SHARDED_TENSOR, then=FSDP, accumulation=2, **ADAMW),
     Way("hybrid shards, then mesh of stages", HYBRID, then=STAGES_AND_TENSOR, **ADAMW),
@@ -243,6 +246,45 @@ CASES = (
 )
 
 
+def joined_by_adasum(changes: list[Any]) -> Any:
+    """The operator as the paper has it, in NumPy, on flat arrays of 2^k ranks."""
+    while len(changes) > 1:
+        following = []
+        for a, b in zip(changes[::2], changes[1::2], strict=True):
+            of_a, of_b = (1 - (a @ b) / (2 * (each @ each)) if each.any() else 1 for each in (a, b))
+            following.append(of_a * a + of_b * b)
+        changes = following
+    return changes[0]
+
+
+def shares_of_step(step: torch.Tensor, size: int, batch: int) -> list[torch.Tensor]:
+    """Which samples of a step each rank has, at most so many."""
+    num_busy = min(size, max(-(-len(step) // batch), len(step) // 2, 1))
+    return [*step.tensor_split(num_busy), *[step[:0]] * (size - num_busy)]
+
+
+def adasum(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
+    """Adasum, written down once more: a loop over models of all ranks, with an optimizer each."""
+    task = way.make_task()
+    models = [task.model() for _ in range(world_size)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=way.lr, **way.args) for model in models]
+    data = texts(NUM_SAMPLES, 1)
+    batch = BATCH_SIZE * way.accumulation
+    for step in [s for _ in range(2) for s in torch.arange(NUM_SAMPLES).split(batch * world_size)]:
+        before = [p.detach().clone() for p in models[0].parameters()]
+        shares = shares_of_step(step, world_size, batch)
+        for model, optimizer, mine in zip(models, optimizers, shares, strict=True):
+            optimizer.zero_grad()
+            if len(mine):
+                task.loss(model, (data[mine],)).backward()
+                optimizer.step()
+        for old, *new in zip(before, *(model.parameters() for model in models), strict=True):
+            changes = [(p.detach() - old).flatten().numpy() for p in new]
+            for p in new:
+                p.data = old + torch.from_numpy(joined_by_adasum(changes)).view(old.shape)
+    return with_loss(models[0])
+
+
 def joint_batch(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
     """The weights, and the loss of the evaluation, of one process that sees each global batch at once."""
     task = way.make_task()
@@ -261,6 +303,15 @@ def joint_batch(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
                 for gradient in gradients if norm > way.clip else ():
                     gradient.mul_(way.clip / norm)
             optimizer.step()
-    with torch.no_grad():
-        loss = float(task.metrics(model, (texts(NUM_EVAL_SAMPLES, 2),))["loss"].mean())
+    return with_loss(model)
+
+
+@torch.no_grad()
+def with_loss(model: nn.Module) -> tuple[torch.Tensor, float]:
+    loss = float(Task().metrics(model, (texts(NUM_EVAL_SAMPLES, 2),))["loss"].mean())
     return torch.cat([p.detach().flatten() for p in model.parameters()]), loss
+
+
+def expected(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
+    """The weights, and the loss of the evaluation."""
+    return adasum(way, world_size) if way.strategy == ADASUM else joint_batch(way, world_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from programs.strategy_cases import CASES, joint_batch
+from programs.strategy_cases import CASES, expected
 from support.launching import results
 
 WORLDS = [(2, "mpi"), (2, "gloo"), (4, "mpi"), (4, "gloo")]
@@ -13,7 +13,7 @@ TRAINED = [
     for world in WORLDS
     for marks in [[] if world == WORLDS[0] else [pytest.mark.campaign]]
     for way in CASES
-    if world[0] >= way.fewest_ranks
+    if way.runs_on(*world)
 ]
 
 
@@ -32,16 +32,16 @@ def trained(request, pools, tmp_path_factory):
 @pytest.mark.parametrize(("trained", "way"), TRAINED, indirect=["trained"])
 class TestEveryStrategy:
     def test_gives_the_weights_of_one_process_with_the_joint_batch(self, trained, way):
-        expected, _ = joint_batch(way, len(trained))
+        weights_expected, _ = expected(way, len(trained))
         start = torch.cat([p.detach().flatten() for p in way.make_task().model().parameters()])
 
         for rank in trained:
             weights = torch.tensor(rank[way.name]["weights"], dtype=torch.float64)
-            assert float((weights - expected).abs().max()) <= 1e-12
-        assert float((expected - start).abs().max()) > 1e-3
+            assert float((weights - weights_expected).abs().max()) <= 1e-12
+        assert float((weights_expected - start).abs().max()) > 1e-3
 
     def test_is_evaluated_exactly(self, trained, way):
-        _, expected = joint_batch(way, len(trained))
+        _, loss_expected = expected(way, len(trained))
 
         for rank in trained:
-            assert rank[way.name]["metrics"]["loss"] == pytest.approx(expected, abs=1e-12)
+            assert rank[way.name]["metrics"]["loss"] == pytest.approx(loss_expected, abs=1e-12)

@@ -49,7 +49,7 @@ def trained(case, size, every_steps, *hooks, **args):
     return on_torch_ranks(size, rank)
 
 
-def written_down_once_more(case, size, every_steps, allreduce_steps=0, outer=None):  # noqa: PLR0912
+def written_down_once_more(case, size, every_steps, allreduce_steps=0, outer=None):
     """Return the weights: a plain loop over models of all ranks, one after the other."""
     models = [Task(**case.task_args).model() for _ in range(size)]
     optimizers = [

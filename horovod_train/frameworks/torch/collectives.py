@@ -44,6 +44,15 @@ class TensorCollectives(Communicator, Protocol):
         """
         ...
 
+    def start_adasum(self, tensor: torch.Tensor, name: str) -> Any:
+        """Begin to join a tensor with those of other ranks by Adasum, in place; where ``has_adasum``."""
+        ...
+
+    @property
+    def has_adasum(self) -> bool:
+        """Whether Horovod can compute Adasum here."""
+        ...
+
     def wait(self, handle: Any) -> torch.Tensor:
         """Return when it is done: the sum, this rank's part of it, or the tensors of all ranks in a row."""
         ...
@@ -62,6 +71,12 @@ class TensorCollectives(Communicator, Protocol):
 
 class TorchSingleRank(SingleRank):
     """A process alone: every sum is there already."""
+
+    has_adasum = True
+
+    def start_adasum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the tensor."""
+        return tensor
 
     def start_allreduce(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the tensor."""
@@ -149,10 +164,22 @@ class TorchCommunicator(HorovodCommunicator):
 
     def start_allreduce(self, tensor: torch.Tensor, name: str) -> Any:
         """Begin to sum a tensor over ranks, in place; returns at once."""
-        # Horovod knows no complex numbers; a sum of pairs is the same.
+        return self._start_joining(tensor, name, self.hvd.Sum)
+
+    def start_adasum(self, tensor: torch.Tensor, name: str) -> Any:
+        """Begin to join a tensor with those of other ranks by Adasum, in place; returns at once."""
+        return self._start_joining(tensor, name, self.hvd.Adasum)
+
+    @property
+    def has_adasum(self) -> bool:
+        """Whether Horovod can compute Adasum here: over MPI, among all ranks."""
+        return bool(self.hvd.mpi_enabled()) and not self._among
+
+    def _start_joining(self, tensor: torch.Tensor, name: str, how: Any) -> Any:
+        # Horovod knows no complex numbers; pairs of reals are joined as they would be.
         reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         entry = self.log.begin(name, size_bytes_of(reals))
-        start = partial(self.hvd.allreduce_async_, reals, name=name, op=self.hvd.Sum, **self._among)
+        start = partial(self.hvd.allreduce_async_, reals, name=name, op=how, **self._among)
         return self.wait_in(entry, start), entry
 
     def start_allgather(self, tensor: torch.Tensor, name: str) -> Any:

@@ -81,10 +81,11 @@ def model_blobs(held: Mapping[str, Held], cache: Cache) -> dict[str, ArrayBlob]:
 
 
 def optimizer_blobs(
-    optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized], cache: Cache
+    optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized], cache: Cache, *, settings_only: bool
 ) -> tuple[object, dict[str, ArrayBlob]]:
     """Return an optimizer's state by the names of parameters: a JSON tree and the arrays it refers to."""
-    document = _by_name(optimizer.state_dict(), optimized)
+    plain = optimizer.state_dict()
+    document = _by_name({**plain, "state": {}} if settings_only else plain, optimized)
     tree, arrays = pack_tree(
         {"class": type(optimizer).__qualname__, "state": document}, lambda leaf: isinstance(leaf, Held)
     )

@@ -52,7 +52,10 @@ class SavedState:
     def take(self, *, copy: bool) -> ReplicaState:
         """Return the state; with ``copy`` it stays as it is until the next copy is taken."""
         cache = self._copies if copy else None
-        tree, arrays = optimizer_blobs(self._optimizer, self._strategy.optimized(), cache)
+        tells = self._strategy.tells_optimizer
+        tree, arrays = optimizer_blobs(
+            self._optimizer, self._strategy.optimized(), cache, settings_only=not tells
+        )
         return ReplicaState(
             model=model_blobs(self._strategy.held(), cache),
             optimizer=arrays,

@@ -99,6 +99,7 @@ class Strategy:
         needs_equally_many: All ranks have to make as many forward and backward passes in a step.
         is_sharded: A rank holds only some of the model, or of the optimizer's state.
         has_whole_weights: A rank holds all weights.
+        tells_optimizer: The state of this rank's optimizer belongs into a checkpoint as that of the job.
         makes_passes: It has an order of passes of its own, and gives the metrics of a batch as well.
     """
 
@@ -110,6 +111,7 @@ class Strategy:
     needs_equally_many: bool = False
     is_sharded: bool = False
     has_whole_weights: bool = True
+    tells_optimizer: bool = True
     makes_passes: bool = False
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer

@@ -1,0 +1,153 @@
+"""Adasum: what ranks have moved is added where it differs in direction, and averaged where it agrees.
+
+Each rank makes the optimizer's step with the gradient of its own samples. Of two ranks' changes a and b of a
+parameter the joint one is
+
+    (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
+
+which is a + b if they are orthogonal, and their mean if they are equal; of 2^k ranks it is that of pairs, of
+pairs of pairs and so on. Horovod computes it, over MPI, for each parameter. Optimizers keep the state of
+their own gradients, as those of ``horovod.torch.DistributedOptimizer(op=hvd.Adasum)`` do.
+
+The learning rate follows the batch of one rank: how far the joint step goes is up to the operator. Horovod's
+guide advises 2 to 2.5 times the best rate of one rank, however many there are.
+
+Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv:2006.02924.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from horovod_train.collectives.base import allgather_json
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Job
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.collectives import with_tensors
+from horovod_train.frameworks.torch.exchange import NARROW
+from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.torch.trained import OptimizedParameters, check_same_trained
+
+
+class Adasum(Strategy):
+    """Joins what ranks have moved, by Horovod's Adasum.
+
+    Clipping is of each rank's own gradient. A rank without samples in a step moves nothing.
+
+    Args:
+        mesh: Of the ranks.
+        job: The job.
+
+    Raises:
+        UserError: Horovod cannot compute it on these ranks.
+    """
+
+    can_be_read_later = False  # ranks tell each other their losses in each step
+    is_sharded = True  # each has an optimizer's state of its own
+
+    def __init__(self, mesh: Mesh, job: Job) -> None:
+        self._ranks = with_tensors(mesh.data)
+        size = self._ranks.size
+        if size & (size - 1):
+            raise UserError(
+                f"strategy adasum: it joins ranks in pairs, and {size} is not a power of two",
+                hint=f"start {1 << size.bit_length() - 1} or {1 << size.bit_length()} ranks",
+            )
+        if size > 1 and not self._ranks.has_adasum:
+            raise UserError(
+                "strategy adasum: Horovod has it over MPI alone, and these ranks talk over Gloo",
+                hint="start them with launch.controller: mpi, or use strategy: allreduce",
+            )
+        self.tells_optimizer = self._ranks.rank == 0
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what is trained.
+
+        Raises:
+            UserError: Ranks train different parameters.
+        """
+        super().bind(model, optimizer)
+        self._trains = OptimizedParameters(model, optimizer)
+        self._take_up()
+
+    def _take_up(self) -> None:
+        self._named = dict(self._trains.named())
+        self._num_taken_up = self._trains.count()
+        layout = [[name, str(list(p.shape)), str(p.dtype)] for name, p in self._trained().items()]
+        check_same_trained([("", each) for each in allgather_json(self._ranks, layout)])
+
+    def begin(self, step: PlannedStep) -> None:
+        """Note which samples this rank has, and from where all ranks start."""
+        self._step = step
+        if self._trains.count() != self._num_taken_up:
+            self._take_up()
+        self._before = {name: p.detach().clone() for name, p in self._trained().items()}
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Make the gradient that of this rank's own samples; return the loss of all."""
+        own_share = sum(micro_batch.share for micro_batch in self._step.share.micro_batches)
+        for parameter in self._named.values():
+            if not own_share:
+                parameter.grad = None  # of no samples: the optimizer leaves it alone
+            elif parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+        if own_share:
+            torch._foreach_div_(self.gradients(), own_share)
+        (loss,) = self._ranks.allreduce_sum([float(weighted_loss)])
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank."""
+        return [p.grad for p in self._named.values() if p.grad is not None]
+
+    def is_finite(self, norm: float) -> bool:
+        """Return whether all ranks' gradients are finite: a step is used by all ranks or by none."""
+        return self._ranks.allreduce_sum([float(not math.isfinite(norm))])[0] == 0
+
+    @torch.no_grad()
+    def after_update(self, *, is_used: torch.Tensor | bool) -> None:
+        """Join what the optimizers of all ranks have moved."""
+        before, self._before = self._before, {}
+        if not is_used or self._ranks.size == 1:
+            return
+        waiting = []
+        self.bytes_per_step = 8
+        for number, (name, old) in enumerate(before.items()):
+            wide = torch.float32 if old.dtype in NARROW else old.dtype
+            change = (self._named[name].to(wide) - old.to(wide)).cpu().contiguous()
+            self.bytes_per_step += change.nbytes
+            handle = self._ranks.start_adasum(change, f"horovod_train.adasum.{number}")
+            waiting.append((name, old, handle))
+        for name, old, handle in waiting:
+            joint = self._ranks.wait(handle)
+            self._named[name].copy_(old.to(joint.dtype) + joint.to(old.device))
+
+    def _trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: p for name, p in self._named.items() if p.requires_grad}
+
+    # -- the state of this rank's optimizer
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """Return the optimizer's state of this rank; that of rank 0 is in the checkpoint already."""
+        if self.tells_optimizer:
+            return {}
+        return {
+            f"{name}/{key}": value
+            for name, parameter in self._named.items()
+            for key, value in self._optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Take over this rank's state. Ranks that were not there begin with rank 0's, as all do."""
+        own = of_ranks[self._ranks.rank] if self._ranks.rank < len(of_ranks) else {}
+        for path, value in own.items():
+            name, _, key = path.rpartition("/")
+            if name not in self._named:
+                continue  # another strategy's
+            entry = self._optimizer.state[self._named[name]]
+            entry[key] = value.to(entry[key].device) if key in entry else value
