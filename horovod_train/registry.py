@@ -235,10 +235,12 @@ STRATEGIES = Registry(
     builtin={
         "adasum": "horovod_train.frameworks.torch.strategies.adasum:Adasum",
         "allreduce": "horovod_train.frameworks.torch.strategies.allreduce:allreduce",
+        "data_parallel": "horovod_train.frameworks.torch.strategies.data_parallel:DataParallel",
         "ddp": "horovod_train.frameworks.torch.strategies.ddp:Ddp",
         "fsdp": "horovod_train.frameworks.torch.strategies.fsdp:Fsdp",
         "local_sgd": "horovod_train.frameworks.torch.strategies.local_sgd:LocalSgd",
         "mesh": "horovod_train.frameworks.torch.strategies.mesh:mesh",
+        "parameter_server": ("horovod_train.frameworks.torch.strategies.parameter_server:ParameterServer"),
         "pipeline": "horovod_train.frameworks.torch.strategies.pipeline:Pipeline",
         "tensor_parallel": "horovod_train.frameworks.torch.strategies.tensor_parallel:TensorParallel",
         "zero": "horovod_train.frameworks.torch.strategies.zero:Zero",

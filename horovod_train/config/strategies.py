@@ -90,6 +90,16 @@ class TensorParallelArguments(Section):
     """How modules are shared, by name patterns; null: the model's own plan, or that of a known kind."""
 
 
+class ParameterServerArguments(Section):
+    """Ranks send gradients to servers, each of which has a part of the weights, and do not wait."""
+
+    max_staleness: Annotated[int, Field(ge=0, le=1000)] = 4
+    """A rank may be so many steps ahead of the slowest."""
+
+    meet_every_steps: Count = 100
+    """After so many steps all gradients are waited for, so that weights can be saved and evaluated."""
+
+
 class StageArguments(Section):
     """Layers are spread over ranks, and micro-batches pass from rank to rank."""
 
@@ -191,12 +201,20 @@ class StrategySupport:
         refused: What it cannot honour.
         axes: Returns how so many ranks are arranged, given the arguments; None: all read different samples.
         lr_follows_rank: The learning rate follows the batch of one rank, and not that of all.
+        has_own_messages: Ranks talk over MPI besides Horovod.
     """
 
     arguments: type[Section] = NoArguments
     refused: tuple[Refused, ...] = ()
     axes: Callable[[int, Any], Axes] | None = None
     lr_follows_rank: bool = False
+    has_own_messages: bool = False
+
+
+def needs_own_messages(strategy: Strategy) -> bool:
+    """Whether ranks talk over MPI besides Horovod."""
+    support = STRATEGY_SUPPORT.get(strategy.name)
+    return support is not None and support.has_own_messages
 
 
 def batch_size_of_lr(job: Job, num_data_ranks: int) -> int:
@@ -230,6 +248,11 @@ PYTORCH_SUMS = (
     Refused("allreduce.codec", OWN_SUMS, "leave it out"),
     NO_GRAPHS,
 )
+SUMMED_IN_PROCESS = (
+    Refused("allreduce.wire_dtype", "there is one process, which sends nothing", "use fp32"),
+    Refused("allreduce.codec", "there is one process, which sends nothing", "leave it out"),
+    Refused("train.compile", "copies of the model are made in each step", "leave it out"),
+)
 NO_FP16 = Refused(
     "train.precision", "each rank would have a loss scale of its own", "use bf16 or fp32", values=("fp16",)
 )
@@ -261,6 +284,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("allreduce.codec", "it sends no gradients", "leave it out"),
         ),
     ),
+    "data_parallel": StrategySupport(NoArguments, (NO_GRAPHS, *SUMMED_IN_PROCESS)),
     "ddp": StrategySupport(DdpArguments, PYTORCH_SUMS),
     "fsdp": StrategySupport(
         FsdpArguments,
@@ -279,6 +303,18 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("allreduce.codec", "what is not sent yet is kept for whole weights", "leave it out"),
         ),
         axes=lambda world_size, arguments: Axes.of(world_size, tensor=arguments.degree),
+    ),
+    "parameter_server": StrategySupport(
+        ParameterServerArguments,
+        (
+            NO_FP16,
+            Refused("health.non_finite", "ranks do not agree on each step", "use stop", values=("skip",)),
+            Refused("allreduce.wire_dtype", "gradients are sent as they are", "use fp32"),
+            Refused("allreduce.codec", "gradients are sent as they are", "leave it out"),
+            Refused("train.cuda_graph", "gradients are sent by the host", "leave it out"),
+        ),
+        lr_follows_rank=True,
+        has_own_messages=True,
     ),
     "pipeline": StrategySupport(
         PipelineArguments,

@@ -6,12 +6,13 @@ usage: OUT_FOLDER [CASE ...]
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from strategy_cases import CASES, Way
+from strategy_cases import ALLREDUCE, CASES, SERVER, Way
 
 from horovod_train.checkpoint.arrays import dump_state
 from horovod_train.checkpoint.manager import CheckpointManager
@@ -28,7 +29,9 @@ from horovod_train.worker import make_run
 
 torch.set_num_threads(1)
 framework = TorchFramework()
-world = framework.connect(Job(name="x", task="digits"))
+# As a job with parameter servers joins: over MPI it takes MPI up before Horovod does.
+strategy = SERVER if "OMPI_COMM_WORLD_RANK" in os.environ else ALLREDUCE
+world = framework.connect(Job.model_validate({"name": "x", "task": "digits", "strategy": strategy}))
 FILE = f"{Path(__file__).parent / 'strategy_cases.py'}"
 
 

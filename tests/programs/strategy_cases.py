@@ -97,6 +97,17 @@ class TiedTask(Task):
         return model
 
 
+class LinearTask(Task):
+    """Its loss is linear in the weights: gradients do not depend on who has changed them meanwhile."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        (tokens,) = batch
+        return (
+            sum((p * math.cos(at + 1)).sum() for at, p in enumerate(model.parameters()))
+            * tokens.double().mean()
+        )
+
+
 ADAMW: dict[str, Any] = {"optimizer": "adamw", "args": {"weight_decay": 0.05, "eps": 1e-4}, "lr": 1e-2}
 """A large epsilon: where gradients are close to zero, Adam makes much of the last bit of a sum."""
 
@@ -121,12 +132,12 @@ class Way:
     task: str = "Task"
 
     def runs_on(self, num_ranks: int, controller: str) -> bool:
-        if self.strategy == ADASUM:
+        if self.strategy in [ADASUM, SERVER]:
             return controller == "mpi"
         return num_ranks >= 4 or STAGES_AND_TENSOR not in [self.strategy, self.then]
 
     def make_task(self) -> Task:
-        return {"Task": Task, "TiedTask": TiedTask}[self.task]()
+        return {"Task": Task, "TiedTask": TiedTask, "LinearTask": LinearTask}[self.task]()
 
     def global_batch(self, world_size: int) -> int:
         return BATCH_SIZE * self.accumulation * num_data(self.strategy, world_size)
@@ -187,6 +198,7 @@ TENSOR = {"name": "tensor_parallel", "args": {"plan": PLAN}}
 TENSOR_PAIRS = {"name": "tensor_parallel", "args": {"plan": PLAN, "degree": 2}}
 
 ADASUM = {"name": "adasum", "args": {}}
+SERVER = {"name": "parameter_server", "args": {"max_staleness": 2, "meet_every_steps": 4}}
 PIPELINE = {"name": "pipeline", "args": {}}
 PIPELINE_PAIRS = {"name": "pipeline", "args": {"stages": 2}}
 GPIPE = {"name": "pipeline", "args": {"schedule": "gpipe", "balance": "time"}}
@@ -211,6 +223,7 @@ SEQUENCE_PLAN = {
 SEQUENCE = {"name": "mesh", "args": {"tensor": 2, "plan": SEQUENCE_PLAN}}
 
 CASES = (
+    Way("parameter server", SERVER, accumulation=2, args={}, lr=1e-3, task="LinearTask"),
     Way("adasum", ADASUM, accumulation=2, **ADAMW),
     Way("mesh with parts of the sequence", SEQUENCE, accumulation=2, clip=0.5, **ADAMW),
     Way("mesh of shards, then fsdp", SHARDED_TENSOR, then=FSDP, accumulation=2, **ADAMW),
@@ -312,6 +325,19 @@ def with_loss(model: nn.Module) -> tuple[torch.Tensor, float]:
     return torch.cat([p.detach().flatten() for p in model.parameters()]), loss
 
 
+def parameter_server(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
+    """Each weight moves by the sum of all gradients, in whatever order they come."""
+    model = way.make_task().model()
+    batch = BATCH_SIZE * way.accumulation
+    steps = [s for _ in range(2) for s in torch.arange(NUM_SAMPLES).split(batch * world_size)]
+    shares = [mine for step in steps for mine in shares_of_step(step, world_size, batch) if len(mine)]
+    total = sum(float(texts(NUM_SAMPLES, 1)[mine].double().mean()) for mine in shares)
+    for at, p in enumerate(model.parameters()):
+        p.data -= way.lr * math.cos(at + 1) * total
+    return with_loss(model)
+
+
 def expected(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
     """The weights, and the loss of the evaluation."""
-    return adasum(way, world_size) if way.strategy == ADASUM else joint_batch(way, world_size)
+    compute = {"adasum": adasum, "parameter_server": parameter_server}.get(way.strategy["name"], joint_batch)
+    return compute(way, world_size)

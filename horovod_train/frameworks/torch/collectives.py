@@ -53,6 +53,10 @@ class TensorCollectives(Communicator, Protocol):
         """Whether Horovod can compute Adasum here."""
         ...
 
+    def before_closing(self, act: Callable[[], None]) -> None:
+        """Call something when this rank leaves the world."""
+        ...
+
     def wait(self, handle: Any) -> torch.Tensor:
         """Return when it is done: the sum, this rank's part of it, or the tensors of all ranks in a row."""
         ...
@@ -73,6 +77,9 @@ class TorchSingleRank(SingleRank):
     """A process alone: every sum is there already."""
 
     has_adasum = True
+
+    def before_closing(self, act: Callable[[], None]) -> None:
+        """Do nothing: there is nobody to leave."""
 
     def start_adasum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the tensor."""
@@ -174,6 +181,10 @@ class TorchCommunicator(HorovodCommunicator):
     def has_adasum(self) -> bool:
         """Whether Horovod can compute Adasum here: over MPI, among all ranks."""
         return bool(self.hvd.mpi_enabled()) and not self._among
+
+    def before_closing(self, act: Callable[[], None]) -> None:
+        """Call something when this rank leaves the world."""
+        self.at_close.callback(act)
 
     def _start_joining(self, tensor: torch.Tensor, name: str, how: Any) -> Any:
         # Horovod knows no complex numbers; pairs of reals are joined as they would be.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import random
@@ -18,6 +19,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Compile, Job, Train
+from horovod_train.config.strategies import needs_own_messages
 from horovod_train.errors import HorovodTrainError, UnknownNameError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.randomness import mix
@@ -48,6 +50,8 @@ class TorchFramework(TorchDevice):
             torch.set_num_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.torch.reader")
+        if needs_own_messages(job.strategy):
+            importlib.import_module("mpi4py.MPI")  # who starts MPI ends it: Horovod would, under its feet
         return connect(TorchCommunicator, job)
 
     def prepare(self, job: Job, mesh: Mesh) -> tuple[TorchReplica, TorchReader, TorchReader | None]:

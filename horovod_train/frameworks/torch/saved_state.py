@@ -54,7 +54,7 @@ class SavedState:
         cache = self._copies if copy else None
         tells = self._strategy.tells_optimizer
         tree, arrays = optimizer_blobs(
-            self._optimizer, self._strategy.optimized(), cache, settings_only=not tells
+            self._strategy.saved_optimizer, self._strategy.optimized(), cache, settings_only=not tells
         )
         return ReplicaState(
             model=model_blobs(self._strategy.held(), cache),
@@ -91,7 +91,9 @@ class SavedState:
             self._model.load_state_dict({name: from_blob(blob) for name, blob in arrays.items()})
 
     def _load_optimizer(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
-        groups, strategy = self._optimizer.param_groups, self._strategy
+        strategy = self._strategy
+        optimizer = strategy.saved_optimizer
+        groups = optimizer.param_groups
         document = optimizer_document(
             tree,
             arrays,
@@ -102,10 +104,10 @@ class SavedState:
         )
         # The settings decide where an optimizer wants its state, and so come first.
         for saved, group in zip(document["param_groups"], groups, strict=True):
-            own = {key: group[key] for key in (*self._optimizer.defaults, "lr_scale") if key in group}
+            own = {key: group[key] for key in (*optimizer.defaults, "lr_scale") if key in group}
             self._tell_of_another_kernel(saved, own)
             saved.update(own)
-        self._optimizer.load_state_dict(document)
+        optimizer.load_state_dict(document)
 
     def _tell_of_another_kernel(self, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
         if bool(saved.get("fused")) != bool(own.get("fused")) and self._tells:

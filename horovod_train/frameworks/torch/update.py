@@ -118,8 +118,9 @@ class UpdateOnHost:
             if self._limit is not None and norm > self._limit:
                 torch._foreach_mul_(self._strategy.gradients(), self._limit / norm)
         scale = scaler.get_scale()
-        scaler.step(self._optimizer)
-        scaler.update()
+        if not self._strategy.updates_itself:
+            scaler.step(self._optimizer)
+            scaler.update()
         # A scaler that backs off has skipped the step: some gradient overflowed.
         return Updated(loss_here, norm, is_used=not scaler.is_enabled() or scaler.get_scale() >= scale)
 

@@ -100,6 +100,7 @@ class Strategy:
         is_sharded: A rank holds only some of the model, or of the optimizer's state.
         has_whole_weights: A rank holds all weights.
         tells_optimizer: The state of this rank's optimizer belongs into a checkpoint as that of the job.
+        updates_itself: It makes the updates: the optimizer that it was bound to makes no step.
         makes_passes: It has an order of passes of its own, and gives the metrics of a batch as well.
     """
 
@@ -112,6 +113,7 @@ class Strategy:
     is_sharded: bool = False
     has_whole_weights: bool = True
     tells_optimizer: bool = True
+    updates_itself: bool = False
     makes_passes: bool = False
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
@@ -144,6 +146,11 @@ class Strategy:
         """
         self._model, self._optimizer = model, optimizer
         OptimizedParameters(model, optimizer).check()
+
+    @property
+    def saved_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer whose state belongs into a checkpoint; ``optimized`` are its parameters."""
+        return self._optimizer
 
     def held(self) -> Mapping[str, Held]:
         """Return what this rank has of the whole model's weights and buffers, by their names in it."""

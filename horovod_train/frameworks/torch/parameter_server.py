@@ -1,0 +1,287 @@
+"""A parameter server: it has some of the weights, and updates them with gradients as they come.
+
+Every rank is a worker and serves a part of the weights, in a thread of its own, over a communicator of MPI's
+that nobody else uses. A worker asks for weights, which it is given when no other worker is too far behind,
+and sends gradients, for which it does not wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import monotonic, sleep
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from horovod_train.errors import HorovodTrainError, LostError, describe_ranks
+
+PUSH, PULL, WEIGHTS = 1, 2, 3
+IDLE_S = 0.0005
+"""Between two looks for messages: MPI's own way to wait keeps a core busy."""
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the weights of one server lie in its messages.
+
+    Attributes:
+        names: Of the parameters.
+        tensors: Of the same shapes and types.
+        num_groups: Of the optimizer.
+    """
+
+    names: Sequence[str]
+    tensors: Sequence[torch.Tensor]
+    num_groups: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all weights."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def pack(self, tensors: Sequence[torch.Tensor | None], into: Bytes) -> None:
+        """Write tensors one after the other; zeros for one that there is not."""
+        at = 0
+        for like, tensor in zip(self.tensors, tensors, strict=True):
+            part = into[at : at + like.nbytes]
+            part[:] = 0 if tensor is None else _bytes_of(tensor)
+            at += like.nbytes
+
+    def unpack(self, data: Bytes) -> list[torch.Tensor]:
+        """Return the tensors in a message, in its memory."""
+        found, at = [], 0
+        for like in self.tensors:
+            part = torch.from_numpy(data[at : at + like.nbytes])
+            found.append(part.view(like.dtype).view(like.shape) if like.nbytes else torch.empty_like(like))
+            at += like.nbytes
+        return found
+
+    def push(self, gradients: Sequence[torch.Tensor | None], lrs: Sequence[float]) -> Bytes:
+        """Return the message of a worker: learning rates, which gradients there are, and they themselves."""
+        flags = np.array([gradient is not None for gradient in gradients], np.uint8)
+        message = np.empty(len(lrs) * 8 + len(flags) + self.size_bytes, np.uint8)
+        message[: len(lrs) * 8] = np.array(lrs, np.float64).view(np.uint8)
+        message[len(lrs) * 8 : len(lrs) * 8 + len(flags)] = flags
+        self.pack(gradients, message[len(lrs) * 8 + len(flags) :])
+        return message
+
+    def pushed(self, message: Bytes) -> tuple[list[float], list[torch.Tensor | None]]:
+        """Return the learning rates and gradients of a message."""
+        head = self.num_groups * 8
+        flags = message[head : head + len(self.names)]
+        tensors = self.unpack(message[head + len(self.names) :].copy())  # aligned anew
+        gradients = [tensor if flag else None for tensor, flag in zip(tensors, flags, strict=True)]
+        return message[:head].copy().view(np.float64).tolist(), gradients
+
+    @property
+    def push_bytes(self) -> int:
+        """Of a worker's message."""
+        return self.num_groups * 8 + len(self.names) + self.size_bytes
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def shared_out(named: Mapping[str, torch.Tensor], num_servers: int) -> list[list[str]]:
+    """Return which parameters each server has: about as many bytes, in an order that all ranks find.
+
+    >>> shared_out({"a": torch.zeros(3), "b": torch.zeros(1), "c": torch.zeros(1)}, 2)
+    [['a'], ['b', 'c']]
+    """
+    loads = [0] * num_servers
+    having: list[list[str]] = [[] for _ in range(num_servers)]
+    for name, tensor in sorted(named.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        least = loads.index(min(loads))
+        loads[least] += tensor.nbytes
+        having[least].append(name)
+    return having
+
+
+class Server:
+    """Has weights, and updates them.
+
+    Args:
+        layout: Of what it has.
+        weights: By name, which it updates in place.
+        optimizer: Over them.
+        num_workers: Who send gradients.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        weights: Mapping[str, torch.nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        num_workers: int,
+    ) -> None:
+        self._layout = layout
+        self._weights = [weights[name] for name in layout.names]
+        self._optimizer = optimizer
+        self._counts = [0] * num_workers
+        self._asked: list[tuple[int, int, Callable[[Bytes], None]]] = []
+        self._changed = threading.Condition()
+
+    def push(self, worker: int, message: Bytes) -> None:
+        """Update the weights with a worker's gradients; any thread."""
+        with self._changed:
+            lrs, gradients = self._layout.pushed(message)
+            if any(gradient is not None for gradient in gradients):
+                self._update(lrs, gradients)
+            self._counts[worker] += 1
+            self._answer()
+
+    def _update(self, lrs: Sequence[float], gradients: Sequence[torch.Tensor | None]) -> None:
+        for group, lr in zip(self._optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr
+        for weight, gradient in zip(self._weights, gradients, strict=True):
+            weight.grad = gradient
+        self._optimizer.step()
+
+    def pull(self, worker: int, at_least: int, answer: Callable[[Bytes], None]) -> None:
+        """Answer with the weights when each worker has sent so many messages; any thread."""
+        with self._changed:
+            self._asked.append((worker, at_least, answer))
+            self._answer()
+
+    def _answer(self) -> None:
+        slowest = min(self._counts)
+        due = [asked for asked in self._asked if asked[1] <= slowest]
+        self._asked = [asked for asked in self._asked if asked[1] > slowest]
+        for _, _, answer in due:
+            weights = np.empty(self._layout.size_bytes, np.uint8)
+            self._layout.pack(list(self._weights), weights)
+            answer(weights)
+
+    def waits_for(self, at_least: int) -> list[int]:
+        """Return the workers that have not sent so many messages."""
+        return [worker for worker, count in enumerate(self._counts) if count < at_least]
+
+
+class Line:
+    """This rank's line to all servers, and the thread in which it serves others.
+
+    Args:
+        comm: Of MPI, for this alone, with as many ranks as there are; None: there is one rank.
+        rank: This one.
+        layouts: Of each server.
+        server: This rank's.
+        timeout_s: A server that has not answered for so long is lost.
+    """
+
+    def __init__(
+        self, comm: Any, rank: int, layouts: Sequence[Layout], server: Server, timeout_s: float
+    ) -> None:
+        self._comm = comm
+        self._rank = rank
+        self._layouts = layouts
+        self._server = server
+        self._timeout_s = timeout_s
+        self._has_ended = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._sending: list[tuple[Any, Bytes]] = []
+        self._answers: deque[tuple[Any, Bytes]] = deque()  # bytes stay until they are sent
+        if comm is not None:
+            self._thread.start()
+
+    def push(self, gradients: Mapping[str, torch.Tensor | None], lrs: Sequence[float]) -> None:
+        """Send gradients to the servers that have their weights; waits until they are on their way."""
+        for rank, layout in enumerate(self._layouts):
+            message = layout.push([gradients.get(name) for name in layout.names], lrs)
+            if rank == self._rank:
+                self._server.push(rank, message)
+            else:
+                self._sending.append((self._comm.Isend(message, rank, PUSH), message))
+        for request, _ in self._sending:
+            self._wait(request, "sends gradients", -1)
+        self._sending.clear()
+
+    def pull(self, at_least: int) -> dict[str, torch.Tensor]:
+        """Return all weights; waits until no worker has sent fewer messages than so many.
+
+        Raises:
+            LostError: A server does not answer.
+        """
+        wanted = np.array([at_least], np.int64)
+        own: list[Bytes] = []
+        coming = []
+        for rank, layout in enumerate(self._layouts):
+            if rank == self._rank:
+                self._server.pull(rank, at_least, own.append)
+                continue
+            weights = np.empty(layout.size_bytes, np.uint8)
+            request = self._comm.Irecv(weights, rank, WEIGHTS)
+            self._sending.append((self._comm.Isend(wanted, rank, PULL), wanted.view(np.uint8)))
+            coming.append((rank, layout, weights, request))
+        found: dict[str, torch.Tensor] = {}
+        for rank, layout, weights, request in coming:
+            self._wait(request, f"waits for weights of rank {rank}", at_least)
+            found.update(zip(layout.names, layout.unpack(weights), strict=True))
+        self._until(lambda: bool(own), "waits for its own weights", at_least)
+        layout = self._layouts[self._rank]
+        found.update(zip(layout.names, layout.unpack(own[0]), strict=True))
+        return found
+
+    def _wait(self, request: Any, doing: str, at_least: int) -> None:
+        self._until(request.Test, doing, at_least)
+
+    def _until(self, is_done: Callable[[], bool], doing: str, at_least: int) -> None:
+        begun = monotonic()
+        while not is_done():
+            if self._failure is not None:
+                raise self._failure
+            if monotonic() - begun > self._timeout_s:
+                absent = self._server.waits_for(at_least)
+                who = f"; {describe_ranks(absent)} came no further" if absent else ""
+                raise LostError(
+                    f"strategy parameter_server: rank {self._rank} {doing} for {self._timeout_s:.0f} s{who}; "
+                    "ended after health.stall_shutdown_s"
+                )
+            sleep(IDLE_S)
+
+    def _serve(self) -> None:
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        try:
+            while not self._has_ended.is_set():
+                while self._answers and self._answers[0][0].Test():
+                    self._answers.popleft()
+                if not self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+                    sleep(IDLE_S)
+                    continue
+                # Weights are none of these: the other thread, which asks for them, expects them by then.
+                self._receive(status.Get_source(), status.Get_tag())
+        except (HorovodTrainError, RuntimeError, ValueError, MPI.Exception) as error:
+            self._failure = error
+
+    def _receive(self, worker: int, tag: int) -> None:
+        if tag == PUSH:
+            message = np.empty(self._layouts[self._rank].push_bytes, np.uint8)
+            self._comm.Recv(message, worker, PUSH)
+            self._server.push(worker, message)
+            return
+        wanted = np.empty(1, np.int64)
+        self._comm.Recv(wanted, worker, PULL)
+
+        def answer(weights: Bytes) -> None:  # by either thread
+            self._answers.append((self._comm.Isend(weights, worker, WEIGHTS), weights))
+
+        self._server.pull(worker, int(wanted[0]), answer)
+
+    def close(self) -> None:
+        """End the thread. Safe to call twice.
+
+        The communicator stays: to free it would be a collective, and others may be gone.
+        """
+        self._has_ended.set()
+        if self._comm is not None:
+            self._thread.join()
