@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +97,30 @@ class TiedTask(Task):
         model = super().model()
         model.head.weight = model.tokens.weight
         return model
+
+
+class KilledTask(Task):
+    """Draws at random, and can be told to kill one rank.
+
+    Args:
+        kill: "rank:call" - the rank to kill with signal 9, at its so-manieth call of ``loss``.
+    """
+
+    def __init__(self, kill: str = "") -> None:
+        self.kill = kill
+        self.calls = 0
+
+    def model(self) -> nn.Module:
+        model = super().model().float()
+        model.norm = nn.Sequential(model.norm, nn.Dropout(0.1))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.calls += model.training
+        rank = os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
+        if f"{rank}:{self.calls}" == self.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)
 
 
 class LinearTask(Task):

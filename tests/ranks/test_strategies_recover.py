@@ -1,0 +1,130 @@
+"""Under each strategy: killed and resumed is the same as never killed, and on other ranks the same model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from programs.strategy_cases import (
+    ADAMW,
+    ADASUM,
+    ALLREDUCE,
+    DDP,
+    FSDP,
+    PIPELINE,
+    PLAN,
+    SERVER,
+    SHARDED_TENSOR,
+    TENSOR_PAIRS,
+    ZERO,
+    Task,
+    Way,
+    joint_batch,
+    num_data,
+)
+from safetensors.numpy import load_file
+from support.launching import PROGRAMS, cli, write_job
+
+from horovod_train.checkpoint.store import list_checkpoints, read_manifest
+
+pytestmark = [pytest.mark.ranks, pytest.mark.campaign]
+TENSOR = {"name": "tensor_parallel", "args": {"plan": PLAN}}
+LOCAL = {"name": "local_sgd", "args": {"every_steps": 2, "outer": {}}}
+STRATEGIES = [ADASUM, DDP, FSDP, LOCAL, PIPELINE, SHARDED_TENSOR, TENSOR, ZERO]
+
+
+def job(folder, name, strategy, kill="", controller="mpi", ranks=2, **more):
+    return write_job(
+        folder / f"{name}.yaml",
+        name=name,
+        task=f"{PROGRAMS / 'strategy_cases.py'}:KilledTask",
+        task_args={"kill": kill},
+        run_dir=str(folder / "runs"),
+        train={"epochs": 3, "batch_size_per_rank": 2, "accumulation_steps": 2, **more},
+        optimizer={"name": "adamw", "args": {"weight_decay": 0.1}},
+        lr={"base_lr": 0.01, "reference_batch_size": 8, "warmup_epochs": 1, "decay": "cosine"},
+        checkpoint={"every_steps": 2, "every_epochs": None, "keep_last": 100},
+        strategy=strategy,
+        launch={"num_ranks": ranks, "controller": controller},
+    )
+
+
+def newest(folder, name):
+    return read_manifest(list_checkpoints(folder / "runs" / name / "checkpoints")[0].path).step
+
+
+def exported(folder, name):
+    cli("checkpoint", "export", str(folder / "runs" / name), str(folder / f"{name}.safetensors"), cwd=folder)
+    return load_file(folder / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("controller", "strategy"),
+    [
+        pytest.param(controller, strategy, id=f"{strategy['name']} over {controller}")
+        for controller in ("mpi", "gloo")
+        for strategy in STRATEGIES
+        if (controller, strategy) != ("gloo", ADASUM)
+    ],
+)
+def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(tmp_path, controller, strategy):
+    cli("run", str(job(tmp_path, "whole", strategy, controller=controller)), cwd=tmp_path)
+    killed = job(tmp_path, "killed", strategy, kill="1:9", controller=controller)
+    stopped = cli("run", str(killed), cwd=tmp_path, check=False)
+    at_kill = newest(tmp_path, "killed")
+    resumed = job(tmp_path, "killed", strategy, controller=controller)
+
+    done = cli("run", str(resumed), cwd=tmp_path)
+
+    assert stopped.returncode == 1
+    assert "signal 9" in stopped.stdout + stopped.stderr
+    assert f"resumed from step-{at_kill:012d}" in done.stdout
+    whole, again = exported(tmp_path, "whole"), exported(tmp_path, "killed")
+    assert whole.keys() == again.keys()
+    assert all((whole[name] == again[name]).all() for name in whole)
+
+
+@pytest.mark.parametrize(
+    "strategies",
+    [
+        (ALLREDUCE, FSDP, ZERO, TENSOR_PAIRS),
+        (TENSOR, PIPELINE, FSDP, SHARDED_TENSOR),
+        (ZERO, TENSOR_PAIRS, PIPELINE, ALLREDUCE),
+    ],
+    ids=lambda strategies: ", ".join(strategy["name"] for strategy in strategies),
+)
+def test_on_4_then_2_then_3_then_4_ranks_it_is_the_same_model_under_any_strategy(tmp_path, strategies):
+    """At a constant global batch of 12."""
+    for ranks, max_steps, strategy in zip((4, 2, 3, 4), (1, 2, 3, 4), strategies, strict=True):
+        together = 12 // num_data(strategy, ranks)
+        path = write_job(
+            tmp_path / f"{max_steps}.yaml",
+            name="chain",
+            task=f"{PROGRAMS / 'strategy_cases.py'}:Task",
+            run_dir=str(tmp_path / "runs"),
+            train={"epochs": 2, "max_steps": max_steps, "batch_size_per_rank": together},
+            optimizer={"name": "adamw", "args": ADAMW["args"]},
+            lr={"base_lr": ADAMW["lr"], "scaling": "none"},
+            data={"shuffle": False},
+            strategy=strategy,
+            launch={"num_ranks": ranks},
+        )
+        done = cli("run", str(path), cwd=tmp_path)
+        assert (f"resumed from step-{max_steps - 1:012d}" in done.stdout) == (max_steps > 1)
+
+    weights, _ = joint_batch(Way("12", ALLREDUCE, accumulation=6, **ADAMW), 1)
+    names = [name for name, _ in Task().model().named_parameters()]
+    found = exported(tmp_path, "chain")
+    together = torch.cat([torch.from_numpy(found[name]).flatten() for name in names])
+    assert float((together - weights).abs().max()) <= 1e-12
+
+
+def test_parameter_servers_go_on(tmp_path):
+    """No two runs are alike; but one that was killed learns as one that was not."""
+    cli("run", str(job(tmp_path, "whole", SERVER)), cwd=tmp_path)
+    cli("run", str(job(tmp_path, "killed", SERVER, kill="1:9")), cwd=tmp_path, check=False)
+    done = cli("run", str(job(tmp_path, "killed", SERVER)), cwd=tmp_path)
+
+    assert "resumed from" in done.stdout
+    whole, again = exported(tmp_path, "whole"), exported(tmp_path, "killed")
+    moved = max(float(abs(whole[name] - again[name]).max()) for name in whole)
+    assert moved < 0.1
