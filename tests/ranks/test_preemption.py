@@ -35,16 +35,24 @@ LAUNCHES = {
     "mpirun": {"num_ranks": 2, "launcher": "mpirun"},
 }
 # Real Horovod, real gradients and loader processes; what launchers and signals do is the same without.
-WITH_HOROVOD = [
+CASES = [
+    *(("numpy", launch) for launch in LAUNCHES),
     ("torch", "horovodrun over mpi"),
-    pytest.param("torch with local_sgd", "horovodrun over mpi", marks=pytest.mark.campaign),
-    pytest.param("torch", "horovodrun over gloo", marks=pytest.mark.campaign),
+    ("torch", "horovodrun over gloo"),
 ]
-CASES = [*(("numpy", launch) for launch in LAUNCHES), *WITH_HOROVOD]
-in_all_ways = pytest.mark.parametrize(("framework", "launch"), CASES)
+STRATEGIES = ("adasum", "ddp", "fsdp", "local_sgd", "pipeline", "zero")
+ASKED = [
+    *((framework, launch, number) for framework, launch in CASES for number in range(20)),
+    *(
+        (f"torch with {strategy}", "horovodrun over mpi", number)
+        for strategy in STRATEGIES
+        for number in (1, 5)
+    ),
+]
+AT_ONCE = [(framework, launch, 0) for framework, launch in CASES[:-1]]
+STRATEGY_ARGS = {"local_sgd": {"every_steps": 7}}
 TASKS = {"numpy": "quick_tasks.py", "torch": "tasks.py"}
 EPOCHS = 30
-TIMES_OF_ASKING = [0, *(pytest.param(number, marks=pytest.mark.campaign) for number in range(1, 20))]
 
 
 def job(folder, name, launch, pause_s, framework="numpy", num_workers=1):
@@ -58,7 +66,7 @@ def job(folder, name, launch, pause_s, framework="numpy", num_workers=1):
         task_args={"notes": str(folder), "pause_s": pause_s},
         run_dir=str(folder / "runs"),
         train={"epochs": EPOCHS, "batch_size_per_rank": 4},
-        strategy={"name": strategy, "args": {"every_steps": 7}} if strategy else {},
+        strategy={"name": strategy or "allreduce", "args": STRATEGY_ARGS.get(strategy, {})},
         optimizer={"name": "adam"} if framework == "torch" else {"args": {"momentum": 0.9}},
         data={"num_workers": num_workers if framework == "torch" else 0},
         checkpoint={"every_epochs": None, "keep_last": 100},
@@ -94,8 +102,10 @@ def undisturbed(tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize("time_of_asking", TIMES_OF_ASKING)
-@in_all_ways
+@pytest.mark.parametrize(
+    ("framework", "launch", "time_of_asking"),
+    [pytest.param(*case, marks=[] if case in AT_ONCE else [pytest.mark.campaign]) for case in ASKED],
+)
 def test_a_run_that_is_asked_to_leave_loses_nothing(tmp_path, undisturbed, framework, launch, time_of_asking):
     num_ranks = LAUNCHES[launch]["num_ranks"]
     path = job(tmp_path, "j", LAUNCHES[launch], 0.02, framework)
