@@ -268,6 +268,7 @@ TASKS = Registry(
     group="horovod_train.tasks",
     builtin={
         "digits": "horovod_train.tasks.digits:Digits",
+        "gpt": "horovod_train.tasks.gpt:Gpt",
         "vit-digits": "horovod_train.tasks.vit_digits:VitDigits",
     },
 )

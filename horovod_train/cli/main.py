@@ -21,6 +21,7 @@ VERBS = {
     "cancel": "End a job: it may save first, for as long as its grace allows.",
     "list": "List submitted jobs.",
     "render": "Print what a launcher would run or apply.",
+    "plan": "Show what a job would do, and the memory that it needs.",
     "worker": "Run one rank; started by a launcher.",
     "ui": "Show jobs in the browser.",
     "targets": "Tell Prometheus which ranks there are.",

@@ -62,7 +62,7 @@ SAID = [
     (
         {"task": "digitz"},
         "task = 'digitz'",
-        "is not a known task; known: digits, vit-digits",
+        "is not a known task; known: digits, gpt, vit-digits",
         "did you mean 'digits'?",
     ),
     (

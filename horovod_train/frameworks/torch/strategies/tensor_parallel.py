@@ -214,7 +214,7 @@ def share_layers(model: torch.nn.Module, mesh: DeviceMesh, chosen: Mapping[str, 
     """
     for name, style in chosen.items():
         if style in CUT_DIMENSION:
-            _check_can_be_cut(name, model.get_submodule(name), style, mesh.size())
+            check_can_be_cut(name, model.get_submodule(name), style, mesh.size())
     tied = _tied(model)
     parallelize_module(model, mesh, {name: STYLES[style]() for name, style in chosen.items()})
     _tie_again(model, tied)
@@ -222,7 +222,12 @@ def share_layers(model: torch.nn.Module, mesh: DeviceMesh, chosen: Mapping[str, 
         torch.backends.mha.set_fastpath_enabled(False)  # it takes no shared weights
 
 
-def _check_can_be_cut(name: str, module: torch.nn.Module, style: str, num_ranks: int) -> None:
+def check_can_be_cut(name: str, module: torch.nn.Module, style: str, num_ranks: int) -> None:
+    """Refuse a module that so many ranks cannot share in a style.
+
+    Raises:
+        UserError: They cannot.
+    """
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         raise UserError(

@@ -1,0 +1,115 @@
+"""``horovod-train plan``."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Unpack
+
+import click
+
+from horovod_train.cli.options import LaunchOptions, job_argument, launch_options, make_request
+
+if TYPE_CHECKING:
+    from horovod_train.config.memory import Need, Sizes
+    from horovod_train.config.schema import Job
+
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+class Size(click.ParamType[float]):
+    """A number of bytes, such as 16GiB."""
+
+    name = "size"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return it in bytes."""
+        found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", str(value))
+        if found is None:
+            self.fail(f"{value!r} is no size; write a number and a unit, as in 16GiB or 500MiB", param, ctx)
+        return float(found[1]) * UNITS[found[2]]
+
+
+@click.command(name="plan")
+@job_argument
+@launch_options
+@click.option("--memory", is_flag=True, help="How much memory a rank needs under each strategy.")
+@click.option(
+    "--device-memory", type=Size(), metavar="SIZE", help="What a rank may take: name the fastest that fits."
+)
+def command(job: str, *, memory: bool, device_memory: float | None, **options: Unpack[LaunchOptions]) -> None:
+    """Show what JOB would do: what is started, its learning rate, or the memory that it needs.
+
+    Memory is counted with tensors that have none: nothing is trained, and a model may be larger than this
+    machine.
+    """
+    from horovod_train.cli.plan import in_words
+    from horovod_train.launch.submit import make_plan
+
+    request = make_request((job,), **options)
+    if not memory and device_memory is None:
+        click.echo(in_words(request, make_plan(request)))
+        return
+    for line in memory_in_words(request.job, request.num_ranks, device_memory):
+        click.echo(line)
+
+
+def memory_in_words(job: Job, num_ranks: int, limit_bytes: float | None) -> list[str]:
+    """Return what a rank of a job needs, as lines."""
+    from horovod_train.config.memory import fastest_that_fits, needs
+
+    found = needs(*sizes_of(job, num_ranks), job, num_ranks)
+    micro_batch = f"micro-batches of {job.train.batch_size_per_rank}"
+    lines = [
+        f"# a rank of {num_ranks} needs, in MiB ({micro_batch}, optimizer {job.optimizer.name})",
+        f"{'strategy':<26}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'peak':>9}{'process':>9}",
+        *(_line(name, need) for name, need in sorted(found.items(), key=lambda item: -item[1].peak)),
+    ]
+    if limit_bytes is not None:
+        name = fastest_that_fits(found, limit_bytes)
+        lines.append(
+            f"# the fastest that fits {limit_bytes / 2**20:.0f} MiB: {name}"
+            if name
+            else f"# none fits {limit_bytes / 2**20:.0f} MiB: more ranks, smaller micro-batches "
+            "(train.accumulation_steps), or train.activation_checkpointing"
+        )
+    return lines
+
+
+def _line(name: str, need: Need) -> str:
+    columns = (need.weights, need.gradients, need.optimizer, need.peak, need.process)
+    numbers = [f"{size_bytes / 2**20:.0f}" for size_bytes in columns]
+    widths = (9, 11, 11, 9, 9)
+    return f"{name:<26}" + "".join(f"{n:>{w}}" for n, w in zip(numbers, widths, strict=True))
+
+
+def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
+    """Return the sizes of a job, in one process and where ranks share layers; a process finds them out.
+
+    Raises:
+        UserError: It cannot.
+    """
+    from horovod_train.config.memory import Sizes
+    from horovod_train.errors import UserError
+
+    if job.framework != "torch":
+        raise UserError(
+            f"plan --memory is for PyTorch's jobs, and this one is framework: {job.framework}",
+            hint="watch horovod_train_process_memory_bytes of a run",
+        )
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "horovod_train.frameworks.torch.memory"],
+        input=json.dumps({"job": job.model_dump(mode="json"), "num_ranks": num_ranks}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode or not done.stdout.strip():
+        raise UserError(f"the memory of the job could not be counted: {done.stderr.strip()[-2000:]}")
+    document = json.loads(done.stdout.splitlines()[-1])
+    if "problem" in document:
+        raise UserError(document["problem"], hint=document["hint"])
+    shared = document["shared"]
+    return Sizes(**document["whole"]), None if shared is None else Sizes(**shared)

@@ -1,0 +1,160 @@
+"""How much memory a rank needs under each strategy, as arithmetic on the sizes of a job.
+
+    stays   what is there between steps: weights, buffers, the optimizer's state
+    passes  stays + activations and what else forward and backward have at their peak, with gradients by then
+    update  stays + gradients + what the optimizer's step has at its peak
+    peak    the larger of the two
+
+Each strategy divides some of it by the number of ranks that share it, and adds copies of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from horovod_train.config.schema import Job
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a job in one process, in bytes.
+
+    Attributes:
+        weights: Of all parameters.
+        trained: Of those that are trained, as of their gradients.
+        buffers: Of all buffers.
+        optimizer: State of the optimizer.
+        activations: What forward and backward of a micro-batch have at their peak, besides all of this.
+        gradients_by_then: Gradients that are there at that peak.
+        update: What the optimizer's step has at its peak, besides all of this.
+        units: Parameters of each unit that is gathered as one.
+        process: What a process takes with nothing in it.
+    """
+
+    weights: int
+    trained: int
+    buffers: int
+    optimizer: int
+    activations: int
+    gradients_by_then: int
+    update: int
+    units: Sequence[int]
+    process: int
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a rank needs, in bytes.
+
+    Attributes:
+        weights: Parameters and buffers.
+        gradients: When all are there.
+        optimizer: State, and copies that stay.
+        peak: Of all tensors.
+        process: Of the whole process, about.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    peak: float
+    process: float
+    stays: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stays", self.weights + self.optimizer)
+
+
+BY_SPEED = (
+    *("allreduce", "zero 1", "zero", "fsdp without resharding", "fsdp", "tensor_parallel", "pipeline"),
+)
+"""From the one that sends least, or hides most of what it sends."""
+
+
+def needs(sizes: Sizes, shared: Sizes | None, job: Job, num_ranks: int) -> dict[str, Need]:
+    """Return what a rank needs under each strategy that shares the model among all ranks.
+
+    Args:
+        sizes: Of the job in one process.
+        shared: On ranks that share each layer; None: nobody knows how.
+        job: The job.
+        num_ranks: How many share the model.
+    """
+    found = {
+        "allreduce": _need(sizes, keeps_gradients=num_ranks > 1),
+        "zero": _need(sizes, optimizer=num_ranks, gradients=num_ranks, extra=_bucket(sizes, job)),
+        "fsdp without resharding": _fsdp(sizes, num_ranks, gathered=sizes.weights),
+        "fsdp": _fsdp(sizes, num_ranks, gathered=_gathered(sizes)),
+        "pipeline": _pipeline(sizes, job, num_ranks),
+    }
+    if job.train.accumulation_steps > 1:  # otherwise gradients leave as they are made
+        found["zero 1"] = _need(sizes, optimizer=num_ranks, keeps_gradients=True)
+    if shared is not None:
+        found["tensor_parallel"] = _need(shared)
+    return found
+
+
+def fastest_that_fits(found: dict[str, Need], limit_bytes: float) -> str | None:
+    """Return the first strategy, in the order of their speed, whose process fits; None: none does."""
+    fitting = [name for name in BY_SPEED if name in found and found[name].process <= limit_bytes]
+    return fitting[0] if fitting else None
+
+
+def _need(
+    sizes: Sizes,
+    *,
+    weights: float = 1,
+    gradients: float = 1,
+    optimizer: float = 1,
+    passes: float = 1,
+    extra: float = 0,
+    keeps_gradients: bool = False,
+) -> Need:
+    """Return a need, each part of which is divided by so many ranks.
+
+    Args:
+        sizes: Of the job.
+        weights: By how much weights are divided.
+        gradients: By how much gradients are.
+        optimizer: By how much the optimizer's state is.
+        passes: By how much activations are.
+        extra: What is there besides in the passes, in bytes.
+        keeps_gradients: Their memory stays between steps: they lie in the buckets that are sent.
+    """
+    whole = sizes.weights / weights + sizes.buffers
+    state = sizes.optimizer / optimizer
+    by_then = sizes.trained if keeps_gradients else sizes.gradients_by_then
+    at_peak = whole + state + sizes.activations / passes + by_then / gradients + extra
+    in_update = whole + state + sizes.trained / gradients + sizes.update / optimizer
+    peak = max(at_peak, in_update)
+    return Need(whole, sizes.trained / gradients, state, peak, peak + sizes.process)
+
+
+def _bucket(sizes: Sizes, job: Job) -> float:
+    """Return what a gradient takes on its way: two buckets, one that fills and one that is sent."""
+    return min(2 * job.allreduce.bucket_size_mib * 2**20, sizes.trained)
+
+
+def _gathered(sizes: Sizes) -> float:
+    """Return what is gathered at once: the rest of the model, and two units."""
+    return sizes.weights - sum(sizes.units) + sum(sorted(sizes.units)[-2:])
+
+
+def _fsdp(sizes: Sizes, num_ranks: int, *, gathered: float) -> Need:
+    largest = max([*sizes.units, sizes.weights - sum(sizes.units)])
+    return _need(
+        sizes,
+        weights=num_ranks,
+        gradients=num_ranks,
+        optimizer=num_ranks,
+        extra=(gathered + largest) if num_ranks > 1 else 0,
+    )
+
+
+def _pipeline(sizes: Sizes, job: Job, num_ranks: int) -> Need:
+    """Return the need of the first stage, which keeps most activations, with stages that are about even."""
+    stage = max([sizes.weights / num_ranks, sizes.weights - sum(sizes.units), *sizes.units])
+    part = sizes.weights / stage
+    under_way = min(num_ranks, job.train.accumulation_steps)
+    return _need(sizes, weights=part, gradients=part, optimizer=part, passes=num_ranks / under_way)
