@@ -11,9 +11,12 @@ Each strategy divides some of it by the number of ranks that share it, and adds 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from horovod_train.config.schema import Job
+
+TRACER_BYTES = 75 * 2**20
+"""What a process takes that has traced a model (``torch.fx`` imports SymPy)."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Sizes:
         activations: What forward and backward of a micro-batch have at their peak, besides all of this.
         gradients_by_then: Gradients that are there at that peak.
         update: What the optimizer's step has at its peak, besides all of this.
+        largest: Of the parameters.
         units: Parameters of each unit that is gathered as one.
         process: What a process takes with nothing in it.
     """
@@ -39,6 +43,7 @@ class Sizes:
     activations: int
     gradients_by_then: int
     update: int
+    largest: int
     units: Sequence[int]
     process: int
 
@@ -128,12 +133,13 @@ def _need(
     at_peak = whole + state + sizes.activations / passes + by_then / gradients + extra
     in_update = whole + state + sizes.trained / gradients + sizes.update / optimizer
     peak = max(at_peak, in_update)
-    return Need(whole, sizes.trained / gradients, state, peak, peak + sizes.process)
+    # A model is made whole, and then shared.
+    return Need(whole, sizes.trained / gradients, state, peak, max(peak, sizes.weights) + sizes.process)
 
 
 def _bucket(sizes: Sizes, job: Job) -> float:
-    """Return what a gradient takes on its way: two buckets, one that fills and one that is sent."""
-    return min(2 * job.allreduce.bucket_size_mib * 2**20, sizes.trained)
+    """Return what gradients take on their way: one that was made, a bucket that fills, three that are sent."""
+    return min(5 * max(job.allreduce.bucket_size_mib * 2**20, sizes.largest), sizes.trained)
 
 
 def _gathered(sizes: Sizes) -> float:
@@ -157,4 +163,5 @@ def _pipeline(sizes: Sizes, job: Job, num_ranks: int) -> Need:
     stage = max([sizes.weights / num_ranks, sizes.weights - sum(sizes.units), *sizes.units])
     part = sizes.weights / stage
     under_way = min(num_ranks, job.train.accumulation_steps)
-    return _need(sizes, weights=part, gradients=part, optimizer=part, passes=num_ranks / under_way)
+    need = _need(sizes, weights=part, gradients=part, optimizer=part, passes=num_ranks / under_way)
+    return replace(need, process=need.process + TRACER_BYTES)

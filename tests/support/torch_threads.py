@@ -83,6 +83,9 @@ class ThreadHvd:
     def alltoall_async(self, tensor: torch.Tensor, splits: torch.Tensor, name: str) -> Any:
         return splits, self._put(name, tensor)
 
+    def poll(self, handle: Any) -> bool:
+        return self._board.has_all_of(handle[1])
+
     def synchronize(self, handle: Any) -> Any:
         tensor, key = handle
         if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.int32:

@@ -33,6 +33,10 @@ class Board:
             assert is_complete, f"{key}: only ranks {sorted(self._given[key])} came"
             return [self._given[key][rank] for rank in range(self.size)]
 
+    def has_all_of(self, key: Any) -> bool:
+        with self._changed:
+            return len(self._given[key]) == self.size
+
     def part(self, members: Sequence[int]) -> Board:
         with self._changed:
             return self._parts.setdefault(tuple(members), Board(len(members)))
@@ -72,6 +76,9 @@ class ThreadCommunicator:
     def start_reduce_scatter(self, tensor: Any, name: str) -> Any:
         self.sent.append(name)
         return self.rank, self._put(name, tensor.detach().clone())
+
+    def is_done(self, handle: Any) -> bool:
+        return self._board.has_all_of(handle[1])
 
     def wait(self, handle: Any) -> Any:
         tensor, key = handle

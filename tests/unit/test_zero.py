@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from time import sleep
 
 import numpy as np
 import pytest
@@ -18,11 +19,14 @@ from torch import nn
 from horovod_train.checkpoint.arrays import Entry, ReplicaState
 from horovod_train.checkpoint.holders import find_holders
 from horovod_train.checkpoint.stored_arrays import Piece, StoredArrays
+from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import share_of_step
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.elementwise import check_elementwise
+from horovod_train.frameworks.torch.strategies import zero as zero_module
+from horovod_train.frameworks.torch.strategies.zero import Zero
 from horovod_train.health.desync import check_replicas_identical
 from horovod_train.registry import OPTIMIZERS
 from horovod_train.training.loop import evaluate, train
@@ -118,6 +122,43 @@ def test_a_rank_holds_its_part_of_optimizer_state_and_gradients(size):
         assert weights == num_bytes
         assert momenta <= 1.1 * 2 * num_bytes / size
         assert gradients <= 1.1 * num_bytes / size
+
+
+def under_way(size, order_of=lambda _rank, layers: layers, slowness_s=0.0):
+    """The most buckets that had memory at a time on each rank, and what each has received."""
+    torch.manual_seed(3)
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(12))
+
+    def rank(world):
+        mine = copy.deepcopy(model)
+        job = Job(name="j", task="digits", allreduce={"bucket_size_mib": 0.001})
+        strategy = Zero(Mesh.data_parallel(world), job)
+        strategy.bind(mine, torch.optim.SGD(mine.parameters(), 0.1))
+        strategy.begin(None)
+        strategy.expect_last()
+        most = 0
+        for layer in order_of(world.rank, list(mine)):
+            sleep(slowness_s * world.rank)
+            (layer(torch.ones(1, 64)) * (world.rank + 1)).sum().backward()
+            most = max(most, sum(m.body.untyped_storage().nbytes() > 0 for m in strategy._messages))
+        strategy.reduce(torch.zeros(()))
+        return most, torch.cat([g.flatten() for g in strategy.gradients()])
+
+    return on_torch_ranks(size, rank)
+
+
+def test_gradients_of_few_buckets_are_there_at_a_time_where_others_are_slow():
+    for most, received in under_way(2, slowness_s=0.01):
+        assert most <= zero_module.MAX_UNDER_WAY + 1
+        assert set(received.tolist()) == {1.0 + 2.0}
+
+
+def test_ranks_whose_gradients_come_in_other_orders_do_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(zero_module, "PATIENCE_S", 0.05)
+    found = under_way(2, order_of=lambda rank, layers: layers[::-1] if rank else layers)
+
+    for _, received in found:
+        assert set(received.tolist()) == {1.0 + 2.0}
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp32"])

@@ -57,6 +57,10 @@ class TensorCollectives(Communicator, Protocol):
         """Call something when this rank leaves the world."""
         ...
 
+    def is_done(self, handle: Any) -> bool:
+        """Return whether ``wait`` would return at once."""
+        ...
+
     def wait(self, handle: Any) -> torch.Tensor:
         """Return when it is done: the sum, this rank's part of it, or the tensors of all ranks in a row."""
         ...
@@ -77,6 +81,10 @@ class TorchSingleRank(SingleRank):
     """A process alone: every sum is there already."""
 
     has_adasum = True
+
+    def is_done(self, handle: torch.Tensor) -> bool:
+        """Return that it is."""
+        return True
 
     def before_closing(self, act: Callable[[], None]) -> None:
         """Do nothing: there is nobody to leave."""
@@ -211,6 +219,10 @@ class TorchCommunicator(HorovodCommunicator):
             lengths = torch.full((self.size,), tensor.numel() // self.size, dtype=torch.int32)
             start = partial(self.hvd.alltoall_async, tensor, lengths, name=name, **self._among)
         return self.wait_in(entry, start), entry
+
+    def is_done(self, handle: Any) -> bool:
+        """Return whether ``wait`` would return at once."""
+        return bool(self.hvd.poll(handle[0]))
 
     def wait(self, handle: Any) -> torch.Tensor:
         """Return when it is done: the sum, this rank's part of it, or the tensors of all ranks in a row."""

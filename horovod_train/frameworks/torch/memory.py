@@ -88,6 +88,7 @@ def _sizes(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> Siz
         activations=max(0, passes["Total"] - stays - gradients),
         gradients_by_then=gradients,
         update=max(0, update["Total"] - stays - trained),
+        largest=max(p.nbytes for p in model.parameters()),
         units=[sum(p.nbytes for p in unit.parameters()) for unit in _units(job, model)],
         process=PROCESS_BYTES,
     )

@@ -18,8 +18,10 @@ arXiv:1910.02054.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import monotonic, sleep
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -37,6 +39,12 @@ from horovod_train.frameworks.torch.gradient_buckets import Bucket, Slot, as_rea
 from horovod_train.frameworks.torch.held import Held, Optimized
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import OptimizedParameters
+
+MAX_UNDER_WAY = 3
+"""So many buckets may be under way before a rank waits for the first of them."""
+PATIENCE_S = 1.0
+"""For so long; and after that not again."""
+POLL_S = 0.0003
 
 
 class ScatteredMessage(Message):
@@ -77,6 +85,10 @@ class ScatteredMessage(Message):
     def send(self, ranks: TensorCollectives, name: str) -> None:
         """Begin the reduce-scatter."""
         self._handle = ranks.start_reduce_scatter(self._whole, name)
+
+    def has_arrived(self, ranks: TensorCollectives) -> bool:
+        """Return whether nobody has to be waited for any more."""
+        return ranks.is_done(self._handle)
 
     def receive(self, ranks: TensorCollectives) -> None:
         """Wait for it, and add this rank's part to what was received before."""
@@ -162,6 +174,8 @@ class Zero(Strategy):
         for message in self._messages:
             message.give_back()
         self._pieces = [_pieces_of(bucket) for bucket in self._buckets]
+        self._under_way: deque[int] = deque()  # numbers of buckets
+        self._is_patient = True
         # Which ones have a gradient anywhere, whether any rank trains others than before, and the loss.
         wide = torch.float64 if any(p.dtype == torch.float64 for p in self._trained) else torch.float32
         self._tail = torch.zeros(len(self._trained) + 2, dtype=wide, device=self._trained[0].device)
@@ -219,6 +233,7 @@ class Zero(Strategy):
     def begin(self, step: PlannedStep) -> None:
         """Nothing was received yet."""
         self._listening = False
+        self._under_way.clear()
         self.bytes_per_step = 0
         self._has_gradient = [False] * len(self._trained)
         for message in self._messages:
@@ -262,6 +277,27 @@ class Zero(Strategy):
     def _send(self, number: int) -> None:
         self._buckets[number].is_sent = True
         self._messages[number].send(self._ranks, f"horovod_train.zero.gradients.{number}")
+        self._under_way.append(number)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Take in what has arrived; where much is under way, wait for the first of it.
+
+        Gradients would be as large as the model otherwise, where the network is slower than backward. Not for
+        long: ranks whose gradients come in different orders would wait for each other.
+        """
+        deadline_s = monotonic() + PATIENCE_S
+        while self._under_way:
+            first = self._messages[self._under_way[0]]
+            if first.has_arrived(self._ranks):
+                first.receive(self._ranks)
+                self._under_way.popleft()
+            elif len(self._under_way) <= MAX_UNDER_WAY or not self._is_patient:
+                return
+            elif monotonic() > deadline_s:
+                self._is_patient = False
+            else:
+                sleep(POLL_S)
 
     def _send_rest(self) -> None:
         self._listening = False
@@ -280,8 +316,9 @@ class Zero(Strategy):
 
     def _receive(self) -> None:
         self.bytes_per_step += self._bytes_once
+        while self._under_way:
+            self._messages[self._under_way.popleft()].receive(self._ranks)
         for bucket in self._buckets:
-            bucket.message.receive(self._ranks)
             bucket.is_sent = False
             bucket.num_missing = len(bucket.slots)
         self._is_packed = [False] * len(self._trained)
@@ -342,17 +379,21 @@ class Zero(Strategy):
         """Gather the weights that each rank has updated."""
         if is_used is False:
             return
-        handles = [
-            self._ranks.start_allgather(self._own_weights(number), f"horovod_train.zero.weights.{number}")
-            for number in range(len(self._buckets))
-        ]
         self.bytes_per_step += self._bytes_gathered
-        for bucket, handle in zip(self._buckets, handles, strict=True):
-            weights = [slot.parameter.data.view(-1) for slot in bucket.slots]
-            gathered = torch.split(
-                self._ranks.wait(handle)[: bucket.message.body.numel()], list(map(len, weights))
-            )
-            torch._foreach_copy_(weights, list(gathered))
+        coming: deque[tuple[Bucket, object]] = deque()  # in the same order on all ranks
+        for number, bucket in enumerate(self._buckets):
+            name = f"horovod_train.zero.weights.{number}"
+            coming.append((bucket, self._ranks.start_allgather(self._own_weights(number), name)))
+            if len(coming) > MAX_UNDER_WAY:
+                self._take_over(*coming.popleft())
+        for bucket, handle in coming:
+            self._take_over(bucket, handle)
+
+    def _take_over(self, bucket: Bucket, handle: object) -> None:
+        """Take over the weights of a bucket that ranks have updated."""
+        weights = [slot.parameter.data.view(-1) for slot in bucket.slots]
+        gathered = self._ranks.wait(handle)[: bucket.message.body.numel()]
+        torch._foreach_copy_(weights, list(torch.split(gathered, list(map(len, weights)))))
 
     def _own_weights(self, number: int) -> torch.Tensor:
         """Return this rank's part of a bucket's weights, flat, as long as those of other ranks."""
