@@ -3,7 +3,7 @@
     HorovodTrainError                 1
     |-- UserError                     2   the user can fix it: a job file, a task, a flag
     |   |-- ConfigError                   every problem of a job description at once
-    |   |-- DeviceMemoryError             a step needs more memory than the GPU has
+    |   |-- DeviceMemoryError             a step needs more memory than there is
     |   `-- UnknownNameError              a name that is in no table
     |-- OperationalError              1   the machine, the network, another process
     |   |-- EngineError                   Horovod cannot be built, found or started
@@ -101,7 +101,7 @@ class UnknownNameError(UserError):
 
 
 class DeviceMemoryError(UserError):
-    """A step needs more memory than the GPU has."""
+    """A step needs more memory than the GPU, or the process, has."""
 
     cause = "out_of_memory"
 

@@ -138,7 +138,7 @@ def _need(
 
 
 def _bucket(sizes: Sizes, job: Job) -> float:
-    """Return what gradients take on their way: one that was made, a bucket that fills, three that are sent."""
+    """Return what gradients take on their way: one just made, a bucket that fills, three that are sent."""
     return min(5 * max(job.allreduce.bucket_size_mib * 2**20, sizes.largest), sizes.trained)
 
 

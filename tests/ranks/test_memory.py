@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 
 import pytest
-from support.launching import on_horovod, results
+from support.launching import BIN, environment, on_horovod, results, write_job
 
 from horovod_train.cli.cmd_plan import sizes_of
 from horovod_train.config.memory import needs
@@ -32,6 +33,44 @@ def sizes():
     fields = {"name": "j", "task": "gpt", "task_args": TASK, "train": TRAIN, "optimizer": {"name": "adamw"}}
     job = Job.model_validate(fields)
     return job, sizes_of(job, RANKS)
+
+
+def trained(folder, strategy, limit_kib):
+    """Train with a limit to the memory of each rank, as ``ulimit -d`` sets it."""
+    path = write_job(
+        folder / "gpt.yaml",
+        name="gpt",
+        task="gpt",
+        task_args=TASK,
+        train={**TRAIN, "epochs": 1, "max_steps": 2},
+        optimizer={"name": "adamw"},
+        checkpoint={"every_epochs": None},
+        evaluation={"every_epochs": 9},
+        strategy=strategy,
+        launch={"num_ranks": RANKS, "controller": "gloo"},
+    )
+    command = f"ulimit -d {limit_kib}; exec {BIN / 'horovod-train'} run {path}"
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("strategy", ["zero", "fsdp", "pipeline", "tensor_parallel"])
+def test_a_model_that_does_not_fit_a_rank_trains_when_one_field_is_changed(tmp_path, strategy):
+    done = trained(tmp_path, {"name": strategy}, 1_700_000)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 steps" in done.stdout
+
+
+def test_a_model_that_does_not_fit_says_what_would(tmp_path):
+    done = trained(tmp_path, {"name": "allreduce"}, 1_700_000)
+
+    assert done.returncode == 2
+    said = done.stdout + done.stderr
+    assert "is out of memory: its process took" in said
+    assert "its limit (ulimit -d, -v) is 1.6 GiB" in said
+    assert "strategy: zero shares the optimizer's state among ranks" in said
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import types
 
 import pytest
 import torch
 
 from horovod_train.collectives.horovod import explained
 from horovod_train.collectives.log import CollectiveLog
-from horovod_train.config.schema import Job
+from horovod_train.config.schema import Job, Strategy
 from horovod_train.errors import DeviceMemoryError, GpuError, KernelError, NcclError, PeerError, UserError
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import explained_by
@@ -103,6 +104,34 @@ class TestOutOfMemory:
         assert "train.precision: bf16" in error.hint
         assert "train.activation_checkpointing" in error.hint
 
+    @pytest.mark.parametrize(
+        ("raised", "more"),
+        [
+            (
+                RuntimeError(
+                    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+                    "memory: you tried to allocate 2147483648 bytes. Error code 12 (Cannot allocate memory)"
+                ),
+                ", and 2.0 GiB more were wanted",
+            ),
+            (MemoryError(), ""),
+        ],
+    )
+    def test_of_the_host_is_told_with_the_limit(self, monkeypatch, raised, more):
+        used = types.SimpleNamespace(ru_maxrss=3 * 2**20)
+        monkeypatch.setattr(device_errors.resource, "getrusage", lambda _: used)
+        limits = {device_errors.resource.RLIMIT_DATA: 4 * 2**30, device_errors.resource.RLIMIT_AS: -1}
+        monkeypatch.setattr(device_errors.resource, "getrlimit", lambda kind: (limits[kind], -1))
+        error = device_error(raised, JOB, 2)
+
+        assert isinstance(error, DeviceMemoryError)
+        assert error.message == (
+            "rank 2 is out of memory: its process took 3.0 GiB at most, its limit (ulimit -d, -v) is 4.0 GiB"
+            + more
+        )
+        assert "horovod-train plan JOB --memory" in error.hint
+        assert "PYTORCH_CUDA" not in error.hint
+
     def test_names_what_can_still_be_changed(self):
         job = Job.model_validate(
             {
@@ -112,7 +141,10 @@ class TestOutOfMemory:
             }
         )
 
-        assert len(what_to_change(job)) == 1
+        assert len(what_to_change(job)) == 2
+        sharded = job.model_copy(update={"strategy": Strategy(name="fsdp")})
+        assert len(what_to_change(sharded)) == 1
+        assert what_to_change(sharded, is_gpu=False) == []
 
     @pytest.mark.parametrize(("size", "smaller", "pieces"), [(9, 3, 3), (7, 1, 7), (10, 5, 2)])
     def test_pieces_make_the_same_global_batch(self, size, smaller, pieces):

@@ -159,7 +159,7 @@ class TestNeeds:
         assert fastest_that_fits(found, 800 * MIB) == "allreduce"
         assert fastest_that_fits(found, 600 * MIB) == "zero 1"
         assert fastest_that_fits(found, 540 * MIB) == "zero"
-        assert fastest_that_fits(found, 430 * MIB) == "pipeline"
+        assert fastest_that_fits(found, 495 * MIB) == "pipeline"
         assert fastest_that_fits(found, 300 * MIB) is None
 
 

@@ -1,8 +1,9 @@
-"""What PyTorch raises when a GPU has too little memory or has failed, in words that help."""
+"""What PyTorch raises when there is too little memory or a GPU has failed, in words that help."""
 
 from __future__ import annotations
 
 import re
+import resource
 
 import torch
 
@@ -10,6 +11,7 @@ from horovod_train.collectives.gpu_errors import explain_cuda
 from horovod_train.config.schema import Job
 from horovod_train.errors import DeviceMemoryError, HorovodTrainError
 
+OF_THE_HOST = re.compile(r"can't allocate memory: you tried to allocate (\d+) bytes")
 WANTED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 
 
@@ -23,6 +25,8 @@ def device_error(error: BaseException, job: Job, rank: int) -> HorovodTrainError
     """
     if isinstance(error, torch.OutOfMemoryError):
         return _out_of_memory(str(error), job, rank)
+    if isinstance(error, MemoryError) or OF_THE_HOST.search(str(error)):
+        return _out_of_host_memory(str(error), job, rank)
     found = explain_cuda(str(error), rank) if isinstance(error, RuntimeError) else None
     if isinstance(found, DeviceMemoryError):
         return DeviceMemoryError(found.message, hint="; ".join([found.hint, *what_to_change(job)]))
@@ -39,7 +43,20 @@ def _out_of_memory(text: str, job: Job, rank: int) -> DeviceMemoryError:
     return DeviceMemoryError(message, hint="; ".join(what_to_change(job)))
 
 
-def what_to_change(job: Job) -> list[str]:
+def _out_of_host_memory(text: str, job: Job, rank: int) -> DeviceMemoryError:
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+    limit_bytes = min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=None)
+    wanted = OF_THE_HOST.search(text)
+    message = f"rank {rank} is out of memory: its process took {_gib(peak_bytes)} at most"
+    if limit_bytes is not None:
+        message += f", its limit (ulimit -d, -v) is {_gib(limit_bytes)}"
+    if wanted is not None:
+        message += f", and {_gib(int(wanted[1]))} more were wanted"
+    return DeviceMemoryError(message, hint="; ".join(what_to_change(job, is_gpu=False)))
+
+
+def what_to_change(job: Job, *, is_gpu: bool = True) -> list[str]:
     """Return what makes a step smaller, the cheapest first."""
     train = job.train
     changes = []
@@ -57,6 +74,13 @@ def what_to_change(job: Job) -> list[str]:
         changes.append("train.cuda_graph: false: graphs keep memory of their own")
     if job.allreduce.wire_dtype != "fp32":
         changes.append("allreduce.wire_dtype: fp32: there is no second copy of the gradients")
+    if job.framework == "torch" and job.strategy.name in {"allreduce", "ddp"}:
+        changes.append(
+            "strategy: zero shares the optimizer's state among ranks, fsdp the weights as well: "
+            "`horovod-train plan JOB --memory` says what a rank needs under each"
+        )
+    if not is_gpu:
+        return changes
     changes.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in launch.env, where sizes change")
     return changes
 
