@@ -77,6 +77,14 @@ class ThreadCommunicator:
         self.sent.append(name)
         return self.rank, self._put(name, tensor.detach().clone())
 
+    has_adasum = False
+
+    def start_adasum(self, tensor: Any, name: str) -> Any:
+        raise NotImplementedError
+
+    def before_closing(self, act: Callable[[], None]) -> None:
+        pass
+
     def is_done(self, handle: Any) -> bool:
         return self._board.has_all_of(handle[1])
 

@@ -193,7 +193,7 @@ class TestWhatIsKept:
 
         strategy.load_state([{"a": torch.ones(20)}])
 
-        assert "gradients that were to be sent later: they are dropped" in caplog.text
+        assert "what another strategy or codec keeps for itself: it is dropped" in caplog.text
         caplog.clear()
         strategy.load_state([])
         assert not caplog.text
