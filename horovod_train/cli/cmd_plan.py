@@ -97,7 +97,7 @@ def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
     if job.framework != "torch":
         raise UserError(
             f"plan --memory is for PyTorch's jobs, and this one is framework: {job.framework}",
-            hint="watch horovod_train_process_memory_bytes of a run",
+            hint="watch horovod_train_resident_memory_peak_bytes of a run",
         )
     done = subprocess.run(
         [sys.executable, "-P", "-m", "horovod_train.frameworks.torch.memory"],

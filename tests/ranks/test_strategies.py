@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from programs.strategy_cases import CASES, expected
@@ -18,30 +20,35 @@ TRAINED = [
 
 
 @pytest.fixture(scope="module")
-def trained(request, pools, tmp_path_factory):
-    """What ranks have written, who have trained in all ways."""
-    num_ranks, controller = request.param
-    folder = tmp_path_factory.mktemp("trained")
-    pools.get("torch", num_ranks, controller).run("strategies.py", str(folder), folder=folder)
-    found = results(folder)
-    assert len(found) == num_ranks
-    return found
+def trained_on(pools, tmp_path_factory):
+    """What ranks of a world have written, who have trained in all ways; once for each world."""
+
+    @functools.cache
+    def trained(world):
+        num_ranks, controller = world
+        folder = tmp_path_factory.mktemp("trained")
+        pools.get("torch", num_ranks, controller).run("strategies.py", str(folder), folder=folder)
+        found = results(folder)
+        assert len(found) == num_ranks
+        return found
+
+    return trained
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("trained", "way"), TRAINED, indirect=["trained"])
+@pytest.mark.parametrize(("world", "way"), TRAINED)
 class TestEveryStrategy:
-    def test_gives_the_weights_of_one_process_with_the_joint_batch(self, trained, way):
-        weights_expected, _ = expected(way, len(trained))
+    def test_gives_the_weights_of_one_process_with_the_joint_batch(self, trained_on, world, way):
+        weights_expected, _ = expected(way, world[0])
         start = torch.cat([p.detach().flatten() for p in way.make_task().model().parameters()])
 
-        for rank in trained:
+        for rank in trained_on(world):
             weights = torch.tensor(rank[way.name]["weights"], dtype=torch.float64)
             assert float((weights - weights_expected).abs().max()) <= 1e-12
         assert float((weights_expected - start).abs().max()) > 1e-3
 
-    def test_is_evaluated_exactly(self, trained, way):
-        _, loss_expected = expected(way, len(trained))
+    def test_is_evaluated_exactly(self, trained_on, world, way):
+        _, loss_expected = expected(way, world[0])
 
-        for rank in trained:
+        for rank in trained_on(world):
             assert rank[way.name]["metrics"]["loss"] == pytest.approx(loss_expected, abs=1e-12)

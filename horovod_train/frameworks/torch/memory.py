@@ -156,7 +156,7 @@ def _explained(job: Job) -> Iterator[None]:
             f"a step of {job.task} cannot be made with tensors that have no memory: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             hint="does the model read numbers from tensors (item(), an if about one), or load weights? "
-            "watch horovod_train_process_memory_bytes of a run instead",
+            "watch horovod_train_resident_memory_peak_bytes of a run instead",
         ) from error
 
 
