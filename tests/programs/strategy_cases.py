@@ -247,6 +247,7 @@ SEQUENCE_PLAN = {
     "head": "sequence_ends",
 }
 SEQUENCE = {"name": "mesh", "args": {"tensor": 2, "plan": SEQUENCE_PLAN}}
+INTERLEAVED_PAIRS = {"name": "pipeline", "args": {**INTERLEAVED["args"], "stages": 2}}
 
 CASES = (
     Way("parameter server", SERVER, accumulation=2, args={}, lr=1e-3, task="LinearTask"),
@@ -265,6 +266,7 @@ CASES = (
     *ways("pipeline in pairs", PIPELINE_PAIRS),
     Way("pipeline, gpipe", GPIPE, accumulation=3, **ADAMW),
     Way("pipeline, interleaved", INTERLEAVED, accumulation=3, clip=0.5, **ADAMW),
+    Way("pipeline, interleaved in pairs", INTERLEAVED_PAIRS, accumulation=3, clip=0.5, **ADAMW),
     Way("pipeline, tied weights", PIPELINE, accumulation=2, clip=0.5, task="TiedTask", **ADAMW),
     *ways("tensor parallel", TENSOR),
     *ways("tensor parallel in pairs", TENSOR_PAIRS),
