@@ -11,7 +11,7 @@ Each strategy divides some of it by the number of ranks that share it, and adds 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from horovod_train.config.schema import Job
 
@@ -65,14 +65,16 @@ class Need:
     optimizer: float
     peak: float
     process: float
-    stays: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "stays", self.weights + self.optimizer)
 
 
 BY_SPEED = (
-    *("allreduce", "zero 1", "zero", "fsdp without resharding", "fsdp", "tensor_parallel", "pipeline"),
+    "allreduce",
+    "zero 1",
+    "zero",
+    "fsdp without resharding",
+    "fsdp",
+    "tensor_parallel",
+    "pipeline",
 )
 """From the one that sends least, or hides most of what it sends."""
 

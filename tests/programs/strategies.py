@@ -91,7 +91,7 @@ def gone_on(way: Way, folder: Path) -> dict[str, Any]:
 
 
 out, *wanted = sys.argv[1:]
-controller = "mpi" if world.has_adasum else "gloo"
+controller = "mpi" if world.is_over_mpi else "gloo"
 found = {}
 for way in CASES:
     if (wanted and way.name not in wanted) or not way.runs_on(world.size, controller):

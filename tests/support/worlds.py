@@ -77,7 +77,7 @@ class ThreadCommunicator:
         self.sent.append(name)
         return self.rank, self._put(name, tensor.detach().clone())
 
-    has_adasum = False
+    is_over_mpi = False
 
     def start_adasum(self, tensor: Any, name: str) -> Any:
         raise NotImplementedError

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import lightning
 import numpy as np
@@ -33,7 +32,7 @@ from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.framework import (
     choose_device,
-    placement,
+    reading,
     seed_generators,
     set_up,
 )
@@ -69,13 +68,7 @@ class LightningFramework(TorchDevice):
         may_fuse = job.train.precision == "fp32" or job.train.clip_grad_norm is None
         optimizer = optimizer_over(job, parameters, may_fuse=may_fuse)
         module.configure_optimizers = lambda: optimizer  # type: ignore[assignment]
-        read = partial(
-            TorchReader,
-            data=job.data,
-            seed=job.train.seed,
-            placed=placement(device, job.train),
-            task=job.task,
-        )
+        read = reading(job, device)
         eval_data = getattr(self._task, "eval_data", None)
         self._train_reader = read(self._task.train_data())
         self._eval_reader = read(eval_data()) if eval_data else None

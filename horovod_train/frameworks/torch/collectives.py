@@ -45,12 +45,12 @@ class TensorCollectives(Communicator, Protocol):
         ...
 
     def start_adasum(self, tensor: torch.Tensor, name: str) -> Any:
-        """Begin to join a tensor with those of other ranks by Adasum, in place; where ``has_adasum``."""
+        """Begin to join a tensor with those of other ranks by Adasum, in place; over MPI."""
         ...
 
     @property
-    def has_adasum(self) -> bool:
-        """Whether Horovod can compute Adasum here."""
+    def is_over_mpi(self) -> bool:
+        """Whether all ranks of the job are here, and talk over MPI."""
         ...
 
     def before_closing(self, act: Callable[[], None]) -> None:
@@ -80,7 +80,7 @@ class TensorCollectives(Communicator, Protocol):
 class TorchSingleRank(SingleRank):
     """A process alone: every sum is there already."""
 
-    has_adasum = True
+    is_over_mpi = True
 
     def is_done(self, handle: torch.Tensor) -> bool:
         """Return that it is."""
@@ -186,8 +186,8 @@ class TorchCommunicator(HorovodCommunicator):
         return self._start_joining(tensor, name, self.hvd.Adasum)
 
     @property
-    def has_adasum(self) -> bool:
-        """Whether Horovod can compute Adasum here: over MPI, among all ranks."""
+    def is_over_mpi(self) -> bool:
+        """Whether all ranks of the job are here, and talk over MPI."""
         return bool(self.hvd.mpi_enabled()) and not self._among
 
     def before_closing(self, act: Callable[[], None]) -> None:

@@ -6,9 +6,9 @@ import importlib
 import logging
 import os
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -64,13 +64,7 @@ class TorchFramework(TorchDevice):
         strategy = make_strategy(job, mesh)
         model = task.model()
         recompute_activations(model, job.train.activation_checkpointing)
-        read = partial(
-            TorchReader,
-            data=job.data,
-            seed=job.train.seed,
-            placed=placement(device, job.train),
-            task=job.task,
-        )
+        read = reading(job, device)
         reader = read(task.train_data())
         eval_data = getattr(task, "eval_data", None)
         eval_reader = read(eval_data()) if eval_data else None
@@ -164,6 +158,18 @@ def recorder_of(job: Job, device: torch.device) -> Recorder | None:
 def placement(device: torch.device, train: Train) -> Placement:
     """Return where batches are wanted, and how."""
     return Placement(device, torch.channels_last if train.channels_last else torch.preserve_format)
+
+
+def reading(job: Job, device: torch.device, **more: Any) -> Callable[..., TorchReader]:
+    """Return what makes the reader of a dataset, given it; further arguments are those of a reader."""
+    return partial(
+        TorchReader,
+        data=job.data,
+        seed=job.train.seed,
+        placed=placement(device, job.train),
+        task=job.task,
+        **more,
+    )
 
 
 def choose_device(job: Job, world: Communicator) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -69,16 +69,21 @@ def take_no_two_kinds_at_once(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = False
 
 
-def norm_of(parameters: Iterable[torch.nn.Parameter], ranks: TensorCollectives) -> torch.Tensor:
+def norm_of(
+    parameters: Iterable[torch.nn.Parameter],
+    ranks: TensorCollectives,
+    copies: Callable[[torch.nn.Parameter], int],
+) -> torch.Tensor:
     """Return the L2 norm of a gradient that ranks share, shape []: each part of it counts once.
 
     Args:
         parameters: Those here.
         ranks: All ranks that share the model, or have copies of it.
+        copies: Returns on how many of them the same of a parameter lies.
     """
     found = list(parameters)
     squares = torch.zeros(1, dtype=torch.float64, device=here(found[0]).device)
     for parameter in found:
         if parameter.grad is not None:
-            squares += here(parameter.grad).double().square().sum() / num_copies(parameter, ranks.size)
+            squares += here(parameter.grad).double().square().sum() / copies(parameter)
     return ranks.wait(ranks.start_allreduce(squares, "horovod_train.norm")).sqrt()[0]

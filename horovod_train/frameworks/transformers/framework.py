@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.framework import (
     choose_device,
-    placement,
+    reading,
     seed_generators,
     set_up,
 )
@@ -83,14 +82,7 @@ class TransformersFramework(TorchDevice):
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer_over(job, parameters)
         collate = getattr(self._task, "collate", default_data_collator)
-        read = partial(
-            TorchReader,
-            data=job.data,
-            seed=job.train.seed,
-            placed=placement(device, job.train),
-            task=job.task,
-            collate=collate,
-        )
+        read = reading(job, device, collate=collate)
         eval_data = getattr(self._task, "eval_data", None)
         eval_set = eval_data() if eval_data else None
         self._train_reader = read(self._task.train_data())

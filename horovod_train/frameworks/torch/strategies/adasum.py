@@ -57,7 +57,7 @@ class Adasum(Strategy):
                 f"strategy adasum: it joins ranks in pairs, and {size} is not a power of two",
                 hint=f"start {1 << size.bit_length() - 1} or {1 << size.bit_length()} ranks",
             )
-        if size > 1 and not self._ranks.has_adasum:
+        if size > 1 and not self._ranks.is_over_mpi:
             raise UserError(
                 "strategy adasum: Horovod has it over MPI alone, and these ranks talk over Gloo",
                 hint="start them with launch.controller: mpi, or use strategy: allreduce",

@@ -34,6 +34,7 @@ from horovod_train.frameworks.torch.shards import (
     held_model,
     held_parameters,
     norm_of,
+    num_copies,
     take_no_two_kinds_at_once,
 )
 from horovod_train.frameworks.torch.strategies.base import Placing
@@ -209,7 +210,7 @@ class Fsdp(TorchDistributed):
 
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient: each part counts once."""
-        return norm_of(self._parameters(), self._ranks)
+        return norm_of(self._parameters(), self._ranks, lambda p: num_copies(p, self._ranks.size))
 
 
 def num_ranks_of(wanted: int | Literal["host"] | None, num_ranks: int, hosts: Sequence[str]) -> int:

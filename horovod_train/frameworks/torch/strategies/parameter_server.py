@@ -61,7 +61,7 @@ class ParameterServer(Strategy):
         self._timeout_s = job.health.stall_shutdown_s
         self._num_made = 0
         self._line: Line | None = None
-        if self._ranks.size > 1 and not self._ranks.has_adasum:
+        if self._ranks.size > 1 and not self._ranks.is_over_mpi:
             raise UserError(
                 "strategy parameter_server: it needs MPI, and these ranks talk over Gloo",
                 hint="start them with launch.controller: mpi, or use strategy: allreduce",

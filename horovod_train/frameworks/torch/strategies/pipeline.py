@@ -11,7 +11,7 @@ through Horovod as ever. The result is that of one process with the same micro-b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,9 +25,9 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.collectives import broadcast_model, with_tensors
+from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.gradient_buckets import here
-from horovod_train.frameworks.torch.held import Held, Optimized, whole_parameters
+from horovod_train.frameworks.torch.held import Held, whole_parameters
 from horovod_train.frameworks.torch.pipeline.cut import Balance, Stage, cut_model
 from horovod_train.frameworks.torch.pipeline.messages import Messages
 from horovod_train.frameworks.torch.pipeline.orders import Pass, order_of
@@ -36,12 +36,9 @@ from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, ask
 from horovod_train.frameworks.torch.process_group import set_timeout, start_process_group
 from horovod_train.frameworks.torch.shards import (
     held_of,
-    held_parameters,
-    num_copies,
-    take_no_two_kinds_at_once,
 )
-from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
-from horovod_train.frameworks.torch.strategies.base import Loop, Placing, Strategy
+from horovod_train.frameworks.torch.strategies.base import Loop, Placing
+from horovod_train.frameworks.torch.strategies.model_parallel import ModelParallel
 from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     modules_of_plan,
     plan_of,
@@ -67,7 +64,7 @@ class Tied:
     group: Any
 
 
-class Pipeline(Strategy):
+class Pipeline(ModelParallel):
     """Trains a model whose layers are spread over ranks.
 
     Args:
@@ -80,8 +77,6 @@ class Pipeline(Strategy):
         plan: How layers are shared along the mesh's tensor axis; None: the model's own plan.
     """
 
-    is_sharded = True
-    has_whole_weights = False
     makes_passes = True
 
     def __init__(
@@ -95,14 +90,11 @@ class Pipeline(Strategy):
         balance: Balance = "parameters",
         plan: Mapping[str, str] | None = None,
     ) -> None:
-        self._job = job
-        self._world = with_tensors(mesh.world)
-        self._axes = mesh.axes
+        super().__init__(mesh, job)
         self._schedule = schedule
         self._balance = balance
         self._plan = plan
         self._num_chunks = chunks_per_rank if mesh.axes.pipeline > 1 else 1
-        self._data = summed_gradients(mesh.data, job.allreduce)
         self._signatures: dict[Hashable, int] = {}
 
     # -- the model
@@ -224,22 +216,11 @@ class Pipeline(Strategy):
                 hint="use fewer stages, or strategy: fsdp, where layers are frozen",
             )
         super().bind(model, optimizer)
-        self._data.reads_later = self.reads_later
-        self._data.bind(model, optimizer)
-        take_no_two_kinds_at_once(optimizer)
-
-    def close(self) -> None:
-        """Let go of the parameters."""
-        self._data.close()
 
     def held(self) -> Mapping[str, Held]:
         """Return what this rank has of the whole model's weights and buffers."""
         found = self._model.state_dict().items()
         return {name: held_of(tensor) for name, tensor in found if name in self._owns}
-
-    def optimized(self) -> Sequence[Optimized]:
-        """Return the optimizer's parameters, which are this rank's, in its order."""
-        return held_parameters(self._model, self._optimizer)
 
     def numbering(self) -> Sequence[str | int]:
         """Return the names of parameters as an optimizer of the whole model numbers them."""
@@ -339,8 +320,7 @@ class Pipeline(Strategy):
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Sum gradients over ranks that have the same stage, and of weights that several stages use."""
-        loss = self._data.reduce(weighted_loss)
-        self.bytes_per_step, self.layout = self._data.bytes_per_step, self._data.layout
+        loss = super().reduce(weighted_loss)
         for tied in self._tied:
             parameter = self._model.get_parameter(tied.name)
             if parameter.grad is None:
@@ -351,23 +331,10 @@ class Pipeline(Strategy):
         told = (loss if has_it else torch.zeros_like(loss)).reshape(1)
         return self._world.wait(self._world.start_allreduce(told, "horovod_train.loss"))[0]
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients here."""
-        return [here(gradient) for gradient in self._data.gradients()]
-
-    def norm(self) -> torch.Tensor:
-        """Return the L2 norm of the whole gradient, shape []: what several ranks have counts once."""
-        squares = torch.zeros(1, dtype=torch.float64, device=self._device)
-        tied = {id(self._model.get_parameter(each.name)): each.num_ranks for each in self._tied}
-        sharing = self._axes.data * self._axes.tensor
-        for parameter in self._trained():
-            if parameter.grad is not None:
-                copies = num_copies(parameter, sharing) * tied.get(id(parameter), 1)
-                squares += here(parameter.grad).double().square().sum() / copies
-        return self._world.wait(self._world.start_allreduce(squares, "horovod_train.norm")).sqrt()[0]
-
-    def _trained(self) -> Iterator[torch.nn.Parameter]:
-        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
+    def _num_copies(self, parameter: torch.nn.Parameter) -> int:
+        """Return on how many ranks the same of a parameter lies; several stages may use it."""
+        having = [t.num_ranks for t in self._tied if self._model.get_parameter(t.name) is parameter]
+        return super()._num_copies(parameter) * (having[0] if having else 1)
 
 
 def keep_only(model: torch.nn.Module, names: frozenset[str], device: torch.device) -> None:

@@ -25,18 +25,14 @@ from torch.distributed.tensor.parallel import (
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.collectives import broadcast_model, with_tensors
-from horovod_train.frameworks.torch.gradient_buckets import here
-from horovod_train.frameworks.torch.held import Held, Optimized
+from horovod_train.frameworks.torch.collectives import broadcast_model
+from horovod_train.frameworks.torch.held import Held
 from horovod_train.frameworks.torch.process_group import set_timeout, start_process_group
 from horovod_train.frameworks.torch.shards import (
     held_model,
-    held_parameters,
-    norm_of,
-    take_no_two_kinds_at_once,
 )
-from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
-from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
+from horovod_train.frameworks.torch.strategies.base import Placing
+from horovod_train.frameworks.torch.strategies.model_parallel import ModelParallel
 
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -72,7 +68,7 @@ CUT_DIMENSION = {
 """Of the weight, for styles that cut one."""
 
 
-class TensorParallel(Strategy):
+class TensorParallel(ModelParallel):
     """Shares layers along the mesh's tensor axis.
 
     Args:
@@ -82,9 +78,6 @@ class TensorParallel(Strategy):
         plan: How modules are shared, by name patterns; None: the model's own plan.
     """
 
-    is_sharded = True
-    has_whole_weights = False
-
     def __init__(
         self,
         mesh: Mesh,
@@ -93,11 +86,8 @@ class TensorParallel(Strategy):
         degree: int | None = None,
         plan: Mapping[str, str] | None = None,
     ) -> None:
-        self._job = job
-        self._world = with_tensors(mesh.world)
-        self._axes = mesh.axes
+        super().__init__(mesh, job)
         self._plan = plan
-        self._data = summed_gradients(mesh.data, job.allreduce)
 
     def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
         """Share a model, rank 0's.
@@ -119,45 +109,13 @@ class TensorParallel(Strategy):
         set_timeout(mesh.get_group("tensor"), self._job.health)
         return mesh["tensor"]
 
-    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained."""
-        super().bind(model, optimizer)
-        self._data.reads_later = self.reads_later
-        self._data.bind(model, optimizer)
-        take_no_two_kinds_at_once(optimizer)
-
-    def close(self) -> None:
-        """Let go of the parameters."""
-        self._data.close()
-
     def held(self) -> Mapping[str, Held]:
         """Return what this rank has of the whole model's weights and buffers."""
         return held_model(self._model)
 
-    def optimized(self) -> Sequence[Optimized]:
-        """Return this rank's parts of the optimizer's parameters, in its order."""
-        return held_parameters(self._model, self._optimizer)
-
-    # -- one step
-
     def expect_last(self) -> None:
         """The next forward and backward pass is the last of this step."""
         self._data.expect_last()
-
-    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Sum gradients over the ranks that have the same part of the model."""
-        loss = self._data.reduce(weighted_loss)
-        self.bytes_per_step, self.layout = self._data.bytes_per_step, self._data.layout
-        return loss
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return what is here of the gradients."""
-        return [here(gradient) for gradient in self._data.gradients()]
-
-    def norm(self) -> torch.Tensor:
-        """Return the L2 norm of the whole gradient: each part counts once."""
-        groups = self._optimizer.param_groups
-        return norm_of((parameter for group in groups for parameter in group["params"]), self._world)
 
 
 def plan_of(model: torch.nn.Module) -> dict[str, str]:

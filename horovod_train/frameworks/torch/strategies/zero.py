@@ -284,8 +284,11 @@ class Zero(Strategy):
         """Take in what has arrived; where much is under way, wait for the first of it.
 
         Gradients would be as large as the model otherwise, where the network is slower than backward. Not for
-        long: ranks whose gradients come in different orders would wait for each other.
+        long: ranks whose gradients come in different orders would wait for each other. And not on a GPU,
+        where neither the host nor backward is to wait in a step.
         """
+        if self._tail.is_cuda:
+            return
         deadline_s = monotonic() + PATIENCE_S
         while self._under_way:
             first = self._messages[self._under_way[0]]

@@ -1,0 +1,75 @@
+"""What strategies have in common whose ranks share a model, and sum gradients over Horovod beside that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Job
+from horovod_train.frameworks.torch.collectives import with_tensors
+from horovod_train.frameworks.torch.gradient_buckets import here
+from horovod_train.frameworks.torch.held import Optimized
+from horovod_train.frameworks.torch.shards import (
+    held_parameters,
+    norm_of,
+    num_copies,
+    take_no_two_kinds_at_once,
+)
+from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
+from horovod_train.frameworks.torch.strategies.base import Strategy
+
+
+class ModelParallel(Strategy):
+    """A part of a model on each rank; ranks that have the same part sum its gradients.
+
+    Args:
+        mesh: Of the ranks.
+        job: The job.
+    """
+
+    is_sharded = True
+    has_whole_weights = False
+
+    def __init__(self, mesh: Mesh, job: Job) -> None:
+        self._job = job
+        self._world = with_tensors(mesh.world)
+        self._axes = mesh.axes
+        self._data = summed_gradients(mesh.data, job.allreduce)
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what is trained."""
+        super().bind(model, optimizer)
+        self._data.reads_later = self.reads_later
+        self._data.bind(model, optimizer)
+        take_no_two_kinds_at_once(optimizer)
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+        self._data.close()
+
+    def optimized(self) -> Sequence[Optimized]:
+        """Return this rank's parts of the optimizer's parameters, in its order."""
+        return held_parameters(self._model, self._optimizer)
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Sum gradients over the ranks that have the same part of the model."""
+        loss = self._data.reduce(weighted_loss)
+        self.bytes_per_step, self.layout = self._data.bytes_per_step, self._data.layout
+        return loss
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return what is here of the gradients."""
+        return [here(gradient) for gradient in self._data.gradients()]
+
+    def norm(self) -> torch.Tensor:
+        """Return the L2 norm of the whole gradient: each part counts once."""
+        return norm_of(self._trained(), self._world, self._num_copies)
+
+    def _num_copies(self, parameter: torch.nn.Parameter) -> int:
+        """Return on how many ranks the same of a parameter lies."""
+        return num_copies(parameter, self._axes.data * self._axes.tensor)
+
+    def _trained(self) -> Iterator[torch.nn.Parameter]:
+        return (parameter for group in self._optimizer.param_groups for parameter in group["params"])
