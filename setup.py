@@ -60,6 +60,8 @@ setup(
         "jax": ["jax>=0.6", "optax>=0.2.5"],
         "lightning": ["lightning>=2.5,<2.7"],
         "transformers": ["accelerate>=1.10", "transformers>=5.0"],
+        # strategy: deepspeed.
+        "deepspeed": ["deepspeed>=0.19.8,<0.20"],
         # The launcher mpijob.
         "kubernetes": ["jsonschema>=4.20", "kubernetes>=30"],
         # `horovod-train dashboards push`.

@@ -237,6 +237,7 @@ STRATEGIES = Registry(
         "allreduce": "horovod_train.frameworks.torch.strategies.allreduce:allreduce",
         "data_parallel": "horovod_train.frameworks.torch.strategies.data_parallel:DataParallel",
         "ddp": "horovod_train.frameworks.torch.strategies.ddp:Ddp",
+        "deepspeed": "horovod_train.frameworks.torch.strategies.deepspeed:DeepSpeed",
         "fsdp": "horovod_train.frameworks.torch.strategies.fsdp:Fsdp",
         "local_sgd": "horovod_train.frameworks.torch.strategies.local_sgd:LocalSgd",
         "mesh": "horovod_train.frameworks.torch.strategies.mesh:mesh",

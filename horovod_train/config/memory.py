@@ -18,6 +18,9 @@ from horovod_train.config.schema import Job
 TRACER_BYTES = 75 * 2**20
 """What a process takes that has traced a model (``torch.fx`` imports SymPy)."""
 
+DEEPSPEED_BYTES = 90 * 2**20
+"""What a process takes that has imported DeepSpeed, and allocates and frees as it does."""
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -73,6 +76,7 @@ BY_SPEED = (
     "zero",
     "fsdp without resharding",
     "fsdp",
+    "deepspeed",
     "tensor_parallel",
     "pipeline",
 )
@@ -93,6 +97,7 @@ def needs(sizes: Sizes, shared: Sizes | None, job: Job, num_ranks: int) -> dict[
         "zero": _need(sizes, optimizer=num_ranks, gradients=num_ranks, extra=_bucket(sizes, job)),
         "fsdp without resharding": _fsdp(sizes, num_ranks, gathered=sizes.weights),
         "fsdp": _fsdp(sizes, num_ranks, gathered=_gathered(sizes)),
+        "deepspeed": _deepspeed(sizes, job, num_ranks),
         "pipeline": _pipeline(sizes, job, num_ranks),
     }
     if job.train.accumulation_steps > 1:  # otherwise gradients leave as they are made
@@ -158,6 +163,16 @@ def _fsdp(sizes: Sizes, num_ranks: int, *, gathered: float) -> Need:
         optimizer=num_ranks,
         extra=(gathered + largest) if num_ranks > 1 else 0,
     )
+
+
+def _deepspeed(sizes: Sizes, job: Job, num_ranks: int) -> Need:
+    """Return the need of stage 3: as fsdp, and gradients stay, of which the update has a copy."""
+    need = _fsdp(sizes, num_ranks, gathered=_gathered(sizes))
+    gradients = sizes.trained / num_ranks
+    stays = need.weights + need.optimizer + gradients
+    in_passes = need.peak - sizes.gradients_by_then / num_ranks + gradients + _bucket(sizes, job)
+    peak = max(in_passes, stays + gradients + sizes.update / num_ranks)
+    return replace(need, peak=peak, process=max(peak, sizes.weights) + sizes.process + DEEPSPEED_BYTES)
 
 
 def _pipeline(sizes: Sizes, job: Job, num_ranks: int) -> Need:

@@ -159,6 +159,39 @@ class FsdpArguments(Section):
     host; null: all."""
 
 
+class DeepSpeedArguments(Section):
+    """DeepSpeed's ZeRO."""
+
+    stage: Literal[1, 2, 3] = 3
+    """1: ranks share the optimizer's state; 2: gradients, too; 3: weights, too."""
+
+    offload_optimizer: Literal["cpu", "nvme"] | None = None
+    """Keep the optimizer's state, and update, in the memory of the host, or on a disk."""
+
+    offload_parameters: Literal["cpu", "nvme"] | None = None
+    """With stage 3: keep weights that are not in use there."""
+
+    nvme_path: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """Folder for what is kept on a disk."""
+
+    zero_optimization: dict[str, Any] = Field(default_factory=dict)
+    """Further settings of DeepSpeed's section of that name."""
+
+    @model_validator(mode="after")
+    def _is_one_story(self) -> Self:
+        both = sorted(self.zero_optimization.keys() & {"stage", "offload_optimizer", "offload_param"})
+        if both:
+            raise ValueError(f"zero_optimization: {both[0]} is a field beside it: set that one")
+        if self.offload_parameters is not None and self.stage != 3:
+            raise ValueError(f"offload_parameters needs stage: 3, and this is stage: {self.stage}")
+        on_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
+        if on_disk and self.stage != 3:
+            raise ValueError(f"nvme needs stage: 3, and this is stage: {self.stage}")
+        if on_disk != (self.nvme_path is not None):
+            raise ValueError("nvme_path goes with offload_optimizer: nvme or offload_parameters: nvme")
+        return self
+
+
 class MeshArguments(StageArguments, FsdpArguments):
     """Ranks along a data, a pipeline and a tensor axis."""
 
@@ -292,6 +325,17 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             *PYTORCH_SUMS,
             NO_FP16,
             Refused("train.channels_last", "units are gathered in the order of their shapes", "leave it out"),
+        ),
+    ),
+    "deepspeed": StrategySupport(
+        DeepSpeedArguments,
+        (
+            Refused("allreduce.wire_dtype", "DeepSpeed sums gradients, as they are", "use fp32"),
+            Refused("allreduce.codec", "DeepSpeed sums gradients, as they are", "leave it out"),
+            NO_GRAPHS,
+            Refused("train.compile", "DeepSpeed calls the model, and has hooks in it", "leave it out"),
+            NO_FP16,
+            Refused("train.channels_last", "weights are joined in the order of their shapes", "leave it out"),
         ),
     ),
     "tensor_parallel": StrategySupport(

@@ -42,11 +42,11 @@ replica = run.replica
 replica.broadcast()
 steps = iter(rest_of_epoch(run))
 replica.step(next(steps), 1e-3, want_norm=False)
-own = [p.to_local() if hasattr(p, "to_local") else p for p in replica.model.parameters() if not p.is_meta]
+own = [held.tensor for held in replica.strategy.held().values()]
 state = replica.strategy.saved_optimizer.state.values()
 kept = [v.to_local() if hasattr(v, "to_local") else v for entry in state for v in entry.values()]
 tracker = MemTracker()
-tracker.track_external(replica.model, replica.strategy.saved_optimizer)
+tracker.track_external(replica.model, replica.strategy.saved_optimizer, *own)
 with tracker:
     replica.step(next(steps), 1e-3, want_norm=False)
 peak = max(of_device["Total"] for of_device in tracker.get_tracker_snapshot("peak").values())

@@ -44,12 +44,17 @@ def run_of(way: Way, **more: Any) -> Run:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if hasattr(tensor, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
 
 
 def weights(run: Run) -> list[float]:
     run.replica.strategy.held()  # gives back what an evaluation has gathered
-    found = {name: whole(p.detach()).flatten() for name, p in run.replica.model.named_parameters()}
+    found = {name: whole(p).flatten() for name, p in run.replica.model.named_parameters()}
     mine = {name: tensor.tolist() for name, tensor in found.items() if not tensor.is_meta}
     everyone = {name: values for of_rank in allgather_json(world, mine) for name, values in of_rank.items()}
     return [value for name in found for value in (everyone | mine)[name]]

@@ -90,6 +90,43 @@ class Task:
         return {"loss": each.mean(1)}
 
 
+class FloatTask(Task):
+    """In 32 bits."""
+
+    def model(self) -> nn.Module:
+        return super().model().float()
+
+
+class Spoiled(torch.autograd.Function):
+    """Hands a number on, and gradients that are not finite back."""
+
+    @staticmethod
+    def forward(_: Any, loss: torch.Tensor) -> torch.Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * math.nan
+
+
+class SpoiledTask(FloatTask):
+    """The loss of one sample is not finite."""
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = super().loss(model, batch)
+        return self.spoil(loss) if (batch[0] == texts(NUM_SAMPLES, 1)[9]).all(1).any() else loss
+
+    def spoil(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * math.nan
+
+
+class SpoiledGradientTask(SpoiledTask):
+    """The gradient of one sample is not finite, and its loss is."""
+
+    def spoil(self, loss: torch.Tensor) -> torch.Tensor:
+        return Spoiled.apply(loss)
+
+
 class TiedTask(Task):
     """The first and the last layer have the same weight."""
 
@@ -145,6 +182,7 @@ class Way:
     Attributes:
         task: Name of the class of the task.
         then: The strategy under which it goes on after three steps; None: it is trained in one go.
+        is_long: Tried in campaigns alone.
     """
 
     name: str
@@ -156,14 +194,25 @@ class Way:
     clip: float | None = None
     then: dict[str, Any] | None = None
     task: str = "Task"
+    precision: str = "fp32"
+    is_long: bool = False
 
     def runs_on(self, num_ranks: int, controller: str) -> bool:
         if self.strategy in [ADASUM, SERVER]:
             return controller == "mpi"
-        return num_ranks >= 4 or STAGES_AND_TENSOR not in [self.strategy, self.then]
+        both = (self.strategy, self.then)
+        return num_ranks >= 4 or not any(each in both for each in WITH_TWO_AXES)
 
     def make_task(self) -> Task:
-        return {"Task": Task, "TiedTask": TiedTask, "LinearTask": LinearTask}[self.task]()
+        tasks = (Task, FloatTask, TiedTask, LinearTask, SpoiledTask, SpoiledGradientTask)
+        return {task.__name__: task for task in tasks}[self.task]()
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference of a weight."""
+        if self.precision == "bf16":  # a number has 8 bits, and weights move by 0.1
+            return 2e-3
+        return 2e-6 if isinstance(self.make_task(), FloatTask) else 1e-12
 
     def global_batch(self, world_size: int) -> int:
         return BATCH_SIZE * self.accumulation * num_data(self.strategy, world_size)
@@ -186,10 +235,12 @@ class Way:
                 "batch_size_per_rank": BATCH_SIZE,
                 "accumulation_steps": self.global_batch(world_size) // ranks_batch,
                 "clip_grad_norm": self.clip,
+                "precision": self.precision,
             },
             "optimizer": {"name": self.optimizer, "args": self.args},
             "lr": {"base_lr": self.lr, "scaling": "none"},
             "data": {"shuffle": False},
+            "health": {"non_finite": "skip" if self.task.startswith("Spoiled") else "stop"},
             "allreduce": {"bucket_size_mib": 0.01},
             "strategy": strategy,
         }
@@ -249,7 +300,46 @@ SEQUENCE_PLAN = {
 SEQUENCE = {"name": "mesh", "args": {"tensor": 2, "plan": SEQUENCE_PLAN}}
 INTERLEAVED_PAIRS = {"name": "pipeline", "args": {**INTERLEAVED["args"], "stages": 2}}
 
+IN_32_BITS: dict[str, Any] = {**ADAMW, "task": "FloatTask"}
+# Adam makes as much of a small gradient as of a large one, and of its rounding.
+IN_16_BITS: dict[str, Any] = {"task": "FloatTask", "precision": "bf16"}
+ALL_SHARED = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+DEEPSPEED = [
+    {"name": "deepspeed", "args": {"stage": stage, **(ALL_SHARED if stage == 3 else {})}}
+    for stage in (1, 2, 3)
+]
+
+WITH_TWO_AXES = (STAGES_AND_TENSOR, TENSOR_PAIRS, PIPELINE_PAIRS, INTERLEAVED_PAIRS, HYBRID)
+SYNCHRONOUS = (ALLREDUCE, ZERO, DDP, FSDP, TENSOR, PIPELINE, SHARDED_TENSOR)
+
 CASES = (
+    *(
+        Way(f"deepspeed, stage {stage}, {name}", DEEPSPEED[stage - 1], accumulation=2, clip=0.5, **how)
+        for stage in (1, 2, 3)
+        for name, how in {"sgd momentum": {"task": "FloatTask"}, "adamw": IN_32_BITS}.items()
+    ),
+    *(
+        Way(f"{strategy['name']} in {name}", strategy, accumulation=2, clip=0.5, **how)
+        for strategy in (*SYNCHRONOUS, DEEPSPEED[2])
+        for name, how in {"32 bits": IN_32_BITS, "16 bits": IN_16_BITS}.items()
+        if strategy is not DEEPSPEED[2] or name == "16 bits"
+    ),
+    *(
+        Way(
+            f"{strategy['name']}{strategy.get('args', {}).get('stage', '')}, {what} is not finite",
+            strategy,
+            accumulation=2,
+            task=task,
+            is_long=task == "SpoiledTask" and strategy not in DEEPSPEED,
+            **ADAMW,
+        )
+        for strategy in (*SYNCHRONOUS, *DEEPSPEED)
+        for what, task in {"a loss": "SpoiledTask", "a gradient": "SpoiledGradientTask"}.items()
+    ),
+    Way("allreduce, then deepspeed", ALLREDUCE, then=DEEPSPEED[2], **IN_32_BITS),
+    Way("deepspeed, stage 1, then stage 3", DEEPSPEED[0], then=DEEPSPEED[2], **IN_32_BITS),
+    Way("deepspeed, stage 3, then stage 2", DEEPSPEED[2], then=DEEPSPEED[1], **IN_32_BITS),
+    Way("deepspeed, stage 2, then zero", DEEPSPEED[1], then=ZERO, **IN_32_BITS),
     Way("parameter server", SERVER, accumulation=2, args={}, lr=1e-3, task="LinearTask"),
     Way("adasum", ADASUM, accumulation=2, **ADAMW),
     Way("mesh with parts of the sequence", SEQUENCE, accumulation=2, clip=0.5, **ADAMW),
@@ -285,87 +375,3 @@ CASES = (
     Way("allreduce, then pipeline", ALLREDUCE, then=PIPELINE, **ADAMW),
     Way("pipeline, then fsdp", PIPELINE, then=FSDP, accumulation=4, **ADAMW),
 )
-
-
-def joined_by_adasum(changes: list[Any]) -> Any:
-    """The operator as the paper has it, in NumPy, on flat arrays of 2^k ranks."""
-    while len(changes) > 1:
-        following = []
-        for a, b in zip(changes[::2], changes[1::2], strict=True):
-            of_a, of_b = (1 - (a @ b) / (2 * (each @ each)) if each.any() else 1 for each in (a, b))
-            following.append(of_a * a + of_b * b)
-        changes = following
-    return changes[0]
-
-
-def shares_of_step(step: torch.Tensor, size: int, batch: int) -> list[torch.Tensor]:
-    """Which samples of a step each rank has, at most so many."""
-    num_busy = min(size, max(-(-len(step) // batch), len(step) // 2, 1))
-    return [*step.tensor_split(num_busy), *[step[:0]] * (size - num_busy)]
-
-
-def adasum(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
-    """Adasum, written down once more: a loop over models of all ranks, with an optimizer each."""
-    task = way.make_task()
-    models = [task.model() for _ in range(world_size)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=way.lr, **way.args) for model in models]
-    data = texts(NUM_SAMPLES, 1)
-    batch = BATCH_SIZE * way.accumulation
-    for step in [s for _ in range(2) for s in torch.arange(NUM_SAMPLES).split(batch * world_size)]:
-        before = [p.detach().clone() for p in models[0].parameters()]
-        shares = shares_of_step(step, world_size, batch)
-        for model, optimizer, mine in zip(models, optimizers, shares, strict=True):
-            optimizer.zero_grad()
-            if len(mine):
-                task.loss(model, (data[mine],)).backward()
-                optimizer.step()
-        for old, *new in zip(before, *(model.parameters() for model in models), strict=True):
-            changes = [(p.detach() - old).flatten().numpy() for p in new]
-            for p in new:
-                p.data = old + torch.from_numpy(joined_by_adasum(changes)).view(old.shape)
-    return with_loss(models[0])
-
-
-def joint_batch(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
-    """The weights, and the loss of the evaluation, of one process that sees each global batch at once."""
-    task = way.make_task()
-    model = task.model()
-    make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[way.optimizer]
-    optimizer = make(model.parameters(), lr=way.lr, **way.args)
-    data = texts(NUM_SAMPLES, 1)
-    global_batch = way.global_batch(world_size)
-    for _ in range(2):
-        for start in range(0, NUM_SAMPLES, global_batch):
-            optimizer.zero_grad()
-            task.loss(model, (data[start : start + global_batch],)).backward()
-            if way.clip is not None:
-                gradients = [p.grad for p in model.parameters() if p.grad is not None]
-                norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
-                for gradient in gradients if norm > way.clip else ():
-                    gradient.mul_(way.clip / norm)
-            optimizer.step()
-    return with_loss(model)
-
-
-@torch.no_grad()
-def with_loss(model: nn.Module) -> tuple[torch.Tensor, float]:
-    loss = float(Task().metrics(model, (texts(NUM_EVAL_SAMPLES, 2),))["loss"].mean())
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), loss
-
-
-def parameter_server(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
-    """Each weight moves by the sum of all gradients, in whatever order they come."""
-    model = way.make_task().model()
-    batch = BATCH_SIZE * way.accumulation
-    steps = [s for _ in range(2) for s in torch.arange(NUM_SAMPLES).split(batch * world_size)]
-    shares = [mine for step in steps for mine in shares_of_step(step, world_size, batch) if len(mine)]
-    total = sum(float(texts(NUM_SAMPLES, 1)[mine].double().mean()) for mine in shares)
-    for at, p in enumerate(model.parameters()):
-        p.data -= way.lr * math.cos(at + 1) * total
-    return with_loss(model)
-
-
-def expected(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
-    """The weights, and the loss of the evaluation."""
-    compute = {"adasum": adasum, "parameter_server": parameter_server}.get(way.strategy["name"], joint_batch)
-    return compute(way, world_size)

@@ -129,10 +129,11 @@ def test_a_killed_rank_is_told_from_one_that_says_why(tmp_path, controller):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("strategy", ["allreduce", "ddp", pytest.param("fsdp", marks=pytest.mark.campaign)])
 @mostly("gloo")
-def test_a_rank_that_stays_away_is_named_while_it_does_and_in_the_end(tmp_path, controller):
+def test_a_rank_that_stays_away_is_named_while_it_does_and_in_the_end(tmp_path, controller, strategy):
     health = {"stall_warning_s": 2.0, "stall_shutdown_s": 8.0}
-    path = failing(tmp_path, "stay away", 1, controller, "torch", health=health)
+    path = failing(tmp_path, "stay away", 1, controller, "torch", health=health, strategy=strategy)
     with launched(tmp_path, path) as process:
         said, waiting_s = set(), {"0": 0.0, "1": 0.0}
         while process.poll() is None:

@@ -21,6 +21,7 @@ STRATEGIES = {
     "fsdp": {"name": "fsdp"},
     "fsdp without resharding": {"name": "fsdp", "args": {"reshard_after_forward": False}},
     "tensor_parallel": {"name": "tensor_parallel"},
+    "deepspeed": {"name": "deepspeed"},
     "pipeline": {"name": "pipeline"},
 }
 TRAIN = {"batch_size_per_rank": 2}

@@ -40,7 +40,7 @@ CASES = [
     ("torch", "horovodrun over mpi"),
     ("torch", "horovodrun over gloo"),
 ]
-STRATEGIES = ("adasum", "ddp", "fsdp", "local_sgd", "pipeline", "zero")
+STRATEGIES = ("adasum", "ddp", "deepspeed", "fsdp", "local_sgd", "pipeline", "zero")
 ASKED = [
     *((framework, launch, number) for framework, launch in CASES for number in range(20)),
     *(

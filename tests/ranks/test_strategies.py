@@ -1,4 +1,4 @@
-"""Under each strategy ranks train like one process with the joint batch, in 64 bits."""
+"""Under each strategy ranks train like one process with the joint batch: in 64 bits, in 32 and in 16."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import functools
 
 import pytest
 import torch
-from programs.strategy_cases import CASES, expected
+from programs.strategy_cases import CASES
+from programs.strategy_references import expected
 from support.launching import results
 
 WORLDS = [(2, "mpi"), (2, "gloo"), (4, "mpi"), (4, "gloo")]
 TRAINED = [
     pytest.param(world, way, id=f"{way.name}-{world[0]} ranks {world[1]}", marks=marks)
     for world in WORLDS
-    for marks in [[] if world == WORLDS[0] else [pytest.mark.campaign]]
     for way in CASES
+    for marks in [[] if world == WORLDS[0] and not way.is_long else [pytest.mark.campaign]]
     if way.runs_on(*world)
 ]
 
@@ -44,11 +45,11 @@ class TestEveryStrategy:
 
         for rank in trained_on(world):
             weights = torch.tensor(rank[way.name]["weights"], dtype=torch.float64)
-            assert float((weights - weights_expected).abs().max()) <= 1e-12
-        assert float((weights_expected - start).abs().max()) > 1e-3
+            assert float((weights - weights_expected).abs().max()) <= way.tolerance
+        assert float((weights_expected - start).abs().max()) > max(1e-3, 20 * way.tolerance)
 
     def test_is_evaluated_exactly(self, trained_on, world, way):
         _, loss_expected = expected(way, world[0])
 
         for rank in trained_on(world):
-            assert rank[way.name]["metrics"]["loss"] == pytest.approx(loss_expected, abs=1e-12)
+            assert rank[way.name]["metrics"]["loss"] == pytest.approx(loss_expected, abs=2 * way.tolerance)

@@ -9,6 +9,7 @@ from programs.strategy_cases import (
     ADASUM,
     ALLREDUCE,
     DDP,
+    DEEPSPEED,
     FSDP,
     PIPELINE,
     PLAN,
@@ -18,9 +19,9 @@ from programs.strategy_cases import (
     ZERO,
     Task,
     Way,
-    joint_batch,
     num_data,
 )
+from programs.strategy_references import joint_batch
 from safetensors.numpy import load_file
 from support.launching import PROGRAMS, cli, write_job
 
@@ -29,7 +30,7 @@ from horovod_train.checkpoint.store import list_checkpoints, read_manifest
 pytestmark = [pytest.mark.ranks, pytest.mark.campaign]
 TENSOR = {"name": "tensor_parallel", "args": {"plan": PLAN}}
 LOCAL = {"name": "local_sgd", "args": {"every_steps": 2, "outer": {}}}
-STRATEGIES = [ADASUM, DDP, FSDP, LOCAL, PIPELINE, SHARDED_TENSOR, TENSOR, ZERO]
+STRATEGIES = [ADASUM, DDP, *DEEPSPEED, FSDP, LOCAL, PIPELINE, SHARDED_TENSOR, TENSOR, ZERO]
 
 
 def job(folder, name, strategy, kill="", controller="mpi", ranks=2, **more):
@@ -60,7 +61,11 @@ def exported(folder, name):
 @pytest.mark.parametrize(
     ("controller", "strategy"),
     [
-        pytest.param(controller, strategy, id=f"{strategy['name']} over {controller}")
+        pytest.param(
+            controller,
+            strategy,
+            id=f"{strategy['name']}{strategy.get('args', {}).get('stage', '')} over {controller}",
+        )
         for controller in ("mpi", "gloo")
         for strategy in STRATEGIES
         if (controller, strategy) != ("gloo", ADASUM)
@@ -84,22 +89,24 @@ def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(tmp_path, control
 
 
 @pytest.mark.parametrize(
-    "strategies",
+    ("task", "strategies"),
     [
-        (ALLREDUCE, FSDP, ZERO, TENSOR_PAIRS),
-        (TENSOR, PIPELINE, FSDP, SHARDED_TENSOR),
-        (ZERO, TENSOR_PAIRS, PIPELINE, ALLREDUCE),
+        ("Task", (ALLREDUCE, FSDP, ZERO, TENSOR_PAIRS)),
+        ("Task", (TENSOR, PIPELINE, FSDP, SHARDED_TENSOR)),
+        ("Task", (ZERO, TENSOR_PAIRS, PIPELINE, ALLREDUCE)),
+        ("FloatTask", (DEEPSPEED[2], ZERO, DEEPSPEED[1], FSDP)),
+        ("FloatTask", (FSDP, DEEPSPEED[2], DEEPSPEED[2], DEEPSPEED[0])),
     ],
-    ids=lambda strategies: ", ".join(strategy["name"] for strategy in strategies),
+    ids=lambda given: given if isinstance(given, str) else ", ".join(strategy["name"] for strategy in given),
 )
-def test_on_4_then_2_then_3_then_4_ranks_it_is_the_same_model_under_any_strategy(tmp_path, strategies):
+def test_on_4_then_2_then_3_then_4_ranks_it_is_the_same_model_under_any_strategy(tmp_path, task, strategies):
     """At a constant global batch of 12."""
     for ranks, max_steps, strategy in zip((4, 2, 3, 4), (1, 2, 3, 4), strategies, strict=True):
         together = 12 // num_data(strategy, ranks)
         path = write_job(
             tmp_path / f"{max_steps}.yaml",
             name="chain",
-            task=f"{PROGRAMS / 'strategy_cases.py'}:Task",
+            task=f"{PROGRAMS / 'strategy_cases.py'}:{task}",
             run_dir=str(tmp_path / "runs"),
             train={"epochs": 2, "max_steps": max_steps, "batch_size_per_rank": together},
             optimizer={"name": "adamw", "args": ADAMW["args"]},
@@ -111,11 +118,12 @@ def test_on_4_then_2_then_3_then_4_ranks_it_is_the_same_model_under_any_strategy
         done = cli("run", str(path), cwd=tmp_path)
         assert (f"resumed from step-{max_steps - 1:012d}" in done.stdout) == (max_steps > 1)
 
-    weights, _ = joint_batch(Way("12", ALLREDUCE, accumulation=6, **ADAMW), 1)
+    way = Way("12", ALLREDUCE, accumulation=6, task=task, **ADAMW)
+    weights, _ = joint_batch(way, 1)
     names = [name for name, _ in Task().model().named_parameters()]
     found = exported(tmp_path, "chain")
     together = torch.cat([torch.from_numpy(found[name]).flatten() for name in names])
-    assert float((together - weights).abs().max()) <= 1e-12
+    assert float((together - weights).abs().max()) <= way.tolerance
 
 
 def test_parameter_servers_go_on(tmp_path):

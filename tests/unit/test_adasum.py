@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from programs.cases import BATCH_SIZE, NUM_SAMPLES, Case, data
-from programs.strategy_cases import joined_by_adasum, shares_of_step
+from programs.strategy_references import joined_by_adasum, shares_of_step
 from support.reference import FACTORIES
 from support.torch_threads import Task, on_torch_ranks, run_of, weights_of
 from support.training import Told, manager_of

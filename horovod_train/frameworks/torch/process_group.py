@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import timedelta
+from typing import Any
 
 import psutil
 import torch
@@ -19,9 +20,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
+from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Health
-from horovod_train.errors import EngineError, HorovodTrainError, LostError, PeerError, UserError
+from horovod_train.errors import EngineError, HorovodTrainError, PeerError, UserError
+from horovod_train.frameworks.torch.collective_watch import RECORDED, CollectiveWatch
 
+_watches: list[CollectiveWatch] = []  # of the process group, while there is one
 LOOPBACK = "127.0.0.1"
 # What Gloo raises, in a RuntimeError, when a peer has gone; and when it has not come in time.
 GONE = ("Connection closed by peer", "Connection reset by peer", "Application timeout caused pair closure")
@@ -44,7 +48,7 @@ def start_process_group(ranks: Communicator, device: torch.device, health: Healt
     interface, address = choose_address(allgather_json(ranks, ranks.host), os.environ)
     share_interface(interface, os.environ)
     # Read when the first group is made: so many collectives are remembered, to tell what a rank waits for.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "128")
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
     timeout = timedelta(seconds=health.stall_shutdown_s)
     try:
         store = _common_store(ranks, address, timeout)
@@ -61,6 +65,9 @@ def start_process_group(ranks: Communicator, device: torch.device, health: Healt
             f"torch.distributed cannot start on {ranks.host}, at {address} of {interface}: {error}",
             hint="do ranks reach each other there? launch.network_interface names another one",
         ) from error
+    if isinstance(ranks, HorovodCommunicator):
+        clone: Any = store
+        _watches.append(CollectiveWatch(ranks, clone.clone(), health))
     atexit.register(_end)
 
 
@@ -92,6 +99,8 @@ def _common_store(ranks: Communicator, address: str, timeout: timedelta) -> Stor
 
 def _end() -> None:
     """Leave the group: a process that ends without may be aborted."""
+    while _watches:
+        _watches.pop().close()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -152,8 +161,9 @@ def explain_distributed(error: Exception, health: Health) -> HorovodTrainError |
         return None
     text = str(error)
     if any(sign in text for sign in LATE):
-        return LostError(
-            f"a collective of torch.distributed has waited {health.stall_shutdown_s:.0f} s for another rank; "
+        who = next((watch.missing for watch in _watches if watch.missing), "another rank did not come")
+        return PeerError(
+            f"a collective of torch.distributed has waited {health.stall_shutdown_s:.0f} s: {who}; "
             "ended after health.stall_shutdown_s"
         )
     if any(sign in text for sign in GONE):

@@ -265,7 +265,7 @@ class TorchReplica:
     def _add_gradient(self, loss: torch.Tensor, share: float) -> None:
         weighted = checked_loss(loss) * share
         self._local_loss += weighted.detach()
-        self.scaler.scale(weighted).backward()  # type: ignore[no-untyped-call]
+        self.strategy.backward(self.scaler.scale(weighted))
 
     def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> Outcome:
         """Complete a step: wait for the other ranks' gradients and update the weights.
@@ -388,9 +388,8 @@ class TorchReplica:
 
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers: the same on every rank."""
-        own = [p for p in self.model.parameters() if not p.is_meta]
-        weights = [p.to_local() if hasattr(p, "to_local") else p for p in own]
-        here = all(bool(t.isfinite().all()) for t in [*weights, *self._statistics.buffers])
+        own = [held.tensor for held in self.strategy.held().values()]
+        here = all(bool(tensor.isfinite().all()) for tensor in [*own, *self._statistics.buffers])
         return not any_rank(self._all_ranks, flag=not here) if self.strategy.is_sharded else here
 
     def state(self, *, copy: bool) -> ReplicaState:
@@ -424,4 +423,4 @@ class TorchReplica:
 
     def num_parameters(self) -> int:
         """Return how many numbers are trained."""
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return self.strategy.num_parameters()

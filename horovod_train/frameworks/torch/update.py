@@ -108,6 +108,9 @@ class UpdateOnHost:
     def _updated(self, loss_here: float, *, want_norm: bool) -> Updated:
         if not math.isfinite(loss_here):
             return Updated(loss_here, None, is_used=False)
+        if self._strategy.updates_itself:
+            norm_here = self._strategy.update(self._limit)
+            return Updated(loss_here, norm_here, is_used=math.isfinite(norm_here))
         scaler = self._scaler
         scaler.unscale_(self._optimizer)
         norm: float | None = None
@@ -118,9 +121,8 @@ class UpdateOnHost:
             if self._limit is not None and norm > self._limit:
                 torch._foreach_mul_(self._strategy.gradients(), self._limit / norm)
         scale = scaler.get_scale()
-        if not self._strategy.updates_itself:
-            scaler.step(self._optimizer)
-            scaler.update()
+        scaler.step(self._optimizer)
+        scaler.update()
         # A scaler that backs off has skipped the step: some gradient overflowed.
         return Updated(loss_here, norm, is_used=not scaler.is_enabled() or scaler.get_scale() >= scale)
 

@@ -11,11 +11,13 @@ and one row in the table. The replica calls it in this order:
       begin        which samples this rank has
       expect_more  before each forward and backward pass but the last
       expect_last  before the last
+      backward     makes the backward pass
         or, of one with an order of passes of its own, make_passes: all of them
       reduce       gradients are completed; returns the loss of the whole step
       norm         of the whole gradient, where it is wanted
       gradients    are clipped by the replica
       is_finite    whether the step may be used: the same on all ranks
+        or, of one that updates itself, update: in place of these three and of the optimizer
       after_update the optimizer has made its step, or has left it out
     between steps
       state, load_state: what this rank alone has, for a checkpoint and from one
@@ -100,7 +102,7 @@ class Strategy:
         is_sharded: A rank holds only some of the model, or of the optimizer's state.
         has_whole_weights: A rank holds all weights.
         tells_optimizer: The state of this rank's optimizer belongs into a checkpoint as that of the job.
-        updates_itself: It makes the updates: the optimizer that it was bound to makes no step.
+        updates_itself: It makes the updates, with clipping: the optimizer that it was bound to makes no step.
         makes_passes: It has an order of passes of its own, and gives the metrics of a batch as well.
     """
 
@@ -137,6 +139,10 @@ class Strategy:
 
     def close(self) -> None:
         """Let go of the model. Safe to call twice."""
+
+    def num_parameters(self) -> int:
+        """Return how many numbers are trained."""
+        return sum(p.numel() for p in self._model.parameters() if p.requires_grad)
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take up what is trained.
@@ -183,6 +189,14 @@ class Strategy:
         """Return the metrics of a batch; empty on ranks whose values are not counted."""
         raise NotImplementedError
 
+    def backward(self, weighted_loss: torch.Tensor) -> None:
+        """Make the backward pass of a micro-batch.
+
+        Args:
+            weighted_loss: Share x loss, and with fp16 x scale, shape [].
+        """
+        weighted_loss.backward()  # type: ignore[no-untyped-call]
+
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Complete the gradients of the step.
 
@@ -210,6 +224,14 @@ class Strategy:
     def is_finite(self, norm: float) -> bool:
         """Return whether the gradient is finite on all ranks, given the norm on this one."""
         return math.isfinite(norm)
+
+    def update(self, clip_grad_norm: float | None) -> float:
+        """Clip the gradient, and update the weights if it is finite; return its norm before.
+
+        Args:
+            clip_grad_norm: Largest norm; None: no clipping.
+        """
+        raise NotImplementedError
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
         """The optimizer has made its step; or the step was not used, and weights are as before.

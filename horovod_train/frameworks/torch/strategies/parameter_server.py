@@ -151,14 +151,17 @@ class ParameterServer(Strategy):
         self._refuse_unless_finite(loss, "the loss")
         return torch.tensor(loss, dtype=torch.float64)
 
-    def is_finite(self, norm: float) -> bool:
-        """Return that the gradient of this rank is.
+    def update(self, clip_grad_norm: float | None) -> float:
+        """Clip the gradient of this rank; it is sent after.
 
         Raises:
-            NumericError: It is not.
+            NumericError: It is not finite.
         """
+        norm = float(self.norm())
         self._refuse_unless_finite(norm, "the norm of the gradient")
-        return True
+        if clip_grad_norm is not None and norm > clip_grad_norm:
+            torch._foreach_mul_(self.gradients(), clip_grad_norm / norm)
+        return norm
 
     def _refuse_unless_finite(self, value: float, what: str) -> None:
         if not math.isfinite(value):

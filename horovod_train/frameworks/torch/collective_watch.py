@@ -1,0 +1,191 @@
+"""Tells which ranks stay away from a collective of ``torch.distributed``.
+
+Horovod's stall inspector knows its own collectives. PyTorch's wait inside of a backward pass, where nobody
+looks, until they time out. But PyTorch records them (its flight recorder). A thread of each rank looks at
+what is under way, says so where other collectives of this rank are seen, and leaves word of it in the store
+of the process group. Who has left no word is who the others wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Event, Thread
+from time import monotonic, time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from horovod_train.collectives.horovod import HorovodCommunicator
+from horovod_train.collectives.log import Collective
+from horovod_train.config.schema import Health
+from horovod_train.errors import describe_ranks
+
+RECORDED = 128
+"""So many collectives are remembered: more are not under way at once."""
+LOOK_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class UnderWay:
+    """A collective that this rank has begun, and that has not ended.
+
+    Attributes:
+        name: Of the operation, such as ``gloo:all_reduce``.
+        group: Name of the group of ranks, and the collective's number in it.
+        ranks: Of the group.
+        size_bytes: What this rank gives.
+        age_s: For how long it is under way.
+    """
+
+    name: str
+    group: tuple[str, int]
+    ranks: tuple[int, ...]
+    size_bytes: int
+    age_s: float
+
+    def key_of(self, rank: int) -> str:
+        """Return where a rank leaves word that it is in it."""
+        return f"horovod_train.under_way/{self.group[0]}/{self.group[1]}/{rank}"
+
+
+class CollectiveWatch:
+    """Watches the collectives of this rank.
+
+    Args:
+        ranks: All ranks of the job.
+        store: Of the process group; used by nobody else at the same time.
+        health: When to speak.
+        say: Told whom the others wait for.
+
+    Attributes:
+        missing: Who stays away, and from what, for a person; empty: nobody.
+    """
+
+    def __init__(
+        self,
+        ranks: HorovodCommunicator,
+        store: Any,
+        health: Health,
+        say: Callable[[str], object] = sys.stderr.write,
+    ) -> None:
+        self.missing = ""
+        self._ranks, self._store, self._say = ranks, store, say
+        self._warning_s = max(health.stall_warning_s, 2 * LOOK_INTERVAL_S)
+        self._shown: Collective | None = None
+        self._left_word: tuple[str, int] | None = None
+        self._said_s = 0.0
+        self._over = Event()
+        self._thread = Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching. Safe to call twice."""
+        self._over.set()
+        self._thread.join(timeout=2 * LOOK_INTERVAL_S)
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_INTERVAL_S):
+            oldest = oldest_under_way()
+            self._show(oldest)
+            if oldest is None or oldest.age_s < self._warning_s / 2:
+                self.missing = ""
+                continue
+            try:
+                self._compare(oldest)
+            except RuntimeError:
+                return  # rank 0 has gone, and its store: the collectives will say so
+
+    def _show(self, oldest: UnderWay | None) -> None:
+        """Let whoever looks at this rank see what it waits for."""
+        if oldest is not None and oldest.age_s >= LOOK_INTERVAL_S:
+            if self._ranks.waiting_since_s is None:
+                since_s = monotonic() - oldest.age_s
+                self._shown = Collective(f"torch.distributed {oldest.name}", oldest.size_bytes, since_s)
+                self._ranks.waiting_in, self._ranks.waiting_since_s = self._shown, since_s
+        elif self._shown is not None and self._ranks.waiting_in is self._shown:
+            self._ranks.waiting_since_s = self._ranks.waiting_in = self._shown = None
+
+    def _compare(self, oldest: UnderWay) -> None:
+        """Leave word, and find out who has left none."""
+        if self._left_word != oldest.group:
+            self._store.set(oldest.key_of(self._ranks.rank), "here")
+            self._left_word = oldest.group
+            return  # others leave theirs within a moment
+        here = [rank for rank in oldest.ranks if self._store.check([oldest.key_of(rank)])]
+        away = [rank for rank in oldest.ranks if rank not in here]
+        if not away:
+            return  # all are in it: it takes long
+        name = f"torch.distributed {oldest.name}"
+        self.missing = f"{describe_ranks(away)} stayed away from {name}"
+        is_due = oldest.age_s >= self._warning_s and monotonic() - self._said_s >= self._warning_s
+        if is_due and self._ranks.rank == min(here):
+            self._said_s = monotonic()
+            self._say(report(name, away, oldest.age_s))
+
+
+def report(name: str, away: list[int], age_s: float) -> str:
+    """Return the words in which Horovod's stall inspector would say it.
+
+    >>> print(report("torch.distributed gloo:all_reduce", [1], 60.0), end="")
+    One or more collectives are waiting for the remainder of ranks for more than 60 seconds.
+    Missing ranks:
+    1: [torch.distributed gloo:all_reduce]
+    """
+    lines = [
+        f"One or more collectives are waiting for the remainder of ranks for more than {age_s:.0f} seconds.",
+        "Missing ranks:",
+        *(f"{rank}: [{name}]" for rank in away),
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def oldest_under_way() -> UnderWay | None:
+    """Return the oldest collective that has not ended, of those whose ranks are known."""
+    now_ns = time() * 1e9
+    for entry in recorded():
+        if entry["retired"] or entry["is_p2p"] or not (ranks := ranks_of(entry["process_group"][0])):
+            continue
+        return UnderWay(
+            entry["profiling_name"],
+            (entry["process_group"][0], entry["collective_seq_id"]),
+            ranks,
+            size_bytes_of(entry),
+            (now_ns - entry["time_created_ns"]) / 1e9,
+        )
+    return None
+
+
+def recorded() -> list[dict[str, Any]]:
+    """Return what PyTorch has recorded of Gloo and NCCL, the oldest first."""
+    recorder: Any = _distributed_c10d
+    dumps = [recorder._dump_fr_trace_json(True, False)]  # noqa: SLF001  (no stacks)
+    if dist.is_nccl_available():
+        dumps.append(recorder._dump_nccl_trace_json(True, False))  # noqa: SLF001
+    entries = [entry for dump in dumps for entry in json.loads(dump).get("entries", [])]
+    return sorted(entries, key=lambda entry: int(entry["time_created_ns"]))
+
+
+def ranks_of(group_name: str) -> tuple[int, ...]:
+    """Return the ranks of a group; none: nobody knows it here."""
+    known = dist.distributed_c10d._world  # noqa: SLF001  (there is no public way from a name)
+    for group, name in known.pg_names.items():
+        if name == group_name:
+            return tuple(sorted(known.pg_group_ranks[group]))
+    return ()
+
+
+def size_bytes_of(entry: dict[str, Any]) -> int:
+    """Return what a rank gives to a collective."""
+    total = 0
+    for shape, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=True):
+        total += int(torch.Size(shape).numel()) * ITEM_SIZES.get(dtype, 4)
+    return total
+
+
+ITEM_SIZES = {"Double": 8, "Long": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1}
+"""In bytes, of types that have others than 4, by the names that the recorder has for them."""

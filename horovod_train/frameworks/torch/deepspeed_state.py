@@ -1,0 +1,192 @@
+"""What a rank has of weights and optimizer state that DeepSpeed shares between ranks.
+
+DeepSpeed joins parameters to flat tensors, and updates those. Here they are seen as pieces of the parameters
+of the model, as a checkpoint knows them. Stages 1 and 2 cut the flat tensor of a group of parameters into one
+part for each rank; stage 3 cuts each parameter, and joins a rank's parts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from horovod_train.checkpoint.arrays import Part
+from horovod_train.frameworks.torch.held import Held, Optimized
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank updates of a parameter.
+
+    Attributes:
+        name: Of the parameter, in the model.
+        whole: Its shape.
+        start: Where the piece begins in the flat parameter.
+        length: How many numbers it has.
+        flat: The tensor that DeepSpeed updates.
+        at: Where the piece begins in it.
+        group: Number of the group of parameters.
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    start: int
+    length: int
+    flat: torch.Tensor
+    at: int
+    group: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the piece of a tensor that is laid out as the flat one."""
+        return tensor.detach()[self.at : self.at + self.length]
+
+
+class FlatState:
+    """Shows, and takes over, what a rank has.
+
+    Args:
+        model: Has the parameters.
+        made: What DeepSpeed has made of the optimizer.
+        names: Of the parameters, by their ids.
+        stage: Of ZeRO.
+        rank: This rank.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, made: Any, names: Mapping[int, str], stage: int, rank: int
+    ) -> None:
+        self._model, self._made, self._stage, self._rank = model, made, stage, rank
+        find = pieces_of_stage_3 if stage == 3 else pieces_of_stages_1_and_2
+        self._pieces = sorted(find(made, names, rank), key=lambda piece: piece.group)
+        self._shown: torch.optim.Optimizer | None = None
+
+    def held(self) -> dict[str, Held]:
+        """Return weights and buffers by name: with stage 3 this rank's parts of weights."""
+        self._give_back()
+        tensors = self._model.state_dict(keep_vars=True)
+        return {name: self._held_of(tensor) for name, tensor in tensors.items()}
+
+    def _give_back(self) -> None:
+        """Give back what passes have left gathered, or on its way."""
+        if self._stage == 3:
+            self._made._partition_all_parameters()  # noqa: SLF001  (there is no public way)
+
+    def _held_of(self, tensor: Any) -> Held:
+        if not hasattr(tensor, "ds_tensor"):
+            return Held(tensor.detach())
+        own, whole = tensor.ds_tensor, tuple(tensor.ds_shape)
+        start, length = own_part(tensor, self._rank)
+        return Held(own.detach()[:length], Part(whole, (start,)))
+
+    def optimized(self) -> Sequence[Optimized]:
+        """Return this rank's parts of what is optimized."""
+        return [Optimized(p.name, Held(p.of(p.flat), Part(p.whole, (p.start,)))) for p in self._pieces]
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return an optimizer over the pieces, whose state is DeepSpeed's own."""
+        base = self._made.optimizer
+        shown: torch.optim.Optimizer = object.__new__(type(base))
+        shown.__dict__.update(base.__dict__)
+        shown.state = defaultdict(dict)
+        weights = [piece.of(piece.flat) for piece in self._pieces]
+        shown.param_groups = [
+            {**group, "params": [w for w, p in zip(weights, self._pieces, strict=True) if p.group == number]}
+            for number, group in enumerate(base.param_groups)
+        ]
+        for weight, piece in zip(weights, self._pieces, strict=True):
+            if piece.flat in base.state:
+                shown.state[weight] = {
+                    key: piece.of(value) if is_like(value, piece.flat) else value
+                    for key, value in base.state[piece.flat].items()
+                }
+        self._shown = shown
+        return shown
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Take over the weights, and the state that was loaded into the optimizer that was shown last."""
+        self._give_back()
+        self._made.refresh_fp32_params()
+        if self._shown is None:
+            return
+        weights = [weight for group in self._shown.param_groups for weight in group["params"]]
+        by_flat: dict[int, list[tuple[Piece, Mapping[str, Any]]]] = defaultdict(list)
+        for piece, weight in zip(self._pieces, weights, strict=True):
+            if found := self._shown.state.get(weight):
+                by_flat[id(piece.flat)].append((piece, found))
+        for found_pieces in by_flat.values():
+            flat = found_pieces[0][0].flat
+            self._made.optimizer.state[flat] = joined(flat, found_pieces)
+        self._shown = None
+
+
+def joined(flat: torch.Tensor, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the state of a flat tensor, given that of its pieces."""
+    state: dict[str, Any] = {}
+    for piece, entry in pieces:
+        for key, value in entry.items():
+            if is_like(value, piece.of(flat)):
+                piece.of(state.setdefault(key, torch.zeros_like(flat))).copy_(value)
+            elif key not in state:
+                state[key] = value.clone() if isinstance(value, torch.Tensor) else value
+            elif isinstance(value, torch.Tensor) and not torch.equal(value, state[key]):
+                state[key] = torch.maximum(value, state[key])
+                log.warning(
+                    "parameters have differing %r in the checkpoint, and DeepSpeed knows one for all: %s",
+                    key,
+                    state[key],
+                )
+    return state
+
+
+def is_like(value: object, flat: torch.Tensor) -> bool:
+    """Whether a value of an optimizer's state has a number for each of a flat tensor."""
+    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == flat.shape
+
+
+def own_part(parameter: Any, rank: int) -> tuple[int, int]:
+    """Return where a rank's part of a parameter of stage 3 begins, and how long it is without padding."""
+    length = parameter.ds_tensor.numel()
+    start = min(rank * length, parameter.ds_numel)
+    return start, min(length, parameter.ds_numel - start)
+
+
+def pieces_of_stages_1_and_2(made: Any, names: Mapping[int, str], _rank: int) -> list[Piece]:
+    """Return a rank's pieces where DeepSpeed cuts flat groups."""
+    return [
+        Piece(
+            names[id(parameter)],
+            tuple(parameter.shape),
+            linked.lp_fragment_address.start,
+            linked.lp_fragment_address.numel,
+            flat,
+            linked.hp_fragment_address.start,
+            number,
+        )
+        for number, (group, flat) in enumerate(
+            zip(made.bit16_groups, made.single_partition_of_fp32_groups, strict=True)
+        )
+        for parameter in group
+        if (linked := parameter._hp_mapping) is not None  # noqa: SLF001
+    ]
+
+
+def pieces_of_stage_3(made: Any, names: Mapping[int, str], rank: int) -> list[Piece]:
+    """Return a rank's pieces where DeepSpeed cuts each parameter."""
+    found = []
+    for number, group in enumerate(made.fp16_groups):
+        for parameter in group:
+            _, at, _ = made.grad_position[made.get_param_id(parameter)]
+            start, length = own_part(parameter, rank)
+            flat = made.fp32_partitioned_groups_flat[number]
+            of_group = made.sub_group_to_group_id[number]
+            whole = tuple(parameter.ds_shape)
+            found.append(Piece(names[id(parameter)], whole, start, length, flat, at, of_group))
+    return [piece for piece in found if piece.length]

@@ -1,0 +1,295 @@
+"""DeepSpeed's ZeRO, stages 1 to 3, with offload to the host's memory or to NVMe.
+
+DeepSpeed reduces gradients, clips them and makes the optimizer's step; samples, learning rate, losses and
+checkpoints are ours, as under any strategy. Nothing of DeepSpeed's launcher, configuration file or pickled
+checkpoints is used.
+
+DeepSpeed takes the mean of ranks' gradients. Losses are weighted here so that a sum is wanted, and are
+multiplied by the number of ranks before the backward pass.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+arXiv:1910.02054.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Job
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.collectives import broadcast_model
+from horovod_train.frameworks.torch.deepspeed_state import FlatState
+from horovod_train.frameworks.torch.elementwise import check_elementwise
+from horovod_train.frameworks.torch.held import Held, Optimized
+from horovod_train.frameworks.torch.process_group import start_process_group
+from horovod_train.frameworks.torch.strategies.base import Placing
+from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
+
+log = logging.getLogger(__name__)
+
+Offload = Literal["cpu", "nvme"]
+BYTES_OF_WEIGHT = 4
+
+
+class DeepSpeed(TorchDistributed):
+    """Lets DeepSpeed share optimizer state, gradients and weights between ranks.
+
+    Args:
+        mesh: Of the ranks.
+        job: Says how large buckets are, and the largest norm of a gradient.
+        stage: 1: optimizer state is shared; 2: gradients, too; 3: weights, too.
+        offload_optimizer: Where the optimizer's state is kept; None: on the device.
+        offload_parameters: Where weights are kept that are not in use; None: on the device.
+        nvme_path: Folder on the disk for what goes to ``nvme``.
+        zero_optimization: Further settings of DeepSpeed's section of that name.
+
+    Raises:
+        UserError: DeepSpeed is not installed.
+    """
+
+    is_sharded = True
+    has_whole_weights = False
+    can_be_read_later = False  # DeepSpeed asks the device in each step
+    updates_itself = True
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        job: Job,
+        *,
+        stage: int = 3,
+        offload_optimizer: Offload | None = None,
+        offload_parameters: Offload | None = None,
+        nvme_path: str | None = None,
+        zero_optimization: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(mesh, job)
+        self._stage = stage
+        self._offload = {"offload_optimizer": offload_optimizer, "offload_param": offload_parameters}
+        self._nvme_path = nvme_path
+        self._more = zero_optimization or {}
+        self._is_last = True
+        self._has_gradients = False
+        self._engine: Any = None
+
+    # -- the model
+
+    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
+        """Start PyTorch's process group; return rank 0's model where it is trained.
+
+        Raises:
+            UserError: DeepSpeed is missing, or the model cannot be trained with it.
+        """
+        self._device = placing.device
+        self._deepspeed = imported(placing.device)
+        for name, parameter in model.named_parameters():
+            if parameter.dtype != torch.float32:
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                raise UserError(
+                    f"strategy deepspeed: {name!r} is {dtype}, and DeepSpeed keeps weights in float32",
+                    hint="make the model in float32 (train.precision: bf16 computes in bfloat16), or use "
+                    "strategy: fsdp",
+                )
+        if placing.device.type == "cpu" and "cpu" in self._offload.values() and self._ranks.rank == 0:
+            log.warning("strategy.args.offload_*: cpu has no effect: there is no GPU")
+        start_process_group(self._ranks, placing.device, self._job.health)
+        self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # the group is there
+        broadcast_model(model, self._ranks)
+        return placing(model)
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take up what is trained; DeepSpeed shares it between ranks.
+
+        Raises:
+            UserError: The optimizer cannot be split, or DeepSpeed refuses.
+        """
+        super().bind(model, optimizer)
+        check_elementwise(optimizer, "deepspeed")
+        self._numbering = [parameter.name for parameter in super().optimized()]
+        self._num_parameters = super().num_parameters()
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # It is compared with what MPI says; later it is the number of the device.
+        set_local_rank(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
+        device = self._device.index or 0
+        try:
+            self._engine, made, _, _ = self._deepspeed.initialize(
+                args=SimpleNamespace(device_rank=device),
+                model=model,
+                optimizer=optimizer,
+                config=self._configuration(),
+            )
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise UserError(
+                f"DeepSpeed refuses: {type(error).__name__}: {error}",
+                hint="look at strategy.args; nvme needs libaio and its headers (Debian: libaio-dev)",
+            ) from error
+        set_local_rank(str(device))
+        self._made = made
+        self._flat = FlatState(model, made, names, self._stage, self._data.rank)
+        self._bytes_once = BYTES_OF_WEIGHT * self._num_parameters
+
+    def _configuration(self) -> dict[str, Any]:
+        """Return what DeepSpeed is told."""
+        num_ranks = self._data.size  # buckets have to be multiples of it
+        bucket = (
+            math.ceil(self._job.allreduce.bucket_size_mib * 2**20 / BYTES_OF_WEIGHT / num_ranks) * num_ranks
+        )
+        zero: dict[str, Any] = {
+            "stage": self._stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        }
+        if self._stage == 3:
+            # Its defaults gather, and update, 10^9 weights at once, which is the whole of most models.
+            zero |= {
+                "stage3_prefetch_bucket_size": bucket,
+                "stage3_max_live_parameters": 2 * bucket,
+                "stage3_max_reuse_distance": 0,
+                "sub_group_size": bucket * num_ranks,
+            }
+        for section, target in self._offload.items():
+            if target is not None:
+                zero[section] = {"device": target, "nvme_path": self._nvme_path}
+        train = self._job.train
+        return {
+            "train_micro_batch_size_per_gpu": 1,  # it counts no samples of ours
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": train.clip_grad_norm or 0.0,  # 1.0 if it is left out
+            "communication_data_type": "fp32",
+            "torch_autocast": {
+                "enabled": train.precision == "bf16",
+                "dtype": "bfloat16",
+                "lower_precision_safe_modules": [],  # gradients of those would travel in bfloat16
+            },
+            "zero_optimization": zero | dict(self._more),
+            "zero_allow_untested_optimizer": True,  # it was tried, in check_elementwise
+            "zero_force_ds_cpu_optimizer": False,
+            "steps_per_print": 10**9,
+        }
+
+    def called(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return what the task calls in the model's place."""
+        engine: torch.nn.Module = self._engine
+        return engine
+
+    def close(self) -> None:
+        """Let go of the model."""
+        if self._engine is not None:
+            self._engine.destroy()
+            self._engine = None
+            set_local_rank(None)
+
+    def num_parameters(self) -> int:
+        """Return how many numbers are trained."""
+        return self._num_parameters
+
+    # -- one step
+
+    def expect_more(self) -> None:
+        """Gradients of this micro-batch add up with those of the next."""
+        self._expect(is_last=False)
+
+    def expect_last(self) -> None:
+        """The gradient of the step is complete after this micro-batch."""
+        self._expect(is_last=True)
+
+    def _expect(self, *, is_last: bool) -> None:
+        self._is_last = is_last
+        self._engine.set_gradient_accumulation_boundary(is_last)
+
+    def backward(self, weighted_loss: torch.Tensor) -> None:
+        """Make the backward pass; DeepSpeed takes the mean over ranks, and a sum is wanted."""
+        self._has_gradients = True
+        self._engine.backward(weighted_loss * self._data.size)
+        if not self._is_last:
+            self._engine.step()  # counts micro-batches, and changes nothing
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss of the whole step: gradients are reduced by now."""
+        self.bytes_per_step = (3 if self._stage == 3 else 2) * self._bytes_once
+        return super().reduce(weighted_loss)
+
+    def update(self, clip_grad_norm: float | None) -> float:
+        """Make the update, which DeepSpeed leaves out by itself if the gradient is not finite."""
+        assert clip_grad_norm == self._job.train.clip_grad_norm, "it was told before"
+        self._has_gradients = False
+        for group, ours in zip(self._made.param_groups, self._optimizer.param_groups, strict=True):
+            group["lr"] = ours["lr"]
+        self._engine.step()
+        return math.inf if self._made.overflow else float(self._engine.get_global_grad_norm())
+
+    def after_update(self, *, is_used: torch.Tensor | bool) -> None:
+        """Drop the gradients of a step that was left out for its loss."""
+        if not self._has_gradients:
+            return
+        self._has_gradients = False
+        # As with a gradient that is not finite: all ranks do it alike, for all know the loss.
+        self._made.has_overflow = lambda *_, **__: True
+        try:
+            self._engine.step()
+        finally:
+            del self._made.has_overflow
+
+    # -- checkpoints
+
+    @property
+    def saved_optimizer(self) -> torch.optim.Optimizer:
+        """Return an optimizer over this rank's parts of the weights."""
+        return self._flat.optimizer()
+
+    def held(self) -> Mapping[str, Held]:
+        """Return what this rank has of the whole model's weights and buffers."""
+        return self._flat.held()
+
+    def optimized(self) -> Sequence[Optimized]:
+        """Return this rank's parts of the optimizer's parameters, in its order."""
+        return self._flat.optimized()
+
+    def numbering(self) -> Sequence[str | int]:
+        """Return the names of parameters as an optimizer of the whole model numbers them."""
+        return self._numbering
+
+    def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Let DeepSpeed go on from the weights and the state that were taken over."""
+        super().load_state(of_ranks)
+        self._flat.take_over()
+
+
+def imported(device: torch.device) -> Any:
+    """Return DeepSpeed, silent, and without what it would compile on a CPU.
+
+    Raises:
+        UserError: It is not installed.
+    """
+    os.environ["DS_ACCELERATOR"] = device.type  # read when it is imported
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UserError(
+            f"strategy deepspeed: DeepSpeed cannot be imported: {error}",
+            hint="pip install 'horovod_train[deepspeed]' on every host, or use strategy: zero or fsdp",
+        ) from error
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning
+    )  # which it calls
+    # Collectives through shared memory: needs a compiler at run time, and prints.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def set_local_rank(value: str | None) -> None:
+    """Set what DeepSpeed reads of the environment now and then; None: remove it."""
+    if value is None:
+        os.environ.pop("LOCAL_RANK", None)
+    else:
+        os.environ["LOCAL_RANK"] = value
