@@ -22,13 +22,14 @@ TRAINED = [
 
 @pytest.fixture(scope="module")
 def trained_on(pools, tmp_path_factory):
-    """What ranks of a world have written, who have trained in all ways; once for each world."""
+    """What ranks of a world have written, who have trained in all ways, or all long ones; once for each."""
 
     @functools.cache
-    def trained(world):
+    def trained(world, is_long):
         num_ranks, controller = world
         folder = tmp_path_factory.mktemp("trained")
-        pools.get("torch", num_ranks, controller).run("strategies.py", str(folder), folder=folder)
+        names = [way.name for way in CASES if way.is_long == is_long]
+        pools.get("torch", num_ranks, controller).run("strategies.py", str(folder), *names, folder=folder)
         found = results(folder)
         assert len(found) == num_ranks
         return found
@@ -43,7 +44,7 @@ class TestEveryStrategy:
         weights_expected, _ = expected(way, world[0])
         start = torch.cat([p.detach().flatten() for p in way.make_task().model().parameters()])
 
-        for rank in trained_on(world):
+        for rank in trained_on(world, way.is_long):
             weights = torch.tensor(rank[way.name]["weights"], dtype=torch.float64)
             assert float((weights - weights_expected).abs().max()) <= way.tolerance
         assert float((weights_expected - start).abs().max()) > max(1e-3, 20 * way.tolerance)
@@ -51,5 +52,5 @@ class TestEveryStrategy:
     def test_is_evaluated_exactly(self, trained_on, world, way):
         _, loss_expected = expected(way, world[0])
 
-        for rank in trained_on(world):
+        for rank in trained_on(world, way.is_long):
             assert rank[way.name]["metrics"]["loss"] == pytest.approx(loss_expected, abs=2 * way.tolerance)

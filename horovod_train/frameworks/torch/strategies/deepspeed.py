@@ -139,10 +139,9 @@ class DeepSpeed(TorchDistributed):
 
     def _configuration(self) -> dict[str, Any]:
         """Return what DeepSpeed is told."""
-        num_ranks = self._data.size  # buckets have to be multiples of it
-        bucket = (
-            math.ceil(self._job.allreduce.bucket_size_mib * 2**20 / BYTES_OF_WEIGHT / num_ranks) * num_ranks
-        )
+        aligned = 2 * self._data.size  # buckets have to be multiples of it
+        wanted = self._job.allreduce.bucket_size_mib * 2**20 / BYTES_OF_WEIGHT
+        bucket = math.ceil(wanted / aligned) * aligned
         zero: dict[str, Any] = {
             "stage": self._stage,
             "reduce_bucket_size": bucket,
@@ -154,7 +153,7 @@ class DeepSpeed(TorchDistributed):
                 "stage3_prefetch_bucket_size": bucket,
                 "stage3_max_live_parameters": 2 * bucket,
                 "stage3_max_reuse_distance": 0,
-                "sub_group_size": bucket * num_ranks,
+                "sub_group_size": bucket * self._data.size,
             }
         for section, target in self._offload.items():
             if target is not None:
