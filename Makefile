@@ -55,7 +55,7 @@ $(VENV)/installed: setup.py constraints.txt pyproject.toml | $(BIN)/python
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "== packages for development, every framework among them"
 	@$(PIP_INSTALL) tensorflow-cpu==2.21.0 | $(SHORT)
-	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,dev,kubernetes,keras,jax,lightning,transformers]' | $(SHORT)
+	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers,dev,kubernetes,keras,jax,lightning,transformers,deepspeed]' | $(SHORT)
 	@touch $@
 
 ENGINE_SOURCE := $(wildcard horovod_train/horovod/patches/*.patch horovod_train/horovod/*.cc) \
@@ -113,9 +113,10 @@ train: tools $(VENV)/installed $(VENV)/engine
 # What tests of hosts, of Slurm, of the image, of metrics and of the page need besides Python; they are skipped
 # without.
 servers:
-	@command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] || { echo "error: needs root on Debian or Ubuntu: install iproute2 openssh-server slurm-wlm munge buildah debootstrap prometheus chromium by hand"; exit 2; }
+	@command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ] || { echo "error: needs root on Debian or Ubuntu: install iproute2 openssh-server slurm-wlm munge buildah debootstrap prometheus chromium libaio-dev by hand"; exit 2; }
 	@for program in ip sshd slurmctld slurmd munged buildah debootstrap prometheus promtool chromium; do PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing=1; done; \
-	[ -z "$${missing:-}" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends iproute2 openssh-server openssh-client slurm-wlm munge buildah debootstrap prometheus chromium >/dev/null; }
+	[ -e /usr/include/libaio.h ] || missing=1; \
+	[ -z "$${missing:-}" ] || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qqy --no-install-recommends iproute2 openssh-server openssh-client slurm-wlm munge buildah debootstrap prometheus chromium libaio-dev >/dev/null; }
 
 test: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest -n 2 --matrix=docs/frameworks.md

@@ -168,8 +168,8 @@ class DeepSpeedArguments(Section):
     offload_optimizer: Literal["cpu", "nvme"] | None = None
     """Keep the optimizer's state, and update, in the memory of the host, or on a disk."""
 
-    offload_parameters: Literal["cpu", "nvme"] | None = None
-    """With stage 3: keep weights that are not in use there."""
+    offload_parameters: Literal["cpu"] | None = None
+    """With stage 3: keep weights that are not in use in the memory of the host."""
 
     nvme_path: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Folder for what is kept on a disk."""
@@ -184,11 +184,11 @@ class DeepSpeedArguments(Section):
             raise ValueError(f"zero_optimization: {both[0]} is a field beside it: set that one")
         if self.offload_parameters is not None and self.stage != 3:
             raise ValueError(f"offload_parameters needs stage: 3, and this is stage: {self.stage}")
-        on_disk = "nvme" in (self.offload_optimizer, self.offload_parameters)
+        on_disk = self.offload_optimizer == "nvme"
         if on_disk and self.stage != 3:
             raise ValueError(f"nvme needs stage: 3, and this is stage: {self.stage}")
         if on_disk != (self.nvme_path is not None):
-            raise ValueError("nvme_path goes with offload_optimizer: nvme or offload_parameters: nvme")
+            raise ValueError("nvme_path goes with offload_optimizer: nvme, and this with it")
         return self
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from programs.strategy_cases import (
@@ -136,3 +138,27 @@ def test_parameter_servers_go_on(tmp_path):
     whole, again = exported(tmp_path, "whole"), exported(tmp_path, "killed")
     moved = max(float(abs(whole[name] - again[name]).max()) for name in whole)
     assert moved < 0.1
+
+
+@pytest.mark.skipif(not Path("/usr/include/libaio.h").exists(), reason="needs libaio's headers (libaio-dev)")
+def test_state_on_a_disk_is_resumed_as_state_in_memory(tmp_path):
+    """The first time DeepSpeed compiles what reads and writes, which takes minutes."""
+    on_disk = {"offload_optimizer": "nvme", "nvme_path": str(tmp_path / "nvme")}
+    for name, args, steps in (("memory", {}, [6]), ("disk", on_disk, [3, 6])):
+        for max_steps in steps:
+            path = write_job(
+                tmp_path / "job.yaml",
+                name=name,
+                task="gpt",
+                task_args={"layers": 4, "width": 256, "head_width": 32, "length": 32, "num_samples": 64},
+                run_dir=str(tmp_path / "runs"),
+                train={"epochs": 1, "batch_size_per_rank": 4, "max_steps": max_steps},
+                optimizer={"name": "adamw"},
+                strategy={"name": "deepspeed", "args": args},
+                launch={"num_ranks": 2},
+            )
+            cli("run", str(path), cwd=tmp_path)
+
+    in_memory, on_disk_too = exported(tmp_path, "memory"), exported(tmp_path, "disk")
+    assert list((tmp_path / "nvme").rglob("exp_avg-*"))
+    assert all((in_memory[name] == on_disk_too[name]).all() for name in in_memory)

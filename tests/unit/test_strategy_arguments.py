@@ -51,6 +51,12 @@ class TestArguments:
             ("fsdp", {"shard_ranks": 4}),
             ("local_sgd", {"every_steps": 8, "outer": {}}),
             ("parameter_server", {"max_staleness": 0}),
+            ("deepspeed", {}),
+            ("deepspeed", {"stage": 3, "offload_optimizer": "nvme", "nvme_path": "/scratch"}),
+            (
+                "deepspeed",
+                {"stage": 1, "offload_optimizer": "cpu", "zero_optimization": {"overlap_comm": False}},
+            ),
         ],
     )
     def test_that_go_together_are_taken(self, name, args):
@@ -69,6 +75,17 @@ class TestArguments:
             ("tensor_parallel", {"plan": {"a": "sideways"}}, "plan"),
             ("local_sgd", {"every_steps": 8, "outer": {"momentum": 1.0}}, "momentum"),
             ("parameter_server", {"max_staleness": -1}, "max_staleness"),
+            ("deepspeed", {"stage": 0}, "stage"),
+            ("deepspeed", {"zero_optimization": {"stage": 2}}, "stage is a field beside it"),
+            ("deepspeed", {"stage": 2, "offload_parameters": "cpu"}, "offload_parameters needs stage: 3"),
+            (
+                "deepspeed",
+                {"stage": 2, "offload_optimizer": "nvme", "nvme_path": "/a"},
+                "nvme needs stage: 3",
+            ),
+            ("deepspeed", {"offload_optimizer": "nvme"}, "nvme_path goes with"),
+            ("deepspeed", {"nvme_path": "/a"}, "nvme_path goes with"),
+            ("deepspeed", {"offload_parameters": "nvme"}, "offload_parameters"),
         ],
     )
     def test_that_do_not_are_refused_with_the_reason(self, name, args, said):

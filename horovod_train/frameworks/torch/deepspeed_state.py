@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,7 @@ class Piece:
         flat: The tensor that DeepSpeed updates.
         at: Where the piece begins in it.
         group: Number of the group of parameters.
+        number: Of the flat tensor.
     """
 
     name: str
@@ -42,6 +44,12 @@ class Piece:
     flat: torch.Tensor
     at: int
     group: int
+    number: int
+
+    @property
+    def stand_in(self) -> torch.Tensor:
+        """Return a tensor of its length without memory of its own: what is on a disk has none."""
+        return torch.zeros((), dtype=self.flat.dtype, device=self.flat.device).expand(self.length)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the piece of a tensor that is laid out as the flat one."""
@@ -87,25 +95,27 @@ class FlatState:
 
     def optimized(self) -> Sequence[Optimized]:
         """Return this rank's parts of what is optimized."""
-        return [Optimized(p.name, Held(p.of(p.flat), Part(p.whole, (p.start,)))) for p in self._pieces]
+        return [Optimized(p.name, Held(p.stand_in, Part(p.whole, (p.start,)))) for p in self._pieces]
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return an optimizer over the pieces, whose state is DeepSpeed's own."""
+        """Return an optimizer over the pieces: its state is DeepSpeed's, or a copy of what is on a disk."""
         base = self._made.optimizer
         shown: torch.optim.Optimizer = object.__new__(type(base))
         shown.__dict__.update(base.__dict__)
         shown.state = defaultdict(dict)
-        weights = [piece.of(piece.flat) for piece in self._pieces]
+        weights = [piece.stand_in for piece in self._pieces]
         shown.param_groups = [
             {**group, "params": [w for w, p in zip(weights, self._pieces, strict=True) if p.group == number]}
             for number, group in enumerate(base.param_groups)
         ]
-        for weight, piece in zip(weights, self._pieces, strict=True):
-            if piece.flat in base.state:
-                shown.state[weight] = {
-                    key: piece.of(value) if is_like(value, piece.flat) else value
-                    for key, value in base.state[piece.flat].items()
-                }
+        for same in self._by_flat(weights):
+            flat = same[0][0].flat
+            with self._at_hand(same[0][0], is_changed=False) as is_on_disk:
+                for piece, weight in same if flat in base.state else ():
+                    shown.state[weight] = {
+                        key: _copied(piece.of(value), is_on_disk) if is_like(value, flat) else value
+                        for key, value in base.state[flat].items()
+                    }
         self._shown = shown
         return shown
 
@@ -113,18 +123,57 @@ class FlatState:
     def take_over(self) -> None:
         """Take over the weights, and the state that was loaded into the optimizer that was shown last."""
         self._give_back()
-        self._made.refresh_fp32_params()
-        if self._shown is None:
-            return
-        weights = [weight for group in self._shown.param_groups for weight in group["params"]]
-        by_flat: dict[int, list[tuple[Piece, Mapping[str, Any]]]] = defaultdict(list)
-        for piece, weight in zip(self._pieces, weights, strict=True):
-            if found := self._shown.state.get(weight):
-                by_flat[id(piece.flat)].append((piece, found))
-        for found_pieces in by_flat.values():
-            flat = found_pieces[0][0].flat
-            self._made.optimizer.state[flat] = joined(flat, found_pieces)
+        weights = [] if self._shown is None else [w for g in self._shown.param_groups for w in g["params"]]
+        for same in self._by_flat(weights or [None] * len(self._pieces)):
+            number, flat = same[0][0].number, same[0][0].flat
+            with self._at_hand(same[0][0], is_changed=True):
+                flat.data.copy_(self._weights_of(number))
+                if self._shown is not None:
+                    entries = [(piece, self._shown.state.get(weight) or {}) for piece, weight in same]
+                    replace_state(self._made.optimizer.state[flat], joined(flat, entries))
         self._shown = None
+
+    def _weights_of(self, number: int) -> torch.Tensor:
+        """Return the weights in use of which a flat tensor has a copy for the optimizer, or is the same."""
+        if self._stage == 3:
+            weights: torch.Tensor = self._made.fp16_partitioned_groups_flat[number]
+        else:
+            weights = self._made.parallel_partitioned_bit16_groups[number][self._rank]
+        return weights.data
+
+    def _by_flat(self, beside: Sequence[Any]) -> list[list[tuple[Piece, Any]]]:
+        """Return the pieces of each flat tensor, each with what belongs to it."""
+        found: dict[int, list[tuple[Piece, Any]]] = defaultdict(list)
+        for piece, other in zip(self._pieces, beside, strict=True):
+            found[piece.number].append((piece, other))
+        return list(found.values())
+
+    @contextmanager
+    def _at_hand(self, piece: Piece, *, is_changed: bool) -> Iterator[bool]:
+        """Have a flat tensor and its state in memory, while the block runs; tell if they are on a disk."""
+        made = self._made
+        if self._stage != 3 or not made._swappable_optimizer_subgroup(piece.number):  # noqa: SLF001
+            yield False
+            return
+        made._optimizer_states_and_gradient_swap_in(piece.number)  # noqa: SLF001
+        yield True
+        if is_changed:
+            made._optimizer_states_and_gradient_swap_out(piece.number)  # noqa: SLF001
+        else:
+            made._release_swap_buffers(piece.number)  # noqa: SLF001
+
+
+def _copied(tensor: torch.Tensor, is_needed: bool) -> torch.Tensor:
+    return tensor.clone() if is_needed else tensor
+
+
+def replace_state(state: dict[str, Any], new: Mapping[str, Any]) -> None:
+    """Replace an optimizer's state of a tensor; tensors that are there are overwritten: others know them."""
+    for key, value in new.items():
+        if is_like(state.get(key), value):
+            state[key].copy_(value)
+        else:
+            state[key] = value
 
 
 def joined(flat: torch.Tensor, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]) -> dict[str, Any]:
@@ -132,7 +181,7 @@ def joined(flat: torch.Tensor, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]
     state: dict[str, Any] = {}
     for piece, entry in pieces:
         for key, value in entry.items():
-            if is_like(value, piece.of(flat)):
+            if is_like(value, piece.stand_in):
                 piece.of(state.setdefault(key, torch.zeros_like(flat))).copy_(value)
             elif key not in state:
                 state[key] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -146,9 +195,11 @@ def joined(flat: torch.Tensor, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]
     return state
 
 
-def is_like(value: object, flat: torch.Tensor) -> bool:
+def is_like(value: object, flat: object) -> bool:
     """Whether a value of an optimizer's state has a number for each of a flat tensor."""
-    return isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == flat.shape
+    if not isinstance(value, torch.Tensor) or not isinstance(flat, torch.Tensor):
+        return False
+    return value.dim() == 1 and value.shape == flat.shape
 
 
 def own_part(parameter: Any, rank: int) -> tuple[int, int]:
@@ -169,6 +220,7 @@ def pieces_of_stages_1_and_2(made: Any, names: Mapping[int, str], _rank: int) ->
             flat,
             linked.hp_fragment_address.start,
             number,
+            number,
         )
         for number, (group, flat) in enumerate(
             zip(made.bit16_groups, made.single_partition_of_fp32_groups, strict=True)
@@ -188,5 +240,5 @@ def pieces_of_stage_3(made: Any, names: Mapping[int, str], rank: int) -> list[Pi
             flat = made.fp32_partitioned_groups_flat[number]
             of_group = made.sub_group_to_group_id[number]
             whole = tuple(parameter.ds_shape)
-            found.append(Piece(names[id(parameter)], whole, start, length, flat, at, of_group))
+            found.append(Piece(names[id(parameter)], whole, start, length, flat, at, of_group, number))
     return [piece for piece in found if piece.length]

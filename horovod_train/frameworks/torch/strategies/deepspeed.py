@@ -36,7 +36,6 @@ from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDis
 
 log = logging.getLogger(__name__)
 
-Offload = Literal["cpu", "nvme"]
 BYTES_OF_WEIGHT = 4
 
 
@@ -48,7 +47,7 @@ class DeepSpeed(TorchDistributed):
         job: Says how large buckets are, and the largest norm of a gradient.
         stage: 1: optimizer state is shared; 2: gradients, too; 3: weights, too.
         offload_optimizer: Where the optimizer's state is kept; None: on the device.
-        offload_parameters: Where weights are kept that are not in use; None: on the device.
+        offload_parameters: ``cpu``: weights that are not in use are there; None: on the device.
         nvme_path: Folder on the disk for what goes to ``nvme``.
         zero_optimization: Further settings of DeepSpeed's section of that name.
 
@@ -67,8 +66,8 @@ class DeepSpeed(TorchDistributed):
         job: Job,
         *,
         stage: int = 3,
-        offload_optimizer: Offload | None = None,
-        offload_parameters: Offload | None = None,
+        offload_optimizer: Literal["cpu", "nvme"] | None = None,
+        offload_parameters: Literal["cpu"] | None = None,
         nvme_path: str | None = None,
         zero_optimization: Mapping[str, Any] | None = None,
     ) -> None:
@@ -118,7 +117,7 @@ class DeepSpeed(TorchDistributed):
         self._num_parameters = super().num_parameters()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         # It is compared with what MPI says; later it is the number of the device.
-        set_local_rank(os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
+        set_variable("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
         device = self._device.index or 0
         try:
             self._engine, made, _, _ = self._deepspeed.initialize(
@@ -132,7 +131,7 @@ class DeepSpeed(TorchDistributed):
                 f"DeepSpeed refuses: {type(error).__name__}: {error}",
                 hint="look at strategy.args; nvme needs libaio and its headers (Debian: libaio-dev)",
             ) from error
-        set_local_rank(str(device))
+        set_variable("LOCAL_RANK", str(device))
         self._made = made
         self._flat = FlatState(model, made, names, self._stage, self._data.rank)
         self._bytes_once = BYTES_OF_WEIGHT * self._num_parameters
@@ -185,7 +184,7 @@ class DeepSpeed(TorchDistributed):
         if self._engine is not None:
             self._engine.destroy()
             self._engine = None
-            set_local_rank(None)
+            set_variable("LOCAL_RANK", None)
 
     def num_parameters(self) -> int:
         """Return how many numbers are trained."""
@@ -269,7 +268,7 @@ def imported(device: torch.device) -> Any:
     Raises:
         UserError: It is not installed.
     """
-    os.environ["DS_ACCELERATOR"] = device.type  # read when it is imported
+    set_variable("DS_ACCELERATOR", device.type)  # read when it is imported
     try:
         import deepspeed
     except ImportError as error:
@@ -277,6 +276,8 @@ def imported(device: torch.device) -> Any:
             f"strategy deepspeed: DeepSpeed cannot be imported: {error}",
             hint="pip install 'horovod_train[deepspeed]' on every host, or use strategy: zero or fsdp",
         ) from error
+    finally:
+        set_variable("DS_ACCELERATOR", None)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning
@@ -286,9 +287,9 @@ def imported(device: torch.device) -> Any:
     return deepspeed
 
 
-def set_local_rank(value: str | None) -> None:
-    """Set what DeepSpeed reads of the environment now and then; None: remove it."""
+def set_variable(name: str, value: str | None) -> None:
+    """Set what DeepSpeed reads of the environment; None: remove it."""
     if value is None:
-        os.environ.pop("LOCAL_RANK", None)
+        os.environ.pop(name, None)
     else:
-        os.environ["LOCAL_RANK"] = value
+        os.environ[name] = value
