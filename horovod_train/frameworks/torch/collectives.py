@@ -209,11 +209,11 @@ class TorchCommunicator(HorovodCommunicator):
     def start_reduce_scatter(self, tensor: torch.Tensor, name: str) -> Any:
         """Begin to sum a flat tensor over ranks, each of which gets its part alone; returns at once.
 
-        Horovod's reduce-scatter over Gloo takes four times as long as its all-reduce. There ranks send each
-        other the parts, and each adds up its own.
+        Horovod's reduce-scatter takes longer than its all-reduce on CPUs, over Gloo four times as long. There
+        ranks send each other the parts, and each adds up its own, in the order of ranks.
         """
         entry = self.log.begin(name, size_bytes_of(tensor))
-        if tensor.is_cuda or self.hvd.mpi_enabled():
+        if tensor.is_cuda:
             start = partial(self.hvd.reducescatter_async, tensor, name=name, op=self.hvd.Sum, **self._among)
         else:
             lengths = torch.full((self.size,), tensor.numel() // self.size, dtype=torch.int32)

@@ -45,6 +45,8 @@ MAX_UNDER_WAY = 3
 PATIENCE_S = 1.0
 """For so long; and after that not again."""
 POLL_S = 0.0003
+KEPT_BYTES = 64 * 2**20
+"""Buckets of a model that has no more keep their memory: fresh pages take as long as sending what is in them."""
 
 
 class ScatteredMessage(Message):
@@ -64,6 +66,7 @@ class ScatteredMessage(Message):
         self.body, self.extra = self._whole[:length], self._whole[:0]
         self.own = torch.zeros(part, dtype=dtype, device=device)
         self.size_bytes = self._whole.untyped_storage().nbytes()
+        self.keeps_memory = True
         self._is_clear = True
         self._handle: object = None
 
@@ -75,7 +78,9 @@ class ScatteredMessage(Message):
             self._whole[self.body.numel() :].zero_()
 
     def give_back(self) -> None:
-        """Keep no room for gradients."""
+        """Keep no room for gradients, unless there is little to gain."""
+        if self.keeps_memory:
+            return
         self._whole.untyped_storage().resize_(0)
 
     def clear(self) -> None:
@@ -171,7 +176,9 @@ class Zero(Strategy):
         self._names, self._trained = list(trained), list(trained.values())
         self._buckets = make_buckets(self._trained, self._bucket_size_bytes, Scattered(self._ranks))
         self._messages = [_message(bucket) for bucket in self._buckets]
+        keep_memory = sum(message.size_bytes for message in self._messages) <= KEPT_BYTES
         for message in self._messages:
+            message.keeps_memory = keep_memory
             message.give_back()
         self._pieces = [_pieces_of(bucket) for bucket in self._buckets]
         self._under_way: deque[int] = deque()  # numbers of buckets
@@ -401,11 +408,12 @@ class Zero(Strategy):
     def _own_weights(self, number: int) -> torch.Tensor:
         """Return this rank's part of a bucket's weights, flat, as long as those of other ranks."""
         dtype = self._buckets[number].slots[0].parameter.dtype
-        own = torch.zeros_like(self._messages[number].own, dtype=dtype)
+        own = torch.empty_like(self._messages[number].own, dtype=dtype)
         weights = [piece.weight.data for piece in self._pieces[number]]
+        length = sum(map(len, weights))
         if weights:
-            joined = torch.cat(weights)
-            own[: len(joined)] = joined
+            torch.cat(weights, out=own[:length])
+        own[length:] = 0
         return own
 
 
