@@ -272,6 +272,17 @@ def compiled_as_it_can_be(job: Job) -> Iterator[Problem]:
         )
 
 
+def activations_are_chosen_once(job: Job) -> Iterator[Problem]:
+    """Layers that recompute are named, or follow from a budget."""
+    if job.train.activations_mib is not None and job.train.activation_checkpointing:
+        yield Problem(
+            "train.activations_mib",
+            f"{job.train.activations_mib:g}",
+            "chooses the layers that train.activation_checkpointing names",
+            "leave one of them out",
+        )
+
+
 def bfloat16_travels_in_pytorch(job: Job) -> Iterator[Problem]:
     """Only PyTorch's binding carries it."""
     if job.allreduce.wire_dtype == "bf16" and job.framework in {"tensorflow", "keras", "jax"}:
@@ -397,6 +408,7 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     ports_fit,
     stalls_are_reported_before_they_end_the_job,
     determinism_is_possible,
+    activations_are_chosen_once,
     compiled_as_it_can_be,
     bfloat16_travels_in_pytorch,
     framework_can_do_it,

@@ -92,6 +92,12 @@ class Train(Section):
     activation_checkpointing: list[Annotated[str, StringConstraints(min_length=1)]] = []
     """Name patterns of modules whose activations are recomputed, such as ``layers.*``."""
 
+    activations_mib: Annotated[float, Field(gt=0)] | None = None
+    """Most that a micro-batch keeps for backward, in MiB: as many layers recompute theirs as that takes."""
+
+    initial_weights: Annotated[str, StringConstraints(min_length=1)] | None = None
+    """A safetensors file, or a folder of them, with the weights that training begins from."""
+
     @model_validator(mode="before")
     @classmethod
     def _as_it_was_called(cls, values: Any) -> Any:

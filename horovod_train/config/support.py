@@ -70,6 +70,12 @@ def _compiles_itself(framework: str) -> tuple[Refused, ...]:
             "names PyTorch modules",
             "recompute inside of the task's model, or use framework: torch",
         ),
+        Refused(
+            "train.activations_mib",
+            "counts what PyTorch keeps",
+            "recompute inside of the task's model, or use framework: torch",
+        ),
+        Refused("train.initial_weights", "are PyTorch's names", "load weights in the task's model()"),
     )
 
 
@@ -90,6 +96,16 @@ def _keeps_its_model(framework: str) -> tuple[Refused, ...]:
             "train.activation_checkpointing",
             f"does not reach the model: {framework} calls it",
             "switch it on in the task's model()",
+        ),
+        Refused(
+            "train.activations_mib",
+            f"does not reach the model: {framework} calls it",
+            "switch recomputation on in the task's model()",
+        ),
+        Refused(
+            "train.initial_weights",
+            f"do not reach the model: {framework} calls it",
+            "load weights in the task's model()",
         ),
     )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from strategy_cases import ALLREDUCE, CASES, SERVER, Way
 
 from horovod_train.checkpoint.arrays import dump_state
@@ -36,6 +37,10 @@ FILE = f"{Path(__file__).parent / 'strategy_cases.py'}"
 
 
 def run_of(way: Way, **more: Any) -> Run:
+    if way.start is not None:
+        file = Path(out) / f"initial-{world.rank}.safetensors"
+        save_file(way.first_model().state_dict(), file)
+        more["initial_weights"] = str(file)
     job = Job.model_validate(way.job(FILE, world.size, **more))
     mesh = Mesh.of(world, axes_of(job.strategy, world.size))
     run = make_run(job, mesh, *framework.prepare(job, mesh))

@@ -183,6 +183,8 @@ class Way:
         task: Name of the class of the task.
         then: The strategy under which it goes on after three steps; None: it is trained in one go.
         is_long: Tried in campaigns alone.
+        start: Weights that training begins from are those of the task times this, read from a file; None:
+            they are the task's.
     """
 
     name: str
@@ -196,6 +198,7 @@ class Way:
     task: str = "Task"
     precision: str = "fp32"
     is_long: bool = False
+    start: float | None = None
 
     def runs_on(self, num_ranks: int, controller: str) -> bool:
         if self.strategy in [ADASUM, SERVER]:
@@ -206,6 +209,13 @@ class Way:
     def make_task(self) -> Task:
         tasks = (Task, FloatTask, TiedTask, LinearTask, SpoiledTask, SpoiledGradientTask)
         return {task.__name__: task for task in tasks}[self.task]()
+
+    def first_model(self) -> nn.Module:
+        """The model that training begins with."""
+        model = self.make_task().model()
+        for parameter in model.parameters() if self.start is not None else ():
+            parameter.data *= self.start
+        return model
 
     @property
     def tolerance(self) -> float:
@@ -223,6 +233,7 @@ class Way:
         world_size: int,
         max_steps: int | None = None,
         strategy: dict[str, Any] | None = None,
+        initial_weights: str | None = None,
     ) -> dict[str, Any]:
         strategy = strategy or self.strategy
         ranks_batch = BATCH_SIZE * num_data(strategy, world_size)
@@ -236,6 +247,7 @@ class Way:
                 "accumulation_steps": self.global_batch(world_size) // ranks_batch,
                 "clip_grad_norm": self.clip,
                 "precision": self.precision,
+                "initial_weights": initial_weights,
             },
             "optimizer": {"name": self.optimizer, "args": self.args},
             "lr": {"base_lr": self.lr, "scaling": "none"},
@@ -343,6 +355,12 @@ CASES = (
         for strategy in (*SYNCHRONOUS, *DEEPSPEED)
         for what, task in {"a loss": "SpoiledTask", "a gradient": "SpoiledGradientTask"}.items()
     ),
+    *(
+        Way(f"{strategy['name']} from weights of a file", strategy, start=0.5, **ADAMW)
+        for strategy in (ZERO, FSDP, PIPELINE, SHARDED_TENSOR)
+    ),
+    Way("deepspeed from weights of a file", DEEPSPEED[2], start=0.5, **IN_32_BITS),
+    Way("hybrid shards from weights of a file", HYBRID, start=0.5, **ADAMW),
     Way("allreduce, then deepspeed", ALLREDUCE, then=DEEPSPEED[2], **IN_32_BITS),
     Way("deepspeed, stage 1, then stage 3", DEEPSPEED[0], then=DEEPSPEED[2], **IN_32_BITS),
     Way("deepspeed, stage 3, then stage 2", DEEPSPEED[2], then=DEEPSPEED[1], **IN_32_BITS),

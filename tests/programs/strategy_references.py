@@ -52,7 +52,7 @@ def adasum(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
 def joint_batch(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
     """The weights, and the loss of the evaluation, of one process that sees each global batch at once."""
     task = way.make_task()
-    model = task.model()
+    model = way.first_model()
     make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[way.optimizer]
     optimizer = make(model.parameters(), lr=way.lr, **way.args)
     data = texts(NUM_SAMPLES, 1)

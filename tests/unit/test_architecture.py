@@ -49,6 +49,7 @@ ROOMS = {
         "health.device_watch",
         "checkpoint.arrays",
         "checkpoint.stored_arrays",
+        "checkpoint.plain_weights",
         "checkpoint.tree",
     },
     "training": BASICS

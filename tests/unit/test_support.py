@@ -20,6 +20,8 @@ OTHER_VALUES = {
     "train.matmul_precision": "high",
     "train.channels_last": True,
     "train.activation_checkpointing": ["layers.*"],
+    "train.activations_mib": 100,
+    "train.initial_weights": "weights.safetensors",
     "health.non_finite": "skip",
     "train.precision": "bf16",
     "train.deterministic": True,

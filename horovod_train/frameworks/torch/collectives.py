@@ -149,7 +149,8 @@ def broadcast_model(model: torch.nn.Module, ranks: Communicator) -> None:
             )
     together = with_tensors(ranks)  # once: it takes long beside a broadcast
     for name, tensor in tensors.items():
-        together.broadcast(tensor, f"horovod_train.model.{name}")
+        if not tensor.is_meta:  # each rank reads those from a file
+            together.broadcast(tensor, f"horovod_train.model.{name}")
 
 
 class TorchCommunicator(HorovodCommunicator):

@@ -6,15 +6,19 @@ import importlib
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.checkpoint.plain_weights import open_weights
+from horovod_train.checkpoint.stored_arrays import StoredArrays
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
@@ -26,17 +30,27 @@ from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
+from horovod_train.frameworks.torch.activations import computed_anew
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchDevice
+from horovod_train.frameworks.torch.empty_model import load_initial, parameters_without_memory
 from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import CudaRecorder, Recorder
+from horovod_train.frameworks.torch.held import whole_model
 from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.process_group import explain_distributed, explain_unused
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
-from horovod_train.frameworks.torch.strategies.base import Placing, make_strategy
+from horovod_train.frameworks.torch.strategies.base import Placing, Strategy, make_strategy
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
 from horovod_train.frameworks.torch.units import modules_fitting
+from horovod_train.frameworks.torch.without_memory import (
+    batch_of,
+    explained,
+    loss_of,
+    model_without_memory,
+    without_memory,
+)
 
 log = logging.getLogger(__name__)
 
@@ -61,14 +75,16 @@ class TorchFramework(TorchDevice):
         recorder = recorder_of(job, device)
         seed_generators(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, REQUIRED)
+        anew = layers_computed_anew(job, task, mesh.world)
         strategy = make_strategy(job, mesh)
-        model = task.model()
-        recompute_activations(model, job.train.activation_checkpointing)
+        weights = initial_weights(job)
+        model = make_model(task, strategy, weights)
+        recompute_activations(model, anew)
         read = reading(job, device)
         reader = read(task.train_data())
         eval_data = getattr(task, "eval_data", None)
         eval_reader = read(eval_data()) if eval_data else None
-        model = strategy.wrap(model, Placing(device, job.train, task, reader.first))
+        model = strategy.wrap(model, Placing(device, job.train, task, reader.first, weights))
         optimizer = optimizer_of(job, task, model)
         strategy.bind(model, optimizer)
         forward_model: torch.nn.Module = model
@@ -196,6 +212,54 @@ def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> No
     """
     for module in modules_fitting(model, patterns, "train.activation_checkpointing").values():
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def layers_computed_anew(job: Job, task: TorchTask, world: Communicator) -> Sequence[str]:
+    """Return the names, or patterns, of what computes its activations anew.
+
+    Raises:
+        UserError: Activations do not fit, or cannot be counted.
+    """
+    if job.train.activations_mib is None:
+        return job.train.activation_checkpointing
+    batch = batch_of(job, task)
+
+    def step() -> tuple[torch.nn.Module, Callable[[], object]]:
+        model, fake = model_without_memory(task).train(), without_memory(batch)
+        return model, lambda: loss_of(job, task, model, fake)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), explained(job):
+        anew = computed_anew(job, step)
+    seed_generators(job.train.seed, 0, 0)  # weights are as they would be
+    if world.rank == 0:
+        log.info("train.activations_mib: %d layers compute activations anew: %s", len(anew), anew)
+    return anew
+
+
+def initial_weights(job: Job) -> StoredArrays | None:
+    """Return the weights that training begins from; None: those that the task makes.
+
+    Raises:
+        UserError: There are none, or they are damaged.
+    """
+    path = job.train.initial_weights
+    return None if path is None else open_weights(Path(path))
+
+
+def make_model(task: TorchTask, strategy: Strategy, weights: StoredArrays | None) -> torch.nn.Module:
+    """Return the task's model; with the weights of a file, or without memory for a strategy that reads them.
+
+    Raises:
+        UserError: The weights are of another model.
+    """
+    if weights is None:
+        return task.model()
+    if strategy.reads_weights:
+        with parameters_without_memory():
+            return task.model()
+    model = task.model()
+    load_initial(whole_model(model), weights)
+    return model
 
 
 def optimizer_of(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -14,29 +14,33 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils._pytree import tree_map
 
 from horovod_train.config.memory import Sizes
-from horovod_train.config.schema import Data, Job
-from horovod_train.data.shard import MicroBatch
+from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.torch.activations import computed_anew
 from horovod_train.frameworks.torch.framework import optimizer_of, recompute_activations, seed_generators
-from horovod_train.frameworks.torch.reader import Placement, TorchReader
-from horovod_train.frameworks.torch.replica import AUTOCAST_DTYPES
 from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     CUT_DIMENSION,
     check_can_be_cut,
     modules_of_plan,
     plan_of,
 )
-from horovod_train.frameworks.torch.task import REQUIRED, TorchTask, checked_loss
+from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
 from horovod_train.frameworks.torch.units import modules_fitting, units_of
+from horovod_train.frameworks.torch.without_memory import (
+    batch_of,
+    empty_like,
+    explained,
+    loss_of,
+    model_without_memory,
+    without_memory,
+)
 
 PROCESS_BYTES = psutil.Process().memory_info().rss
 """What a process takes that has imported what ranks import."""
@@ -50,28 +54,28 @@ def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
     """
     task = load_task(job.task, job.task_args, REQUIRED)
     seed_generators(job.train.seed, 0, 0)
-    batch = _batch_of(job, task)
-    with FakeTensorMode(allow_non_fake_inputs=True), _explained(job):
-        whole = _sizes(job, task, _without_memory(task), batch)
+    batch = batch_of(job, task)
+    with FakeTensorMode(allow_non_fake_inputs=True), explained(job):
+        whole = _sizes(job, task, model_without_memory(task), batch)
     shared = None
-    with FakeTensorMode(allow_non_fake_inputs=True), suppress(UserError), _explained(job):
-        part = _without_memory(task)
+    with FakeTensorMode(allow_non_fake_inputs=True), suppress(UserError), explained(job):
+        part = model_without_memory(task)
         if num_ranks > 1 and _cut(job, part, num_ranks):
             shared = _sizes(job, task, part, batch)
     return whole, shared
 
 
 def _sizes(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> Sizes:
-    recompute_activations(model, job.train.activation_checkpointing)
     model.train()
+    fake = without_memory(batch)
+    recompute_activations(model, computed_anew(job, lambda: (model, lambda: loss_of(job, task, model, fake))))
     optimizer = optimizer_of(job, task, model)
-    fake = tree_map(lambda leaf: _empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
-    _backward(job, task, model, fake)
+    loss_of(job, task, model, fake).backward()  # type: ignore[no-untyped-call]
     optimizer.step()  # its state is there now
     if job.train.accumulation_steps == 1:
         optimizer.zero_grad()
     with _tracked(model, optimizer, fake) as passes:
-        _backward(job, task, model, fake)
+        loss_of(job, task, model, fake).backward()  # type: ignore[no-untyped-call]
     with _tracked(model, optimizer) as update:
         optimizer.step()
     weights = sum(p.nbytes for p in model.parameters())
@@ -94,43 +98,6 @@ def _sizes(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> Siz
     )
 
 
-def _without_memory(task: TorchTask) -> torch.nn.Module:
-    """Return the task's model, whose tensors have no memory; made inside of the mode."""
-    try:
-        with torch.device("meta"):
-            model = task.model()
-    except Exception:  # noqa: BLE001  (some models read numbers when they are made)
-        with unset_fake_temporarily():
-            model = task.model()
-    empty: dict[torch.Tensor, torch.Tensor] = {}  # what is one weight stays one
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in empty:
-                fake = torch.nn.Parameter(_empty_like(parameter), parameter.requires_grad)
-                empty[parameter] = fake
-            setattr(module, name, empty[parameter])
-        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            setattr(module, name, empty.setdefault(buffer, _empty_like(buffer)))
-    return model
-
-
-def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
-def _batch_of(job: Job, task: TorchTask) -> Any:
-    reader = TorchReader(task.train_data(), Data(), job.train.seed, Placement(torch.device("cpu")))
-    length = min(job.train.batch_size_per_rank, len(reader))
-    return next(iter(reader.read(0, np.arange(length), [MicroBatch(0, length, share=1.0)])))
-
-
-def _backward(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> None:
-    dtype = AUTOCAST_DTYPES.get(job.train.precision)
-    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
-        loss = task.loss(model, batch)
-    checked_loss(loss).backward()  # type: ignore[no-untyped-call]
-
-
 @contextmanager
 def _tracked(*external: Any) -> Iterator[dict[str, int]]:
     """Add up what is alive while the block runs; afterwards the result has the peak, by kind."""
@@ -143,21 +110,6 @@ def _tracked(*external: Any) -> Iterator[dict[str, int]]:
         for kind, size_bytes in of_device.items():
             name = str(getattr(kind, "name", kind))
             found[name] = found.get(name, 0) + int(size_bytes)
-
-
-@contextmanager
-def _explained(job: Job) -> Iterator[None]:
-    try:
-        yield
-    except HorovodTrainError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"a step of {job.task} cannot be made with tensors that have no memory: "
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-            hint="does the model read numbers from tensors (item(), an if about one), or load weights? "
-            "watch horovod_train_resident_memory_peak_bytes of a run instead",
-        ) from error
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -189,7 +141,7 @@ def _leave_part(module: torch.nn.Module, dimension: int, num_ranks: int) -> None
     for name, parameter in list(module.named_parameters(recurse=False)):
         if dimension == 0 or parameter.dim() > 1:
             part = parameter.detach().chunk(num_ranks, dim=dimension)[0]
-            fake = torch.nn.Parameter(_empty_like(part), parameter.requires_grad)
+            fake = torch.nn.Parameter(empty_like(part), parameter.requires_grad)
             setattr(module, name, fake)
 
 

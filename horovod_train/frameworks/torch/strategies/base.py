@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch.nn.utils import get_total_norm
 
+from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import STRATEGY_SUPPORT
@@ -57,12 +58,14 @@ class Placing:
         train: The job's section.
         task: Calls the model; None: a loop of somebody else's does.
         example: Returns a batch of one sample.
+        weights: Of a model without memory, for a strategy that reads them; None: the model has them.
     """
 
     device: torch.device
     train: Train
     task: TorchTask | None = None
     example: Callable[[], Any] | None = None
+    weights: Mapping[str, ArrayBlob] | None = None
 
     def __call__(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return a model there."""
@@ -103,6 +106,7 @@ class Strategy:
         has_whole_weights: A rank holds all weights.
         tells_optimizer: The state of this rank's optimizer belongs into a checkpoint as that of the job.
         updates_itself: It makes the updates, with clipping: the optimizer that it was bound to makes no step.
+        reads_weights: It can be given a model without memory, and the weights of a file.
         makes_passes: It has an order of passes of its own, and gives the metrics of a batch as well.
     """
 
@@ -116,6 +120,7 @@ class Strategy:
     has_whole_weights: bool = True
     tells_optimizer: bool = True
     updates_itself: bool = False
+    reads_weights: bool = False
     makes_passes: bool = False
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer

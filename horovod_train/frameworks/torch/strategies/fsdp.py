@@ -26,6 +26,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
+from horovod_train.frameworks.torch.empty_model import give_memory, load_initial
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized
@@ -63,6 +64,7 @@ class Fsdp(TorchDistributed):
 
     is_sharded = True
     has_whole_weights = False
+    reads_weights = True
 
     def __init__(
         self,
@@ -92,6 +94,8 @@ class Fsdp(TorchDistributed):
 
     def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
         """Shard a model, rank 0's; unit by unit it leaves the memory of this process.
+
+        Of one without memory, each rank reads its part of the weights.
 
         Raises:
             UserError: It cannot be sharded so.
@@ -125,8 +129,11 @@ class Fsdp(TorchDistributed):
                 f"strategy fsdp cannot shard this model: {error}",
                 hint="name the modules that belong together in strategy.args.units",
             ) from error
-        for scalar in scalars:
+        for scalar in scalars if placing.weights is None else ():
             scalar.data = scalar.data.to(placing.device)
+        if placing.weights is not None:
+            give_memory(model, torch.device("cpu") if self._offload else placing.device)
+            load_initial(held_model(model), placing.weights)
         sharded = [unit for unit in units.values() if isinstance(unit, FSDPModule)]
         self._set_up(model, sharded)
         return model

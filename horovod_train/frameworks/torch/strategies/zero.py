@@ -46,7 +46,7 @@ PATIENCE_S = 1.0
 """For so long; and after that not again."""
 POLL_S = 0.0003
 KEPT_BYTES = 64 * 2**20
-"""Buckets of a model that has no more keep their memory: fresh pages take as long as sending what is in them."""
+"""Buckets of a model that has no more keep their memory: fresh pages take as long as what is sent."""
 
 
 class ScatteredMessage(Message):

@@ -1,0 +1,133 @@
+"""Which layers compute their activations anew, so that what is kept for backward fits a budget.
+
+A forward pass is made with tensors that have no memory, and what it keeps is added up, layer by layer. A
+layer that computes anew keeps its inputs alone; while its backward pass runs, its activations are there once
+more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from horovod_train.config.schema import Job
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.units import units_of
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a forward pass keeps for backward, in bytes.
+
+    Attributes:
+        elsewhere: Outside of layers.
+        layers: By layer, in the order of the model.
+        inputs: Of each layer.
+    """
+
+    elsewhere: int
+    layers: Mapping[str, int]
+    inputs: Mapping[str, int]
+
+    def peak(self, anew: set[str]) -> int:
+        """Return what is there at the peak, if some layers compute anew."""
+        there = sum(self.inputs[name] if name in anew else size for name, size in self.layers.items())
+        return self.elsewhere + there + max((self.layers[name] for name in anew), default=0)
+
+
+def what_is_kept(model: torch.nn.Module, loss: Callable[[], object]) -> Kept:
+    """Return what a forward pass keeps.
+
+    Args:
+        model: Its layers are ``units_of`` it.
+        loss: Makes the pass, with tensors that have no memory or with real ones.
+    """
+    layers = units_of(model)
+    sizes, inputs = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
+    elsewhere = 0
+    running: list[str] = []
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}  # noqa: SLF001
+    seen: set[int] = set()
+
+    def enter(_module: object, given: Any, named: Any, *, name: str) -> None:
+        running.append(name)
+        tensors = [leaf for leaf in tree_leaves((given, named)) if isinstance(leaf, torch.Tensor)]
+        inputs[name] = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
+
+    def leave(*_: object) -> None:
+        running.pop()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal elsewhere
+        storage = tensor.untyped_storage()
+        if storage._cdata in weights or storage._cdata in seen:  # noqa: SLF001
+            return tensor
+        seen.add(storage._cdata)  # noqa: SLF001
+        if running:
+            sizes[running[0]] += storage.nbytes()
+        else:
+            elsewhere += storage.nbytes()
+        return tensor
+
+    hooks = [
+        hook
+        for name, layer in layers.items()
+        for hook in (
+            layer.register_forward_pre_hook(partial(enter, name=name), with_kwargs=True),
+            layer.register_forward_hook(leave, always_call=True),
+        )
+    ]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            kept_alive = loss()
+        del kept_alive
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Kept(elsewhere, sizes, inputs)
+
+
+def computed_anew(
+    job: Job, step: Callable[[], tuple[torch.nn.Module, Callable[[], object]]]
+) -> Sequence[str]:
+    """Return the names, or patterns, of what computes its activations anew.
+
+    Args:
+        job: Has patterns, or a budget.
+        step: Returns a model and what makes a forward pass with it; called if there is a budget.
+
+    Raises:
+        UserError: Activations do not fit the budget.
+    """
+    budget_mib = job.train.activations_mib
+    if budget_mib is None:
+        return job.train.activation_checkpointing
+    return layers_to_compute_anew(what_is_kept(*step()), budget_mib)
+
+
+def layers_to_compute_anew(kept: Kept, budget_mib: float) -> list[str]:
+    """Return the fewest layers, from the first on, that have to compute anew.
+
+    Raises:
+        UserError: All of them together are not enough.
+    """
+    anew: list[str] = []
+    for name in [None, *kept.layers]:
+        if name is not None:
+            anew.append(name)
+        if kept.peak(set(anew)) <= budget_mib * MIB:
+            return anew
+    least = min(kept.peak(set(list(kept.layers)[:num])) for num in range(len(kept.layers) + 1))
+    raise UserError(
+        f"train.activations_mib: {budget_mib:g} MiB are too few: a micro-batch keeps "
+        f"{kept.peak(set()) / MIB:.0f} MiB, and {least / MIB:.0f} MiB if its {len(kept.layers)} layers "
+        "compute activations anew",
+        hint="allow more, or lower train.batch_size_per_rank and raise train.accumulation_steps",
+    )
