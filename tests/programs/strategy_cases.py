@@ -210,6 +210,19 @@ class Way:
         tasks = (Task, FloatTask, TiedTask, LinearTask, SpoiledTask, SpoiledGradientTask)
         return {task.__name__: task for task in tasks}[self.task]()
 
+    @property
+    def features(self) -> list[str]:
+        """What is tried, as the table of strategies has it."""
+        width = "bf16" if self.precision == "bf16" else f"{32 if self.tolerance > 1e-9 else 64} bits"
+        tried = {
+            f"as an independent computation: {width}": True,
+            "with accumulation and clipping": self.accumulation > 1 and self.clip is not None,
+            "a step that is not finite is left out on all ranks": self.task.startswith("Spoiled"),
+            "from weights of a file": self.start is not None,
+            "goes on under another strategy, or from one": self.then is not None,
+        }
+        return [feature for feature, is_tried in tried.items() if is_tried]
+
     def first_model(self) -> nn.Module:
         """The model that training begins with."""
         model = self.make_task().model()
@@ -336,7 +349,6 @@ CASES = (
             strategy,
             accumulation=2,
             clip=0.5,
-            is_long=strategy is SHARDED_TENSOR,
             **how,
         )
         for strategy in (*SYNCHRONOUS, DEEPSPEED[2])
@@ -349,7 +361,7 @@ CASES = (
             strategy,
             accumulation=2,
             task=task,
-            is_long=strategy is SHARDED_TENSOR or (task == "SpoiledTask" and strategy not in DEEPSPEED),
+            is_long=task == "SpoiledTask" and strategy not in DEEPSPEED,
             **ADAMW,
         )
         for strategy in (*SYNCHRONOUS, *DEEPSPEED)

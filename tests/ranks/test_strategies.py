@@ -40,7 +40,10 @@ def trained_on(pools, tmp_path_factory):
 @pytest.mark.ranks
 @pytest.mark.parametrize(("world", "way"), TRAINED)
 class TestEveryStrategy:
-    def test_gives_the_weights_of_one_process_with_the_joint_batch(self, trained_on, world, way):
+    def test_gives_the_weights_of_one_process_with_the_joint_batch(self, trained_on, world, way, matrix):
+        for strategy in [way.strategy, *([way.then] if way.then else [])] if world == WORLDS[0] else ():
+            for feature in way.features:
+                matrix(feature, strategy["name"])
         weights_expected, _ = expected(way, world[0])
         start = torch.cat([p.detach().flatten() for p in way.make_task().model().parameters()])
 
@@ -49,7 +52,9 @@ class TestEveryStrategy:
             assert float((weights - weights_expected).abs().max()) <= way.tolerance
         assert float((weights_expected - start).abs().max()) > max(1e-3, 20 * way.tolerance)
 
-    def test_is_evaluated_exactly(self, trained_on, world, way):
+    def test_is_evaluated_exactly(self, trained_on, world, way, matrix):
+        if world == WORLDS[0]:
+            matrix("evaluated exactly", way.strategy["name"])
         _, loss_expected = expected(way, world[0])
 
         for rank in trained_on(world, way.is_long):

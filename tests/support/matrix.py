@@ -6,10 +6,11 @@ there. ``pytest --matrix=docs/frameworks.md`` rewrites the page when it is not w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from horovod_train.config.support import SUPPORT
+from horovod_train.config.strategies import STRATEGY_SUPPORT
+from horovod_train.config.support import SUPPORT, Refused
 
 COLUMNS = {
     "torch": "PyTorch",
@@ -40,12 +41,45 @@ ROWS = (
     "parts of a step that can be told apart",
     "in a script of your own, without a job",
 )
+STRATEGIES = (
+    "allreduce",
+    "adasum",
+    "local_sgd",
+    "zero",
+    "ddp",
+    "fsdp",
+    "tensor_parallel",
+    "pipeline",
+    "mesh",
+    "deepspeed",
+    "parameter_server",
+)
+FEATURES = (
+    "as an independent computation: 64 bits",
+    "as an independent computation: 32 bits",
+    "as an independent computation: bf16",
+    "with accumulation and clipping",
+    "evaluated exactly",
+    "a step that is not finite is left out on all ranks",
+    "from weights of a file",
+    "goes on under another strategy, or from one",
+)
 HEAD = """# What each framework does
 
 Written by `make test` from what its tests saw, on a CPU. "Weights of one process": ranks with a batch
 each end within 1e-6 (32 bits) of an independent computation on the joint batch, on 2 or 3 ranks, over
 MPI or Gloo; `make campaign` takes each framework through all four.
 What cannot be had is refused before a job starts; the numbers lead to the reasons.
+
+"""
+STRATEGIES_HEAD = """
+## Strategies
+
+They are PyTorch's; other frameworks sum gradients in each step. Seen on two ranks over MPI, on a CPU: weights
+are those of one process with the joint batch, or of the algorithm written down once more (`adasum`,
+`local_sgd`, `parameter_server`), to 1e-12 in 64 bits, 2e-6 in 32 and 1e-3 in bf16, with the short last step
+of an epoch. `make campaign` tries them on four ranks and over Gloo, kills and resumes them, and changes
+strategy and number of ranks on the way. `data_parallel` needs two GPUs, and was not tried.
 
 """
 Cell = tuple[str, str]
@@ -60,7 +94,8 @@ class Matrix:
 
     def add(self, row: str, column: str, text: str, *, passed: bool) -> None:
         """Note what one test saw; a cell is as good as the worst of its tests."""
-        if row not in ROWS or column not in COLUMNS:
+        is_known = (row in ROWS and column in COLUMNS) or (row in FEATURES and column in STRATEGIES)
+        if not is_known:
             raise ValueError(f"the matrix has no cell {row!r} x {column!r}")
         self._cells[row, column] = text
         if not passed:
@@ -69,16 +104,31 @@ class Matrix:
     def page(self) -> str:
         """Return the page, as Markdown."""
         cells = {cell: "**fails**" if cell in self._failed else text for cell, text in self._cells.items()}
-        return HEAD + _table(cells) + _refused_fields()
+        versions = ["version", *(SUPPORT[column.partition(" ")[0]].tested for column in COLUMNS)]
+        names = {name: f"`{name}`" for name in STRATEGIES}
+        of_frameworks = {name: support.refused for name, support in SUPPORT.items()}
+        of_strategies = {name: support.refused for name, support in STRATEGY_SUPPORT.items()}
+        return (
+            HEAD
+            + _table(cells, ROWS, COLUMNS, [versions])
+            + _refused_fields("framework", of_frameworks)
+            + STRATEGIES_HEAD
+            + _table(cells, FEATURES, names)
+            + _refused_fields("strategy", of_strategies)
+        )
 
 
-def _table(cells: Mapping[Cell, str]) -> str:
+def _table(
+    cells: Mapping[Cell, str],
+    rows: Sequence[str],
+    columns: Mapping[str, str],
+    first: Sequence[list[str]] = (),
+) -> str:
     notes: list[str] = []
-    lines = [["", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 1)]
-    lines.append(["version", *(SUPPORT[column.partition(" ")[0]].tested for column in COLUMNS)])
-    for row in ROWS:
+    lines = [["", *columns.values()], ["---"] * (len(columns) + 1), *first]
+    for row in rows:
         line = [row]
-        for column in COLUMNS:
+        for column in columns:
             text = cells.get((row, column), "not tested")
             if text.startswith("no: "):
                 reason = text.removeprefix("no: ")
@@ -91,12 +141,13 @@ def _table(cells: Mapping[Cell, str]) -> str:
     return table + "\n" + "".join(f"{number}. {note}\n" for number, note in enumerate(notes, 1))
 
 
-def _refused_fields() -> str:
-    lines = ["\n## Fields that are refused\n\n| framework | field | why | instead |\n|---|---|---|---|\n"]
+def _refused_fields(what: str, of_each: Mapping[str, Sequence[Refused]]) -> str:
+    head = f"## Fields that a {what} refuses"
+    lines = [f"\n{head}\n\n| {what} | field | why | instead |\n|---|---|---|---|\n"]
     lines += [
         f"| {name} | `{refused.field}` | {refused.reason} | {refused.instead} |\n"
-        for name, support in SUPPORT.items()
-        for refused in support.refused
+        for name, refused_fields in of_each.items()
+        for refused in refused_fields
     ]
     return "".join(lines)
 

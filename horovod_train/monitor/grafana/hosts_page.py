@@ -13,9 +13,20 @@ def _of_ranks(title: str, description: str, metric: str, unit: str = "short", mo
 
 _DEVICE, _GPU = "horovod_train_device_memory", "horovod_train_gpu_memory"
 _RESIDENT = "horovod_train_resident_memory"
+_PEAK = of_selected(f"{_RESIDENT}_peak_bytes")
 MEMORY = (
     _of_ranks("Memory of a rank", "A line that climbs is a leak.", f"{_RESIDENT}_bytes", "bytes"),
     _of_ranks("The most it has had", "What a rank needs.", f"{_RESIDENT}_peak_bytes", "bytes"),
+    panel(
+        "graph",
+        "Imbalance of memory",
+        "What the rank with most has had, by what ranks have had on average: above 1.2, ranks that share a "
+        "model have unequal parts.",
+        (
+            f"max by (training_job, run) ({_PEAK}) / avg by (training_job, run) ({_PEAK})",
+            "{{training_job}}",
+        ),
+    ),
     panel(
         "graph",
         "Memory of ranks, by host",
