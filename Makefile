@@ -167,6 +167,9 @@ bench: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m benchmarks.frameworks
 	@$(BIN)/python -m benchmarks.monitoring
 	@$(BIN)/python -m benchmarks.gpu
+	@$(BIN)/python -m benchmarks.strategies
+	@$(BIN)/python -m benchmarks.bubble
+	@$(BIN)/python -m benchmarks.slow_links
 
 accuracy: tools $(VENV)/installed-dev $(VENV)/engine-dev
 	@$(BIN)/python -m benchmarks.accuracy

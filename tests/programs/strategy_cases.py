@@ -117,7 +117,46 @@ class SpoiledTask(FloatTask):
         return self.spoil(loss) if (batch[0] == texts(NUM_SAMPLES, 1)[9]).all(1).any() else loss
 
     def spoil(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * math.nan
+        return loss + math.nan  # and its gradient is
+
+
+class PartlyUsedGpt(Gpt):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: torch.Tensor, *, uses_more: bool) -> torch.Tensor:
+        scores = super().forward(tokens)
+        return (
+            scores
+            + self.more(scores.mean(-1, keepdim=True).expand(*scores.shape[:2], WIDTH)).mean(-1, keepdim=True)
+            * scores
+            if uses_more
+            else scores
+        )
+
+
+class PartlyUsedTask(FloatTask):
+    """Some weights are used in every other step."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(7)
+        return PartlyUsedGpt()
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        (tokens,) = batch
+        self.num_calls += 1
+        scores = model(tokens[:, :-1], uses_more=self.num_calls % 2 == 1)
+        return functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def metrics(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        (tokens,) = batch
+        scores = model(tokens[:, :-1], uses_more=False)
+        each = functional.cross_entropy(scores.transpose(1, 2), tokens[:, 1:], reduction="none")
+        return {"loss": each.mean(1)}
 
 
 class SpoiledGradientTask(SpoiledTask):
@@ -207,7 +246,7 @@ class Way:
         return num_ranks >= 4 or not any(each in both for each in WITH_TWO_AXES)
 
     def make_task(self) -> Task:
-        tasks = (Task, FloatTask, TiedTask, LinearTask, SpoiledTask, SpoiledGradientTask)
+        tasks = (Task, FloatTask, TiedTask, LinearTask, SpoiledTask, SpoiledGradientTask, PartlyUsedTask)
         return {task.__name__: task for task in tasks}[self.task]()
 
     @property
@@ -373,6 +412,10 @@ CASES = (
     ),
     Way("deepspeed from weights of a file", DEEPSPEED[2], start=0.5, **IN_32_BITS),
     Way("hybrid shards from weights of a file", HYBRID, start=0.5, **ADAMW),
+    *(
+        Way(f"deepspeed, stage {stage}, partly used", DEEPSPEED[stage - 1], task="PartlyUsedTask")
+        for stage in (1, 2, 3)
+    ),
     Way("allreduce, then deepspeed", ALLREDUCE, then=DEEPSPEED[2], **IN_32_BITS),
     Way("deepspeed, stage 1, then stage 3", DEEPSPEED[0], then=DEEPSPEED[2], **IN_32_BITS),
     Way("deepspeed, stage 3, then stage 2", DEEPSPEED[2], then=DEEPSPEED[1], **IN_32_BITS),

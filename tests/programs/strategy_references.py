@@ -63,21 +63,26 @@ def joint_batch(way: Way, world_size: int) -> tuple[torch.Tensor, float]:
             with torch.autocast("cpu", torch.bfloat16, enabled=way.precision == "bf16"):
                 loss = task.loss(model, (data[start : start + global_batch],))
             loss.backward()
-            if not all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None):
+            for parameter in model.parameters():
+                if parameter.grad is None:  # DeepSpeed knows zeros alone
+                    parameter.grad = torch.zeros_like(parameter)
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            if not all(bool(number.isfinite().all()) for number in (loss, *gradients)):
                 continue  # as if the step had never been
             if way.clip is not None:
-                gradients = [p.grad for p in model.parameters() if p.grad is not None]
                 norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
                 for gradient in gradients if norm > way.clip else ():
                     gradient.mul_(way.clip / norm)
             optimizer.step()
-    return with_loss(model, way.precision)
+    return with_loss(model, way.precision, task)
 
 
 @torch.no_grad()
-def with_loss(model: nn.Module, precision: str = "fp32") -> tuple[torch.Tensor, float]:
+def with_loss(
+    model: nn.Module, precision: str = "fp32", task: Task | None = None
+) -> tuple[torch.Tensor, float]:
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        loss = float(Task().metrics(model, (texts(NUM_EVAL_SAMPLES, 2),))["loss"].mean())
+        loss = float((task or Task()).metrics(model, (texts(NUM_EVAL_SAMPLES, 2),))["loss"].mean())
     return torch.cat([p.detach().flatten() for p in model.parameters()]), loss
 
 

@@ -144,6 +144,15 @@ def test_layers_are_found_in_a_model_without_lists():
     assert kept_again(again, inputs) < kept.peak(set())
 
 
+def test_a_layer_that_is_called_twice_keeps_two_inputs():
+    layer = nn.ModuleDict({"a": Layer()})
+    inputs = torch.randn(BATCH, WIDTH, requires_grad=True)
+
+    kept = what_is_kept(layer, lambda: layer["a"](layer["a"](inputs)).sum())
+
+    assert kept.inputs == {"a": 2 * 4 * BATCH * WIDTH}
+
+
 def kept_again(model, inputs):
     kept = what_is_kept(model, lambda: model["b"](model["a"](inputs)).sum())
     return kept.elsewhere + sum(kept.layers.values())

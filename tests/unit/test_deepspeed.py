@@ -31,9 +31,9 @@ def environment(monkeypatch):
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # which DeepSpeed sets when it is imported
 
 
-def strategy():
+def strategy(**args):
     job = Job(name="j", task="digits", strategy=Strategy(name="deepspeed"))
-    return DeepSpeed(Mesh.data_parallel(SingleRank()), job), Placing(torch.device("cpu"), job.train)
+    return DeepSpeed(Mesh.data_parallel(SingleRank()), job, **args), Placing(torch.device("cpu"), job.train)
 
 
 class TestIsRefused:
@@ -44,6 +44,22 @@ class TestIsRefused:
 
         with pytest.raises(UserError, match="'weight' is float64, and DeepSpeed keeps weights in float32"):
             made.wrap(nn.Linear(2, 1).double(), placing)
+
+    def test_an_optimizer_that_deepspeed_would_replace(self):
+        made, _ = strategy()
+        module = nn.Linear(2, 1)
+
+        with pytest.raises(UserError, match="makes an Adagrad of its own"):
+            made.bind(module, torch.optim.Adagrad(module.parameters()))
+
+    def test_a_group_of_frozen_parameters_where_groups_are_joined(self):
+        made, _ = strategy(stage=2)
+        module = nn.ModuleList(model())
+        module[0].requires_grad_(requires_grad=False)
+        groups = [{"params": list(part.parameters())} for part in module]
+
+        with pytest.raises(UserError, match="all parameters of group 0 are frozen, which stage 2"):
+            made.bind(module, torch.optim.SGD(groups, lr=0.1))
 
     def test_an_environment_without_deepspeed(self, monkeypatch):
         made, placing = strategy()
@@ -166,6 +182,24 @@ class TestWhatARankHas:
             for key in ("exp_avg", "exp_avg_sq"):
                 assert torch.equal(new.state[new_flat][key][:length], optimizer.state[flat][key][:length])
             assert float(new.state[new_flat]["step"]) == 1
+
+
+def test_steps_of_a_weight_without_dimensions_stay_one_number():
+    """In a checkpoint they look like a part of the weight, which is one number, too."""
+    module = nn.ModuleList(model())
+    made, flat, _ = cut_into_flat_groups(module, 0)
+    names = {id(p): name for name, p in module.named_parameters()}
+    first, second = FlatState(module, made, names, 2, 0)._pieces
+    entries = [
+        (first, {"step": torch.tensor([4.0])}),
+        (second, {"step": torch.tensor([4.0]), "exp_avg": torch.ones(1)}),
+    ]
+
+    state = joined(flat, entries)
+
+    assert second.length == 1
+    assert state["step"].shape == ()
+    assert state["exp_avg"].tolist() == [0, 0, 0, 1]
 
 
 def test_a_part_ends_where_the_parameter_does():

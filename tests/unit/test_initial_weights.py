@@ -161,10 +161,28 @@ class TestAModelWithoutMemory:
         assert model.places.tolist() == [0, 1, 2, 3]
         assert not any(p.is_meta for p in Net().parameters()), "only what is made in the block"
 
+    def test_has_one_weight_where_one_was_given_to_two_modules(self):
+        with parameters_without_memory():
+            one = nn.Parameter(torch.ones(3, 3))
+            model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+            for module in model:
+                module.weight = one
+
+        assert model[0].weight is model[1].weight
+        assert model[0].weight.shape == (3, 3)
+
+    def test_with_a_buffer_that_is_computed_from_weights_is_refused(self):
+        with parameters_without_memory():
+            model = nn.Linear(2, 2)
+            model.register_buffer("first", model.weight.detach().clone())
+
+        with pytest.raises(UserError, match="the buffer 'first' of a Linear is computed from weights"):
+            give_memory(model, torch.device("cpu"), torch.device("cpu"))
+
     def test_takes_over_a_file(self, tmp_path):
         wanted, model = weights_of(5), self.made()
 
-        give_memory(model, torch.device("cpu"))
+        give_memory(model, torch.device("cpu"), torch.device("cpu"))
         load_initial(whole_model(model), open_weights(written(tmp_path / "w.safetensors", wanted)))
 
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())

@@ -59,7 +59,7 @@ def what_is_kept(model: torch.nn.Module, loss: Callable[[], object]) -> Kept:
     def enter(_module: object, given: Any, named: Any, *, name: str) -> None:
         running.append(name)
         tensors = [leaf for leaf in tree_leaves((given, named)) if isinstance(leaf, torch.Tensor)]
-        inputs[name] = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
+        inputs[name] += sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
 
     def leave(*_: object) -> None:
         running.pop()

@@ -90,18 +90,20 @@ class CollectiveWatch:
 
     def _watch(self) -> None:
         while not self._over.wait(LOOK_INTERVAL_S):
-            oldest = oldest_under_way()
-            self._show(oldest)
-            if oldest is None or oldest.age_s < self._warning_s / 2:
-                self.missing = ""
-                continue
             try:
-                self._compare(oldest)
+                oldest = oldest_under_way()
+                self._show(oldest)
+                if oldest is None or oldest.age_s < self._warning_s / 2:
+                    self.missing = ""
+                else:
+                    self._compare(oldest)
             except RuntimeError:
                 return  # rank 0 has gone, and its store: the collectives will say so
 
     def _show(self, oldest: UnderWay | None) -> None:
         """Let whoever looks at this rank see what it waits for."""
+        if oldest is not None and oldest.name.startswith("nccl"):
+            return  # hosts run ahead: what is under way need not be waited for
         if oldest is not None and oldest.age_s >= LOOK_INTERVAL_S:
             if self._ranks.waiting_since_s is None:
                 since_s = monotonic() - oldest.age_s
@@ -173,7 +175,7 @@ def recorded() -> list[dict[str, Any]]:
 def ranks_of(group_name: str) -> tuple[int, ...]:
     """Return the ranks of a group; none: nobody knows it here."""
     known = dist.distributed_c10d._world  # noqa: SLF001  (there is no public way from a name)
-    for group, name in known.pg_names.items():
+    for group, name in list(known.pg_names.items()):
         if name == group_name:
             return tuple(sorted(known.pg_group_ranks[group]))
     return ()

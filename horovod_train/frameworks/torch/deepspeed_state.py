@@ -181,6 +181,8 @@ def joined(flat: torch.Tensor, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]
     state: dict[str, Any] = {}
     for piece, entry in pieces:
         for key, value in entry.items():
+            if key == "step" and isinstance(value, torch.Tensor):
+                value = value.reshape(())  # noqa: PLW2901  (of a weight of no dimension it looks like a part)
             if is_like(value, piece.stand_in):
                 piece.of(state.setdefault(key, torch.zeros_like(flat))).copy_(value)
             elif key not in state:

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.plain_weights import FIELD
@@ -20,12 +22,15 @@ def parameters_without_memory() -> Iterator[None]:
     Modules compute some buffers when they are made, such as frequencies of positions, and no file has them.
     """
     plain = torch.nn.Module.register_parameter
+    made = WeakIdKeyDictionary()  # what is one weight stays one, and memory is not kept
 
     def register(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
-            made = torch.nn.Parameter(param.detach().to("meta"), param.requires_grad)
-            made.__dict__.update(param.__dict__)
-            param = made
+            if param not in made:
+                empty = torch.nn.Parameter(param.detach().to("meta"), param.requires_grad)
+                empty.__dict__.update(param.__dict__)
+                made[param] = empty
+            param = made[param]
         plain(self, name, param)
 
     torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
@@ -35,21 +40,36 @@ def parameters_without_memory() -> Iterator[None]:
         torch.nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
-def give_memory(model: torch.nn.Module, device: torch.device) -> None:
-    """Give weights without memory some, uninitialized; bring everything else to the device.
+def give_memory(model: torch.nn.Module, weights_on: torch.device, rest_on: torch.device) -> None:
+    """Give weights without memory some, uninitialized; bring everything else to its device.
 
     What is one weight stays one, which ``to_empty`` does not see to; and buffers keep their numbers.
+
+    Args:
+        model: The model.
+        weights_on: Where weights that ranks share are.
+        rest_on: Where buffers are, and weights that each rank has.
+
+    Raises:
+        UserError: A buffer was computed from weights.
     """
     placed: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if id(parameter) not in placed:
                 data = parameter.detach()
+                device = weights_on if isinstance(data, DTensor) else rest_on
                 there = torch.empty_like(data, device=device) if data.is_meta else data.to(device)
                 placed[id(parameter)] = torch.nn.Parameter(there, parameter.requires_grad)
             module._parameters[name] = placed[id(parameter)]  # noqa: SLF001
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            module._buffers[name] = buffer.to(device)  # noqa: SLF001
+            if buffer.is_meta:
+                raise UserError(
+                    f"{FIELD}: the buffer {name!r} of a {type(module).__name__} is computed from weights, "
+                    "which come from a file later",
+                    hint="compute it in forward, or use strategy: zero, which makes the model whole",
+                )
+            module._buffers[name] = buffer.to(rest_on)  # noqa: SLF001
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # noqa: SLF001  (lets fully_shard notice)
 
 

@@ -388,7 +388,8 @@ class TorchReplica:
 
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers: the same on every rank."""
-        own = [held.tensor for held in self.strategy.held().values()]
+        weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        own = [held.tensor for name, held in self.strategy.held().items() if name in weights]
         here = all(bool(tensor.isfinite().all()) for tensor in [*own, *self._statistics.buffers])
         return not any_rank(self._all_ranks, flag=not here) if self.strategy.is_sharded else here
 

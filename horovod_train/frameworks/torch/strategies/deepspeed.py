@@ -17,7 +17,8 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -113,6 +114,7 @@ class DeepSpeed(TorchDistributed):
         """
         super().bind(model, optimizer)
         check_elementwise(optimizer, "deepspeed")
+        self._check_groups(optimizer)
         self._numbering = [parameter.name for parameter in super().optimized()]
         self._num_parameters = super().num_parameters()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -123,10 +125,11 @@ class DeepSpeed(TorchDistributed):
             self._engine, made, _, _ = self._deepspeed.initialize(
                 args=SimpleNamespace(device_rank=device),
                 model=model,
-                optimizer=optimizer,
+                optimizer=twin_of(optimizer),
                 config=self._configuration(),
             )
-        except (RuntimeError, ValueError, AssertionError) as error:
+        except Exception as error:  # whatever it raises, of settings of somebody's
+            set_variable("LOCAL_RANK", None)
             raise UserError(
                 f"DeepSpeed refuses: {type(error).__name__}: {error}",
                 hint="look at strategy.args; nvme needs libaio and its headers (Debian: libaio-dev)",
@@ -135,6 +138,21 @@ class DeepSpeed(TorchDistributed):
         self._made = made
         self._flat = FlatState(model, made, names, self._stage, self._data.rank)
         self._bytes_once = BYTES_OF_WEIGHT * self._num_parameters
+
+    def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what DeepSpeed would fall over, or change in silence."""
+        if isinstance(optimizer, torch.optim.Adagrad):
+            raise UserError(
+                "strategy deepspeed: DeepSpeed makes an Adagrad of its own, without the settings of this one",
+                hint="use sgd, adam or adamw, or strategy: zero or fsdp",
+            )
+        for number, group in enumerate(optimizer.param_groups):
+            if self._stage < 3 and not any(parameter.requires_grad for parameter in group["params"]):
+                raise UserError(
+                    f"strategy deepspeed: all parameters of group {number} are frozen, which stage "
+                    f"{self._stage} cannot have",
+                    hint="leave the group out of param_groups(model), or use stage: 3",
+                )
 
     def _configuration(self) -> dict[str, Any]:
         """Return what DeepSpeed is told."""
@@ -222,20 +240,28 @@ class DeepSpeed(TorchDistributed):
         self._has_gradients = False
         for group, ours in zip(self._made.param_groups, self._optimizer.param_groups, strict=True):
             group["lr"] = ours["lr"]
-        self._engine.step()
+        self._step()
         return math.inf if self._made.overflow else float(self._engine.get_global_grad_norm())
+
+    def _step(self) -> None:
+        """Let DeepSpeed make or leave out the update, and forget the gradients.
+
+        Stage 3 keeps the gradient of a parameter that the next step does not use, and would use it again.
+        """
+        self._engine.step()
+        if self._stage == 3:
+            self._made.grad_partitions_flat_buffer.zero_()
+            for flat in self._made.fp32_partitioned_groups_flat:
+                if flat.grad is not None:
+                    flat.grad.zero_()
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
         """Drop the gradients of a step that was left out for its loss."""
         if not self._has_gradients:
             return
         self._has_gradients = False
-        # As with a gradient that is not finite: all ranks do it alike, for all know the loss.
-        self._made.has_overflow = lambda *_, **__: True
-        try:
-            self._engine.step()
-        finally:
-            del self._made.has_overflow
+        with left_out(self._made, self._stage):  # on all ranks alike, for all know the loss
+            self._step()
 
     # -- checkpoints
 
@@ -260,6 +286,37 @@ class DeepSpeed(TorchDistributed):
         """Let DeepSpeed go on from the weights and the state that were taken over."""
         super().load_state(of_ranks)
         self._flat.take_over()
+
+
+def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer with groups of its own: DeepSpeed puts other parameters into them."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.param_groups = [dict(group) for group in optimizer.param_groups]
+    return twin
+
+
+@contextmanager
+def left_out(made: Any, stage: int) -> Iterator[None]:
+    """Let DeepSpeed take the gradient for one that is not finite, while the block runs.
+
+    In 32 bits it looks at the norm alone, which is finite where the loss of a rank is not.
+    """
+
+    def is_found(*_: object, **__: object) -> bool:
+        made.overflow = True
+        return True
+
+    if stage == 3:
+        made._overflow_check_and_loss_scale_update = is_found  # noqa: SLF001
+        yield
+        del made._overflow_check_and_loss_scale_update  # noqa: SLF001
+    else:
+        before = made.check_grad_overflow
+        made.check_grad_overflow, made.has_overflow = True, is_found
+        yield
+        made.check_grad_overflow = before
+        del made.has_overflow
 
 
 def imported(device: torch.device) -> Any:

@@ -132,7 +132,8 @@ class Fsdp(TorchDistributed):
         for scalar in scalars if placing.weights is None else ():
             scalar.data = scalar.data.to(placing.device)
         if placing.weights is not None:
-            give_memory(model, torch.device("cpu") if self._offload else placing.device)
+            shared_on = torch.device("cpu") if self._offload else placing.device
+            give_memory(model, shared_on, placing.device)
             load_initial(held_model(model), placing.weights)
         sharded = [unit for unit in units.values() if isinstance(unit, FSDPModule)]
         self._set_up(model, sharded)
