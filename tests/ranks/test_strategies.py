@@ -50,7 +50,7 @@ class TestEveryStrategy:
         for rank in trained_on(world, way.is_long):
             weights = torch.tensor(rank[way.name]["weights"], dtype=torch.float64)
             assert float((weights - weights_expected).abs().max()) <= way.tolerance
-        assert float((weights_expected - start).abs().max()) > max(1e-3, 20 * way.tolerance)
+        assert float((weights_expected - start).abs().max()) > max(1e-3, 15 * way.tolerance)
 
     def test_is_evaluated_exactly(self, trained_on, world, way, matrix):
         if world == WORLDS[0]:

@@ -77,7 +77,7 @@ STRATEGIES_HEAD = """
 
 They are PyTorch's; other frameworks sum gradients in each step. Seen on two ranks over MPI, on a CPU: weights
 are those of one process with the joint batch, or of the algorithm written down once more (`adasum`,
-`local_sgd`, `parameter_server`), to 1e-12 in 64 bits, 2e-6 in 32 and 1e-3 in bf16, with the short last step
+`local_sgd`, `parameter_server`), to 1e-12 in 64 bits, 2e-6 in 32 and 2e-3 in bf16, with the short last step
 of an epoch. `make campaign` tries them on four ranks and over Gloo, kills and resumes them, and changes
 strategy and number of ranks on the way. `data_parallel` needs two GPUs, and was not tried.
 
