@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +20,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from benchmarks.on_ranks import found_on_ranks, tell
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of
 from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.frameworks.torch.pipeline.orders import bubble
-from horovod_train.horovod.environment import horovod_settings
 from horovod_train.training.loop import rest_of_epoch
 from horovod_train.worker import make_run
 
@@ -151,31 +149,14 @@ def rank_main(schedule: str, num_micro_batches: str, layer_ms: str) -> None:
         task.seen.clear()
         run.replica.step(step, 0.1, want_norm=False)
         found.append([json.loads(each) for each in world.allgather(json.dumps(task.seen).encode())])
-    if world.rank == 0:
-        sys.stdout.write(f"\nSTEPS {json.dumps(found[1:])}\n")  # the first makes connections
-        sys.stdout.flush()
-    world.close()
+    tell(world, found[1:])  # the first makes connections
 
 
 def measured(schedule: str, options: argparse.Namespace) -> Step:
     """Start ranks; return the step with the shortest span: what else runs here makes others longer."""
-    settings = horovod_settings(Job.model_validate({"name": "b", "task": "gpt", "strategy": "pipeline"}))
-    binaries = Path(sys.executable).parent
-    done = subprocess.run(
-        [
-            *(str(binaries / "horovodrun"), "--gloo", "-np", str(options.ranks), sys.executable, "-m"),
-            *("benchmarks.bubble", "rank", schedule, str(options.micro_batches), str(options.layer_ms)),
-        ],
-        env={**os.environ, **settings, "PATH": f"{binaries}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    line = next((each for each in done.stdout.splitlines() if "STEPS" in each), None)
-    if line is None:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
-    steps = [Step(ranks) for ranks in json.loads(line.partition("STEPS")[2])]
-    return min(steps, key=lambda step: step.span[1] - step.span[0])
+    arguments = [schedule, str(options.micro_batches), str(options.layer_ms)]
+    found = found_on_ranks("benchmarks.bubble", arguments, options.ranks, "gloo")
+    return min(map(Step, found), key=lambda step: step.span[1] - step.span[0])
 
 
 def draw(steps: dict[str, Step], path: Path) -> None:

@@ -9,14 +9,10 @@ usage: python -m benchmarks.strategies [--ranks 2] [--turns 20] [--models NAME .
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +20,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.on_ranks import found_on_ranks, tell
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
@@ -31,7 +28,6 @@ from horovod_train.config.strategies import axes_of
 from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.frameworks.torch.process_group import start_process_group
 from horovod_train.frameworks.torch.units import units_of
-from horovod_train.horovod.environment import horovod_settings
 from horovod_train.tasks.gpt import Gpt
 from horovod_train.training.loop import rest_of_epoch
 from horovod_train.worker import make_run
@@ -136,11 +132,7 @@ def rank_main(pair: str, model: str, turns: str) -> None:
     """Measure a pair on this rank; rank 0 prints it."""
     torch.set_num_threads(1)
     world = TorchFramework().connect(Job.model_validate({"name": "b", "task": "gpt"}))
-    seconds = measured(PAIRS[pair], world, model, int(turns))
-    if world.rank == 0:
-        sys.stdout.write(f"\nSECONDS {json.dumps(seconds)}\n")
-        sys.stdout.flush()
-    world.close()
+    tell(world, measured(PAIRS[pair], world, model, int(turns)))
 
 
 def main() -> None:
@@ -154,28 +146,12 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{'model':<15}{'pair':<30}{'ratio':>7}{'quartiles':>16}{'ms/step':>9}")
     for model, pair in product(options.models, options.pairs):
-        seconds = measured_on_ranks(pair, model, options)
+        arguments = [pair, model, str(options.turns)]
+        seconds = found_on_ranks("benchmarks.strategies", arguments, options.ranks, options.controller)
         low, middle, high = statistics.quantiles((a / b for a, b in seconds), n=4)
         step_ms = 1e3 * statistics.median(first for first, _ in seconds)
         row = f"{model:<15}{pair:<30}{middle:>7.3f}{low:>8.3f} -{high:>6.3f}{step_ms:>9.1f}"
         print(row, flush=True)
-
-
-def measured_on_ranks(pair: str, model: str, options: argparse.Namespace) -> list[list[float]]:
-    """Start ranks that measure a pair; return the seconds of both ways in each turn."""
-    command = [
-        *(str(Path(sys.executable).with_name("horovodrun")), f"--{options.controller}"),
-        *("-np", str(options.ranks), sys.executable, "-m", "benchmarks.strategies"),
-        *("rank", pair, model, str(options.turns)),
-    ]
-    settings = horovod_settings(Job.model_validate({"name": "b", "task": "gpt", "strategy": "pipeline"}))
-    env = {**os.environ, **settings, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    line = next((each for each in done.stdout.splitlines() if "SECONDS" in each), None)
-    if line is None:
-        raise SystemExit(f"{pair}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    found: list[list[float]] = json.loads(line.partition("SECONDS")[2])
-    return found
 
 
 if __name__ == "__main__":

@@ -74,11 +74,22 @@ def kept(run: Run) -> dict[str, int]:
     }
 
 
+@torch.no_grad()
+def seen_to_be_finite(run: Run) -> dict[str, bool]:
+    """Whether weights are finite, and when one that the last rank holds is not."""
+    before = run.replica.is_finite()
+    held = [each.tensor for each in run.replica.strategy.held().values() if each.tensor.numel()]
+    if world.rank == world.size - 1:
+        held[-1].fill_(torch.nan)
+    return {"finite": before, "finite_when_spoiled": run.replica.is_finite()}
+
+
 def trained(way: Way) -> dict[str, Any]:
     run = run_of(way)
     train(run)
     check_replicas_identical(world, run.replica.state(copy=False), "at the end")
     found = {"weights": weights(run), "metrics": evaluate(run), "kept": kept(run)}
+    found |= seen_to_be_finite(run)
     run.replica.strategy.close()
     return found
 
@@ -96,8 +107,9 @@ def gone_on(way: Way, folder: Path) -> dict[str, Any]:
     resume_from(world, resumed, second.replica, second.progress, lambda *_: None, lambda: None)
     train(second)
     manager.close()
+    found = {"weights": weights(second), "metrics": evaluate(second), **seen_to_be_finite(second)}
     second.replica.strategy.close()
-    return {"weights": weights(second), "metrics": evaluate(second)}
+    return found
 
 
 out, *wanted = sys.argv[1:]

@@ -52,6 +52,12 @@ class TestEveryStrategy:
             assert float((weights - weights_expected).abs().max()) <= way.tolerance
         assert float((weights_expected - start).abs().max()) > max(1e-3, 15 * way.tolerance)
 
+    def test_sees_a_weight_that_is_not_finite(self, trained_on, world, way):
+        ranks = [rank[way.name] for rank in trained_on(world, way.is_long)]
+
+        assert all(rank["finite"] for rank in ranks)
+        assert not ranks[-1]["finite_when_spoiled"]
+
     def test_is_evaluated_exactly(self, trained_on, world, way, matrix):
         if world == WORLDS[0]:
             matrix("evaluated exactly", way.strategy["name"])

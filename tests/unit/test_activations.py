@@ -1,4 +1,4 @@
-"""A budget for activations: what a pass keeps, and which layers compute anew."""
+"""A budget for activations: what a pass keeps, and which layers recompute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.activations import Kept, layers_to_compute_anew, what_is_kept
+from horovod_train.frameworks.torch.activations import Kept, layers_to_recompute, what_is_kept
 from horovod_train.frameworks.torch.framework import TorchFramework, recompute_activations
 
 MIB = 2**20
@@ -59,7 +59,7 @@ def test_what_is_kept_is_what_the_formula_says():
     assert [kept.inputs[name] for name in kept.layers] == [0] + [narrow] * 5, "data need no gradient"
 
 
-def test_the_peak_is_of_what_is_left_and_one_layer_that_computes_anew():
+def test_the_peak_is_of_what_is_left_and_one_layer_that_recomputes():
     kept = Kept(10, {"a": 100, "b": 100, "c": 50}, {"a": 1, "b": 2, "c": 3})
 
     assert kept.peak(set()) == 10 + 250
@@ -71,17 +71,17 @@ def test_the_peak_is_of_what_is_left_and_one_layer_that_computes_anew():
 @pytest.mark.parametrize(
     ("budget_bytes", "expected"), [(260, []), (259, ["a", "b"]), (163, ["a", "b"]), (116, ["a", "b", "c"])]
 )
-def test_no_more_layers_compute_anew_than_have_to(budget_bytes, expected):
+def test_no_more_layers_recompute_than_have_to(budget_bytes, expected):
     kept = Kept(10, {"a": 100, "b": 100, "c": 50}, {"a": 1, "b": 2, "c": 3})
 
-    assert layers_to_compute_anew(kept, budget_bytes / MIB) == expected
+    assert layers_to_recompute(kept, budget_bytes / MIB) == expected
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_with_the_least():
     kept = Kept(0, {"a": 100 * MIB, "b": 100 * MIB}, {"a": 0, "b": 0})
 
     with pytest.raises(UserError, match="keeps 200 MiB, and 100 MiB if its 2 layers") as refused:
-        layers_to_compute_anew(kept, 99)
+        layers_to_recompute(kept, 99)
     assert "train.batch_size_per_rank" in refused.value.hint
 
 

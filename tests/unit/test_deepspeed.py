@@ -174,8 +174,9 @@ class TestWhatARankHas:
             names = {id(p): name for name, p in module.named_parameters()}
             second = FlatState(module, made, names, stage, rank)
 
-            second.optimizer().load_state_dict(document)
-            second.take_over()
+            shown = second.optimizer()
+            shown.load_state_dict(document)
+            second.take_over(shown)
 
             length = len(flat) - (rank if stage == 2 else 0)  # without the padding of the last rank
             assert len(flat) == len(new_flat)

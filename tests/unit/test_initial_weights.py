@@ -14,9 +14,10 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.empty_model import give_memory, load_initial, parameters_without_memory
+from horovod_train.frameworks.torch.empty_model import load_initial, parameters_without_memory
 from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.frameworks.torch.held import whole_model
+from horovod_train.frameworks.torch.shards import give_memory
 
 
 class Net(nn.Module):
@@ -183,7 +184,7 @@ class TestAModelWithoutMemory:
         wanted, model = weights_of(5), self.made()
 
         give_memory(model, torch.device("cpu"), torch.device("cpu"))
-        load_initial(whole_model(model), open_weights(written(tmp_path / "w.safetensors", wanted)))
+        load_initial(model, whole_model(model), open_weights(written(tmp_path / "w.safetensors", wanted)))
 
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
         assert model.head.weight is model.tokens.weight

@@ -1,13 +1,13 @@
-"""Which layers compute their activations anew, so that what is kept for backward fits a budget.
+"""Which layers recompute their activations (checkpointing), so that what is kept for backward fits a budget.
 
 A forward pass is made with tensors that have no memory, and what it keeps is added up, layer by layer. A
-layer that computes anew keeps its inputs alone; while its backward pass runs, its activations are there once
+layer that recomputes keeps its inputs alone; while its backward pass runs, its activations are there once
 more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.units import units_of
 
@@ -36,10 +35,10 @@ class Kept:
     layers: Mapping[str, int]
     inputs: Mapping[str, int]
 
-    def peak(self, anew: set[str]) -> int:
-        """Return what is there at the peak, if some layers compute anew."""
-        there = sum(self.inputs[name] if name in anew else size for name, size in self.layers.items())
-        return self.elsewhere + there + max((self.layers[name] for name in anew), default=0)
+    def peak(self, recomputed: set[str]) -> int:
+        """Return what is there at the peak, if some layers recompute."""
+        there = sum(self.inputs[name] if name in recomputed else size for name, size in self.layers.items())
+        return self.elsewhere + there + max((self.layers[name] for name in recomputed), default=0)
 
 
 def what_is_kept(model: torch.nn.Module, loss: Callable[[], object]) -> Kept:
@@ -94,40 +93,22 @@ def what_is_kept(model: torch.nn.Module, loss: Callable[[], object]) -> Kept:
     return Kept(elsewhere, sizes, inputs)
 
 
-def computed_anew(
-    job: Job, step: Callable[[], tuple[torch.nn.Module, Callable[[], object]]]
-) -> Sequence[str]:
-    """Return the names, or patterns, of what computes its activations anew.
-
-    Args:
-        job: Has patterns, or a budget.
-        step: Returns a model and what makes a forward pass with it; called if there is a budget.
-
-    Raises:
-        UserError: Activations do not fit the budget.
-    """
-    budget_mib = job.train.activations_mib
-    if budget_mib is None:
-        return job.train.activation_checkpointing
-    return layers_to_compute_anew(what_is_kept(*step()), budget_mib)
-
-
-def layers_to_compute_anew(kept: Kept, budget_mib: float) -> list[str]:
-    """Return the fewest layers, from the first on, that have to compute anew.
+def layers_to_recompute(kept: Kept, budget_mib: float) -> list[str]:
+    """Return the fewest layers, from the first on, that have to recompute.
 
     Raises:
         UserError: All of them together are not enough.
     """
-    anew: list[str] = []
+    chosen: list[str] = []
     for name in [None, *kept.layers]:
         if name is not None:
-            anew.append(name)
-        if kept.peak(set(anew)) <= budget_mib * MIB:
-            return anew
+            chosen.append(name)
+        if kept.peak(set(chosen)) <= budget_mib * MIB:
+            return chosen
     least = min(kept.peak(set(list(kept.layers)[:num])) for num in range(len(kept.layers) + 1))
     raise UserError(
         f"train.activations_mib: {budget_mib:g} MiB are too few: a micro-batch keeps "
         f"{kept.peak(set()) / MIB:.0f} MiB, and {least / MIB:.0f} MiB if its {len(kept.layers)} layers "
-        "compute activations anew",
+        "recompute activations",
         hint="allow more, or lower train.batch_size_per_rank and raise train.accumulation_steps",
     )

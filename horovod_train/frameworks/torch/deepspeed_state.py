@@ -18,6 +18,7 @@ import torch
 
 from horovod_train.checkpoint.arrays import Part
 from horovod_train.frameworks.torch.held import Held, Optimized
+from horovod_train.frameworks.torch.optimizer import twin_of
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,6 @@ class FlatState:
         self._model, self._made, self._stage, self._rank = model, made, stage, rank
         find = pieces_of_stage_3 if stage == 3 else pieces_of_stages_1_and_2
         self._pieces = sorted(find(made, names, rank), key=lambda piece: piece.group)
-        self._shown: torch.optim.Optimizer | None = None
 
     def held(self) -> dict[str, Held]:
         """Return weights and buffers by name: with stage 3 this rank's parts of weights."""
@@ -100,14 +100,12 @@ class FlatState:
     def optimizer(self) -> torch.optim.Optimizer:
         """Return an optimizer over the pieces: its state is DeepSpeed's, or a copy of what is on a disk."""
         base = self._made.optimizer
-        shown: torch.optim.Optimizer = object.__new__(type(base))
-        shown.__dict__.update(base.__dict__)
-        shown.state = defaultdict(dict)
         weights = [piece.stand_in for piece in self._pieces]
-        shown.param_groups = [
+        groups = [
             {**group, "params": [w for w, p in zip(weights, self._pieces, strict=True) if p.group == number]}
             for number, group in enumerate(base.param_groups)
         ]
+        shown = twin_of(base, groups)
         for same in self._by_flat(weights):
             flat = same[0][0].flat
             with self._at_hand(same[0][0], is_changed=False) as is_on_disk:
@@ -116,22 +114,18 @@ class FlatState:
                         key: _copied(piece.of(value), is_on_disk) if is_like(value, flat) else value
                         for key, value in base.state[flat].items()
                     }
-        self._shown = shown
         return shown
 
     @torch.no_grad()
-    def take_over(self) -> None:
-        """Take over the weights, and the state that was loaded into the optimizer that was shown last."""
+    def take_over(self, shown: torch.optim.Optimizer) -> None:
+        """Take over the model's weights, and the state of what ``optimizer`` returned."""
         self._give_back()
-        weights = [] if self._shown is None else [w for g in self._shown.param_groups for w in g["params"]]
-        for same in self._by_flat(weights or [None] * len(self._pieces)):
+        for same in self._by_flat([weight for group in shown.param_groups for weight in group["params"]]):
             number, flat = same[0][0].number, same[0][0].flat
             with self._at_hand(same[0][0], is_changed=True):
                 flat.data.copy_(self._weights_of(number))
-                if self._shown is not None:
-                    entries = [(piece, self._shown.state.get(weight) or {}) for piece, weight in same]
-                    replace_state(self._made.optimizer.state[flat], joined(flat, entries))
-        self._shown = None
+                entries = [(piece, shown.state.get(weight) or {}) for piece, weight in same]
+                replace_state(self._made.optimizer.state[flat], joined(flat, entries))
 
     def _weights_of(self, number: int) -> torch.Tensor:
         """Return the weights in use of which a flat tensor has a copy for the optimizer, or is the same."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.optimizer import twin_of
 
 _STEPS = 3
 _CUTS = (0, 5, 12)  # of a weight of twelve numbers
@@ -57,11 +58,8 @@ def _updated(
 ) -> torch.Tensor:
     """Return weights, flat and joined, after steps of an optimizer like this one."""
     parameters = [torch.nn.Parameter(weight.clone().to(device)) for weight in weights]
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
     # A rate of its own: that of a job may be too small to see anything.
-    twin.param_groups = [{**optimizer.param_groups[0], "params": parameters, "lr": 0.1}]
-    twin.state = type(optimizer.state)(dict)
+    twin = twin_of(optimizer, [{**optimizer.param_groups[0], "params": parameters, "lr": 0.1}])
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[name] = {}
     first = optimizer.param_groups[0]["params"][0]

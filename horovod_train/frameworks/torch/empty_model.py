@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from horovod_train.checkpoint.arrays import ArrayBlob
@@ -40,53 +39,20 @@ def parameters_without_memory() -> Iterator[None]:
         torch.nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
-def give_memory(model: torch.nn.Module, weights_on: torch.device, rest_on: torch.device) -> None:
-    """Give weights without memory some, uninitialized; bring everything else to its device.
-
-    What is one weight stays one, which ``to_empty`` does not see to; and buffers keep their numbers.
-
-    Args:
-        model: The model.
-        weights_on: Where weights that ranks share are.
-        rest_on: Where buffers are, and weights that each rank has.
-
-    Raises:
-        UserError: A buffer was computed from weights.
-    """
-    placed: dict[int, torch.nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if id(parameter) not in placed:
-                data = parameter.detach()
-                device = weights_on if isinstance(data, DTensor) else rest_on
-                there = torch.empty_like(data, device=device) if data.is_meta else data.to(device)
-                placed[id(parameter)] = torch.nn.Parameter(there, parameter.requires_grad)
-            module._parameters[name] = placed[id(parameter)]  # noqa: SLF001
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if buffer.is_meta:
-                raise UserError(
-                    f"{FIELD}: the buffer {name!r} of a {type(module).__name__} is computed from weights, "
-                    "which come from a file later",
-                    hint="compute it in forward, or use strategy: zero, which makes the model whole",
-                )
-            module._buffers[name] = buffer.to(rest_on)  # noqa: SLF001
-    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # noqa: SLF001  (lets fully_shard notice)
-
-
-def load_initial(held: Mapping[str, Held], weights: Mapping[str, ArrayBlob]) -> None:
+def load_initial(model: torch.nn.Module, held: Mapping[str, Held], weights: Mapping[str, ArrayBlob]) -> None:
     """Take over a file's weights.
 
     Args:
-        held: What is wanted.
+        model: Knows which names are of one weight: a file may have one of them.
+        held: What is wanted of the model.
         weights: Of the file.
 
     Raises:
         UserError: They are of another model.
     """
-    places = {name: _place(each) for name, each in held.items()}
-    there = {place for name, place in places.items() if name in weights}
-    # Of a weight that has two names, a file may have one.
-    wanted = {name: each for name, each in held.items() if name in weights or places[name] not in there}
+    one = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    there = {one[name] for name in weights if name in one}
+    wanted = {name: each for name, each in held.items() if name in weights or one.get(name) not in there}
     try:
         load_model(wanted, weights)
     except (CheckpointError, ValueError, KeyError) as error:
@@ -97,9 +63,3 @@ def load_initial(held: Mapping[str, Held], weights: Mapping[str, ArrayBlob]) -> 
             if others
             else "names and shapes must be those of the task's model",
         ) from error
-
-
-def _place(held: Held) -> tuple[object, ...]:
-    """Return what two names of one weight have in common."""
-    tensor = held.tensor
-    return (tensor.data_ptr(), tensor.shape) if tensor.numel() else (id(tensor),)

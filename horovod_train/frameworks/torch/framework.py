@@ -30,7 +30,7 @@ from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
-from horovod_train.frameworks.torch.activations import computed_anew
+from horovod_train.frameworks.torch.activations import layers_to_recompute, what_is_kept
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.empty_model import load_initial, parameters_without_memory
@@ -75,11 +75,11 @@ class TorchFramework(TorchDevice):
         recorder = recorder_of(job, device)
         seed_generators(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, REQUIRED)
-        anew = layers_computed_anew(job, task, mesh.world)
+        recomputed = layers_recomputed(job, task, mesh.world)
         strategy = make_strategy(job, mesh)
         weights = initial_weights(job)
         model = make_model(task, strategy, weights)
-        recompute_activations(model, anew)
+        recompute_activations(model, recomputed)
         read = reading(job, device)
         reader = read(task.train_data())
         eval_data = getattr(task, "eval_data", None)
@@ -214,26 +214,23 @@ def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> No
         module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
-def layers_computed_anew(job: Job, task: TorchTask, world: Communicator) -> Sequence[str]:
-    """Return the names, or patterns, of what computes its activations anew.
+def layers_recomputed(job: Job, task: TorchTask, world: Communicator) -> Sequence[str]:
+    """Return the names, or patterns, of the layers that recompute their activations.
 
     Raises:
         UserError: Activations do not fit, or cannot be counted.
     """
-    if job.train.activations_mib is None:
+    budget_mib = job.train.activations_mib
+    if budget_mib is None:
         return job.train.activation_checkpointing
     batch = batch_of(job, task)
-
-    def step() -> tuple[torch.nn.Module, Callable[[], object]]:
-        model, fake = model_without_memory(task).train(), without_memory(batch)
-        return model, lambda: loss_of(job, task, model, fake)
-
     with FakeTensorMode(allow_non_fake_inputs=True), explained(job):
-        anew = computed_anew(job, step)
+        model, fake = model_without_memory(task).train(), without_memory(batch)
+        layers = layers_to_recompute(what_is_kept(model, lambda: loss_of(job, task, model, fake)), budget_mib)
     seed_generators(job.train.seed, 0, 0)  # weights are as they would be
     if world.rank == 0:
-        log.info("train.activations_mib: %d layers compute activations anew: %s", len(anew), anew)
-    return anew
+        log.info("train.activations_mib: %d layers recompute activations: %s", len(layers), layers)
+    return layers
 
 
 def initial_weights(job: Job) -> StoredArrays | None:
@@ -258,7 +255,7 @@ def make_model(task: TorchTask, strategy: Strategy, weights: StoredArrays | None
         with parameters_without_memory():
             return task.model()
     model = task.model()
-    load_initial(whole_model(model), weights)
+    load_initial(model, whole_model(model), weights)
     return model
 
 

@@ -23,7 +23,7 @@ from horovod_train.config.memory import Sizes
 from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.frameworks.task import load_task
-from horovod_train.frameworks.torch.activations import computed_anew
+from horovod_train.frameworks.torch.activations import layers_to_recompute, what_is_kept
 from horovod_train.frameworks.torch.framework import optimizer_of, recompute_activations, seed_generators
 from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     CUT_DIMENSION,
@@ -68,7 +68,10 @@ def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
 def _sizes(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> Sizes:
     model.train()
     fake = without_memory(batch)
-    recompute_activations(model, computed_anew(job, lambda: (model, lambda: loss_of(job, task, model, fake))))
+    layers, budget_mib = job.train.activation_checkpointing, job.train.activations_mib
+    if budget_mib is not None:
+        layers = layers_to_recompute(what_is_kept(model, lambda: loss_of(job, task, model, fake)), budget_mib)
+    recompute_activations(model, layers)
     optimizer = optimizer_of(job, task, model)
     loss_of(job, task, model, fake).backward()  # type: ignore[no-untyped-call]
     optimizer.step()  # its state is there now

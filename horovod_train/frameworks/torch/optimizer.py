@@ -59,6 +59,17 @@ def is_fused_by_itself(factory: object, args: Mapping[str, Any], groups: Iterabl
     return bool(parameters) and has_kernels and not args.get("dampening")
 
 
+def twin_of(optimizer: torch.optim.Optimizer, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer of the same kind over other groups of parameters, without a state.
+
+    ``copy`` would lose what a class has besides groups, state and defaults.
+    """
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.param_groups, twin.state = param_groups, type(optimizer.state)(dict)
+    return twin
+
+
 def _with_list(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group that can be looked at more than once: its parameters may come from a generator."""
     found = group["params"]

@@ -107,7 +107,7 @@ class SavedState:
             own = {key: group[key] for key in (*optimizer.defaults, "lr_scale") if key in group}
             self._tell_of_another_kernel(saved, own)
             saved.update(own)
-        optimizer.load_state_dict(document)
+        strategy.load_optimizer(optimizer, document)
 
     def _tell_of_another_kernel(self, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
         if bool(saved.get("fused")) != bool(own.get("fused")) and self._tells:

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from horovod_train.checkpoint.arrays import Part
+from horovod_train.checkpoint.plain_weights import FIELD
+from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import TensorCollectives
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized, whole_parameters
@@ -87,3 +89,36 @@ def norm_of(
         if parameter.grad is not None:
             squares += here(parameter.grad).double().square().sum() / copies(parameter)
     return ranks.wait(ranks.start_allreduce(squares, "horovod_train.norm")).sqrt()[0]
+
+
+def give_memory(model: torch.nn.Module, weights_on: torch.device, rest_on: torch.device) -> None:
+    """Give weights without memory some, uninitialized; bring everything else to its device.
+
+    What is one weight stays one, which ``to_empty`` does not see to; and buffers keep their numbers.
+
+    Args:
+        model: The model.
+        weights_on: Where weights that ranks share are.
+        rest_on: Where buffers are, and weights that each rank has.
+
+    Raises:
+        UserError: A buffer was computed from weights.
+    """
+    placed: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in placed:
+                data = parameter.detach()
+                device = weights_on if isinstance(data, DTensor) else rest_on
+                there = torch.empty_like(data, device=device) if data.is_meta else data.to(device)
+                placed[id(parameter)] = torch.nn.Parameter(there, parameter.requires_grad)
+            module._parameters[name] = placed[id(parameter)]  # noqa: SLF001
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.is_meta:
+                raise UserError(
+                    f"{FIELD}: the buffer {name!r} of a {type(module).__name__} is computed from weights, "
+                    "which come from a file later",
+                    hint="compute it in forward, or use strategy: zero, which makes the model whole",
+                )
+            module._buffers[name] = buffer.to(rest_on)  # noqa: SLF001
+    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # noqa: SLF001  (lets fully_shard notice)

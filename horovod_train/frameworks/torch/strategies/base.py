@@ -20,6 +20,8 @@ and one row in the table. The replica calls it in this order:
         or, of one that updates itself, update: in place of these three and of the optimizer
       after_update the optimizer has made its step, or has left it out
     between steps
+      held, optimized, saved_optimizer: what this rank has of what all share, for a checkpoint
+      load_optimizer: takes over an optimizer's state, when weights were
       state, load_state: what this rank alone has, for a checkpoint and from one
     close        where the model is used further in this process, by Lightning
 """
@@ -244,6 +246,15 @@ class Strategy:
         Args:
             is_used: With ``reads_later`` it may be known on the device alone, shape [].
         """
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
+        """Take over an optimizer's state; the weights are loaded by now.
+
+        Args:
+            optimizer: The ``saved_optimizer``.
+            document: As its ``load_state_dict`` takes it.
+        """
+        optimizer.load_state_dict(document)
 
     def state(self) -> Mapping[str, torch.Tensor]:
         """Return what this rank alone has, and has to be in a checkpoint; it may still change."""

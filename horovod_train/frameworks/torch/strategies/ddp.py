@@ -48,14 +48,6 @@ class Ddp(TorchDistributed):
         self._called.register_comm_hook(None, lambda _, bucket: _sum(bucket))
         return self._called
 
-    def expect_more(self) -> None:
-        """Gradients add up on each rank."""
-        self._expect(is_last=False)
-
-    def expect_last(self) -> None:
-        """Gradients are summed over ranks."""
-        self._expect(is_last=True)
-
     def _expect(self, *, is_last: bool) -> None:
         assert self._called is not None
         # What ``no_sync`` sets; it is a context around both passes, and a step has several.

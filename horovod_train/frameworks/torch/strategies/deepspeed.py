@@ -31,6 +31,7 @@ from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.deepspeed_state import FlatState
 from horovod_train.frameworks.torch.elementwise import check_elementwise
 from horovod_train.frameworks.torch.held import Held, Optimized
+from horovod_train.frameworks.torch.optimizer import twin_of
 from horovod_train.frameworks.torch.process_group import start_process_group
 from horovod_train.frameworks.torch.strategies.base import Placing
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
@@ -125,7 +126,8 @@ class DeepSpeed(TorchDistributed):
             self._engine, made, _, _ = self._deepspeed.initialize(
                 args=SimpleNamespace(device_rank=device),
                 model=model,
-                optimizer=twin_of(optimizer),
+                # With groups of its own: DeepSpeed puts other parameters into them.
+                optimizer=twin_of(optimizer, [dict(group) for group in optimizer.param_groups]),
                 config=self._configuration(),
             )
         except Exception as error:  # whatever it raises, of settings of somebody's
@@ -210,14 +212,6 @@ class DeepSpeed(TorchDistributed):
 
     # -- one step
 
-    def expect_more(self) -> None:
-        """Gradients of this micro-batch add up with those of the next."""
-        self._expect(is_last=False)
-
-    def expect_last(self) -> None:
-        """The gradient of the step is complete after this micro-batch."""
-        self._expect(is_last=True)
-
     def _expect(self, *, is_last: bool) -> None:
         self._is_last = is_last
         self._engine.set_gradient_accumulation_boundary(is_last)
@@ -282,18 +276,10 @@ class DeepSpeed(TorchDistributed):
         """Return the names of parameters as an optimizer of the whole model numbers them."""
         return self._numbering
 
-    def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Let DeepSpeed go on from the weights and the state that were taken over."""
-        super().load_state(of_ranks)
-        self._flat.take_over()
-
-
-def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer with groups of its own: DeepSpeed puts other parameters into them."""
-    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    twin.param_groups = [dict(group) for group in optimizer.param_groups]
-    return twin
+    def load_optimizer(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
+        """Let DeepSpeed go on from a state, and from the weights that were taken over."""
+        super().load_optimizer(optimizer, document)
+        self._flat.take_over(optimizer)
 
 
 @contextmanager

@@ -26,12 +26,13 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
-from horovod_train.frameworks.torch.empty_model import give_memory, load_initial
+from horovod_train.frameworks.torch.empty_model import load_initial
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized
 from horovod_train.frameworks.torch.process_group import set_timeout, start_process_group
 from horovod_train.frameworks.torch.shards import (
+    give_memory,
     held_model,
     held_parameters,
     norm_of,
@@ -134,7 +135,7 @@ class Fsdp(TorchDistributed):
         if placing.weights is not None:
             shared_on = torch.device("cpu") if self._offload else placing.device
             give_memory(model, shared_on, placing.device)
-            load_initial(held_model(model), placing.weights)
+            load_initial(model, held_model(model), placing.weights)
         sharded = [unit for unit in units.values() if isinstance(unit, FSDPModule)]
         self._set_up(model, sharded)
         return model
@@ -193,15 +194,9 @@ class Fsdp(TorchDistributed):
 
     # -- one step
 
-    def expect_more(self) -> None:
-        """Gradients of this micro-batch are reduced, or add up on each rank."""
+    def _expect(self, *, is_last: bool) -> None:
         assert isinstance(self._model, FSDPModule)
-        self._model.set_requires_gradient_sync(self._reduce_each)
-
-    def expect_last(self) -> None:
-        """Gradients are reduced."""
-        assert isinstance(self._model, FSDPModule)
-        self._model.set_requires_gradient_sync(requires_gradient_sync=True)
+        self._model.set_requires_gradient_sync(is_last or self._reduce_each)
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Sum the gradients of what is not sharded; return the loss of the whole step."""

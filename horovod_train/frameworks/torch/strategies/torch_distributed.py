@@ -41,6 +41,18 @@ class TorchDistributed(Strategy):
         # A list: to walk through all modules in each step takes a millisecond.
         self._all = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
+    def expect_more(self) -> None:
+        """The next forward and backward pass is not the last of this step."""
+        self._expect(is_last=False)
+
+    def expect_last(self) -> None:
+        """The next forward and backward pass is the last of this step."""
+        self._expect(is_last=True)
+
+    def _expect(self, *, is_last: bool) -> None:
+        """Tell what sums gradients whether they are complete after the next backward pass."""
+        raise NotImplementedError
+
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of the whole step: gradients are summed by now."""
         if any(parameter.requires_grad != before for parameter, before in self._all):
