@@ -96,6 +96,8 @@ def losses_over_time(folder: Path, strategy: Any, hosts: Any, epochs: int) -> li
 
 def seconds_to(loss: float, found: Sequence[tuple[float, float]]) -> float | None:
     """Return when a loss was reached, on the line between two evaluations; None: it was not."""
+    if found[0][1] <= loss:
+        return found[0][0]
     for (before_s, before), (after_s, after) in pairwise(found):
         if after <= loss < before:
             return before_s + (after_s - before_s) * (before - loss) / (before - after)
