@@ -156,8 +156,9 @@ def processes(containers):
 
 
 class TestAsTheOperatorStartsIt:
-    def test_the_digits_job_trains_on_two_workers(self, pods):
-        mpi_job, workers, launcher = operate(pods, job(train={"epochs": 2}))
+    @pytest.mark.parametrize("strategy", ["allreduce", "fsdp"])
+    def test_the_digits_job_trains_on_two_workers(self, pods, strategy):
+        mpi_job, workers, launcher = operate(pods, job(train={"epochs": 2}, strategy={"name": strategy}))
 
         assert launcher.end() == 0, launcher.said()
         assert "2 ranks" in launcher.said()

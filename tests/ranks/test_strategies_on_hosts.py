@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from itertools import product
+
 import pytest
 from safetensors.numpy import load_file
 from support.cluster import NEEDS, cluster
 from support.launching import BIN, PROGRAMS, cli, write_job
 from support.namespaces import why_not
+from support.slurm import slurm_on
 
 pytestmark = [
     pytest.mark.ranks,
@@ -35,16 +39,25 @@ def exported(folder, name):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "deepspeed"])
-@pytest.mark.parametrize("controller", ["mpi", "gloo"])
-def test_two_hosts_train_like_one_process(tmp_path, controller, strategy):
+@pytest.mark.parametrize(
+    ("launcher", "controller"),
+    [*product(("horovodrun", "slurm"), ("mpi", "gloo")), ("mpirun", "mpi")],
+)
+def test_two_hosts_train_like_one_process(tmp_path, launcher, controller, strategy):
     global_batch = 2 if strategy == "pipeline" else 4  # stages read the same samples
     cli("run", str(job(tmp_path, "alone", "allreduce", {"num_ranks": 1}, global_batch)), cwd=tmp_path)
     (tmp_path / "cluster").mkdir()
-    with cluster(tmp_path / "cluster", ("node1", "node2")) as hosts:
-        launch = {"hosts": ["node1:1", "node2:1"], "ssh": hosts.ssh, "controller": controller}
+    with cluster(tmp_path / "cluster", ("node1", "node2")) as hosts, ExitStack() as stack:
+        launch = {"launcher": launcher, "controller": controller}
+        if launcher == "slurm":
+            variables = stack.enter_context(slurm_on(hosts)).variables
+            launch |= {"slurm": {"ranks_per_node": 1}}
+        else:
+            variables = {}
+            launch |= {"hosts": ["node1:1", "node2:1"], "ssh": hosts.ssh}
         path = job(tmp_path, "hosts", strategy, launch)
-        done = hosts.on_login(str(BIN / "horovod-train"), "run", str(path), cwd=tmp_path)
-        left = hosts.leftovers(within_s=5)
+        done = hosts.on_login(str(BIN / "horovod-train"), "run", str(path), cwd=tmp_path, env=variables)
+        left = [text for text in hosts.leftovers(within_s=5) if "horovod_train" in text]
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert left == []
