@@ -105,6 +105,21 @@ def _end() -> None:
         dist.destroy_process_group()
 
 
+def group_among(groups: Sequence[Sequence[int]], health: Health) -> dist.ProcessGroup:
+    """Return the group that this rank is in; every rank calls it.
+
+    Args:
+        groups: Ranks of each, which together are all ranks.
+        health: How long a collective may take.
+    """
+    if len(groups) == 1:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    timeout = timedelta(seconds=health.stall_shutdown_s)
+    made = [dist.new_group(list(group), timeout=timeout) for group in groups]
+    return next(made[at] for at, group in enumerate(groups) if dist.get_rank() in group)
+
+
 def set_timeout(group: dist.ProcessGroup, health: Health) -> None:
     """Give a group of a mesh the time that a collective may take: it does not have that of all ranks."""
     timeout = timedelta(seconds=health.stall_shutdown_s)

@@ -32,7 +32,6 @@ from horovod_train.frameworks.torch.deepspeed_state import FlatState
 from horovod_train.frameworks.torch.elementwise import check_elementwise
 from horovod_train.frameworks.torch.held import Held, Optimized
 from horovod_train.frameworks.torch.optimizer import twin_of
-from horovod_train.frameworks.torch.process_group import start_process_group
 from horovod_train.frameworks.torch.strategies.base import Placing
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
 
@@ -102,7 +101,7 @@ class DeepSpeed(TorchDistributed):
                 )
         if placing.device.type == "cpu" and "cpu" in self._offload.values() and self._ranks.rank == 0:
             log.warning("strategy.args.offload_*: cpu has no effect: there is no GPU")
-        start_process_group(self._ranks, placing.device, self._job.health)
+        self._start_groups(placing.device)
         self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # the group is there
         broadcast_model(model, self._ranks)
         return placing(model)

@@ -30,7 +30,7 @@ from horovod_train.frameworks.torch.empty_model import load_initial
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized
-from horovod_train.frameworks.torch.process_group import set_timeout, start_process_group
+from horovod_train.frameworks.torch.process_group import set_timeout
 from horovod_train.frameworks.torch.shards import (
     give_memory,
     held_model,
@@ -101,7 +101,7 @@ class Fsdp(TorchDistributed):
         Raises:
             UserError: It cannot be sharded so.
         """
-        start_process_group(self._ranks, placing.device, self._job.health)
+        self._start_groups(placing.device)
         if self._offload and placing.device.type == "cpu":
             raise UserError(
                 "strategy.args.offload: weights are in the memory of the host already: there is no GPU",
