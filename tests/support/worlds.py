@@ -73,9 +73,9 @@ class ThreadCommunicator:
         self.sent.append(name)
         return None, self._put(name, tensor.detach().clone())
 
-    def start_reduce_scatter(self, tensor: Any, name: str) -> Any:
+    def start_reduce_scatter(self, tensor: Any, into: Any, name: str) -> Any:
         self.sent.append(name)
-        return self.rank, self._put(name, tensor.detach().clone())
+        return into, self._put(name, tensor.detach().clone())
 
     is_over_mpi = False
 
@@ -96,8 +96,8 @@ class ThreadCommunicator:
             return torch.cat([first, *others])
         for other in others:
             first = first + other
-        if isinstance(tensor, int):
-            return first.view(self.size, -1)[tensor].clone()
+        if tensor.shape != first.shape:  # of a reduce-scatter
+            first = first.view(self.size, -1)[self.rank]
         return tensor.copy_(first)
 
     def broadcast(self, tensor: Any, name: str) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from horovod_train.collectives.base import Communicator, SingleRank, allgather_json
 from horovod_train.collectives.horovod import Array, HorovodCommunicator
-from horovod_train.collectives.log import Waiting
+from horovod_train.collectives.log import Collective, Waiting
 from horovod_train.errors import UserError
 
 Result = TypeVar("Result")
@@ -36,11 +36,11 @@ class TensorCollectives(Communicator, Protocol):
         """Begin to gather flat tensors of the same length; returns at once with what ``wait`` needs."""
         ...
 
-    def start_reduce_scatter(self, tensor: torch.Tensor, name: str) -> Any:
+    def start_reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Any:
         """Begin to sum a flat tensor over ranks, each of which gets its part of the sum alone.
 
-        Parts are of the same length, which the number of ranks has to divide. Returns at once with what
-        ``wait`` needs; the tensor is left as it is.
+        Parts are as long as ``into``, where the sum is after ``wait``. Returns at once with what that needs;
+        the tensor is left as it is, and must be until then.
         """
         ...
 
@@ -101,9 +101,9 @@ class TorchSingleRank(SingleRank):
         """Return the tensor."""
         return tensor
 
-    def start_reduce_scatter(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the tensor."""
-        return tensor
+    def start_reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> torch.Tensor:
+        """Copy the tensor, and return its copy."""
+        return into.copy_(tensor)
 
     def wait(self, handle: torch.Tensor) -> torch.Tensor:
         """Return the tensor."""
@@ -115,6 +115,20 @@ class TorchSingleRank(SingleRank):
     def split(self, groups: Sequence[Sequence[int]]) -> TensorCollectives:
         """Return this rank."""
         return self
+
+
+class Started(NamedTuple):
+    """A collective that has begun.
+
+    Attributes:
+        handle: Horovod's.
+        entry: What is waited for.
+        finish: Makes the result of what Horovod returns; None: it is the result.
+    """
+
+    handle: Any
+    entry: Collective
+    finish: Callable[[Any], torch.Tensor] | None = None
 
 
 def with_tensors(ranks: Communicator) -> TensorCollectives:
@@ -200,14 +214,15 @@ class TorchCommunicator(HorovodCommunicator):
         reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         entry = self.log.begin(name, size_bytes_of(reals))
         start = partial(self.hvd.allreduce_async_, reals, name=name, op=how, **self._among)
-        return self.wait_in(entry, start), entry
+        return Started(self.wait_in(entry, start), entry)
 
     def start_allgather(self, tensor: torch.Tensor, name: str) -> Any:
         """Begin to gather flat tensors of the same length; returns at once."""
         entry = self.log.begin(name, size_bytes_of(tensor))
-        return self.wait_in(entry, partial(self.hvd.allgather_async, tensor, name=name, **self._among)), entry
+        start = partial(self.hvd.allgather_async, tensor, name=name, **self._among)
+        return Started(self.wait_in(entry, start), entry)
 
-    def start_reduce_scatter(self, tensor: torch.Tensor, name: str) -> Any:
+    def start_reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Any:
         """Begin to sum a flat tensor over ranks, each of which gets its part alone; returns at once.
 
         Horovod's reduce-scatter takes longer than its all-reduce on CPUs, over Gloo four times as long. There
@@ -216,24 +231,26 @@ class TorchCommunicator(HorovodCommunicator):
         entry = self.log.begin(name, size_bytes_of(tensor))
         if tensor.is_cuda:
             start = partial(self.hvd.reducescatter_async, tensor, name=name, op=self.hvd.Sum, **self._among)
-        else:
-            lengths = torch.full((self.size,), tensor.numel() // self.size, dtype=torch.int32)
-            start = partial(self.hvd.alltoall_async, tensor, lengths, name=name, **self._among)
-        return self.wait_in(entry, start), entry
+            return Started(self.wait_in(entry, start), entry, into.copy_)
+        lengths = torch.full((self.size,), len(into), dtype=torch.int32)
+        start = partial(self.hvd.alltoall_async, tensor, lengths, name=name, **self._among)
+
+        def add_up(found: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return torch.sum(found[0].view(self.size, len(into)), 0, out=into)
+
+        return Started(self.wait_in(entry, start), entry, add_up)
 
     def is_done(self, handle: Any) -> bool:
         """Return whether ``wait`` would return at once."""
-        return bool(self.hvd.poll(handle[0]))
+        return bool(self.hvd.poll(handle.handle))
 
     def wait(self, handle: Any) -> torch.Tensor:
         """Return when it is done: the sum, this rank's part of it, or the tensors of all ranks in a row."""
-        started, entry = handle
-        found = self.wait_in(entry, partial(self.hvd.synchronize, started))
-        if isinstance(found, tuple):  # the parts of all ranks, and their lengths
-            found = found[0].view(self.size, -1).sum(0)
-        result: torch.Tensor = found
-        let_stream_follow(result)
-        entry.ended_s = monotonic()
+        found = self.wait_in(handle.entry, partial(self.hvd.synchronize, handle.handle))
+        if isinstance(found, torch.Tensor):
+            let_stream_follow(found)
+        handle.entry.ended_s = monotonic()
+        result: torch.Tensor = found if handle.finish is None else handle.finish(found)
         return result
 
     def split(self, groups: Sequence[Sequence[int]]) -> TensorCollectives:

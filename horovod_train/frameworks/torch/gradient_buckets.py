@@ -67,6 +67,16 @@ class Bucket:
         if self.gradients is not self.message.body:
             self.gradients.copy_(self.message.body)
 
+    def slots_between(self, begin: int, end: int) -> Iterator[tuple[Slot, int, slice]]:
+        """Yield the parameters between two places, where each begins, and what of it, flat, is there."""
+        at = 0
+        for slot in self.slots:
+            length = _num_reals(slot.parameter)
+            first, last = max(begin - at, 0), min(end - at, length)
+            if first < last:
+                yield slot, at, slice(first, last)
+            at += length
+
     def memory(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """Yield what was not sent yet of each parameter's gradient, flat; nothing where all is sent."""
         if self.message.memory is not None:

@@ -89,7 +89,8 @@ class ScatteredMessage(Message):
 
     def send(self, ranks: TensorCollectives, name: str) -> None:
         """Begin the reduce-scatter."""
-        self._handle = ranks.start_reduce_scatter(self._whole, name)
+        into = self.own if self._is_clear else torch.empty_like(self.own)
+        self._handle = ranks.start_reduce_scatter(self._whole, into, name)
 
     def has_arrived(self, ranks: TensorCollectives) -> bool:
         """Return whether nobody has to be waited for any more."""
@@ -98,9 +99,7 @@ class ScatteredMessage(Message):
     def receive(self, ranks: TensorCollectives) -> None:
         """Wait for it, and add this rank's part to what was received before."""
         part = ranks.wait(self._handle)
-        if self._is_clear:
-            self.own.copy_(part)
-        else:
+        if part is not self.own:
             self.own += part
         self._is_clear = False
         self.give_back()
@@ -181,6 +180,7 @@ class Zero(Strategy):
             message.keeps_memory = keep_memory
             message.give_back()
         self._pieces = [_pieces_of(bucket) for bucket in self._buckets]
+        self._of_others = [_of_others(bucket) for bucket in self._buckets]
         self._under_way: deque[int] = deque()  # numbers of buckets
         self._is_patient = True
         # Which ones have a gradient anywhere, whether any rank trains others than before, and the loss.
@@ -390,20 +390,20 @@ class Zero(Strategy):
         if is_used is False:
             return
         self.bytes_per_step += self._bytes_gathered
-        coming: deque[tuple[Bucket, object]] = deque()  # in the same order on all ranks
-        for number, bucket in enumerate(self._buckets):
+        coming: deque[tuple[int, object]] = deque()  # in the same order on all ranks
+        for number in range(len(self._buckets)):
             name = f"horovod_train.zero.weights.{number}"
-            coming.append((bucket, self._ranks.start_allgather(self._own_weights(number), name)))
+            coming.append((number, self._ranks.start_allgather(self._own_weights(number), name)))
             if len(coming) > MAX_UNDER_WAY:
                 self._take_over(*coming.popleft())
-        for bucket, handle in coming:
-            self._take_over(bucket, handle)
+        for number, handle in coming:
+            self._take_over(number, handle)
 
-    def _take_over(self, bucket: Bucket, handle: object) -> None:
-        """Take over the weights of a bucket that ranks have updated."""
-        weights = [slot.parameter.data.view(-1) for slot in bucket.slots]
-        gathered = self._ranks.wait(handle)[: bucket.message.body.numel()]
-        torch._foreach_copy_(weights, list(torch.split(gathered, list(map(len, weights)))))
+    def _take_over(self, number: int, handle: object) -> None:
+        """Take over the weights of a bucket that other ranks have updated."""
+        gathered = self._ranks.wait(handle)
+        if weights := self._of_others[number]:  # of a small bucket, one rank may have all
+            torch._foreach_copy_([weight for weight, _ in weights], [gathered[piece] for _, piece in weights])
 
     def _own_weights(self, number: int) -> torch.Tensor:
         """Return this rank's part of a bucket's weights, flat, as long as those of other ranks."""
@@ -424,13 +424,22 @@ def _message(bucket: Bucket) -> ScatteredMessage:
 
 def _pieces_of(bucket: Bucket) -> list[Piece]:
     """Return what this rank updates of a bucket's parameters, in their order."""
-    message, pieces, at = _message(bucket), [], 0
-    end = message.begin + len(message.own)
-    for slot in bucket.slots:
-        first, last = max(at, message.begin), min(at + slot.parameter.numel(), end)
-        if first < last:
-            weight = torch.nn.Parameter(slot.parameter.data.view(-1)[first - at : last - at])
-            gradient = message.own[first - message.begin : last - message.begin]
-            pieces.append(Piece(slot, weight, first - at, gradient))
-        at += slot.parameter.numel()
+    message = _message(bucket)
+    begin, end = message.begin, message.begin + len(message.own)
+    pieces = []
+    for slot, at, piece in bucket.slots_between(begin, end):
+        weight = torch.nn.Parameter(slot.parameter.data.view(-1)[piece])
+        gradient = message.own[at + piece.start - begin : at + piece.stop - begin]
+        pieces.append(Piece(slot, weight, piece.start, gradient))
     return pieces
+
+
+def _of_others(bucket: Bucket) -> list[tuple[torch.Tensor, slice]]:
+    """Return what others update of a bucket's parameters, flat, and where it is in the bucket."""
+    message = _message(bucket)
+    before = bucket.slots_between(0, message.begin)
+    after = bucket.slots_between(message.begin + len(message.own), message.body.numel())
+    return [
+        (slot.parameter.data.view(-1)[piece], slice(at + piece.start, at + piece.stop))
+        for slot, at, piece in (*before, *after)
+    ]
