@@ -13,7 +13,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from horovod_train.checkpoint.arrays import Part
 from horovod_train.checkpoint.plain_weights import FIELD
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.collectives import TensorCollectives
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized, whole_parameters
 
@@ -71,24 +70,23 @@ def take_no_two_kinds_at_once(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = False
 
 
-def norm_of(
-    parameters: Iterable[torch.nn.Parameter],
-    ranks: TensorCollectives,
-    copies: Callable[[torch.nn.Parameter], int],
+def squares_of(
+    parameters: Iterable[torch.nn.Parameter], copies: Callable[[torch.nn.Parameter], int]
 ) -> torch.Tensor:
-    """Return the L2 norm of a gradient that ranks share, shape []: each part of it counts once.
+    """Return this rank's part of the sum of a gradient's squares, shape [1], in 64 bits.
+
+    Summed over all ranks that share the model, or have copies of it, each part of the gradient counts once.
 
     Args:
         parameters: Those here.
-        ranks: All ranks that share the model, or have copies of it.
-        copies: Returns on how many of them the same of a parameter lies.
+        copies: Returns on how many ranks the same of a parameter lies.
     """
     found = list(parameters)
     squares = torch.zeros(1, dtype=torch.float64, device=here(found[0]).device)
     for parameter in found:
         if parameter.grad is not None:
             squares += here(parameter.grad).double().square().sum() / copies(parameter)
-    return ranks.wait(ranks.start_allreduce(squares, "horovod_train.norm")).sqrt()[0]
+    return squares
 
 
 def give_memory(model: torch.nn.Module, weights_on: torch.device, rest_on: torch.device) -> None:

@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -35,8 +36,8 @@ from horovod_train.frameworks.torch.shards import (
     give_memory,
     held_model,
     held_parameters,
-    norm_of,
     num_copies,
+    squares_of,
     take_no_two_kinds_at_once,
 )
 from horovod_train.frameworks.torch.strategies.base import Placing
@@ -213,7 +214,9 @@ class Fsdp(TorchDistributed):
 
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient: each part counts once."""
-        return norm_of(self._parameters(), self._ranks, lambda p: num_copies(p, self._ranks.size))
+        squares = squares_of(self._parameters(), lambda p: num_copies(p, self._ranks.size))
+        dist.all_reduce(squares)
+        return squares.sqrt()[0]
 
 
 def num_ranks_of(wanted: int | Literal["host"] | None, num_ranks: int, hosts: Sequence[str]) -> int:

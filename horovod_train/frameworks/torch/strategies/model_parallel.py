@@ -13,8 +13,8 @@ from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Optimized
 from horovod_train.frameworks.torch.shards import (
     held_parameters,
-    norm_of,
     num_copies,
+    squares_of,
     take_no_two_kinds_at_once,
 )
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
@@ -65,7 +65,8 @@ class ModelParallel(Strategy):
 
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient: each part counts once."""
-        return norm_of(self._trained(), self._world, self._num_copies)
+        squares = squares_of(self._trained(), self._num_copies)
+        return self._world.wait(self._world.start_allreduce(squares, "horovod_train.norm")).sqrt()[0]
 
     def _num_copies(self, parameter: torch.nn.Parameter) -> int:
         """Return on how many ranks the same of a parameter lies."""
