@@ -268,7 +268,8 @@ class TorchCommunicator(HorovodCommunicator):
     def close(self) -> None:
         """Leave the world. Safe to call twice."""
         super().close()
-        PROCESS_SETS.clear()
+        if not self.hvd.is_initialized():  # who keeps it up keeps them
+            PROCESS_SETS.clear()
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
         """Overwrite a tensor with rank 0's, whatever its type."""
