@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from horovod_train.collectives.base import Communicator
@@ -17,6 +16,7 @@ from horovod_train.config.schema import Job
 from horovod_train.horovod.environment import horovod_settings
 
 OUT = "BENCH_OUT"
+BIN = Path(sys.executable).parent
 
 
 def found_on_ranks(module: str, arguments: Sequence[str], num_ranks: int, controller: str) -> Any:
@@ -31,26 +31,31 @@ def found_on_ranks(module: str, arguments: Sequence[str], num_ranks: int, contro
     Raises:
         SystemExit: It tells nothing; with the last of what was said.
     """
-    binaries = Path(sys.executable).parent
-    command = [str(binaries / "horovodrun"), f"--{controller}", "-np", str(num_ranks)]
+    command = [str(BIN / "horovodrun"), f"--{controller}", "-np", str(num_ranks)]
     settings = horovod_settings(Job.model_validate({"name": "b", "task": "gpt", "strategy": "pipeline"}))
-    folder = Path(tempfile.mkdtemp(prefix="horovod-train-bench-"))
-    settings[OUT] = str(folder / "found.json")
-    settings["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_ranks))
-    settings["OMPI_MCA_mpi_yield_when_idle"] = "1"  # as every launch of a job has it
-    done = subprocess.run(
-        [*command, sys.executable, "-m", module, "rank", *arguments],
-        env={**os.environ, **settings, "PATH": f"{binaries}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    try:
-        return json.loads(Path(settings[OUT]).read_text())
-    except OSError:
-        raise SystemExit(f"{arguments}: {done.stdout[-2000:]}{done.stderr[-2000:]}") from None
-    finally:
-        shutil.rmtree(folder)
+    with TemporaryDirectory(prefix="horovod-train-bench-") as folder:
+        out = Path(folder) / "found.json"
+        done = subprocess.run(
+            [*command, sys.executable, "-m", module, "rank", *arguments],
+            env={**environment(out, num_ranks), **settings},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not out.exists():
+            raise SystemExit(f"{arguments}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return json.loads(out.read_text())
+
+
+def environment(out: Path, num_ranks: int) -> dict[str, str]:
+    """Return the variables that every launch sets for its ranks, and where they tell what they find."""
+    return {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        OUT: str(out),
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // num_ranks)),
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+    }
 
 
 def tell(world: Communicator, found: object) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
 import statistics
 import subprocess
@@ -27,9 +26,9 @@ from pathlib import Path
 from benchmarks.alternating import is_recorded
 from benchmarks.in_turns import is_ours
 from benchmarks.models import MODELS
+from benchmarks.on_ranks import BIN, environment
 
 HERE = Path(__file__).parent
-BIN = Path(sys.executable).parent
 WARMUP_STEPS = 5
 NUM_RANKS = 2
 PORT = 29700
@@ -167,11 +166,7 @@ def step_times_s(variant: Variant, model: str, steps: int) -> list[float]:
     folder = Path(tempfile.mkdtemp(prefix="horovod-train-bench-"))
     out = folder / "starts.json"
     env = {
-        **os.environ,
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "BENCH_OUT": str(out),
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // NUM_RANKS)),
-        "OMPI_MCA_mpi_yield_when_idle": "1",
+        **environment(out, NUM_RANKS),
         "PYTHONPATH": str(HERE.parent),
         **dict(variant.env),
     }

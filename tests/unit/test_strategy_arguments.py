@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import types
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from programs.cases import Case
 from support.torch_threads import on_torch_ranks, run_of
 from torch import nn
@@ -21,7 +24,7 @@ from horovod_train.config.strategies import STRATEGY_SUPPORT, axes_of
 from horovod_train.errors import CheckpointError, EngineError, UserError
 from horovod_train.frameworks.torch import process_group
 from horovod_train.frameworks.torch.process_group import choose_address
-from horovod_train.frameworks.torch.strategies.base import make_strategy
+from horovod_train.frameworks.torch.strategies.base import Placing, make_strategy
 from horovod_train.frameworks.torch.strategies.fsdp import Fsdp, num_ranks_of
 from horovod_train.frameworks.torch.strategies.mesh import ShardedLayers
 from horovod_train.frameworks.torch.strategies.pipeline import Pipeline
@@ -215,11 +218,21 @@ class TestUnits:
         assert sorted(units_of(Two())) == ["first", "second"]  # and not what has no weights
 
 
+@pytest.fixture
+def process_groups():
+    """PyTorch's may be started; it is ended, with what it has set."""
+    with mock.patch.dict(os.environ):
+        yield
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_groups")
 def test_what_is_trained_may_not_change_where_pytorch_sums():
-    model = nn.Linear(2, 2)
     job = Job(name="j", task="digits", strategy=Strategy(name="ddp"))
     strategy = TorchDistributed(Mesh.data_parallel(SingleRank()), job)
+    model = strategy.wrap(nn.Linear(2, 2), Placing(torch.device("cpu"), job.train))
     strategy.bind(model, torch.optim.SGD(model.parameters()))
+    strategy.reduce(torch.zeros(()))
     model.bias.requires_grad_(requires_grad=False)
 
     with pytest.raises(UserError, match="what is trained has changed, which strategy ddp cannot take up"):

@@ -268,7 +268,7 @@ class TorchCommunicator(HorovodCommunicator):
     def close(self) -> None:
         """Leave the world. Safe to call twice."""
         super().close()
-        if not self.hvd.is_initialized():  # who keeps it up keeps them
+        if not self.hvd.is_initialized():  # as long as it is up, it has them
             PROCESS_SETS.clear()
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:

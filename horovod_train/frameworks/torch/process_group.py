@@ -105,19 +105,22 @@ def _end() -> None:
         dist.destroy_process_group()
 
 
-def group_among(groups: Sequence[Sequence[int]], health: Health) -> dist.ProcessGroup:
-    """Return the group that this rank is in; every rank calls it.
+def group_among(groups: Sequence[Sequence[int]], health: Health) -> Any:
+    """Return the one of several groups that this rank is in; every rank calls it.
 
     Args:
         groups: Ranks of each, which together are all ranks.
         health: How long a collective may take.
     """
     if len(groups) == 1:
-        assert dist.group.WORLD is not None
         return dist.group.WORLD
-    timeout = timedelta(seconds=health.stall_shutdown_s)
-    made = [dist.new_group(list(group), timeout=timeout) for group in groups]
-    return next(made[at] for at, group in enumerate(groups) if dist.get_rank() in group)
+    made = [new_group(ranks, health) for ranks in groups]
+    return next(group for ranks, group in zip(groups, made, strict=True) if dist.get_rank() in ranks)
+
+
+def new_group(ranks: Sequence[int], health: Health) -> Any:
+    """Return a group of some ranks; all ranks call it. Collectives in it may take as long as any."""
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=health.stall_shutdown_s))
 
 
 def set_timeout(group: dist.ProcessGroup, health: Health) -> None:

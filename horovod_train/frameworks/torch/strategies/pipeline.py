@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from horovod_train.frameworks.torch.pipeline.messages import Messages
 from horovod_train.frameworks.torch.pipeline.orders import Pass, order_of
 from horovod_train.frameworks.torch.pipeline.passes import PipelinePasses, Place
 from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, asked_for
-from horovod_train.frameworks.torch.process_group import set_timeout, start_process_group
+from horovod_train.frameworks.torch.process_group import new_group, set_timeout, start_process_group
 from horovod_train.frameworks.torch.shards import (
     held_of,
 )
@@ -133,7 +132,7 @@ class Pipeline(ModelParallel):
         """Return where this rank stands; all ranks make all groups, in one order."""
         num_ranks = self._axes.pipeline
         for ranks in self._axes.pipelines():
-            groups = {direction: self._new_group(ranks) for direction in DIRECTIONS}
+            groups = {direction: new_group(ranks, self._job.health) for direction in DIRECTIONS}
             if self._world.rank in ranks:
                 own_ranks, own_groups = ranks, groups
         rank = own_ranks.index(self._world.rank)
@@ -164,10 +163,6 @@ class Pipeline(ModelParallel):
         own = {name: style for name, style in plan.items() if any(s.owns(name) for s in self._place.stages)}
         share_layers(model, whole["tensor"], own)
 
-    def _new_group(self, ranks: Sequence[int]) -> Any:
-        timeout = timedelta(seconds=self._job.health.stall_shutdown_s)
-        return dist.new_group(list(ranks), timeout=timeout)
-
     def _find_tied(self, model: torch.nn.Module, stages: Sequence[Stage]) -> list[Tied]:
         """Return parameters that several ranks use, this one among them."""
         aliases: dict[int, list[str]] = {}
@@ -179,7 +174,7 @@ class Pipeline(ModelParallel):
             places = sorted({at % self._axes.pipeline for at in using})
             for pipeline in self._axes.pipelines() if len(places) > 1 else ():
                 ranks = [pipeline[place] for place in places]
-                group = self._new_group(ranks)
+                group = new_group(ranks, self._job.health)
                 if self._world.rank in ranks:
                     found.append(Tied(names[0], len(ranks), group))
         return found

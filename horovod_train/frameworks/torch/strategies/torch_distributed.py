@@ -67,7 +67,7 @@ class TorchDistributed(Strategy):
                 hint="freeze parameters before training begins, or use strategy: allreduce",
             )
         loss = weighted_loss.detach().clone()
-        # Through PyTorch's group as well: Horovod's threads would take a millisecond of each step.
+        # Not through Horovod: its threads beside PyTorch's would take a millisecond of each step.
         dist.all_reduce(loss, group=self._group)
         return loss
 
