@@ -373,6 +373,10 @@ class Health(Section):
     stall_shutdown_s: Seconds = 600.0
     """End the job when they are still missing after this time, in seconds."""
 
+    verify_strategy: bool = True
+    """Compare the first steps under any strategy but allreduce with those of the plain model on the same samples;
+    end the job with exit code 2 if they differ."""
+
     max_clock_offset_s: Seconds = 5.0
     """Refuse to start when the clocks of two hosts differ by more, in seconds."""
 

@@ -58,8 +58,8 @@ class ZeroArguments(Section):
 class DdpArguments(Section):
     """PyTorch's DistributedDataParallel."""
 
-    find_unused_parameters: bool = False
-    """Some parameters have no gradient in some steps: look for them in each."""
+    find_unused_parameters: bool | None = None
+    """Some parameters have no gradient in some steps: look for them in each; null: if that is so in the first."""
 
     static_graph: bool = False
     """The same parameters are used in the same order in each step."""

@@ -24,6 +24,7 @@ from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.collectives.log import Collective
 from horovod_train.config.schema import Health
 from horovod_train.errors import describe_ranks
+from horovod_train.frameworks.torch.path_agreement import PathAgreement, tell_position
 
 RECORDED = 128
 """So many collectives are remembered: more are not under way at once."""
@@ -64,6 +65,7 @@ class CollectiveWatch:
 
     Attributes:
         missing: Who stays away, and from what, for a person; empty: nobody.
+        paths: Where this rank is in its passes, which other ranks may ask; None: its passes have no collectives.
     """
 
     def __init__(
@@ -74,7 +76,8 @@ class CollectiveWatch:
         say: Callable[[str], object] = sys.stderr.write,
     ) -> None:
         self.missing = ""
-        self._ranks, self._store, self._say = ranks, store, say
+        self._ranks, self.store, self._say = ranks, store, say
+        self.paths: PathAgreement | None = None
         self._warning_s = max(health.stall_warning_s, 2 * LOOK_INTERVAL_S)
         self._shown: Collective | None = None
         self._left_word: tuple[str, int] | None = None
@@ -91,6 +94,8 @@ class CollectiveWatch:
     def _watch(self) -> None:
         while not self._over.wait(LOOK_INTERVAL_S):
             try:
+                if self.paths is not None:
+                    tell_position(self.store, self._ranks.rank, self.paths.position)
                 oldest = oldest_under_way()
                 self._show(oldest)
                 if oldest is None or oldest.age_s < self._warning_s / 2:
@@ -115,10 +120,10 @@ class CollectiveWatch:
     def _compare(self, oldest: UnderWay) -> None:
         """Leave word, and find out who has left none."""
         if self._left_word != oldest.group:
-            self._store.set(oldest.key_of(self._ranks.rank), "here")
+            self.store.set(oldest.key_of(self._ranks.rank), "here")
             self._left_word = oldest.group
             return  # others leave theirs within a moment
-        here = [rank for rank in oldest.ranks if self._store.check([oldest.key_of(rank)])]
+        here = [rank for rank in oldest.ranks if self.store.check([oldest.key_of(rank)])]
         away = [rank for rank in oldest.ranks if rank not in here]
         if not away:
             return  # all are in it: it takes long

@@ -97,6 +97,20 @@ class FlatState:
         """Return this rank's parts of what is optimized."""
         return [Optimized(p.name, Held(p.stand_in, Part(p.whole, (p.start,)))) for p in self._pieces]
 
+    def gradients(self) -> Iterator[tuple[str, Part, torch.Tensor]]:
+        """Yield this rank's parts of the gradients, after backward and before the update.
+
+        Yields nothing for a flat tensor whose gradients DeepSpeed has moved to the host or a disk.
+        """
+        flat: dict[int, torch.Tensor] = {}
+        for piece in self._pieces:
+            if piece.number not in flat:
+                pieces = self._made.averaged_gradients.get(piece.number)
+                if not pieces:
+                    continue
+                flat[piece.number] = self._made.flatten(pieces)
+            yield piece.name, Part(piece.whole, (piece.start,)), piece.of(flat[piece.number])
+
     def optimizer(self) -> torch.optim.Optimizer:
         """Return an optimizer over the pieces: its state is DeepSpeed's, or a copy of what is on a disk."""
         base = self._made.optimizer

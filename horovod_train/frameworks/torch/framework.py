@@ -7,6 +7,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from horovod_train.checkpoint.stored_arrays import StoredArrays
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
-from horovod_train.config.schema import Compile, Job, Train
+from horovod_train.config.schema import Allreduce, Compile, Job, Train
 from horovod_train.config.strategies import needs_own_messages
 from horovod_train.errors import HorovodTrainError, UnknownNameError
 from horovod_train.frameworks.devices import own_gpu
@@ -41,9 +42,11 @@ from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.process_group import explain_distributed, explain_unused
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Placing, Strategy, make_strategy
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
 from horovod_train.frameworks.torch.units import modules_fitting
+from horovod_train.frameworks.torch.verification import StrategyVerifier, copy_of_task, copy_of_value, refused
 from horovod_train.frameworks.torch.without_memory import (
     batch_of,
     explained,
@@ -53,6 +56,8 @@ from horovod_train.frameworks.torch.without_memory import (
 )
 
 log = logging.getLogger(__name__)
+
+VERIFIED = frozenset({"zero", "ddp", "fsdp", "deepspeed", "pipeline", "tensor_parallel", "mesh", "data_parallel"})
 
 
 class TorchFramework(TorchDevice):
@@ -78,22 +83,31 @@ class TorchFramework(TorchDevice):
         recomputed = layers_recomputed(job, task, mesh.world)
         strategy = make_strategy(job, mesh)
         weights = initial_weights(job)
+        plain_task = copy_of_task(task) if is_verified(job) else None
         model = make_model(task, strategy, weights)
         recompute_activations(model, recomputed)
         read = reading(job, device)
+        before = dict(vars(task))
         reader = read(task.train_data())
         eval_data = getattr(task, "eval_data", None)
         eval_reader = read(eval_data()) if eval_data else None
-        model = strategy.wrap(model, Placing(device, job.train, task, reader.first, weights))
-        optimizer = optimizer_of(job, task, model)
-        strategy.bind(model, optimizer)
-        forward_model: torch.nn.Module = model
-        if job.train.compile is not None:
-            forward_model = compiled(model, job.train.compile)
+        if plain_task is not None:
+            vars(plain_task).update(changed_attributes(task, before))
+        def is_explained(error: Exception) -> bool:
+            return self.explain(error, job, mesh.world.rank) is not None
+
+        with refused(job, is_explained) if plain_task is not None else nullcontext():
+            model = strategy.wrap(model, Placing(device, job.train, task, reader.first, weights))
+            optimizer = optimizer_of(job, task, model)
+            strategy.bind(model, optimizer)
+            forward_model: torch.nn.Module = model
+            if job.train.compile is not None:
+                forward_model = compiled(model, job.train.compile)
+            forward_model = strategy.called(forward_model)
         replica = TorchReplica(
             task=task,
             model=model,
-            forward_model=strategy.called(forward_model),
+            forward_model=forward_model,
             optimizer=optimizer,
             strategy=strategy,
             world=mesh.data,
@@ -102,6 +116,9 @@ class TorchFramework(TorchDevice):
             flops=FlopCounter() if wants_flops(job, device.type) else None,
             health=job.health,
         )
+        if plain_task is not None:
+            reference = reference_replica(job, mesh, plain_task, device)
+            replica.verifier = StrategyVerifier(job, reference, replica, mesh.world, is_explained)
         if recorder is not None:
             replica.record_steps(recorder, only_if_faster=job.train.cuda_graph == "auto")
         return replica, reader, eval_reader
@@ -122,6 +139,39 @@ class TorchFramework(TorchDevice):
     def seed(self, seed: int, rank: int, epoch: int) -> None:
         """Seed all random generators of this rank."""
         seed_generators(seed, rank, epoch)
+
+
+def is_verified(job: Job) -> bool:
+    """Whether the first steps under the job's strategy are compared with those of the plain model."""
+    return job.health.verify_strategy and job.strategy.name in VERIFIED
+
+
+def changed_attributes(task: TorchTask, before: Mapping[str, object]) -> dict[str, object]:
+    """Return copies of the attributes that a task has set since."""
+    return {
+        name: copy_of_value(value) for name, value in vars(task).items() if before.get(name, task) is not value
+    }
+
+
+def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.device) -> TorchReplica:
+    """Return a replica of the task's plain model under ``allreduce``, for the strategy's verification."""
+    random_state = state.rng_state()
+    seed_generators(job.train.seed, 0, 0)
+    strategy = summed_gradients(mesh.data, Allreduce(), "verify")
+    model = Placing(device, job.train)(make_model(task, strategy, initial_weights(job)))
+    optimizer = optimizer_of(job, task, model)
+    strategy.bind(model, optimizer)
+    state.load_rng_state(*random_state)
+    return TorchReplica(
+        task=task,
+        model=model,
+        optimizer=optimizer,
+        strategy=strategy,
+        world=mesh.data,
+        train=job.train,
+        health=job.health,
+        lag_steps=0,
+    )
 
 
 def wants_flops(job: Job, device: str) -> bool:

@@ -84,12 +84,25 @@ def optimizer_blobs(
     optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized], cache: Cache, *, settings_only: bool
 ) -> tuple[object, dict[str, ArrayBlob]]:
     """Return an optimizer's state by the names of parameters: a JSON tree and the arrays it refers to."""
+    tree, arrays = _packed(optimizer, optimized, settings_only=settings_only)
+    return tree, {key: held.blob(cache, f"optimizer.{key}") for key, held in arrays.items()}
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized]
+) -> dict[str, Held]:
+    """Return the tensors of an optimizer's state, by the keys of the arrays of a checkpoint."""
+    return _packed(optimizer, optimized, settings_only=False)[1]
+
+
+def _packed(
+    optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized], *, settings_only: bool
+) -> tuple[object, dict[str, Held]]:
     plain = optimizer.state_dict()
     document = _by_name({**plain, "state": {}} if settings_only else plain, optimized)
-    tree, arrays = pack_tree(
+    return pack_tree(
         {"class": type(optimizer).__qualname__, "state": document}, lambda leaf: isinstance(leaf, Held)
     )
-    return tree, {key: held.blob(cache, f"optimizer.{key}") for key, held in arrays.items()}
 
 
 def _by_name(document: Mapping[str, Any], optimized: Sequence[Optimized]) -> object:

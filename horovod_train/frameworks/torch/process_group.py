@@ -24,6 +24,7 @@ from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Health
 from horovod_train.errors import EngineError, HorovodTrainError, PeerError, UserError
 from horovod_train.frameworks.torch.collective_watch import RECORDED, CollectiveWatch
+from horovod_train.frameworks.torch.path_agreement import PathAgreement
 
 _watches: list[CollectiveWatch] = []  # of the process group, while there is one
 LOOPBACK = "127.0.0.1"
@@ -95,6 +96,16 @@ def _common_store(ranks: Communicator, address: str, timeout: timedelta) -> Stor
     return server or TCPStore(
         host, port, ranks.size, is_master=False, wait_for_workers=False, timeout=timeout
     )
+
+
+def agree_on_paths(ranks: Communicator, health: Health) -> PathAgreement:
+    """Return what compares the passes of all ranks, once the process group is up."""
+    watch = _watches[-1] if _watches else None
+    store = None if watch is None else watch.store.clone()
+    paths = PathAgreement(store, ranks.rank, ranks.size if watch else 1, health.stall_shutdown_s)
+    if watch is not None:
+        watch.paths = paths
+    return paths
 
 
 def _end() -> None:

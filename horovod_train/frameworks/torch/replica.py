@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,6 +34,9 @@ from horovod_train.frameworks.torch.update import (
     UpdateOnHost,
     can_be_masked,
 )
+
+if TYPE_CHECKING:
+    from horovod_train.frameworks.torch.verification import StrategyVerifier
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +103,8 @@ class TorchReplica:
         self._is_training = False
         self._not_optimized: list[torch.nn.Parameter] = []
         self._graphs: StepGraphs | None = None
+        self.verifier: StrategyVerifier | None = None
+        """Compares the first steps with those of the plain model; None: they are not, or were."""
 
     def _make_updates(self) -> tuple[UpdateOnHost, UpdateOnDevice]:
         scaler, limit = self.scaler, self._train.clip_grad_norm
@@ -121,17 +127,27 @@ class TorchReplica:
 
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Outcome:
         """Make one optimizer step with this rank's share of it; on a CPU, blocks until all ranks did."""
+        if self.verifier is None:
+            return self._step(step, lr, want_norm=want_norm)
+        with self.verifier.compared(step) as same:
+            outcome = self._step(same, lr, want_norm=want_norm)
+        if self.verifier.is_done:
+            self.verifier = None
+        return outcome
+
+    def _step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Outcome:
         clock = self.new_clock()
         self.begin(step)
         with self._counting(step):
-            if self.strategy.makes_passes:
-                self._local_loss += self.strategy.make_passes(step, self._loop(clock))
-            else:
-                self._make_passes(step, clock)
+            self.make_passes(step, clock)
         return self.finish(clock, lr, want_norm=want_norm)
 
-    def _make_passes(self, step: PlannedStep, clock: StepClock) -> None:
+    def make_passes(self, step: PlannedStep, clock: StepClock) -> None:
+        """Make the forward and backward passes of a step that has begun."""
         assert self.task is not None
+        if self.strategy.makes_passes:
+            self._local_loss += self.strategy.make_passes(step, self._loop(clock))
+            return
         for number, (micro_batch, batch) in enumerate(step, 1):
             clock.lap("data")
             if self._replayed(batch, micro_batch.share):
@@ -280,15 +296,35 @@ class TorchReplica:
         Raises:
             PeerError: Another rank was lost.
         """
-        loss = self.strategy.reduce(self._local_loss)
+        loss = self.reduce()
         clock.lap("allreduce_wait")
         if not self.lag_steps and isinstance(clock, DeviceClock):
             # The update asks the device. Here whoever looks on sees what is waited for.
             self._world.wait_in(DeviceWork(clock.phase), late.Sent(loss.reshape(1)).read)
-        self._set_rates(lr)
-        numbers = self._complete(loss, want_norm or self._guard_gradients)
+        if self.verifier is not None:
+            self.verifier.compare_gradients(loss)
+        numbers = self.update(loss, lr, want_norm=want_norm)
         clock.lap("optimizer")
+        if self.verifier is not None:
+            self.verifier.compare_update(lr, want_norm=want_norm)
         return self.outcome_of(numbers, clock, self.strategy)
+
+    def reduce(self) -> torch.Tensor:
+        """Complete the gradients of a step; return its loss over all ranks, shape [].
+
+        Raises:
+            PeerError: Another rank was lost.
+        """
+        return self.strategy.reduce(self._local_loss)
+
+    def update(self, loss: torch.Tensor, lr: float, *, want_norm: bool) -> Mapping[str, Number] | Packed:
+        """Update the weights with gradients that are complete; return what the step turned out to be."""
+        self._set_rates(lr)
+        return self._complete(loss, want_norm or self._guard_gradients)
+
+    def gradients_by_name(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yield the gradients of the model's parameters."""
+        yield from ((name, parameter.grad) for name, parameter in self.model.named_parameters())
 
     def _set_rates(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -385,6 +421,8 @@ class TorchReplica:
         """
         if self.strategy.has_whole_weights:  # others have taken them over when they took their parts
             broadcast_model(self.model, self._world)
+        if self.verifier is not None:
+            self.verifier.broadcast()
 
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers: the same on every rank."""
@@ -404,6 +442,8 @@ class TorchReplica:
             CheckpointError: The state belongs to another model or optimizer.
         """
         self._saved_state.load(state)
+        if self.verifier is not None:
+            self.verifier.reference.load_state(state)
         self.go_on()
         if self._graphs is not None:
             self._graphs.forget()

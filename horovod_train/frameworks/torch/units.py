@@ -45,7 +45,7 @@ def units_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return a model's repeated parts, by name: what its outermost lists of modules have.
 
     Those are the layers of most models: ``ModuleList`` and ``Sequential``. A model without such lists has the
-    parts that it is made of.
+    parts that it is made of. A list in a list is one part.
     """
     found: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules():
@@ -60,4 +60,5 @@ def _with_parameters(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.
 
 
 def _is_inside(name: str, outer: Iterable[str]) -> bool:
-    return any(name.startswith(f"{each}.") for each in outer)
+    """Whether a module is one of the outer ones, or in one of them."""
+    return any(name == each or name.startswith(f"{each}.") for each in outer)

@@ -66,8 +66,13 @@ def allreduce(mesh: Mesh, job: Job) -> Strategy:
     return strategy
 
 
-def summed_gradients(ranks: Communicator, section: Allreduce) -> Strategy:
+def summed_gradients(ranks: Communicator, section: Allreduce, name: str = "bucket") -> Strategy:
     """Return what completes the gradients of a step in this world.
+
+    Args:
+        ranks: Those that share the samples of a step.
+        section: How gradients travel.
+        name: Horovod knows the buckets by it.
 
     Raises:
         UserError: The codec cannot be made.
@@ -76,7 +81,7 @@ def summed_gradients(ranks: Communicator, section: Allreduce) -> Strategy:
     if ranks.size == 1 and not codec.has_memory:
         return SingleRankStrategy()
     size_bytes = int(section.bucket_size_mib * 2**20)
-    return AllreduceStrategy(with_tensors(ranks), codec=codec, bucket_size_bytes=size_bytes)
+    return AllreduceStrategy(with_tensors(ranks), codec=codec, bucket_size_bytes=size_bytes, name=name)
 
 
 class SingleRankStrategy(Strategy):
@@ -91,6 +96,10 @@ class SingleRankStrategy(Strategy):
                 parameter.grad = parameter.grad.to_dense()
             parameter.grad = aligned(parameter, parameter.grad)
         return weighted_loss
+
+    def used_in_last_pass(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that have a gradient."""
+        return [parameter for parameter in self._parameters() if parameter.grad is not None]
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients there are."""
@@ -107,10 +116,14 @@ class AllreduceStrategy(Strategy):
         ranks: Those that share the samples of a step.
         codec: How gradients travel.
         bucket_size_bytes: About how much is one message.
+        name: Horovod knows the buckets by it.
     """
 
-    def __init__(self, ranks: TensorCollectives, *, codec: Codec, bucket_size_bytes: int) -> None:
+    def __init__(
+        self, ranks: TensorCollectives, *, codec: Codec, bucket_size_bytes: int, name: str = "bucket"
+    ) -> None:
         self._ranks = ranks
+        self._name = name
         self._codec = codec
         self._bucket_size_bytes = bucket_size_bytes
         self.buckets: list[Bucket] = []
@@ -254,6 +267,10 @@ class AllreduceStrategy(Strategy):
             for slot in bucket.slots
         ]
 
+    def used_in_last_pass(self) -> list[torch.nn.Parameter]:
+        """Return the parameters that have got a gradient in this step's last backward pass, before ``reduce``."""
+        return [p for p, used in zip(self._trained, self._is_packed, strict=True) if used]
+
     def _trains_others_than_before(self) -> bool:
         return self._optimized.count() != len(self._candidates) or any(
             parameter.requires_grad != before
@@ -340,7 +357,7 @@ class AllreduceStrategy(Strategy):
         bucket = self.buckets[number]
         bucket.is_sent = True
         # Sizes follow the layout, and Horovod knows a tensor by its name.
-        bucket.message.send(self._ranks, f"horovod_train.bucket.{self.layout}.{number}")
+        bucket.message.send(self._ranks, f"horovod_train.{self._name}.{self.layout}.{number}")
 
     def _receive(self, flags: torch.Tensor | None) -> None:
         """Wait for every bucket. ``flags`` is read only by ranks that lack a gradient."""

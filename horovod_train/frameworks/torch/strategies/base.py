@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -38,11 +38,12 @@ from typing import Any
 import torch
 from torch.nn.utils import get_total_norm
 
-from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.checkpoint.arrays import ArrayBlob, Part
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import STRATEGY_SUPPORT
 from horovod_train.data.planned_step import PlannedStep
+from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized, whole_model, whole_parameters
 from horovod_train.frameworks.torch.task import TorchTask
 from horovod_train.frameworks.torch.trained import OptimizedParameters
@@ -110,6 +111,8 @@ class Strategy:
         updates_itself: It makes the updates, with clipping: the optimizer that it was bound to makes no step.
         reads_weights: It can be given a model without memory, and the weights of a file.
         makes_passes: It has an order of passes of its own, and gives the metrics of a batch as well.
+        compute_dtypes: Types in which it computes passes, besides those of the weights.
+        unused_have_zeros: A parameter that no rank uses in a step has a gradient of zeros, and not none.
     """
 
     bytes_per_step: int = 0
@@ -124,6 +127,8 @@ class Strategy:
     updates_itself: bool = False
     reads_weights: bool = False
     makes_passes: bool = False
+    compute_dtypes: Sequence[torch.dtype] = ()
+    unused_have_zeros: bool = False
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
 
@@ -177,6 +182,13 @@ class Strategy:
         """Return the names of parameters as an optimizer of the whole model numbers them."""
         return [parameter.name for parameter in self.optimized()]
 
+    def note_unused(self, names: Sequence[str]) -> None:
+        """Take note of parameters that a step of the plain model leaves out, before the step is made.
+
+        Args:
+            names: Of parameters without a gradient in the step's last pass, on at least one rank.
+        """
+
     def begin(self, step: PlannedStep) -> None:
         """A step begins."""
 
@@ -222,6 +234,17 @@ class Strategy:
     def gradients(self) -> list[torch.Tensor]:
         """Return tensors that together are the gradient; writing to them changes ``parameter.grad``."""
         raise NotImplementedError
+
+    def local_gradients(self) -> Iterator[tuple[str, Part | None, torch.Tensor | None]]:
+        """Yield what this rank holds of the gradient of the step, by the names of parameters.
+
+        Yields:
+            The name, which part of the parameter it is (None: all of it), and the gradient (None: no rank has
+            one).
+        """
+        parameters = (p for group in self._optimizer.param_groups for p in group["params"])
+        for parameter, each in zip(parameters, self.optimized(), strict=True):
+            yield str(each.name), each.held.part, None if parameter.grad is None else here(parameter.grad)
 
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient, shape []."""

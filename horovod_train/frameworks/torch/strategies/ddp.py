@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
@@ -9,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
+from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
 
 
@@ -18,7 +23,7 @@ class Ddp(TorchDistributed):
     Args:
         mesh: Of the ranks.
         job: Says how large buckets are.
-        find_unused_parameters: Some parameters have no gradient in some steps.
+        find_unused_parameters: Some parameters have no gradient in some steps; None: if that is so in the first.
         static_graph: The same parameters are used in the same order in each step.
     """
 
@@ -27,39 +32,86 @@ class Ddp(TorchDistributed):
         mesh: Mesh,
         job: Job,
         *,
-        find_unused_parameters: bool = False,
+        find_unused_parameters: bool | None = None,
         static_graph: bool = False,
     ) -> None:
         super().__init__(mesh, job)
         self._find_unused = find_unused_parameters
         self._static_graph = static_graph
-        self._called: DistributedDataParallel | None = None
+        self._called: CalledByTask | None = None
+        self._has_summed_all = False
 
     def called(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return what the task calls in the model's place."""
-        self._called = DistributedDataParallel(
+        self._called = CalledByTask(module, self._wrapped)
+        return self._called
+
+    def _wrapped(self, module: torch.nn.Module) -> DistributedDataParallel:
+        wrapped = DistributedDataParallel(
             module,
             bucket_cap_mb=self._job.allreduce.bucket_size_mib,
             forward_sync_buffers=False,  # running statistics are averaged
-            find_unused_parameters=self._find_unused,
+            find_unused_parameters=bool(self._find_unused),
             static_graph=self._static_graph,
             gradient_as_bucket_view=True,
         )
-        self._called.register_comm_hook(None, lambda _, bucket: _sum(bucket))
-        return self._called
+        wrapped.register_comm_hook(None, lambda _, bucket: self._sum(bucket))
+        return wrapped
+
+    def note_unused(self, names: Sequence[str]) -> None:
+        """Look for unused parameters in each step, if the plain model leaves some out in the first."""
+        if self._find_unused is None:
+            self._find_unused = bool(names)
 
     def _expect(self, *, is_last: bool) -> None:
         assert self._called is not None
+        self._has_summed_all = False
         # What ``no_sync`` sets; it is a context around both passes, and a step has several.
-        self._called.require_backward_grad_sync = is_last
+        self._called.wrapped.require_backward_grad_sync = is_last
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the whole step: gradients are summed by now."""
+        """Return the loss of the whole step: gradients are summed by now.
+
+        Raises:
+            UserError: A parameter has no gradient, which ranks wait for.
+        """
+        if not self._has_summed_all:
+            raise UserError(
+                "strategy ddp: a parameter has no gradient in the last micro-batch of this step on rank "
+                f"{self._ranks.rank}",
+                hint="set strategy.args.find_unused_parameters: true, or use strategy: allreduce",
+            )
         self.bytes_per_step = sum(gradient.nbytes for gradient in self.gradients())
         return super().reduce(weighted_loss)
 
 
-def _sum(bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum a bucket: losses are weighted, so that a sum over ranks is the gradient of the joint batch."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
+    def _sum(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Sum a bucket: losses are weighted, so that a sum over ranks is the gradient of the joint batch."""
+        self._has_summed_all = bucket.is_last()  # they are summed in their order
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+
+class CalledByTask(torch.nn.Module):
+    """Wraps a model when it is first used: only then it is known whether all its parameters are.
+
+    Args:
+        module: The model.
+        wrap: Returns what is called in its place.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, wrap: Callable[[torch.nn.Module], DistributedDataParallel]
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self._wrap = wrap
+
+    @cached_property
+    def wrapped(self) -> DistributedDataParallel:
+        """What is called in the model's place."""
+        return self._wrap(self.module)
+
+    def forward(self, *args: Any, **more: Any) -> Any:
+        """Call the model."""
+        return self.wrapped(*args, **more)

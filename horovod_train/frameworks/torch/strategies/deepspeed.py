@@ -19,11 +19,13 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 
+from horovod_train.checkpoint.arrays import Part
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
@@ -32,6 +34,7 @@ from horovod_train.frameworks.torch.deepspeed_state import FlatState
 from horovod_train.frameworks.torch.elementwise import check_elementwise
 from horovod_train.frameworks.torch.held import Held, Optimized
 from horovod_train.frameworks.torch.optimizer import twin_of
+from horovod_train.frameworks.torch.process_group import agree_on_paths
 from horovod_train.frameworks.torch.strategies.base import Placing
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
 
@@ -60,6 +63,7 @@ class DeepSpeed(TorchDistributed):
     has_whole_weights = False
     can_be_read_later = False  # DeepSpeed asks the device in each step
     updates_itself = True
+    unused_have_zeros = True
 
     def __init__(
         self,
@@ -118,6 +122,12 @@ class DeepSpeed(TorchDistributed):
         self._numbering = [parameter.name for parameter in super().optimized()]
         self._num_parameters = super().num_parameters()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._paths = agree_on_paths(self._ranks, self._job.health)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:  # before DeepSpeed's hook, which reduces the gradient
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(self._gradient_is_there, f"the gradient of {name}")
+                )
         # It is compared with what MPI says; later it is the number of the device.
         set_variable("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
         device = self._device.index or 0
@@ -137,8 +147,31 @@ class DeepSpeed(TorchDistributed):
             ) from error
         set_variable("LOCAL_RANK", str(device))
         self._made = made
+        if self._stage == 3:
+            self._announce_gathers(model)
         self._flat = FlatState(model, made, names, self._stage, self._data.rank)
         self._bytes_once = BYTES_OF_WEIGHT * self._num_parameters
+
+    def _gradient_is_there(self, event: str, _: torch.Tensor) -> None:
+        self._paths.event(event)
+
+    def _announce_gathers(self, model: torch.nn.Module) -> None:
+        """Let modules announce their forward and backward pass before DeepSpeed gathers their weights."""
+        coordinator = self._made.parameter_offload.get_param_coordinator()
+        fetch = coordinator.fetch_sub_module
+        names = {id(module): name or "the model" for name, module in model.named_modules()}
+
+        def fetch_announced(module: torch.nn.Module, forward: bool) -> None:
+            kind = "forward" if forward else "backward"
+            self._paths.event(f"the {kind} pass of {names.get(id(module), type(module).__name__)}")
+            fetch(module, forward)
+
+        coordinator.fetch_sub_module = fetch_announced
+        model.register_forward_pre_hook(lambda *_: self._begin_evaluation(), prepend=True)
+
+    def _begin_evaluation(self) -> None:
+        if not torch.is_grad_enabled():
+            self._paths.begin_pass("evaluation")
 
     def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuse what DeepSpeed would fall over, or change in silence."""
@@ -213,6 +246,7 @@ class DeepSpeed(TorchDistributed):
 
     def _expect(self, *, is_last: bool) -> None:
         self._is_last = is_last
+        self._paths.begin_pass("training")
         self._engine.set_gradient_accumulation_boundary(is_last)
 
     def backward(self, weighted_loss: torch.Tensor) -> None:
@@ -224,8 +258,13 @@ class DeepSpeed(TorchDistributed):
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of the whole step: gradients are reduced by now."""
+        self._paths.end_pass()
         self.bytes_per_step = (3 if self._stage == 3 else 2) * self._bytes_once
         return super().reduce(weighted_loss)
+
+    def local_gradients(self) -> Iterator[tuple[str, Part | None, torch.Tensor | None]]:
+        """Yield this rank's parts of the gradient of the step."""
+        yield from self._flat.gradients()
 
     def update(self, clip_grad_norm: float | None) -> float:
         """Make the update, which DeepSpeed leaves out by itself if the gradient is not finite."""

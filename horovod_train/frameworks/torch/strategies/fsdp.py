@@ -6,9 +6,9 @@ stays between steps is an N-th; at the peak there are two units besides, one in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,13 +25,15 @@ from torch.distributed.tensor import DTensor
 from horovod_train.collectives.base import allgather_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.empty_model import load_initial
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized
-from horovod_train.frameworks.torch.process_group import set_timeout
+from horovod_train.frameworks.torch.path_agreement import PathAgreement
+from horovod_train.frameworks.torch.process_group import agree_on_paths, set_timeout
 from horovod_train.frameworks.torch.shards import (
     give_memory,
     held_model,
@@ -158,6 +160,12 @@ class Fsdp(TorchDistributed):
         return (num_ranks // sharing, sharing), ("copy", "shard")
 
     def _set_up(self, model: torch.nn.Module, units: Sequence[FSDPModule]) -> None:
+        self._paths = agree_on_paths(self._ranks, self._job.health)
+        self._used: set[int] = set()  # ids of parameters that have had a gradient in this step
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                announce_collectives(module, name or "the model", self._paths, self._used)
+        model.register_forward_pre_hook(lambda *_: self._begin_evaluation(), prepend=True)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 # Losses are weighted: gradients are summed, and not averaged.
@@ -170,6 +178,10 @@ class Fsdp(TorchDistributed):
         for at, unit in enumerate(units) if num > 1 else ():  # one is PyTorch's own way
             unit.set_modules_to_forward_prefetch(list(units[at + 1 : at + 1 + num]))
             unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, at - num) : at])))
+
+    def _begin_evaluation(self) -> None:
+        if not torch.is_grad_enabled():
+            self._paths.begin_pass("evaluation")
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take up what is trained."""
@@ -195,18 +207,42 @@ class Fsdp(TorchDistributed):
 
     # -- one step
 
+    def begin(self, step: PlannedStep) -> None:
+        """A step begins: no parameter has a gradient yet."""
+        self._used.clear()
+
     def _expect(self, *, is_last: bool) -> None:
         assert isinstance(self._model, FSDPModule)
+        self._paths.begin_pass("training")
         self._model.set_requires_gradient_sync(is_last or self._reduce_each)
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Sum the gradients of what is not sharded; return the loss of the whole step."""
+        self._paths.end_pass()
         self.bytes_per_step = 3 * self._bytes_once  # gathered twice, and reduced
+        self._used.update(id(p) for p in self._plain if p.grad is not None)
         if self._plain:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._plain]
             for parameter, total in zip(self._plain, self._exchange.sum(gradients, "scalars"), strict=True):
                 parameter.grad = total
-        return super().reduce(weighted_loss)
+        trained = [p for p in self._parameters() if p.requires_grad]
+        is_used = [id(p) in self._used for p in trained]
+        # The loss, and for each parameter on how many ranks it has a gradient: PyTorch reduces zeros for the others.
+        loss, *num_using = self._sums_of_step(weighted_loss, is_used)
+        for parameter, number in zip(trained, num_using, strict=True) if num_using else ():
+            if number == 0:
+                parameter.grad = None
+        return loss
+
+    def _sums_of_step(self, weighted_loss: torch.Tensor, is_used: Sequence[bool]) -> list[Any]:
+        """Return the loss of the step and, where this rank lacks a gradient, how many ranks have each."""
+        all_used = all(is_used)
+        if all_used:
+            flags = torch.ones(len(is_used), dtype=weighted_loss.dtype, device=weighted_loss.device)
+        else:
+            flags = torch.tensor(is_used, pin_memory=weighted_loss.is_cuda).to(weighted_loss, non_blocking=True)
+        sums = super().reduce(torch.cat([weighted_loss.detach().reshape(1), flags]))
+        return [sums[0], *(() if all_used else sums[1:].tolist())]
 
     def gradients(self) -> list[torch.Tensor]:
         """Return what is here of the gradients."""
@@ -217,6 +253,42 @@ class Fsdp(TorchDistributed):
         squares = squares_of(self._parameters(), lambda p: num_copies(p, self._ranks.size))
         dist.all_reduce(squares)
         return squares.sqrt()[0]
+
+
+def announce_collectives(module: FSDPModule, name: str, paths: PathAgreement, used: set[int]) -> None:
+    """Let a unit announce its forward and backward pass before it takes part in their collectives.
+
+    Args:
+        module: The unit.
+        name: Its name.
+        paths: Where it announces them.
+        used: Gets the ids of its parameters that have a gradient.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001  (there is no public way)
+        group.pre_forward = _announced(group.pre_forward, f"the forward pass of {name}", paths)
+        group.pre_backward = _announced(group.pre_backward, f"the backward pass of {name}", paths)
+        group.post_backward = _noting_used(
+            _announced(group.post_backward, f"the gradient of {name}", paths), group, used
+        )
+
+
+def _announced(method: Callable[..., Any], event: str, paths: PathAgreement) -> Callable[..., Any]:
+    def call(*args: Any, **more: Any) -> Any:
+        paths.event(event)
+        return method(*args, **more)
+
+    return call
+
+
+def _noting_used(method: Callable[..., Any], group: Any, used: set[int]) -> Callable[..., Any]:
+    def call(*args: Any, **more: Any) -> Any:
+        for each in group.fsdp_params:
+            has_gradient = hasattr(each, "_unsharded_param") and each.unsharded_param.grad is not None
+            if has_gradient or each.unsharded_accumulated_grad is not None:
+                used.add(id(each.sharded_param))
+        return method(*args, **more)
+
+    return call
 
 
 def num_ranks_of(wanted: int | Literal["host"] | None, num_ranks: int, hosts: Sequence[str]) -> int:

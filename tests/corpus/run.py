@@ -1,0 +1,217 @@
+"""Train the corpus under strategies, compare each with one process, and write what was seen.
+
+usage: run.py [--out FILE] [--strategy NAME ...] [--ranks N ...] [--case NAME ...] [--part I/N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent.parent)]
+
+import safetensors.torch  # noqa: E402
+import torch  # noqa: E402
+
+torch.set_num_threads(1)
+
+from corpus.base import Case  # noqa: E402
+from corpus.reference import BATCH_SIZE, EASY, EPOCHS, HARD, Settings, trained  # noqa: E402
+from corpus.worlds import Ended, run_world  # noqa: E402
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "allreduce": {"name": "allreduce"},
+    "zero": {"name": "zero"},
+    "zero1": {"name": "zero", "args": {"stage": 1}},
+    "ddp": {"name": "ddp"},
+    "fsdp": {"name": "fsdp"},
+    "deepspeed2": {"name": "deepspeed", "args": {"stage": 2}},
+    "deepspeed": {"name": "deepspeed"},
+    "pipeline": {"name": "pipeline"},
+    "tensor_parallel": {"name": "tensor_parallel"},
+}
+SHARED = {"pipeline", "tensor_parallel"}
+"""All ranks read the same samples."""
+
+
+def job_of(case: type, strategy: str, settings: Settings, num_ranks: int, folder: Path) -> dict[str, Any]:
+    """Return the description of a job."""
+    is_deepspeed = strategy.startswith("deepspeed")
+    description = dict(STRATEGIES[strategy])
+    plan = getattr(case, "plan", None)
+    if strategy == "tensor_parallel" and isinstance(plan, dict):
+        description["args"] = {"plan": plan}
+    args = {k.removeprefix("task_"): v for k, v in getattr(case, "job_task_args", {}).items()}
+    job: dict[str, Any] = {
+        "name": "corpus",
+        "task": f"{case.__module__}:{case.__name__}",
+        "task_args": {**({"double": False} if is_deepspeed else {}), **args},
+        "run_dir": str(folder),
+        "train": {
+            "epochs": EPOCHS,
+            "batch_size_per_rank": BATCH_SIZE,
+            "accumulation_steps": settings.accumulation_steps,
+            **({"clip_grad_norm": settings.clip_grad_norm} if settings.clip_grad_norm else {}),
+        },
+        "optimizer": {
+            "name": settings.optimizer if ":" in settings.optimizer else settings.optimizer.lower(),
+            "args": settings.args,
+        },
+        "lr": {"base_lr": settings.lr, "scaling": "none"},
+        "data": {"shuffle": False},
+        "strategy": description,
+        "metrics": {"enabled": False},
+        "checkpoint": {"every_epochs": None},
+        "health": {"stall_warning_s": 10.0, "stall_shutdown_s": 20.0},
+    }
+    for section, values in getattr(case, "job", {}).items():
+        job[section] = {**job.get(section, {}), **values} if isinstance(values, dict) else values
+    return job
+
+
+def seen(case: type, strategy: str, settings: Settings, num_ranks: int) -> dict[str, Any]:
+    """Train a case under a strategy; return what came of it."""
+    from horovod_train.worker import WorkerOptions, main
+
+    with tempfile.TemporaryDirectory(prefix="corpus-") as name:
+        folder = Path(name)
+        job = job_of(case, strategy, settings, num_ranks, folder)
+        (folder / "job.json").write_text(json.dumps(job))
+
+        def act(rank: int) -> int:
+            return main(WorkerOptions(folder / "job.json", run_id="run"))
+
+        ended = run_world(num_ranks, act, folder)
+        found: dict[str, Any] = {"seconds": round(ended.seconds, 2), "code": ended.code, "codes": ended.codes}
+        if ended.code != 0:
+            found |= {
+                "what": "refused" if ended.code == 2 else f"{ended.code}",
+                "output": ended.output[-6000:],
+            }
+            return found
+        return found | compared(case, strategy, settings, num_ranks, folder, job["task_args"], ended)
+
+
+def compared(
+    case: type,
+    strategy: str,
+    settings: Settings,
+    num_ranks: int,
+    folder: Path,
+    args: dict[str, Any],
+    ended: Ended,
+) -> dict[str, Any]:
+    from horovod_train.checkpoint.inspect import export
+
+    export(folder / "corpus", folder / "weights.safetensors")
+    weights = safetensors.torch.load_file(folder / "weights.safetensors")
+    num_data = 1 if strategy in SHARED else num_ranks
+    zeros = strategy.startswith("deepspeed")
+    expected = trained(case(**args), settings, num_data, zeros=zeros)
+    missing = sorted(set(expected) ^ set(weights))
+    if missing:
+        return {"what": "WRONG", "why": f"names differ: {missing[:4]}", "output": ended.output[-2000:]}
+    start = case(**args).model().state_dict()
+    moved = max(
+        (
+            float((expected[n].double() - start[n].double()).abs().max())
+            for n in expected
+            if expected[n].numel() and not expected[n].is_complex()
+        ),
+        default=0.0,
+    )
+    worst, where = 0.0, ""
+    for each, tensor in expected.items():
+        difference = (
+            (tensor - weights[each]).abs()
+            if tensor.is_complex() or tensor.is_floating_point()
+            else (tensor.double() - weights[each].double()).abs()
+        )
+        size = float(difference.max()) if tensor.numel() else 0.0
+        if tensor.shape != weights[each].shape or tensor.dtype != weights[each].dtype:
+            return {"what": "WRONG", "why": f"{each}: {weights[each].dtype} {tuple(weights[each].shape)}"}
+        if not size <= worst:
+            worst, where = size, each
+    tolerance = getattr(case, "tolerance", None) or (2e-6 if args.get("double") is False else 1e-9)
+    is_equal = worst <= tolerance
+    return {
+        "what": "equal" if is_equal else "WRONG",
+        "difference": worst,
+        "at": where,
+        "moved": moved,
+        **({} if is_equal else {"output": ended.output[-2000:]}),
+    }
+
+
+def cases() -> dict[str, type[Case]]:
+    """Return all cases by name."""
+    found: dict[str, type[Case]] = {}
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        if file.stem in {"__init__", "base", "reference", "run", "worlds"}:
+            continue
+        module = importlib.import_module(f"corpus.{file.stem}")
+        for name, each in vars(module).items():
+            if isinstance(each, type) and issubclass(each, Case) and each.__module__ == module.__name__:
+                found[name] = each
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--strategy", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("--ranks", nargs="*", type=int, default=[2])
+    parser.add_argument("--case", nargs="*")
+    parser.add_argument("--settings", nargs="*", default=["easy", "hard"])
+    parser.add_argument("--part", default="0/1")
+    parser.add_argument("-v", action="store_true")
+    options = parser.parse_args()
+    import horovod.torch  # noqa: F401
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+
+    import horovod_train.frameworks.torch.framework
+    import horovod_train.worker  # noqa: F401
+
+    if any(name.startswith("deepspeed") for name in options.strategy):
+        from horovod_train.frameworks.torch.strategies.deepspeed import imported
+
+        imported(torch.device("cpu"))
+    part, num_parts = map(int, options.part.split("/"))
+    every = [
+        (name, case, strategy, settings, num_ranks)
+        for name, case in cases().items()
+        for strategy in options.strategy
+        for num_ranks in options.ranks
+        for settings in (EASY, HARD)
+        if settings.name in options.settings
+        if not (settings is HARD and case.stateful)
+        if not (strategy == "tensor_parallel" and case.plan is None)
+        if options.case is None or name in options.case
+    ]
+    results = {}
+    for name, case, strategy, settings, num_ranks in every[part::num_parts]:
+        key = f"{name} {strategy} {num_ranks} {settings.name}"
+        try:
+            found = seen(case, strategy, settings, num_ranks)
+        except Exception:  # noqa: BLE001
+            found = {"what": "broken", "output": traceback.format_exc()}
+        results[key] = found
+        print(
+            f"{found['what']:8} {key:40} {found.get('difference', '')} {found.get('at', '')} {found.get('seconds')}s",
+            flush=True,
+        )
+        if options.v and "output" in found:
+            print(found["output"])
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
