@@ -46,7 +46,7 @@ DTYPE_CODES = {name: code for name, (code, _) in _DTYPES.items()}
 DTYPE_NAMES = {code: name for name, code in DTYPE_CODES.items()}
 ITEM_SIZE_BYTES = {name: size for name, (_, size) in _DTYPES.items()}
 _TREE = "__tree__"
-_METADATA = "__metadata__"
+METADATA = "__metadata__"
 _OURS = "horovod_train"
 _NO_DIGEST = "0" * 64
 
@@ -182,7 +182,7 @@ def write_plain(
         OSError: The disk refuses.
     """
     at = 0
-    entries: dict[str, object] = {_METADATA: {"format": "pt"}}  # which Transformers looks for
+    entries: dict[str, object] = {METADATA: {"format": "pt"}}  # which Transformers looks for
     for name, (dtype, shape) in kinds.items():
         size_bytes = math.prod(shape) * ITEM_SIZE_BYTES[dtype]
         entries[name] = _header_entry(dtype, shape, at, size_bytes)
@@ -274,7 +274,7 @@ def parse_header(header: bytes, size_bytes: int) -> list[Entry]:
     """
     try:
         document = json.loads(header[8:])
-        ours = json.loads(document.pop(_METADATA, {}).get(_OURS, "{}"))
+        ours = json.loads(document.pop(METADATA, {}).get(_OURS, "{}"))
         entries = [_entry(name, info, ours.get(name), len(header)) for name, info in document.items()]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"not a safetensors file: {type(error).__name__}: {error}") from error
@@ -320,7 +320,7 @@ def _header(arrays: Mapping[str, ArrayBlob], digests: Mapping[str, str] | None =
     entries: dict[str, object] = {}
     if digests is not None:
         ours = {name: [digests[name], *_place(blob.part)] for name, blob in arrays.items()}
-        entries[_METADATA] = {_OURS: json.dumps(ours)}
+        entries[METADATA] = {_OURS: json.dumps(ours)}
     at = 0
     for name, blob in arrays.items():
         if blob.dtype not in DTYPE_CODES:

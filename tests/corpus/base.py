@@ -39,18 +39,22 @@ class Case:
         stateful: A forward pass changes state: there is one for each step, so that there is one in one process.
         splits: The loss of a batch is not the mean of those of its parts: one process computes with the parts that
             ranks have.
+        is_random: It draws random numbers of each rank's own.
         plan: How layers are shared under ``tensor_parallel``; None: it is not tried.
         job: Sections of the job besides those of the corpus.
         only: Strategies it is meant for; None: all.
+        settings: How it is trained: by SGD, or by AdamW with accumulation and clipping.
         tolerance: Largest difference of a weight; None: that of its type.
     """
 
     stateful: ClassVar[bool] = False
     splits: ClassVar[bool] = False
+    is_random: ClassVar[bool] = False
     plan: ClassVar[Any] = None
     job: ClassVar[Mapping[str, Any]] = {}
     only: ClassVar[Any] = None
     tolerance: ClassVar[float | None] = None
+    settings: ClassVar[Any] = ("easy", "hard")
     num_samples: ClassVar[int] = 29  # no global batch divides it: the last step of an epoch is short
 
     def __init__(self, *, double: bool = True) -> None:

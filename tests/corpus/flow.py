@@ -201,6 +201,7 @@ class Island(Case):
     """a float32 island in a bf16 job: torch.autocast(enabled=False) around a layer"""
 
     job = {"train": {"precision": "bf16"}}
+    settings = ("easy",)
     tolerance = 2e-3
 
     def __init__(self, *, double=False):

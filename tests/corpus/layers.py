@@ -157,6 +157,8 @@ class BnNet(nn.Module):
 
 
 class Bn(Case):
+    num_samples = 28
+
     def net(self):
         return BnNet()
 

@@ -38,6 +38,7 @@ from horovod_train.frameworks.torch.empty_model import load_initial, parameters_
 from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import CudaRecorder, Recorder
 from horovod_train.frameworks.torch.held import whole_model
+from horovod_train.frameworks.torch.model_check import check_model
 from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.process_group import explain_distributed, explain_unused
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
@@ -83,21 +84,25 @@ class TorchFramework(TorchDevice):
         recomputed = layers_recomputed(job, task, mesh.world)
         strategy = make_strategy(job, mesh)
         weights = initial_weights(job)
-        plain_task = copy_of_task(task) if is_verified(job) else None
+        plain_task = copy_of_task(task)
         model = make_model(task, strategy, weights)
+        check_model(model)
         recompute_activations(model, recomputed)
         read = reading(job, device)
         before = dict(vars(task))
         reader = read(task.train_data())
         eval_data = getattr(task, "eval_data", None)
         eval_reader = read(eval_data()) if eval_data else None
-        if plain_task is not None:
-            vars(plain_task).update(changed_attributes(task, before))
+        vars(plain_task).update(changed_attributes(task, before))
+
         def is_explained(error: Exception) -> bool:
             return self.explain(error, job, mesh.world.rank) is not None
 
-        with refused(job, is_explained) if plain_task is not None else nullcontext():
-            model = strategy.wrap(model, Placing(device, job.train, task, reader.first, weights))
+        placing = Placing(
+            device, job.train, task, partial(reader.first, 2), weights, partial(another_model, job, plain_task)
+        )
+        with refused(job, is_explained) if is_verified(job) else nullcontext():
+            model = strategy.wrap(model, placing)
             optimizer = optimizer_of(job, task, model)
             strategy.bind(model, optimizer)
             forward_model: torch.nn.Module = model
@@ -116,7 +121,7 @@ class TorchFramework(TorchDevice):
             flops=FlopCounter() if wants_flops(job, device.type) else None,
             health=job.health,
         )
-        if plain_task is not None:
+        if is_verified(job):
             reference = reference_replica(job, mesh, plain_task, device)
             replica.verifier = StrategyVerifier(job, reference, replica, mesh.world, is_explained)
         if recorder is not None:
@@ -151,6 +156,15 @@ def changed_attributes(task: TorchTask, before: Mapping[str, object]) -> dict[st
     return {
         name: copy_of_value(value) for name, value in vars(task).items() if before.get(name, task) is not value
     }
+
+
+def another_model(job: Job, task: TorchTask) -> torch.nn.Module:
+    """Return another model of a task, as ``make_model`` made the first one, on the CPU; the task is left alone."""
+    random_state = state.rng_state()
+    seed_generators(job.train.seed, 0, 0)
+    model = copy_of_task(task).model()
+    state.load_rng_state(*random_state)
+    return model
 
 
 def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.device) -> TorchReplica:

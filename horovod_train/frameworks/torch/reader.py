@@ -121,11 +121,11 @@ class TorchReader:
         """Return the number of samples."""
         return self._length
 
-    def first(self) -> object:
-        """Return a batch of the first sample alone, on the replica's device."""
-        (sample,) = self._loader.dataset.__getitems__(Fetch((0,), self._seed))  # type: ignore[attr-defined]
-        collate = self._loader.collate_fn
-        return self._placed.put(collate([sample]))
+    def first(self, num_samples: int = 1) -> object:
+        """Return a batch of the first samples alone, of as many as there are, on the replica's device."""
+        indices = tuple(range(min(num_samples, len(self))))
+        samples = self._loader.dataset.__getitems__(Fetch(indices, self._seed))  # type: ignore[attr-defined]
+        return self._placed.put(self._loader.collate_fn(samples))
 
     def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         """Yield the collated batch of each micro-batch, on the replica's device."""

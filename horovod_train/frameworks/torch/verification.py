@@ -135,7 +135,9 @@ class StrategyVerifier:
         random_state = rng_state()
         before = python_state(self.reference.task, self.reference.model)
         self.reference.begin(step)
-        self.reference.make_passes(_again(step, copy.deepcopy(micro_batches)), StepClock())
+        plain_step = _again(step, copy.deepcopy(micro_batches))
+        with self._replica.strategy.drawing_alike(self.reference.model, plain_step) as alike:
+            self.reference.make_passes(alike, StepClock())
         self._replica.strategy.note_unused(self._unused())
         self._loss = self.reference.reduce()
         if self._replica.strategy.unused_have_zeros:

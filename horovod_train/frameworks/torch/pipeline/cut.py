@@ -4,14 +4,17 @@ Three ways, the first that fits:
 
 * the task says it: ``pipeline_parts(model)`` returns modules that, called one after the other, are the model;
 * the model is a ``torch.nn.Sequential``;
-* the model is traced with the example of a batch (``trace.py``), and cut between two operations where only
-  tensors and integers cross, few of them.
+* the code between its modules is traced with the example of a batch (``trace.py``), and cut between two operations
+  where only tensors and integers cross, few of them.
 
-Traced stages call the model's own modules: names and parameters stay what they are.
+Stages call the model's own modules, with their own ``forward``, hooks and state: names and parameters stay what they
+are. What is opened, so that a stage may end inside, are the modules that hold the model's layers; if that is not
+enough, the largest ones of the others.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,8 +26,14 @@ from torch import fx
 
 from horovod_train.collectives.base import Communicator, broadcast_json
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.pipeline.trace import VALUE, trace
-from horovod_train.frameworks.torch.statistics import RunningStatistics
+from horovod_train.frameworks.torch.pipeline.trace import (
+    IS_RANDOM,
+    PARTS_HINT,
+    VALUE,
+    plain_attributes,
+    trace,
+)
+from horovod_train.frameworks.torch.units import CONTAINERS, units_of
 
 Balance = Literal["parameters", "time"]
 NUM_TIMED = 3
@@ -41,10 +50,15 @@ class Stage:
         call: Takes what crosses from the stage before (of the first, the model's inputs by name), and returns
             a tuple of what crosses to the next, or what the model returns, of the last.
         names: Names of the model's modules, parameters and buffers that it uses.
+        first: Name of the module that it calls first, and how often the model has called that before in a forward
+            pass; None: it calls none.
+        is_random: It draws random numbers.
     """
 
     call: Callable[..., Any]
     names: frozenset[str]
+    first: tuple[str, int] | None = None
+    is_random: bool = True
 
     def owns(self, name: str) -> bool:
         """Whether a parameter or buffer is used here.
@@ -85,6 +99,7 @@ def cut_model(
     num_stages: int,
     ranks: Communicator,
     balance: Balance,
+    another: Callable[[], torch.nn.Module] | None = None,
 ) -> list[Stage]:
     """Return the stages of a model.
 
@@ -95,21 +110,53 @@ def cut_model(
         num_stages: How many.
         ranks: All that share the model: they cut as the first of them does.
         balance: Stages have as many parameters, or take as long for the example.
+        another: Returns another model of the same kind, to try things with; None: a copy is made.
 
     Raises:
         UserError: It cannot be cut so.
     """
-    if parts is None and isinstance(model, torch.nn.Sequential):
+    if parts is None and type(model).forward is torch.nn.Sequential.forward and not has_hooks(model):
         parts = list(model)
     if num_stages == 1 and parts is None:
         return [Stage(model, frozenset(_names_of_tensors(model)))]
-    with RunningStatistics(model).kept(), torch.random.fork_rng():
+    if parts is not None and has_hooks(model):
+        raise UserError(
+            "strategy pipeline: the model has hooks of its own, and is called in parts, which pipeline_parts(model) "
+            "names",
+            hint="register the hooks with one of the parts",
+        )
+    with torch.random.fork_rng():
+        tried = copied(model) if another is None else another()
+        if tried is model:
+            tried = copied(model)
         if parts is None:
-            pieces = _graph_pieces(model, example(), balance)
+            pieces = _graph_pieces(model, tried, example(), balance, num_stages)
         else:
-            pieces = _chain_pieces(model, parts, example, balance)
+            pieces = _chain_pieces(model, tried, parts, example, balance)
     cuts = broadcast_json(ranks, best_cuts(pieces.costs, pieces.widths, num_stages))
     return pieces.stages(cuts)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether something is called with a module besides its ``forward``."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, kind) for kind in kinds)
+
+
+def copied(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a model to try things with: passes change what modules keep.
+
+    Raises:
+        UserError: It cannot be copied.
+    """
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        raise UserError(
+            f"strategy pipeline: {type(model).__name__} cannot be cut into stages, for it cannot be copied: "
+            f"{type(error).__name__}: {error}",
+            hint=PARTS_HINT,
+        ) from error
 
 
 def _names_of_tensors(model: torch.nn.Module) -> Iterator[str]:
@@ -176,6 +223,7 @@ def _even_cuts(costs: Sequence[float], allowed: Collection[int], num_stages: int
 
 def _chain_pieces(
     model: torch.nn.Module,
+    tried: torch.nn.Module,
     parts: Sequence[torch.nn.Module],
     example: Callable[[], dict[str, Any]],
     balance: Balance,
@@ -188,11 +236,15 @@ def _chain_pieces(
             "that is no module of the model",
             hint="return modules of the model, in the order in which they are called",
         )
-    costs = _times_of_chain(parts, example()) if balance == "time" else _numbers_once(parts)
+    costs = _numbers_once(parts)
+    if balance == "time":
+        costs = _times_of_chain([tried.get_submodule(names[id(part)]) for part in parts], example())
 
     def join(first: int, last: int) -> Stage:
-        own = parts[first:last]
-        return Stage(_Chain(own, is_last=last == len(parts)), frozenset(names[id(part)] for part in own))
+        own = [names[id(part)] for part in parts[first:last]]
+        called_before = sum(part is parts[first] for part in parts[:first])
+        chain = _Chain(parts[first:last], is_last=last == len(parts))
+        return Stage(chain, frozenset(own), (own[0], called_before))
 
     return Pieces(costs, dict.fromkeys(range(1, len(parts)), 1), join)
 
@@ -239,8 +291,54 @@ def _times_of_chain(parts: Sequence[torch.nn.Module], inputs: Mapping[str, Any])
 # -- a graph of operations
 
 
-def _graph_pieces(model: torch.nn.Module, example: Mapping[str, Any], balance: Balance) -> Pieces:
-    graph = trace(model, example)
+def _graph_pieces(
+    model: torch.nn.Module,
+    tried: torch.nn.Module,
+    example: Mapping[str, Any],
+    balance: Balance,
+    num_stages: int,
+) -> Pieces:
+    """Return pieces of a traced model; as many modules are opened as it takes to have enough of them."""
+    opened = holding_layers(tried)
+    while True:
+        pieces = _pieces_of(model, tried, trace(tried, example, opened), example, balance)
+        largest = largest_closed(tried, opened)
+        if len(pieces.widths) >= num_stages - 1 or largest is None:
+            return pieces
+        opened |= {largest}
+
+
+def holding_layers(model: torch.nn.Module) -> set[str]:
+    """Return the names of modules that hold the model's layers, or hold what does."""
+    parents: set[str] = set()
+    for name in units_of(model):
+        parts = name.split(".")
+        parents.update(".".join(parts[:length]) for length in range(1, len(parts)))
+    return parents
+
+
+def largest_closed(model: torch.nn.Module, opened: Collection[str]) -> str | None:
+    """Return the name of the module with most parameters that is not opened, and is made of others.
+
+    PyTorch's own modules stay closed, except for those that only hold others.
+    """
+    closed: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        is_next = bool(name) and name not in opened and (not parent or parent in opened)
+        is_own = not type(module).__module__.startswith("torch.nn") or isinstance(module, CONTAINERS)
+        if is_next and is_own and any(True for _ in module.children()):
+            closed[name] = module
+    return max(closed, key=lambda name: sum(p.numel() for p in closed[name].parameters()), default=None)
+
+
+def _pieces_of(
+    model: torch.nn.Module,
+    tried: torch.nn.Module,
+    graph: fx.Graph,
+    example: Mapping[str, Any],
+    balance: Balance,
+) -> Pieces:
     nodes = list(graph.nodes)
     *body, output = nodes
     places = {node: at for at, node in enumerate(nodes)}
@@ -260,10 +358,19 @@ def _graph_pieces(model: torch.nn.Module, example: Mapping[str, Any], balance: B
     widths = {
         place: len(values)
         for place, values in candidates.items()
-        if values and all(_can_cross(node.meta[VALUE]) for node in values)
+        if values
+        and all(_can_cross(node.meta[VALUE]) for node in values)
+        and not _share_memory(tried, [node.meta[VALUE] for node in values])
     }
-    costs = _times_of_graph(model, graph, example) if balance == "time" else _numbers_of_graph(model, body)
+    costs = _times_of_graph(tried, graph, example) if balance == "time" else _numbers_of_graph(tried, body)
     return Pieces(costs, widths, join)
+
+
+def _share_memory(model: torch.nn.Module, values: Sequence[object]) -> bool:
+    """Whether tensors that would be sent are views of each other, or of weights: each would come as its own."""
+    places = [v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor) and v.numel()]
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()}
+    return len(set(places)) < len(places) or not own.isdisjoint(places)
 
 
 def _can_cross(value: object) -> bool:
@@ -337,7 +444,14 @@ def _stage_of(
     stage = fx.GraphModule(model, graph)
     numbers = [at for at, node in enumerate(inputs) if first and type(node.meta[VALUE]) is int]
     names = [] if first else [str(node.target) for node in inputs]
-    return Stage(_Traced(model, stage, numbers, names), called)
+    calls = [str(node.target) for node in nodes[:last] if node.op == "call_module"]
+    own_calls = [str(node.target) for node in nodes[first:last] if node.op == "call_module"]
+    first_call = None
+    if own_calls:
+        num_before = len(calls) - len(own_calls)
+        first_call = (own_calls[0], calls[:num_before].count(own_calls[0]))
+    is_random = any(node.meta.get(IS_RANDOM) for node in nodes[first:last])
+    return Stage(_Traced(model, stage, numbers, names), called, first_call, is_random)
 
 
 class _Traced:
@@ -350,8 +464,31 @@ class _Traced:
         self._graph = graph
         self._numbers = frozenset(numbers)
         self._names = list(names)
+        self._attributes = {name: plain_attributes(each) for name, each in self._opened()}
+
+    def _opened(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yield the modules that are not called as a whole, in some stage or other."""
+        called = {str(node.target) for node in self._graph.graph.nodes if node.op == "call_module"}
+        parents = {""}
+        for name in called:
+            parts = name.split(".")
+            parents.update(".".join(parts[:length]) for length in range(1, len(parts)))
+        yield from ((name, self._model.get_submodule(name)) for name in sorted(parents))
+
+    def _check_attributes(self) -> None:
+        """Refuse values that the model's code has read when it was traced, and that have changed since."""
+        for name, before in self._attributes.items():
+            now = plain_attributes(self._model.get_submodule(name))
+            if now != before:
+                changed = next(k for k in sorted({*now, *before}) if now.get(k, now) != before.get(k, before))
+                raise UserError(
+                    f"strategy pipeline: the attribute {f'{name}.{changed}'.removeprefix('.')!r} of the model has "
+                    "changed since it was cut into stages, which have its value of then",
+                    hint="keep it in a buffer, in a module inside of a stage, or give it to the model as an input",
+                )
 
     def __call__(self, *crossing: Any, **inputs: Any) -> Any:
+        self._check_attributes()
         if list(inputs) != self._names:
             raise UserError(
                 f"strategy pipeline: the task calls the model with {', '.join(inputs)}, and called it with "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.pipeline.cut import Stage
 from horovod_train.frameworks.torch.pipeline.messages import Messages, Route, Tensors
 from horovod_train.frameworks.torch.pipeline.orders import Pass
+from horovod_train.frameworks.torch.pipeline.stand_ins import seed_of_stage, seeded
 
 AHEAD = 3
 """So many passes before it is needed a receive is begun."""
@@ -62,6 +63,7 @@ class PipelinePasses:
         result: Makes something of the model's output for a micro-batch; for the rank with the last stage.
         autocast: The context of a forward pass.
         lap: Ends a phase of the step.
+        seed: Of the first micro-batch; the others have the numbers after it.
     """
 
     def __init__(
@@ -73,8 +75,10 @@ class PipelinePasses:
         result: Callable[[int, Any], Any],
         autocast: Callable[[], AbstractContextManager[object]],
         lap: Callable[[str], None],
+        seed: int,
     ) -> None:
         self._place = place
+        self._seed = seed
         self._messages = messages
         self._inputs = inputs
         self._result = result
@@ -106,12 +110,11 @@ class PipelinePasses:
         place, chunk = self._place, each.chunk
         received = self._received(each)
         with self._autocast():
-            if place.is_first(chunk):
-                found = place.stages[chunk].call(**self._inputs(each.micro_batch))
-            else:
-                # Copies: what comes is a leaf of this rank's graph, which must not be changed in place.
-                given = [t.clone() if t is not None and t.requires_grad else t for t in received]
-                found = place.stages[chunk].call(*given)
+            inputs = self._inputs(each.micro_batch) if place.is_first(chunk) else {}
+            # Copies: what comes is a leaf of this rank's graph, which must not be changed in place.
+            given = [t.clone() if t is not None and t.requires_grad else t for t in received]
+            with self._drawing(each):
+                found = place.stages[chunk].call(*given, **inputs)
             if place.is_last(chunk):
                 result = self._result(each.micro_batch, found)
         if place.is_last(chunk):
@@ -124,6 +127,13 @@ class PipelinePasses:
         self._lap("forward")
         self._messages.send(results, place.route("activations", chunk, each.micro_batch, to_next=True))
         return None
+
+    def _drawing(self, each: Pass) -> AbstractContextManager[object]:
+        """Return the context in which a stage draws its random numbers: the same in any arrangement of stages."""
+        if not self._place.stages[each.chunk].is_random:
+            return nullcontext()
+        stage = each.chunk * len(self._place.ranks) + self._place.rank
+        return seeded(seed_of_stage(self._seed + each.micro_batch, stage))
 
     def _keep(self, each: Pass, received: Tensors, results: Tensors) -> None:
         if torch.is_grad_enabled():

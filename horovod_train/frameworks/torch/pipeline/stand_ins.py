@@ -11,13 +11,18 @@ draw with the same seed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from horovod_train.errors import UserError
+from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import own_seeds
 
 Function = Callable[[Any, Any], Any]
@@ -33,19 +38,29 @@ class _Asked(BaseException):  # no Exception: a task may catch those
 
 
 class _StandIn:
-    """Has all that a model has, but for its call."""
+    """Has all that a model has, but for its call; its attributes can be read, and not set."""
 
     def __init__(self, model: torch.nn.Module, call: Callable[..., Any]) -> None:
-        self._model = model
-        self._call = call
-        self.num_calls = 0
+        vars(self).update(_model=model, _call=call, num_calls=0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.num_calls += 1
-        return self._call(*args, **kwargs)
+        vars(self)["num_calls"] += 1
+        return vars(self)["_call"](*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        return getattr(vars(self)["_model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise UserError(
+            f"strategy pipeline: the task sets the attribute {name!r} of the model, whose parts are on several ranks",
+            hint="give it to the model as an input, keep it in a buffer of a module, or use strategy: fsdp",
+        )
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise UserError(
+            "strategy pipeline: the task copies the model, whose parts are on several ranks",
+            hint="use strategy: fsdp or zero",
+        )
 
 
 def asked_for(function: Function, model: torch.nn.Module, batch: Any, seed: int) -> dict[str, Any]:
@@ -91,6 +106,80 @@ def answered_with(function: Function, model: torch.nn.Module, batch: Any, output
             hint="call it once, with all inputs",
         )
     return found
+
+
+def seed_of_stage(seed: int, stage: int) -> int:
+    """Return the seed of a stage's forward pass, given that of the micro-batch."""
+    return mix(seed, stage, 1) % 2**63
+
+
+def generators() -> Callable[[], None]:
+    """Return what sets all generators of this rank back to where they are now."""
+    saved = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def set_back() -> None:
+        random.setstate(saved[0])
+        np.random.set_state(saved[1])
+        torch.set_rng_state(saved[2])
+        if on_device is not None:
+            torch.cuda.set_rng_state(on_device)
+
+    return set_back
+
+
+def seed_all(seed: int) -> None:
+    """Seed all generators of this rank."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def drawing_by_stage(
+    model: torch.nn.Module, firsts: Sequence[tuple[str, int] | None]
+) -> Iterator[Callable[[int], None]]:
+    """Let a plain model draw random numbers as stages do, each of which has a seed of its own.
+
+    Args:
+        model: The model.
+        firsts: Of each stage, the module that it calls first, and how often the model has called it before.
+
+    Yields:
+        What seeds a micro-batch, to be called before its loss is computed.
+    """
+    seeds = [0]
+    num_calls: Counter[str] = Counter()
+    set_back: list[Callable[[], None]] = []
+
+    def begin(seed: int) -> None:
+        seeds[0] = seed
+        seed_all(seed)
+
+    def model_is_called(*_: object) -> None:
+        num_calls.clear()
+        set_back.append(generators())
+        seed_all(seed_of_stage(seeds[0], 0))
+
+    def module_is_called(name: str, *_: object) -> None:
+        if (name, num_calls[name]) in firsts[1:]:
+            seed_all(seed_of_stage(seeds[0], firsts.index((name, num_calls[name]), 1)))
+        num_calls[name] += 1
+
+    def model_has_returned(*_: object) -> None:
+        if set_back:
+            set_back.pop()()
+
+    hooks = [model.register_forward_pre_hook(model_is_called, prepend=True)]
+    for name in {first[0] for first in firsts if first is not None}:
+        module = model.get_submodule(name)
+        hooks.append(module.register_forward_pre_hook(partial(module_is_called, name), prepend=True))
+    hooks.append(model.register_forward_hook(model_has_returned, always_call=True))
+    try:
+        yield begin
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

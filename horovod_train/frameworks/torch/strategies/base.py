@@ -31,7 +31,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +60,9 @@ class Placing:
         device: The rank's.
         train: The job's section.
         task: Calls the model; None: a loop of somebody else's does.
-        example: Returns a batch of one sample.
+        example: Returns a batch of two samples.
         weights: Of a model without memory, for a strategy that reads them; None: the model has them.
+        another: Returns another model of the task, to try things with; None: a copy has to do.
     """
 
     device: torch.device
@@ -69,6 +70,7 @@ class Placing:
     task: TorchTask | None = None
     example: Callable[[], Any] | None = None
     weights: Mapping[str, ArrayBlob] | None = None
+    another: Callable[[], torch.nn.Module] | None = None
 
     def __call__(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return a model there."""
@@ -188,6 +190,16 @@ class Strategy:
         Args:
             names: Of parameters without a gradient in the step's last pass, on at least one rank.
         """
+
+    @contextmanager
+    def drawing_alike(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
+        """Yield a step with which the plain model draws the random numbers that this strategy is about to draw.
+
+        Args:
+            model: The plain model.
+            step: As the strategy makes it next, from the random state of now.
+        """
+        yield step
 
     def begin(self, step: PlannedStep) -> None:
         """A step begins."""

@@ -11,7 +11,8 @@ through Horovod as ever. The result is that of one process with the same micro-b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from horovod_train.frameworks.torch.pipeline.cut import Balance, Stage, cut_mode
 from horovod_train.frameworks.torch.pipeline.messages import Messages
 from horovod_train.frameworks.torch.pipeline.orders import Pass, order_of
 from horovod_train.frameworks.torch.pipeline.passes import PipelinePasses, Place
-from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, asked_for
+from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, asked_for, drawing_by_stage
 from horovod_train.frameworks.torch.process_group import new_group, set_timeout, start_process_group
 from horovod_train.frameworks.torch.shards import (
     held_of,
@@ -117,7 +118,9 @@ class Pipeline(ModelParallel):
             self._axes.pipeline * self._num_chunks,
             self._world,
             self._balance,
+            placing.another,
         )
+        self._firsts = [stage.first for stage in stages]
         self._place = self._placed(stages)
         self._tied = self._find_tied(model, stages)
         self._owns = self._names_here(model, stages)
@@ -211,6 +214,7 @@ class Pipeline(ModelParallel):
                 hint="use fewer stages, or strategy: fsdp, where layers are frozen",
             )
         super().bind(model, optimizer)
+        self._required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
     def held(self) -> Mapping[str, Held]:
         """Return what this rank has of the whole model's weights and buffers."""
@@ -222,6 +226,21 @@ class Pipeline(ModelParallel):
         return self._numbering
 
     # -- passes
+
+    @contextmanager
+    def drawing_alike(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
+        """Yield a step with which the plain model draws the random numbers that the stages are about to draw."""
+        told = torch.tensor(draw_seed())  # the first rank draws the same again, when the step is made
+        if self._axes.pipeline > 1:
+            dist.broadcast(told, self._place.ranks[0], group=self._place.groups["activations"])
+
+        def batches(begin: Callable[[int], None]) -> Iterator[Any]:
+            for at, (_, batch) in enumerate(step):
+                begin(int(told) + at)
+                yield batch
+
+        with drawing_by_stage(model, self._firsts) as begin:
+            yield PlannedStep(step.share, batches(begin), step.is_last)
 
     def make_passes(self, step: PlannedStep, loop: Loop) -> torch.Tensor:
         """Make the forward and backward passes of a step; return this rank's part of its loss, shape []."""
@@ -242,6 +261,7 @@ class Pipeline(ModelParallel):
 
         if shares:
             passes = self._passes(loop, loop.task.loss, batches, len(shares), weighted)
+            self._check_same_trained()
             order = order_of(
                 self._schedule,
                 rank=self._place.rank,
@@ -251,6 +271,18 @@ class Pipeline(ModelParallel):
             )
             passes.make(order, self._before_last)
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+
+    def _check_same_trained(self) -> None:
+        """Refuse a change of what is trained, before another rank gets a message that it does not expect.
+
+        Raises:
+            UserError: It has changed.
+        """
+        if any(parameter.requires_grad != before for parameter, before in self._required):
+            raise UserError(
+                f"strategy {self._job.strategy.name}: which parameters are trained has changed",
+                hint="freeze parameters before training begins, or use strategy: allreduce",
+            )
 
     def _before_last(self) -> None:
         if self._num_chunks == 1:  # otherwise the last pass is that of one of the stages
@@ -287,7 +319,7 @@ class Pipeline(ModelParallel):
         told = torch.zeros(2, dtype=torch.int64)
         inputs: list[dict[str, Any]] = []
         if self._place.rank == 0:
-            seed = int(torch.randint(2**31, (), dtype=torch.int64))
+            seed = draw_seed()
             with loop.autocast():
                 inputs = [
                     asked_for(function, self._model, batch, seed + at) for at, batch in enumerate(batches)
@@ -309,6 +341,7 @@ class Pipeline(ModelParallel):
             result=made_of,
             autocast=loop.autocast,
             lap=loop.lap,
+            seed=seed,
         )
 
     # -- the rest of a step
@@ -330,6 +363,11 @@ class Pipeline(ModelParallel):
         """Return on how many ranks the same of a parameter lies; several stages may use it."""
         having = [t.num_ranks for t in self._tied if self._model.get_parameter(t.name) is parameter]
         return super()._num_copies(parameter) * (having[0] if having else 1)
+
+
+def draw_seed() -> int:
+    """Return a seed, drawn from this rank's generator."""
+    return int(torch.randint(2**31, (), dtype=torch.int64))
 
 
 def keep_only(model: torch.nn.Module, names: frozenset[str], device: torch.device) -> None:
