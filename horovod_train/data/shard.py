@@ -17,7 +17,7 @@ without asking.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ class MicroBatch:
         start: Place of the first sample in the epoch's order.
         stop: Place after the last sample.
         share: Samples of this micro-batch divided by the samples of the step over all ranks; 0: its samples
-            are another rank's, and it is read because all ranks are to read equally many micro-batches.
+            are the first rank's, and it is read because all ranks are to read equally many micro-batches.
     """
 
     start: int
@@ -111,24 +111,24 @@ def share_of_step(
         accumulation_steps: Micro-batches of a rank at most.
         rank: Of whom.
         size: How many ranks there are.
-        equally_many: All ranks have as many micro-batches as the first, some of which do not count: forward
-            and backward passes are collectives.
+        equally_many: All ranks have as many micro-batches as the first. Those that a rank has too few are the
+            first rank's, and do not count: forward and backward passes are collectives, or change what models keep.
     """
     num_needed = -(-num_samples // (batch_size * accumulation_steps))
     num_busy = min(size, max(num_needed, num_samples // 2, 1))
-    micro_batches: list[MicroBatch] = []
-    if rank < num_busy:
+
+    def of_rank(rank: int) -> list[MicroBatch]:
         start, stop = split_evenly(num_samples, rank, num_busy)
         num_micro_batches = -(-(stop - start) // batch_size)
         pieces = [split_evenly(stop - start, at, num_micro_batches) for at in range(num_micro_batches)]
-        micro_batches = [
+        return [
             MicroBatch(cursor + start + first, cursor + start + last, share=(last - first) / num_samples)
             for first, last in pieces
         ]
+
+    micro_batches = of_rank(rank) if rank < num_busy else []
     if equally_many:
-        most = -(-split_evenly(num_samples, 0, num_busy)[1] // batch_size)
-        spare = MicroBatch(cursor, cursor + min(2, batch_size, num_samples), share=0.0)
-        micro_batches += [spare] * (most - len(micro_batches))
+        micro_batches += [replace(each, share=0.0) for each in of_rank(0)[len(micro_batches) :]]
     return StepShare(cursor, num_samples, tuple(micro_batches))
 
 

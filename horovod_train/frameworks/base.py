@@ -153,6 +153,11 @@ class Replica(Protocol):
         """Whether all ranks have to read as many micro-batches in a step."""
         ...
 
+    @property
+    def passes_are_collective(self) -> bool:
+        """Whether forward passes are collectives: ranks make equally many in an evaluation, too."""
+        ...
+
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Reading:
         """Make one optimizer step with this rank's share of it.
 
@@ -218,6 +223,7 @@ class IdenticalReplica:
     lag_steps = 0
     replicas_identical = True
     needs_equally_many = False
+    passes_are_collective = False
 
     def own_state(self) -> Mapping[str, ArrayBlob]:
         """Return nothing: no rank has something of its own."""

@@ -209,7 +209,7 @@ def evaluate(run: Run) -> dict[str, float]:
     ranks = run.mesh.data
     mine = eval_micro_batches(num_samples, batch_size, ranks.rank, ranks.size)
     spare: tuple[MicroBatch, ...] = ()
-    if run.replica.needs_equally_many:
+    if run.replica.passes_are_collective:
         spare = spare_eval_micro_batches(num_samples, batch_size, ranks.rank, ranks.size)
     batches = run.eval_reader.read(0, np.arange(num_samples), (*mine, *spare))
     sums = run.replica.evaluate(islice(batches, len(mine)))

@@ -21,9 +21,10 @@ from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.device_clock import CudaTimer, DeviceClock, HostTimer
 from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import Recorder, StepGraphs, rate_of_graphs
+from horovod_train.frameworks.torch.equality import check_buffers, check_weights
 from horovod_train.frameworks.torch.late import LateOutcome, Number, Outcome, Packed, outcome_from, pack
 from horovod_train.frameworks.torch.saved_state import SavedState
-from horovod_train.frameworks.torch.state import blobs_of, from_blob, to_blob
+from horovod_train.frameworks.torch.state import blobs_of, from_blob
 from horovod_train.frameworks.torch.statistics import RunningStatistics
 from horovod_train.frameworks.torch.strategies.base import Loop, Strategy
 from horovod_train.frameworks.torch.task import TorchTask, checked_loss
@@ -101,6 +102,7 @@ class TorchReplica:
         self._saved_state = SavedState(model, optimizer, strategy, self.scaler, tells=tells)
         self._updates = self._make_updates()
         self._is_training = False
+        self._has_made_steps = False
         self._not_optimized: list[torch.nn.Parameter] = []
         self._graphs: StepGraphs | None = None
         self.verifier: StrategyVerifier | None = None
@@ -128,11 +130,15 @@ class TorchReplica:
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Outcome:
         """Make one optimizer step with this rank's share of it; on a CPU, blocks until all ranks did."""
         if self.verifier is None:
-            return self._step(step, lr, want_norm=want_norm)
-        with self.verifier.compared(step) as same:
-            outcome = self._step(same, lr, want_norm=want_norm)
-        if self.verifier.is_done:
-            self.verifier = None
+            outcome = self._step(step, lr, want_norm=want_norm)
+        else:
+            with self.verifier.compared(step) as same:
+                outcome = self._step(same, lr, want_norm=want_norm)
+            if self.verifier.is_done:
+                self.verifier = None
+        if not self._has_made_steps:
+            self._has_made_steps = True
+            self.check_replicas()
         return outcome
 
     def _step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Outcome:
@@ -219,8 +225,16 @@ class TorchReplica:
 
     @property
     def needs_equally_many(self) -> bool:
-        """Whether all ranks have to read as many micro-batches in a step."""
-        return self.strategy.needs_equally_many
+        """Whether all ranks have to read as many micro-batches in a step.
+
+        They always do: a pass changes buffers, and what code keeps in Python, which has to be the same on all ranks.
+        """
+        return True
+
+    @property
+    def passes_are_collective(self) -> bool:
+        """Whether ranks make equally many forward passes in an evaluation, too."""
+        return self.strategy.passes_are_collective
 
     def begin(self, step: PlannedStep) -> None:
         """Begin a step: no gradients yet."""
@@ -398,20 +412,34 @@ class TorchReplica:
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Make buffers equal on all ranks: running statistics are averaged, others are rank 0's."""
+        """Average running statistics over ranks; check that all other buffers are equal.
+
+        Raises:
+            UserError: Another buffer differs between ranks.
+        """
         if self._world.size == 1:
             return
-        averaged = {id(buffer) for buffer in self._statistics.buffers}
-        for buffer in self.model.buffers():
-            if id(buffer) in averaged:
-                mine = (buffer.detach().double().flatten() / self._world.size).tolist()
-                mean = torch.tensor(self._world.allreduce_sum(mine), dtype=torch.float64)
-                buffer.copy_(mean.view(buffer.shape))
-            else:
-                mine_bytes = bytes(to_blob(buffer).data) if self._world.rank == 0 else b""
-                theirs = self._world.allgather(mine_bytes)[0]
-                blob = ArrayBlob(str(buffer.dtype).removeprefix("torch."), tuple(buffer.shape), theirs)
-                buffer.copy_(from_blob(blob))
+        for buffer in self._statistics.buffers:
+            mine = (buffer.detach().double().flatten() / self._world.size).tolist()
+            mean = torch.tensor(self._world.allreduce_sum(mine), dtype=torch.float64)
+            buffer.copy_(mean.view(buffer.shape))
+        check_buffers(self._all_ranks, self.strategy.held(), self._names_of_weights())
+
+    def _names_of_weights(self) -> set[str]:
+        return {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+
+    def check_replicas(self) -> None:
+        """Check that what several ranks hold is equal after the first step: weights, and buffers.
+
+        Raises:
+            UserError: Something differs.
+        """
+        if self._all_ranks.size > 1 and self.strategy.replicas_identical:
+            averaged = {id(buffer) for buffer in (*self._statistics.buffers, *self._statistics.counts)}
+            held = self.strategy.held()
+            own = {name: each for name, each in held.items() if id(each.tensor) not in averaged}
+            check_weights(self._all_ranks, own, self._names_of_weights())
+            check_buffers(self._all_ranks, own, self._names_of_weights())
 
     def broadcast(self) -> None:
         """Take over rank 0's weights and buffers.
@@ -426,7 +454,7 @@ class TorchReplica:
 
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers: the same on every rank."""
-        weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        weights = self._names_of_weights()
         own = [held.tensor for name, held in self.strategy.held().items() if name in weights]
         here = all(bool(tensor.isfinite().all()) for tensor in [*own, *self._statistics.buffers])
         return not any_rank(self._all_ranks, flag=not here) if self.strategy.is_sharded else here

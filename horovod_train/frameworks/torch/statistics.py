@@ -14,12 +14,13 @@ class RunningStatistics:
 
     Attributes:
         buffers: They themselves.
+        counts: How many batches they are of.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         layers = [module for module in model.modules() if isinstance(module, _NormBase)]
         self.buffers = _present(buffer for m in layers for buffer in (m.running_mean, m.running_var))
-        self._counts = _present(module.num_batches_tracked for module in layers)
+        self.counts = _present(module.num_batches_tracked for module in layers)
         self._before: list[torch.Tensor] = []
         self._is_noted = False
 
@@ -47,14 +48,14 @@ class RunningStatistics:
     @contextmanager
     def kept(self) -> Iterator[None]:
         """Leave them as they are, whatever passes through the model meanwhile."""
-        before = [buffer.clone() for buffer in (*self.buffers, *self._counts)]
+        before = [buffer.clone() for buffer in (*self.buffers, *self.counts)]
         yield
         with torch.no_grad():
-            for buffer, old in zip((*self.buffers, *self._counts), before, strict=True):
+            for buffer, old in zip((*self.buffers, *self.counts), before, strict=True):
                 buffer.copy_(old)
 
     def _kinds(self) -> list[list[torch.Tensor]]:
-        return [kind for kind in (self.buffers, self._counts) if kind]
+        return [kind for kind in (self.buffers, self.counts) if kind]
 
 
 def _present(buffers: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -106,7 +106,7 @@ class Strategy:
             ranks in each step about theirs cannot; the host waits for the device then.
         layout: Changes when gradients come to lie elsewhere.
         reads_later: Set from outside: the host must not wait for the device in a step.
-        needs_equally_many: All ranks have to make as many forward and backward passes in a step.
+        passes_are_collective: Forward or backward passes are collectives, of which all ranks make equally many.
         is_sharded: A rank holds only some of the model, or of the optimizer's state.
         has_whole_weights: A rank holds all weights.
         tells_optimizer: The state of this rank's optimizer belongs into a checkpoint as that of the job.
@@ -122,7 +122,7 @@ class Strategy:
     layout: int = 0
     can_be_read_later: bool = True
     reads_later: bool = False
-    needs_equally_many: bool = False
+    passes_are_collective: bool = False
     is_sharded: bool = False
     has_whole_weights: bool = True
     tells_optimizer: bool = True

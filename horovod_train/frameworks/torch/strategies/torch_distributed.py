@@ -23,7 +23,7 @@ class TorchDistributed(Strategy):
         job: The job.
     """
 
-    needs_equally_many = True
+    passes_are_collective = True
 
     def __init__(self, mesh: Mesh, job: Job) -> None:
         self._mesh = mesh

@@ -152,7 +152,6 @@ class Zero(Strategy):
         self._ranks = with_tensors(mesh.data)
         self._bucket_size_bytes = int(job.allreduce.bucket_size_mib * 2**20)
         self._sends_each = stage == 2
-        self.needs_equally_many = self._sends_each and job.train.accumulation_steps > 1
         self._listening = False
         self._removers: list[RemovableHandle] = []
 
