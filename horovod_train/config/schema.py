@@ -95,6 +95,13 @@ class Train(Section):
     activations_mib: Annotated[float, Field(gt=0)] | None = None
     """Most that a micro-batch keeps for backward, in MiB: as many layers recompute theirs as that takes."""
 
+    sync_batch_norm: bool = False
+    """Batch normalization with mean and variance of all ranks' samples, as one process with the joint batch has it."""
+
+    average_buffers: list[Annotated[str, StringConstraints(min_length=1)]] = []
+    """Name patterns of buffers that passes change by the rank's own samples, such as a codebook's running mean: they
+    are averaged over ranks after each step, weighted by samples."""
+
     initial_weights: Annotated[str, StringConstraints(min_length=1)] | None = None
     """A safetensors file, or a folder of them, with the weights that training begins from."""
 

@@ -157,7 +157,9 @@ class BnNet(nn.Module):
 
 
 class Bn(Case):
-    num_samples = 28
+    job = {"train": {"sync_batch_norm": True}}
+    num_samples = 31
+    settings = ("easy",)
 
     def net(self):
         return BnNet()

@@ -144,6 +144,11 @@ def with_tensors(ranks: Communicator) -> TensorCollectives:
     return TorchSingleRank(host=ranks.host)
 
 
+def sum_over(ranks: TensorCollectives, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a tensor's sum over ranks; it may be overwritten."""
+    return ranks.wait(ranks.start_allreduce(tensor, name))
+
+
 def broadcast_model(model: torch.nn.Module, ranks: Communicator) -> None:
     """Overwrite a model's parameters and buffers with rank 0's.
 

@@ -32,7 +32,7 @@ from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.activations import layers_to_recompute, what_is_kept
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.collectives import TorchCommunicator, sum_over, with_tensors
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.empty_model import load_initial, parameters_without_memory
 from horovod_train.frameworks.torch.flops import FlopCounter
@@ -45,6 +45,7 @@ from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Placing, Strategy, make_strategy
+from horovod_train.frameworks.torch.sync_batch_norm import Sum, synchronize_batch_norm
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
 from horovod_train.frameworks.torch.units import modules_fitting
 from horovod_train.frameworks.torch.verification import StrategyVerifier, copy_of_task, copy_of_value, refused
@@ -87,6 +88,7 @@ class TorchFramework(TorchDevice):
         plain_task = copy_of_task(task)
         model = make_model(task, strategy, weights)
         check_model(model)
+        self.synchronize(model, job, mesh, strategy.sum_in_pass)
         recompute_activations(model, recomputed)
         read = reading(job, device)
         before = dict(vars(task))
@@ -127,6 +129,14 @@ class TorchFramework(TorchDevice):
         if recorder is not None:
             replica.record_steps(recorder, only_if_faster=job.train.cuda_graph == "auto")
         return replica, reader, eval_reader
+
+    @staticmethod
+    def synchronize(
+        model: torch.nn.Module, job: Job, mesh: Mesh, own_sum: Sum | None = None, prefix: str = "batch_norm"
+    ) -> None:
+        """Let batch normalization use the statistics of all ranks, where the job or a layer says so."""
+        total = own_sum or partial(sum_over, with_tensors(mesh.data))
+        synchronize_batch_norm(model, total, every=job.train.sync_batch_norm, prefix=f"horovod_train.{prefix}")
 
     def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
         """Return our error for one of the GPU, or of other ranks; None: it is of something else."""
@@ -172,7 +182,9 @@ def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.devic
     random_state = state.rng_state()
     seed_generators(job.train.seed, 0, 0)
     strategy = summed_gradients(mesh.data, Allreduce(), "verify")
-    model = Placing(device, job.train)(make_model(task, strategy, initial_weights(job)))
+    plain = make_model(task, strategy, initial_weights(job))
+    TorchFramework.synchronize(plain, job, mesh, prefix="verify.batch_norm")
+    model = Placing(device, job.train)(plain)
     optimizer = optimizer_of(job, task, model)
     strategy.bind(model, optimizer)
     state.load_rng_state(*random_state)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.frameworks.base import StepClock, add_metric
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.torch import late
+from horovod_train.frameworks.torch.buffers import AveragedBuffers
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.device_clock import CudaTimer, DeviceClock, HostTimer
 from horovod_train.frameworks.torch.flops import FlopCounter
@@ -27,6 +28,7 @@ from horovod_train.frameworks.torch.saved_state import SavedState
 from horovod_train.frameworks.torch.state import blobs_of, from_blob
 from horovod_train.frameworks.torch.statistics import RunningStatistics
 from horovod_train.frameworks.torch.strategies.base import Loop, Strategy
+from horovod_train.frameworks.torch.sync_batch_norm import not_counted
 from horovod_train.frameworks.torch.task import TorchTask, checked_loss
 from horovod_train.frameworks.torch.update import (
     DeviceScaler,
@@ -90,6 +92,8 @@ class TorchReplica:
         self._health = health or Health()
         self._guard_gradients = self._health.non_finite == "skip"
         self._statistics = RunningStatistics(model)
+        self._averaged_buffers = AveragedBuffers(model, train.average_buffers, world)
+        self._own_share = 0.0
         # What other ranks have of a model has no device.
         self._device = next(p.device for p in model.parameters() if not p.is_meta)
         self._timer = CudaTimer() if self._device.type == "cuda" else HostTimer()
@@ -160,16 +164,22 @@ class TorchReplica:
                 clock.lap("compute")
                 continue
             self._expect(is_last=number == len(step))
-            with self._statistics.kept() if not micro_batch.share else nullcontext():
+            with nullcontext() if micro_batch.share else self._not_counted():
                 with self.autocast():
                     loss = self.task.loss(self.forward_model, batch)
                 clock.lap("forward")
                 self._add_gradient(loss, micro_batch.share)
             clock.lap("backward")
 
+    @contextmanager
+    def _not_counted(self) -> Iterator[None]:
+        """Make passes of a micro-batch that does not count: statistics are as if there had been none."""
+        with self._statistics.kept(), not_counted():
+            yield
+
     def _loop(self, clock: StepClock) -> Loop:
         assert self.task is not None
-        return Loop(self.task, self.autocast, clock.lap)
+        return Loop(self.task, self.autocast, clock.lap, self._not_counted)
 
     def record_steps(self, recorder: Recorder, *, only_if_faster: bool) -> None:
         """Make steps by graphs from now on, where they can be recorded (see ``graphs.py``).
@@ -239,6 +249,7 @@ class TorchReplica:
     def begin(self, step: PlannedStep) -> None:
         """Begin a step: no gradients yet."""
         self.strategy.begin(step)
+        self._own_share = sum(micro_batch.share for micro_batch in step.share.micro_batches)
         self._local_loss.zero_()
         if not (self._is_training and self.forward_model.training):
             self._begin_training()
@@ -362,6 +373,7 @@ class TorchReplica:
         updated = self._update(loss, want_norm=want_norm)
         self.strategy.after_update(is_used=updated.is_used)
         self._statistics.take_back(is_used=updated.is_used)
+        self._averaged_buffers.average(self._own_share)
         return updated.numbers(self._local_loss)
 
     def outcome_of(
@@ -435,11 +447,11 @@ class TorchReplica:
             UserError: Something differs.
         """
         if self._all_ranks.size > 1 and self.strategy.replicas_identical:
-            averaged = {id(buffer) for buffer in (*self._statistics.buffers, *self._statistics.counts)}
-            held = self.strategy.held()
-            own = {name: each for name, each in held.items() if id(each.tensor) not in averaged}
-            check_weights(self._all_ranks, own, self._names_of_weights())
-            check_buffers(self._all_ranks, own, self._names_of_weights())
+            averaged = {id(buffer) for buffer in self._statistics.buffers}
+            own = {n for n, buffer in self.model.named_buffers(remove_duplicate=False) if id(buffer) in averaged}
+            held = {name: each for name, each in self.strategy.held().items() if name not in own}
+            check_weights(self._all_ranks, held, self._names_of_weights())
+            check_buffers(self._all_ranks, held, self._names_of_weights())
 
     def broadcast(self) -> None:
         """Take over rank 0's weights and buffers.

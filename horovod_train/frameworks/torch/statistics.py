@@ -8,9 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from horovod_train.frameworks.torch.sync_batch_norm import SyncBatchNormMixin
+
 
 class RunningStatistics:
-    """The running means and variances of a model.
+    """The running means and variances of a model's layers that have those of their own rank.
 
     Attributes:
         buffers: They themselves.
@@ -19,6 +21,11 @@ class RunningStatistics:
 
     def __init__(self, model: torch.nn.Module) -> None:
         layers = [module for module in model.modules() if isinstance(module, _NormBase)]
+        self._of_all_ranks = _present(
+            b for m in layers if isinstance(m, SyncBatchNormMixin) for b in (m.running_mean, m.running_var)
+        )
+        self._counts_of_all = _present(m.num_batches_tracked for m in layers if isinstance(m, SyncBatchNormMixin))
+        layers = [module for module in layers if not isinstance(module, SyncBatchNormMixin)]
         self.buffers = _present(buffer for m in layers for buffer in (m.running_mean, m.running_var))
         self.counts = _present(module.num_batches_tracked for module in layers)
         self._before: list[torch.Tensor] = []
@@ -55,7 +62,8 @@ class RunningStatistics:
                 buffer.copy_(old)
 
     def _kinds(self) -> list[list[torch.Tensor]]:
-        return [kind for kind in (self.buffers, self.counts) if kind]
+        kinds = ([*self.buffers, *self._of_all_ranks], [*self.counts, *self._counts_of_all])
+        return [kind for kind in kinds if kind]
 
 
 def _present(buffers: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:

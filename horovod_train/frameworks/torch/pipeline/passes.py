@@ -64,6 +64,7 @@ class PipelinePasses:
         autocast: The context of a forward pass.
         lap: Ends a phase of the step.
         seed: Of the first micro-batch; the others have the numbers after it.
+        context: Returns that of a micro-batch's passes.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class PipelinePasses:
         autocast: Callable[[], AbstractContextManager[object]],
         lap: Callable[[str], None],
         seed: int,
+        context: Callable[[int], AbstractContextManager[object]],
     ) -> None:
         self._place = place
         self._seed = seed
+        self._context = context
         self._messages = messages
         self._inputs = inputs
         self._result = result
@@ -99,10 +102,11 @@ class PipelinePasses:
                     self._messages.expect(self._receiving(coming))
             if at == len(order) - 1:
                 before_last()
-            if each.kind == "forward":
-                self.forward(each)
-            else:
-                self._backward(each)
+            with self._context(each.micro_batch):
+                if each.kind == "forward":
+                    self.forward(each)
+                else:
+                    self._backward(each)
         self._messages.end()
 
     def forward(self, each: Pass) -> Any:

@@ -87,11 +87,13 @@ class Loop:
         task: Calls the model.
         autocast: Returns the context of a forward pass.
         lap: Ends a phase of the step.
+        not_counted: Returns the context of passes of a micro-batch that does not count.
     """
 
     task: TorchTask
     autocast: Callable[[], AbstractContextManager[object]]
     lap: Callable[[str], None]
+    not_counted: Callable[[], AbstractContextManager[object]]
 
 
 class Strategy:
@@ -115,6 +117,8 @@ class Strategy:
         makes_passes: It has an order of passes of its own, and gives the metrics of a batch as well.
         compute_dtypes: Types in which it computes passes, besides those of the weights.
         unused_have_zeros: A parameter that no rank uses in a step has a gradient of zeros, and not none.
+        sum_in_pass: Sums a tensor over the ranks that share samples, where passes have PyTorch's own collectives;
+            None: Horovod does.
     """
 
     bytes_per_step: int = 0
@@ -131,6 +135,7 @@ class Strategy:
     makes_passes: bool = False
     compute_dtypes: Sequence[torch.dtype] = ()
     unused_have_zeros: bool = False
+    sum_in_pass: Callable[[torch.Tensor, str], torch.Tensor] | None = None
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
 

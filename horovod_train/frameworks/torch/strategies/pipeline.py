@@ -12,7 +12,7 @@ through Horovod as ever. The result is that of one process with the same micro-b
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,7 +260,14 @@ class Pipeline(ModelParallel):
             return found
 
         if shares:
-            passes = self._passes(loop, loop.task.loss, batches, len(shares), weighted)
+            passes = self._passes(
+                loop,
+                loop.task.loss,
+                batches,
+                len(shares),
+                weighted,
+                lambda at: nullcontext() if shares[at] else loop.not_counted(),
+            )
             self._check_same_trained()
             order = order_of(
                 self._schedule,
@@ -293,7 +300,7 @@ class Pipeline(ModelParallel):
     ) -> Mapping[str, Any]:
         """Return the metrics of a batch, on one rank that has the last stage; others have none."""
         batches = [batch] if self._reads else []
-        passes = self._passes(loop, compute, batches, 1, lambda metrics, _: metrics)
+        passes = self._passes(loop, compute, batches, 1, lambda metrics, _: metrics, lambda _: nullcontext())
         found = [passes.forward(Pass("forward", chunk, 0)) for chunk in range(self._num_chunks)]
         self._messages.end()
         _, _, tensor = self._axes.place(self._world.rank)
@@ -311,6 +318,7 @@ class Pipeline(ModelParallel):
         batches: Sequence[Any],
         num_micro_batches: int,
         result: Callable[[Any, int], Any],
+        context: Callable[[int], AbstractContextManager[object]],
     ) -> PipelinePasses:
         """Return what makes the passes of these micro-batches, which begin now.
 
@@ -342,6 +350,7 @@ class Pipeline(ModelParallel):
             autocast=loop.autocast,
             lap=loop.lap,
             seed=seed,
+            context=context,
         )
 
     # -- the rest of a step

@@ -41,6 +41,11 @@ class TorchDistributed(Strategy):
         start_process_group(self._ranks, device, self._job.health)
         self._group = group_among(self._mesh.axes.data_groups(), self._job.health)
 
+    def sum_in_pass(self, tensor: torch.Tensor, name: str) -> torch.Tensor:  # type: ignore[override]
+        """Return a tensor's sum over the ranks that share samples."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take up what is trained."""
         super().bind(model, optimizer)

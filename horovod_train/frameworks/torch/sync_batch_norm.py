@@ -1,0 +1,175 @@
+"""Batch normalization with the statistics of the joint batch: those of all ranks' samples.
+
+The layers of a model stay what they are (names, weights, hooks); only their class gets another ``forward``. A rank
+whose micro-batch does not count (it has fewer samples than others) takes part in the sums with zeros.
+
+For n samples and positions over all ranks, mean m and variance v, with e = 1 / sqrt(v + eps), x^ = (x - m) * e:
+
+    y  = weight * x^ + bias
+    dx = weight * e * (dy - sum(dy) / n - x^ * sum(dy * x^) / n)
+
+where sums are over all ranks. Source: Ioffe and Szegedy, "Batch Normalization", arXiv:1502.03167.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from horovod_train.errors import UserError
+
+Sum = Callable[[torch.Tensor, str], torch.Tensor]
+"""Returns the elementwise sum of a tensor over ranks, given a name that is the same on all ranks."""
+OF_PYTORCH = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+is_counted = True
+"""Whether the micro-batch of now counts."""
+
+
+class SyncBatchNormMixin:
+    """Normalizes with the statistics of all ranks.
+
+    Attributes:
+        sum_over_ranks: Sums over the ranks that share the samples of a step.
+        sync_name: The layer's name.
+    """
+
+    sum_over_ranks: Sum
+    sync_name: str
+
+    def forward(self: Any, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (PyTorch's name)
+        """Normalize a micro-batch, shape [N, C, ...]."""
+        if not self.training:
+            return _BatchNorm.forward(self, input)
+        if not isinstance(self, torch.nn.SyncBatchNorm):  # which takes any number of dimensions
+            self._check_input_dim(input)
+        num, mean, variance, output = _Normalize.apply(
+            input, self.weight, self.bias, self.eps, self.sum_over_ranks, self.sync_name, is_counted
+        )
+        if self.track_running_stats and self.running_mean is not None:
+            self._move_statistics(num, mean, variance)
+        return output
+
+    @torch.no_grad()
+    def _move_statistics(self: Any, num: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Move the running statistics by those of a batch, as every rank does."""
+        factor: Any = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:
+                factor = 1.0 / self.num_batches_tracked.double()
+        unbiased = variance * (num / (num - 1))
+        for running, of_batch in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.copy_(running * (1 - factor) + of_batch.to(running.dtype) * factor)
+
+
+class _Normalize(torch.autograd.Function):
+    """Normalizes; returns how many values a channel has over all ranks, their mean and variance, and the output."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        sum_over_ranks: Sum,
+        name: str,
+        counts: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        axes = [dim for dim in range(x.dim()) if dim != 1]
+        values = x.to(wide)
+        own = torch.zeros(x.shape[1] + 1, dtype=wide, device=x.device)
+        if counts:
+            own[:-1] = values.sum(axes)
+            own[-1] = x.numel() // x.shape[1]
+        sums = sum_over_ranks(own, f"{name}.mean")
+        num, mean = sums[-1], sums[:-1] / sums[-1]
+        # In a second sum: squares of large numbers would leave nothing of a small variance.
+        centered = values - _shaped(mean, x)
+        squares = centered.square().sum(axes) if counts else torch.zeros_like(mean)
+        variance = sum_over_ranks(squares, f"{name}.variance") / num
+        if float(num) < 2 and not x.is_cuda:
+            raise ValueError(f"expected more than 1 value per channel when training, got {list(x.shape)} in all ranks")
+        inverse = (variance + eps).rsqrt()
+        normalized = centered * _shaped(inverse, x)
+        output = normalized
+        if weight is not None:
+            output = output * _shaped(weight.to(wide), x)
+        if bias is not None:
+            output = output + _shaped(bias.to(wide), x)
+        ctx.save_for_backward(normalized, inverse, num, weight)
+        ctx.sum_over_ranks, ctx.name, ctx.counts, ctx.has_bias = sum_over_ranks, name, counts, bias is not None
+        ctx.mark_non_differentiable(num, mean, variance)
+        ctx.set_materialize_grads(False)
+        return num, mean, variance, output.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        """Return the gradients of input, weight and bias."""
+        normalized, inverse, num, weight = ctx.saved_tensors
+        dy = gradients[-1]
+        axes = [dim for dim in range(normalized.dim()) if dim != 1]
+        wide = torch.zeros_like(normalized) if dy is None else dy.to(normalized.dtype)
+        own = torch.stack([wide.sum(axes), (wide * normalized).sum(axes)])
+        sums = ctx.sum_over_ranks(own.clone(), f"{ctx.name}.backward") / num
+        dx = wide
+        if ctx.counts:
+            dx = wide - _shaped(sums[0], wide) - normalized * _shaped(sums[1], wide)
+        dx = dx * _shaped(inverse if weight is None else inverse * weight.to(inverse.dtype), wide)
+        dweight = None if weight is None else own[1].to(weight.dtype)
+        dbias = own[0].to(inverse.dtype if weight is None else weight.dtype) if ctx.has_bias else None
+        like = gradients[-1].dtype if dy is not None else dx.dtype
+        return dx.to(like), dweight, dbias, None, None, None, None
+
+
+def _shaped(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return per_channel.view(1, -1, *[1] * (like.dim() - 2))
+
+
+@contextmanager
+def not_counted() -> Iterator[None]:
+    """Let micro-batches in the block not count."""
+    global is_counted  # noqa: PLW0603  (a forward pass has no other way to be told)
+    is_counted = False
+    try:
+        yield
+    finally:
+        is_counted = True
+
+
+def synchronize_batch_norm(model: torch.nn.Module, sum_over_ranks: Sum, *, every: bool, prefix: str) -> int:
+    """Let layers of a model normalize with the statistics of all ranks; return how many do.
+
+    Args:
+        model: The model.
+        sum_over_ranks: Sums over the ranks that share the samples of a step.
+        every: All of PyTorch's layers; otherwise those that say so, PyTorch's and Horovod's ``SyncBatchNorm``.
+        prefix: Names of sums begin with it.
+
+    Raises:
+        UserError: A layer has a ``forward`` of its own.
+    """
+    num_found = 0
+    for name, module in model.named_modules():
+        says_so = isinstance(module, torch.nn.SyncBatchNorm) or _is_of_horovod(module)
+        if not isinstance(module, _BatchNorm) or not (every or says_so):
+            continue
+        if type(module) not in OF_PYTORCH and not _is_of_horovod(module):
+            raise UserError(
+                f"train.sync_batch_norm: {name!r} is a {type(module).__name__}, which may compute something of its own",
+                hint=f"use one of {', '.join(each.__name__ for each in OF_PYTORCH)}",
+            )
+        base = torch.nn.SyncBatchNorm if _is_of_horovod(module) else type(module)
+        module.__class__ = type(f"Synchronized{base.__name__}", (SyncBatchNormMixin, base), {})
+        module.sum_over_ranks, module.sync_name = sum_over_ranks, f"{prefix}.{name}"  # type: ignore[assignment]
+        num_found += 1
+    return num_found
+
+
+def _is_of_horovod(module: torch.nn.Module) -> bool:
+    return type(module).__module__ == "horovod.torch.sync_batch_norm"
