@@ -14,6 +14,7 @@ import numpy.typing as npt
 from horovod_train.checkpoint.arrays import ArrayBlob, write_plain
 from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.schema import StateDocument, checked
+from horovod_train.checkpoint.stored_arrays import StoredArrays
 from horovod_train.checkpoint.store import (
     StoredCheckpoint,
     list_checkpoints,
@@ -84,7 +85,7 @@ def describe(path: Path) -> str:
     return "\n".join(lines)
 
 
-def export(path: Path, file: Path) -> tuple[StoredCheckpoint, int]:
+def export(path: Path, file: Path, *, averaged: bool | None = None) -> tuple[StoredCheckpoint, int]:
     """Write the weights and buffers of the newest valid checkpoint to one safetensors file.
 
     Names are those of the model, whatever strategy has trained it. One array is in memory at a time.
@@ -92,6 +93,8 @@ def export(path: Path, file: Path) -> tuple[StoredCheckpoint, int]:
     Args:
         path: A folder of checkpoints or of a run, or one checkpoint.
         file: Must not be there yet.
+        averaged: Averaged weights (``ema``, or those that an optimizer evaluates), and not those that are trained; None:
+            those that the optimizer evaluates, if it has such.
 
     Returns:
         The checkpoint, and the size of the file in bytes.
@@ -105,7 +108,7 @@ def export(path: Path, file: Path) -> tuple[StoredCheckpoint, int]:
         raise CheckpointError(
             f"{path} has no valid checkpoint", hint="name the folder of a run, such as runs/<name>"
         )
-    model = read_checkpoint(found.path, ["model"]).arrays["model"]
+    model = _weights_of(found.path, averaged=averaged)
     temporary = file.with_name(f".{file.name}-{os.getpid()}")
     try:
         if file.exists():
@@ -117,6 +120,27 @@ def export(path: Path, file: Path) -> tuple[StoredCheckpoint, int]:
     finally:
         temporary.unlink(missing_ok=True)
     return found, size_bytes
+
+
+def _weights_of(path: Path, *, averaged: bool | None) -> StoredArrays:
+    """Return weights and buffers of a checkpoint, by their names in the model.
+
+    Raises:
+        CheckpointError: It has no averaged weights, and they are wanted.
+    """
+    content = read_checkpoint(path, ["model", "optimizer", "state"])
+    model, optimizer = content.arrays["model"], content.arrays["optimizer"]
+    tree = content.documents["state"]["optimizer_tree"]
+    found = tree.get("averaged") if isinstance(tree, dict) else None
+    if averaged and found is None:
+        raise CheckpointError(
+            f"{path.name} has no averaged weights", hint="train with `ema` in the job, or export without --averaged"
+        )
+    is_wanted = averaged or (averaged is None and found is not None and found["is_default"])
+    if not is_wanted:
+        return model
+    prefix = "averaged.weights."
+    return model.replaced({n.removeprefix(prefix): optimizer.pieces(n) for n in optimizer if n.startswith(prefix)})
 
 
 def differences(first: Path, second: Path) -> list[str]:

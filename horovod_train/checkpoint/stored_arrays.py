@@ -87,6 +87,16 @@ class StoredArrays(Mapping[str, ArrayBlob]):
             return ArrayBlob(pieces[0].entry.dtype, pieces[0].whole, pieces[0].checked_bytes())
         return self.part(name, pieces[0].whole, None)
 
+    def pieces(self, name: str) -> list[Piece]:
+        """Return what files have of an array."""
+        return self._pieces[name]
+
+    def replaced(self, others: Mapping[str, list[Piece]]) -> StoredArrays:
+        """Return these arrays, with others under some of their names."""
+        found = StoredArrays()
+        found._pieces = {**self._pieces, **others}  # noqa: SLF001
+        return found
+
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
         """Return type and shape of an array; nothing is read."""
         first = self._pieces[name][0]

@@ -79,7 +79,8 @@ def diff(first: Path, second: Path) -> None:
 @command.command()
 @path_argument
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-def export(path: Path, file: Path) -> None:
+@click.option("--averaged/--trained", default=None, help="Averaged weights (`ema` in the job), or those that are trained.")
+def export(path: Path, file: Path, averaged: bool | None) -> None:
     """Write the weights of the newest valid checkpoint in PATH to the safetensors file FILE.
 
     PATH is the folder of a run, of its checkpoints, or one checkpoint, written under any strategy; names in
@@ -87,5 +88,5 @@ def export(path: Path, file: Path) -> None:
     """
     from horovod_train.checkpoint.inspect import export as export_weights
 
-    found, size_bytes = export_weights(path, file)
+    found, size_bytes = export_weights(path, file, averaged=averaged)
     click.echo(f"{file}: weights of {found.name}, {size_bytes / 1e6:.2f} MB")

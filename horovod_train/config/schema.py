@@ -4,6 +4,7 @@
     |-- name, framework, task, task_args
     |-- train        how long, how much per step, in which precision
     |-- optimizer    which one, with which arguments
+    |-- ema          an average of the weights
     |-- lr           the rate at a reference batch, and how it follows the batch and the progress
     |-- data         who reads samples, and how
     |-- allreduce    how gradients travel between ranks
@@ -128,6 +129,22 @@ class Optimizer(Section):
 
     args: dict[str, Any] = {}
     """Keyword arguments of the optimizer, such as ``momentum: 0.9``."""
+
+
+class Ema(Section):
+    """An exponential moving average of the weights, which is evaluated and can be exported."""
+
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    """Part of the average that stays after an update; the rest comes from the weights."""
+
+    every_steps: Count = 1
+    """Update it after each so many optimizer steps."""
+
+    warmup: bool = False
+    """Use the smaller decay (1 + n) / (10 + n) in the n-th update, so that the first weights do not stay for long."""
+
+    evaluate: bool = True
+    """Evaluate the average; false: the weights that are trained."""
 
 
 class LearningRate(Section):
@@ -411,6 +428,7 @@ class Job(Section):
 
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
+    ema: Ema | None = None
     lr: LearningRate = LearningRate()
     data: Data = Data()
     allreduce: Allreduce = Allreduce()

@@ -6,6 +6,7 @@ Each is trained by ranks under every strategy, and by a plain loop over the join
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +44,7 @@ class Case:
         plan: How layers are shared under ``tensor_parallel``; None: it is not tried.
         job: Sections of the job besides those of the corpus.
         only: Strategies it is meant for; None: all.
+        optimizer: Name and arguments; None: that of the settings.
         settings: How it is trained: by SGD, or by AdamW with accumulation and clipping.
         tolerance: Largest difference of a weight; None: that of its type.
     """
@@ -54,11 +56,17 @@ class Case:
     job: ClassVar[Mapping[str, Any]] = {}
     only: ClassVar[Any] = None
     tolerance: ClassVar[float | None] = None
+    optimizer: ClassVar[Any] = None
     settings: ClassVar[Any] = ("easy", "hard")
     num_samples: ClassVar[int] = 29  # no global batch divides it: the last step of an epoch is short
 
     def __init__(self, *, double: bool = True) -> None:
         self.dtype = torch.float64 if double else torch.float32
+
+    @classmethod
+    def optimized(cls, settings: Any) -> Any:
+        """The settings with an optimizer of the case's own."""
+        return settings if cls.optimizer is None else replace(settings, optimizer=cls.optimizer[0], args=cls.optimizer[1])
 
     def net(self) -> nn.Module:
         raise NotImplementedError

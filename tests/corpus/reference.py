@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import default_collate
 
 EPOCHS = 2
@@ -62,12 +63,19 @@ def trained(task: Any, settings: Settings, num_ranks: int, *, zeros: bool = Fals
         zeros: A parameter that a step does not use has a gradient of zeros.
     """
     precision = task.job.get("train", {}).get("precision", "fp32")
+    settings = task.optimized(settings)
     model = task.model()
     data = task.train_data()
     groups = getattr(task, "param_groups", None)
     parameters = groups(model) if groups else [p for p in model.parameters() if p.requires_grad]
     optimizer = settings.make_optimizer(parameters)
     collate = getattr(data, "collate", default_collate)
+    rates = [group["lr"] * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
+    ema = task.job.get("ema")
+    averaged = None
+    has_modes = callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
+    if has_modes:
+        optimizer.train()
     size = BATCH_SIZE * settings.accumulation_steps * num_ranks
     for _ in range(EPOCHS):
         for start in range(0, len(data), size):
@@ -84,8 +92,10 @@ def trained(task: Any, settings: Settings, num_ranks: int, *, zeros: bool = Fals
                 batch = collate([data[i] for i in range(first, first + length)])
                 first += length
                 with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-                    loss = task.loss(model, batch).sum()
-                (loss * length / (stop - start)).backward()
+                    loss = task.loss(model, batch)
+                if isinstance(loss, tuple):
+                    loss = loss[0] / loss[1]
+                (loss.sum() * length / (stop - start)).backward()
             trained_now = [p for p in model.parameters() if p.requires_grad]
             for p in trained_now:
                 if p.grad is None and zeros:
@@ -97,9 +107,16 @@ def trained(task: Any, settings: Settings, num_ranks: int, *, zeros: bool = Fals
                 norm = sum(float(g.abs().square().sum()) for g in gradients) ** 0.5
                 for g in gradients if norm > settings.clip_grad_norm else ():
                     g.mul_(settings.clip_grad_norm / norm)
-            for group in optimizer.param_groups:
-                group["lr"] = settings.lr * group.get("lr_scale", 1.0)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
             optimizer.step()
             if (after := getattr(task, "after_update", None)) is not None:
                 after(model)
-    return {name: t.detach().clone() for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
+            if ema is not None and averaged is None:
+                averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema["decay"]))
+            if ema is not None:
+                averaged.update_parameters(model)
+    if has_modes:
+        optimizer.eval()
+    final = averaged.module if averaged is not None else model
+    return {name: t.detach().clone() for name, t in final.state_dict().items() if isinstance(t, torch.Tensor)}

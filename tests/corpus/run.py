@@ -42,6 +42,7 @@ SHARED = {"pipeline", "tensor_parallel"}
 
 def job_of(case: type, strategy: str, settings: Settings, num_ranks: int, folder: Path) -> dict[str, Any]:
     """Return the description of a job."""
+    settings = case.optimized(settings)
     is_deepspeed = strategy.startswith("deepspeed")
     description = dict(STRATEGIES[strategy])
     plan = getattr(case, "plan", None)
@@ -109,7 +110,7 @@ def compared(
 ) -> dict[str, Any]:
     from horovod_train.checkpoint.inspect import export
 
-    export(folder / "corpus", folder / "weights.safetensors")
+    export(folder / "corpus", folder / "weights.safetensors", averaged="ema" in case.job or None)
     weights = safetensors.torch.load_file(folder / "weights.safetensors")
     num_data = 1 if strategy in SHARED else num_ranks
     zeros = strategy.startswith("deepspeed")

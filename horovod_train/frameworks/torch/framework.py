@@ -122,6 +122,7 @@ class TorchFramework(TorchDevice):
             train=job.train,
             flops=FlopCounter() if wants_flops(job, device.type) else None,
             health=job.health,
+            ema=job.ema,
         )
         if is_verified(job):
             reference = reference_replica(job, mesh, plain_task, device)

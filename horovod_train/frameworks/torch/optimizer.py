@@ -26,7 +26,7 @@ def optimizer_over(job: Job, parameters: Iterable[Any], *, may_fuse: bool = True
     Raises:
         UserError: There is no such optimizer, or it refuses its arguments.
     """
-    groups = [_with_list(group) if isinstance(group, dict) else group for group in parameters]
+    groups = [_with_list(group, job.lr.base_lr) if isinstance(group, dict) else group for group in parameters]
 
     def make(factory: Callable[..., Any], args: Mapping[str, Any]) -> Any:
         fused = {"fused": True} if may_fuse and is_fused_by_itself(factory, args, groups) else {}
@@ -70,7 +70,14 @@ def twin_of(optimizer: torch.optim.Optimizer, param_groups: list[dict[str, Any]]
     return twin
 
 
-def _with_list(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group that can be looked at more than once: its parameters may come from a generator."""
+def _with_list(group: Mapping[str, Any], base_lr: float) -> dict[str, Any]:
+    """Return a group that can be looked at more than once: its parameters may come from a generator.
+
+    A learning rate of its own is one at ``lr.base_lr``: the group's rate follows the schedule by the same factor.
+    """
     found = group["params"]
-    return {**group, "params": [found] if isinstance(found, torch.Tensor) else list(found)}
+    own = {**group, "params": [found] if isinstance(found, torch.Tensor) else list(found)}
+    if "lr" in group:
+        own["lr_scale"] = float(group["lr"]) / base_lr * own.get("lr_scale", 1.0)
+        del own["lr"]
+    return own

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator, any_rank
 from horovod_train.collectives.log import DeviceWork
-from horovod_train.config.schema import Health, Train
+from horovod_train.config.schema import Ema, Health, Train
 from horovod_train.data.planned_step import PlannedStep
+from horovod_train.errors import UserError
 from horovod_train.frameworks.base import StepClock, add_metric
 from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.torch import late
+from horovod_train.frameworks.torch.averaged import AveragedWeights
 from horovod_train.frameworks.torch.buffers import AveragedBuffers
-from horovod_train.frameworks.torch.collectives import broadcast_model
+from horovod_train.frameworks.torch.collectives import broadcast_model, sum_over, with_tensors
 from horovod_train.frameworks.torch.device_clock import CudaTimer, DeviceClock, HostTimer
 from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import Recorder, StepGraphs, rate_of_graphs
@@ -29,7 +31,7 @@ from horovod_train.frameworks.torch.state import blobs_of, from_blob
 from horovod_train.frameworks.torch.statistics import RunningStatistics
 from horovod_train.frameworks.torch.strategies.base import Loop, Strategy
 from horovod_train.frameworks.torch.sync_batch_norm import not_counted
-from horovod_train.frameworks.torch.task import TorchTask, checked_loss
+from horovod_train.frameworks.torch.task import TorchTask, checked_loss, is_sum_and_count
 from horovod_train.frameworks.torch.update import (
     DeviceScaler,
     Update,
@@ -63,6 +65,7 @@ class TorchReplica:
             (a pass over all of them), and running statistics are kept as they were.
         lag_steps: A step is asked for its outcome when so many others were made; None: at once on a CPU,
             later on a device.
+        ema: The job's section; None: no average of the weights is kept.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class TorchReplica:
         health: Health | None = None,
         lag_steps: int | None = None,
         all_ranks: Communicator | None = None,
+        ema: Ema | None = None,
     ) -> None:
         self.task = task
         self._all_ranks = all_ranks or world
@@ -94,16 +98,25 @@ class TorchReplica:
         self._statistics = RunningStatistics(model)
         self._averaged_buffers = AveragedBuffers(model, train.average_buffers, world)
         self._own_share = 0.0
+        self._num_samples = self._num_micro_batches = 1
+        self._num_weighed = 0
+        self._has_sums: bool | None = None
+        self._denominator: torch.Tensor | None = None
+        """Of losses that are a sum and a count: this rank's counts, divided by the samples of the step."""
         # What other ranks have of a model has no device.
         self._device = next(p.device for p in model.parameters() if not p.is_meta)
         self._timer = CudaTimer() if self._device.type == "cuda" else HostTimer()
         wanted = late.lag_steps_of(self._device) if lag_steps is None else lag_steps
-        self.lag_steps = wanted if strategy.can_be_read_later else 0
+        self._after_update_of_task = getattr(task, "after_update", None)
+        may_skip = self._guard_gradients or train.precision == "fp16"
+        is_known_later = strategy.can_be_read_later and not (self._after_update_of_task and may_skip)
+        self.lag_steps = wanted if is_known_later else 0
         strategy.reads_later = self.lag_steps > 0
         self._local_loss = torch.zeros((), device=self._device)
         self.scaler: torch.amp.GradScaler = DeviceScaler(self._device.type, enabled=train.precision == "fp16")
+        self.averaged = AveragedWeights(model, optimizer, strategy, ema)
         tells = self._all_ranks.rank == 0
-        self._saved_state = SavedState(model, optimizer, strategy, self.scaler, tells=tells)
+        self._saved_state = SavedState(model, optimizer, strategy, self.scaler, self.averaged, tells=tells)
         self._updates = self._make_updates()
         self._is_training = False
         self._has_made_steps = False
@@ -179,7 +192,7 @@ class TorchReplica:
 
     def _loop(self, clock: StepClock) -> Loop:
         assert self.task is not None
-        return Loop(self.task, self.autocast, clock.lap, self._not_counted)
+        return Loop(self.task, self.autocast, clock.lap, self._not_counted, self.weigh)
 
     def record_steps(self, recorder: Recorder, *, only_if_faster: bool) -> None:
         """Make steps by graphs from now on, where they can be recorded (see ``graphs.py``).
@@ -194,6 +207,9 @@ class TorchReplica:
                 "train.cuda_graph: %s needs the host to decide about each step: they are made without graphs",
                 who,
             )
+            return
+        if self._after_update_of_task is not None or self.averaged.exist:
+            log.warning("train.cuda_graph: weights are averaged, or looked at, after each update: steps have no graphs")
             return
         assert isinstance(self.scaler, DeviceScaler)
         self._graphs = StepGraphs(
@@ -220,6 +236,11 @@ class TorchReplica:
             assert self.task is not None
             with self.autocast():
                 loss = self.task.loss(self.forward_model, static)
+            if is_sum_and_count(loss):
+                raise UserError(
+                    "train.cuda_graph: the task's loss is a sum and a count, which a graph would keep",
+                    hint="leave train.cuda_graph out",
+                )
             self.backward(loss, share, is_last=False)  # gradients leave when all are there
             return True
 
@@ -251,6 +272,8 @@ class TorchReplica:
         self.strategy.begin(step)
         self._own_share = sum(micro_batch.share for micro_batch in step.share.micro_batches)
         self._local_loss.zero_()
+        self._denominator, self._num_weighed = None, 0
+        self._num_samples, self._num_micro_batches = step.share.num_samples, len(step)
         if not (self._is_training and self.forward_model.training):
             self._begin_training()
         self._clear_gradients()
@@ -304,9 +327,50 @@ class TorchReplica:
         (self.strategy.expect_last if is_last else self.strategy.expect_more)()
 
     def _add_gradient(self, loss: torch.Tensor, share: float) -> None:
-        weighted = checked_loss(loss) * share
+        weighted = self.weigh(loss, share)
         self._local_loss += weighted.detach()
         self.strategy.backward(self.scaler.scale(weighted))
+
+    def weigh(self, loss: object, share: float) -> torch.Tensor:
+        """Return what a micro-batch adds to the loss of the step, shape [].
+
+        Args:
+            loss: Mean loss over the micro-batch, or a sum and what it is to be divided by.
+            share: Samples of the micro-batch divided by samples of the step over all ranks.
+
+        Raises:
+            UserError: The loss is neither.
+        """
+        if not is_sum_and_count(loss):
+            if self._denominator is not None and self._num_weighed:
+                raise UserError("the task's loss is a mean for one micro-batch, and a sum and a count for another")
+            self._num_weighed += 1
+            return checked_loss(loss) * share
+        if not self.strategy.takes_sums:
+            raise UserError(
+                "the task's loss is a sum and a count, and this strategy divides by the samples of each rank",
+                hint="return the mean loss over the batch, or use another strategy",
+            )
+        total, count = loss
+        if self._denominator is None:
+            if self._num_weighed:
+                raise UserError("the task's loss is a mean for one micro-batch, and a sum and a count for another")
+            self._denominator = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._num_weighed += 1
+        # By samples first, so that it is about as large as a mean: fp16 could not hold a sum.
+        factor = bool(share) / self._num_samples
+        denominator = torch.as_tensor(count, dtype=torch.float64, device=self._device) * factor
+        if not self.strategy.divides_at_once:
+            self._denominator += denominator
+            return checked_loss(total) * factor
+        if self._num_micro_batches > 1:
+            raise UserError(
+                "the task's loss is a sum and a count, and this strategy has to know the counts of all micro-batches "
+                "before the first backward pass",
+                hint="set train.accumulation_steps: 1, return the mean loss over the batch, or use another strategy",
+            )
+        self._denominator = None
+        return checked_loss(total) * factor / self._sum(denominator.reshape(1), "horovod_train.denominator")[0]
 
     def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> Outcome:
         """Complete a step: wait for the other ranks' gradients and update the weights.
@@ -340,12 +404,45 @@ class TorchReplica:
         Raises:
             PeerError: Another rank was lost.
         """
-        return self.strategy.reduce(self._local_loss)
+        loss = self.strategy.reduce(self._local_loss)
+        total = self._total_denominator()
+        if total is None:
+            return loss
+        for dtype in {gradient.dtype for gradient in self.strategy.gradients()}:
+            alike = [gradient for gradient in self.strategy.gradients() if gradient.dtype == dtype]
+            torch._foreach_div_(alike, total.to(dtype.to_real()))
+        return loss / total
+
+    def _total_denominator(self) -> torch.Tensor | None:
+        """Return what the sums of this step are to be divided by, shape []; None: losses are means."""
+        own, name = self._denominator, "horovod_train.denominator"
+        if not self.strategy.makes_passes:
+            return None if own is None else self._sum(own.reshape(1), name)[0]
+        # Of the ranks that share a model, some alone compute the loss.
+        if self._has_sums is None:
+            self._has_sums = any_rank(self._all_ranks, flag=own is not None)
+        if not self._has_sums:
+            return None
+        mine = torch.zeros(1, dtype=torch.float64, device=self._device) if own is None else own.reshape(1)
+        return sum_over(with_tensors(self._all_ranks), mine, name)[0] / self.strategy.num_loss_copies
+
+    def _sum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if self.strategy.sum_in_pass is not None:
+            return self.strategy.sum_in_pass(tensor, name)
+        return sum_over(with_tensors(self._world), tensor, name)
 
     def update(self, loss: torch.Tensor, lr: float, *, want_norm: bool) -> Mapping[str, Number] | Packed:
         """Update the weights with gradients that are complete; return what the step turned out to be."""
         self._set_rates(lr)
-        return self._complete(loss, want_norm or self._guard_gradients)
+        numbers = self._complete(loss, want_norm or self._guard_gradients)
+        self._averaged_buffers.average(self._own_share)
+        if isinstance(numbers, Mapping):  # there are no graphs where something follows an update
+            is_used = numbers["is_finite"]
+            assert isinstance(is_used, torch.Tensor | bool)
+            if self._after_update_of_task is not None and is_used is not False:
+                self._after_update_of_task(self.model)
+            self.averaged.after_update(is_used=is_used)
+        return numbers
 
     def gradients_by_name(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Yield the gradients of the model's parameters."""
@@ -373,7 +470,6 @@ class TorchReplica:
         updated = self._update(loss, want_norm=want_norm)
         self.strategy.after_update(is_used=updated.is_used)
         self._statistics.take_back(is_used=updated.is_used)
-        self._averaged_buffers.average(self._own_share)
         return updated.numbers(self._local_loss)
 
     def outcome_of(
@@ -406,17 +502,24 @@ class TorchReplica:
         self._is_training = False
         compute = getattr(self.task, "metrics", self._loss_as_metric)
         sums: dict[str, tuple[float, int]] = {}
-        loop = self._loop(StepClock())
-        for batch in batches:
-            if self.strategy.makes_passes:
-                values = self.strategy.metrics_of(compute, batch, loop)
+        with self.averaged.shown():
+            for batch in batches:
+                self._add_metrics(sums, compute, batch)
+        return sums
+
+    def _add_metrics(self, sums: dict[str, tuple[float, int]], compute: Callable[..., Any], batch: object) -> None:
+        if self.strategy.makes_passes:
+            values = self.strategy.metrics_of(compute, batch, self._loop(StepClock()))
+        else:
+            with self.autocast():
+                values = compute(self.forward_model, batch)
+        for name, value in values.items():
+            if is_sum_and_count(value):
+                total, count = (float(torch.as_tensor(each)) for each in value)
+                add_metric(sums, name, total / count if count else 0.0, count)
             else:
-                with self.autocast():
-                    values = compute(self.forward_model, batch)
-            for name, value in values.items():
                 numbers = torch.as_tensor(value).double().cpu()
                 add_metric(sums, name, numbers.numpy(), batch_length(batch))
-        return sums
 
     def _loss_as_metric(self, model: torch.nn.Module, batch: object) -> dict[str, torch.Tensor]:
         assert self.task is not None

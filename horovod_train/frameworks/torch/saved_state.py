@@ -10,6 +10,7 @@ import torch
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.errors import CheckpointError
+from horovod_train.frameworks.torch.averaged import AveragedWeights
 from horovod_train.frameworks.torch.held import (
     load_model,
     model_blobs,
@@ -30,6 +31,7 @@ class SavedState:
         optimizer: Over them.
         strategy: Knows what of them this rank holds.
         scaler: Of the loss.
+        averaged: Weights that are kept beside those that are trained.
         tells: This rank tells people what others would tell, too.
     """
 
@@ -39,6 +41,7 @@ class SavedState:
         optimizer: torch.optim.Optimizer,
         strategy: Strategy,
         scaler: torch.amp.GradScaler,
+        averaged: AveragedWeights,
         *,
         tells: bool,
     ) -> None:
@@ -46,6 +49,7 @@ class SavedState:
         self._optimizer = optimizer
         self._strategy = strategy
         self._scaler = scaler
+        self._averaged = averaged
         self._tells = tells
         self._copies: dict[str, torch.Tensor] = {}
 
@@ -56,10 +60,12 @@ class SavedState:
         tree, arrays = optimizer_blobs(
             self._strategy.saved_optimizer, self._strategy.optimized(), cache, settings_only=not tells
         )
+        assert isinstance(tree, dict)
+        averaged_tree, averaged = self._averaged.packed(cache)
         return ReplicaState(
             model=model_blobs(self._strategy.held(), cache),
-            optimizer=arrays,
-            optimizer_tree=tree,
+            optimizer={**arrays, **averaged},
+            optimizer_tree={**tree, **averaged_tree},
             scaler={key: float(value) for key, value in self._scaler.state_dict().items()},
             is_sharded=self._strategy.is_sharded,
         )
@@ -76,6 +82,7 @@ class SavedState:
                 raise ValueError(f"it was trained with {found}")  # noqa: TRY301
             self._load_weights(state.model)
             self._load_optimizer(state.optimizer_tree["state"], state.optimizer)
+            self._averaged.load(state.optimizer_tree, state.optimizer)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"the checkpoint belongs to another model or optimizer: {error}",

@@ -38,6 +38,11 @@ class TorchTask(Protocol):
         ...
 
 
+def is_sum_and_count(value: object) -> bool:
+    """Whether a task's loss or metric is a sum and what it is to be divided by, such as a number of tokens."""
+    return isinstance(value, tuple) and len(value) == 2 and not hasattr(value, "_fields")  # noqa: PLR2004
+
+
 def checked_loss(loss: object) -> torch.Tensor:
     """Return a loss, shape [], if a gradient can be taken of it.
 

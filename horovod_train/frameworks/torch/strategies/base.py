@@ -88,12 +88,14 @@ class Loop:
         autocast: Returns the context of a forward pass.
         lap: Ends a phase of the step.
         not_counted: Returns the context of passes of a micro-batch that does not count.
+        weigh: Returns what a micro-batch adds to the loss of the step, given its loss and its share of the samples.
     """
 
     task: TorchTask
     autocast: Callable[[], AbstractContextManager[object]]
     lap: Callable[[str], None]
     not_counted: Callable[[], AbstractContextManager[object]]
+    weigh: Callable[[object, float], torch.Tensor]
 
 
 class Strategy:
@@ -117,6 +119,9 @@ class Strategy:
         makes_passes: It has an order of passes of its own, and gives the metrics of a batch as well.
         compute_dtypes: Types in which it computes passes, besides those of the weights.
         unused_have_zeros: A parameter that no rank uses in a step has a gradient of zeros, and not none.
+        takes_sums: The loss of a micro-batch may be a sum and a count, by which gradients are divided at the end.
+        divides_at_once: Such a loss is divided before its backward pass.
+        num_loss_copies: On so many ranks the same loss is computed, where it makes the passes itself.
         sum_in_pass: Sums a tensor over the ranks that share samples, where passes have PyTorch's own collectives;
             None: Horovod does.
     """
@@ -135,6 +140,9 @@ class Strategy:
     makes_passes: bool = False
     compute_dtypes: Sequence[torch.dtype] = ()
     unused_have_zeros: bool = False
+    takes_sums: bool = True
+    divides_at_once: bool = False
+    num_loss_copies: int = 1
     sum_in_pass: Callable[[torch.Tensor, str], torch.Tensor] | None = None
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
@@ -286,6 +294,9 @@ class Strategy:
         Args:
             is_used: With ``reads_later`` it may be known on the device alone, shape [].
         """
+
+    def gather_weights(self) -> None:
+        """Gather weights whose parts the optimizer has changed on each rank, outside of a step."""
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
         """Take over an optimizer's state; the weights are loaded by now.

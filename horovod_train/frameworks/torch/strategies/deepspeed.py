@@ -61,6 +61,7 @@ class DeepSpeed(TorchDistributed):
 
     is_sharded = True
     has_whole_weights = False
+    divides_at_once = True
     can_be_read_later = False  # DeepSpeed asks the device in each step
     updates_itself = True
     unused_have_zeros = True

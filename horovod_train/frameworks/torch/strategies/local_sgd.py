@@ -60,6 +60,7 @@ class LocalSgd(Strategy):
         outer: Arguments of the outer optimizer; None: there is none.
     """
 
+    takes_sums = False
     can_be_read_later = False  # ranks tell each other their losses in each step
 
     def __init__(

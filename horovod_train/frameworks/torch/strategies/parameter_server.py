@@ -50,6 +50,7 @@ class ParameterServer(Strategy):
         UserError: These ranks have no MPI.
     """
 
+    takes_sums = False
     can_be_read_later = False  # gradients are sent by the host
     is_sharded = True
     updates_itself = True

@@ -44,7 +44,6 @@ from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     plan_of,
     share_layers,
 )
-from horovod_train.frameworks.torch.task import checked_loss
 
 DIRECTIONS = ("activations", "gradients")
 
@@ -95,6 +94,7 @@ class Pipeline(ModelParallel):
         self._balance = balance
         self._plan = plan
         self._num_chunks = chunks_per_rank if mesh.axes.pipeline > 1 else 1
+        self.num_loss_copies = mesh.axes.tensor
         self._signatures: dict[Hashable, int] = {}
 
     # -- the model
@@ -250,7 +250,7 @@ class Pipeline(ModelParallel):
         losses: list[torch.Tensor] = []
 
         def weighted(loss: object, at: int) -> torch.Tensor:
-            found = checked_loss(loss) * shares[at]
+            found = loop.weigh(loss, shares[at])
             if found.is_meta:
                 raise UserError(
                     "strategy pipeline: the task's loss uses weights that other ranks have",

@@ -389,6 +389,11 @@ class Zero(Strategy):
         if is_used is False:
             return
         self.bytes_per_step += self._bytes_gathered
+        self.gather_weights()
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Gather the weights of which each rank has a part."""
         coming: deque[tuple[int, object]] = deque()  # in the same order on all ranks
         for number in range(len(self._buckets)):
             name = f"horovod_train.zero.weights.{number}"
