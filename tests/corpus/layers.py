@@ -244,3 +244,17 @@ class EvalMode(Case):
         m = getattr(model, "module", model)
         m.dr.eval()
         return super().loss(model, batch)
+
+
+class BnRecomputed(Bn):
+    """activation checkpointing of a block with statistics"""
+
+    job = {"train": {"sync_batch_norm": True, "activation_checkpointing": ["block"]}}
+
+
+class SpectralRecomputed(Spectral):
+    job = {"train": {"activation_checkpointing": ["c2"]}}
+
+
+class CountBlockRecomputed(CountBlock):
+    job = {"train": {"activation_checkpointing": ["block"]}}

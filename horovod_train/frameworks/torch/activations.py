@@ -7,16 +7,18 @@ more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.units import units_of
+from horovod_train.frameworks.torch.units import modules_fitting, units_of
 
 MIB = 2**20
 
@@ -112,3 +114,37 @@ def layers_to_recompute(kept: Kept, budget_mib: float) -> list[str]:
         "recompute activations",
         hint="allow more, or lower train.batch_size_per_rank and raise train.accumulation_steps",
     )
+
+
+def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> None:
+    """Let modules whose name fits a pattern forget their activations and compute them again.
+
+    The second computation starts from the buffers that the first one had, and leaves them as the first one did.
+
+    Raises:
+        UserError: A pattern fits no module.
+    """
+    for module in modules_fitting(model, patterns, "train.activation_checkpointing").values():
+        module.forward = partial(_recomputed, module, module.forward)
+
+
+def _recomputed(module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()] if module.training else []
+    return checkpoint(
+        forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _from(before)), **kwargs
+    )
+
+
+@contextmanager
+def _from(before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Give buffers other values while the block runs, unseen by autograd, which may have kept them."""
+    now = [buffer.data for buffer, _ in before]
+    for buffer, value in before:
+        buffer.data = value.clone()
+    try:
+        yield
+    finally:
+        for (buffer, _), value in zip(before, now, strict=True):
+            buffer.data = value

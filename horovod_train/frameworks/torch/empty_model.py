@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -12,6 +13,8 @@ from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.plain_weights import FIELD
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.torch.held import Held, load_model
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -53,6 +56,13 @@ def load_initial(model: torch.nn.Module, held: Mapping[str, Held], weights: Mapp
     one = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     there = {one[name] for name in weights if name in one}
     wanted = {name: each for name, each in held.items() if name in weights or one.get(name) not in there}
+    if unused := sorted(set(weights) - set(held) - set(one)):
+        log.warning(
+            "%s: the file has %d tensors that the model does not have, first %r: they are not used",
+            FIELD,
+            len(unused),
+            unused[0],
+        )
     try:
         load_model(wanted, weights)
     except (CheckpointError, ValueError, KeyError) as error:

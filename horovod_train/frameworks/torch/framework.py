@@ -15,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.plain_weights import open_weights
@@ -31,7 +30,7 @@ from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
-from horovod_train.frameworks.torch.activations import layers_to_recompute, what_is_kept
+from horovod_train.frameworks.torch.activations import layers_to_recompute, recompute_activations, what_is_kept
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, sum_over, with_tensors
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.empty_model import load_initial, parameters_without_memory
@@ -47,7 +46,6 @@ from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Placing, Strategy, make_strategy
 from horovod_train.frameworks.torch.sync_batch_norm import Sum, synchronize_batch_norm
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
-from horovod_train.frameworks.torch.units import modules_fitting
 from horovod_train.frameworks.torch.verification import StrategyVerifier, copy_of_task, copy_of_value, refused
 from horovod_train.frameworks.torch.without_memory import (
     batch_of,
@@ -279,16 +277,6 @@ def choose_device(job: Job, world: Communicator) -> torch.device:
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     return device
-
-
-def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> None:
-    """Let modules whose name fits a pattern forget their activations and compute them again.
-
-    Raises:
-        UserError: A pattern fits no module.
-    """
-    for module in modules_fitting(model, patterns, "train.activation_checkpointing").values():
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
 
 
 def layers_recomputed(job: Job, task: TorchTask, world: Communicator) -> Sequence[str]:

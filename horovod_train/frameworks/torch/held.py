@@ -19,6 +19,8 @@ from horovod_train.checkpoint.tree import MAP, pack_tree, unpack_tree
 from horovod_train.frameworks.torch.state import copied, from_blob, to_blob
 
 Cache = dict[str, torch.Tensor] | None
+OWN = "own_state"
+"""What an optimizer keeps of no parameter, in a checkpoint."""
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -112,12 +114,16 @@ def _by_name(document: Mapping[str, Any], optimized: Sequence[Optimized]) -> obj
     state = {
         optimized[number].name: _map_leaves(entry, partial(_leaf, parameter=optimized[number].held))
         for number, entry in document["state"].items()
+        if isinstance(number, int)
     }
+    own = {key: _map_leaves(entry, Held) for key, entry in document["state"].items() if not isinstance(key, int)}
     groups = [
         {**_map_leaves(group, Held), "params": [optimized[number].name for number in group["params"]]}
         for group in document["param_groups"]
     ]
     rest = {key: _map_leaves(document[key], Held) for key in document.keys() - {"state", "param_groups"}}
+    if own:
+        rest[OWN] = own
     return {**rest, "state": state, "param_groups": groups}
 
 
@@ -220,6 +226,7 @@ def optimizer_document(
         for saved_group, group in zip(saved_groups, groups, strict=True)
     ]
     rest = {key: unpack_tree(tree[key], _Whole(arrays)) for key in tree.keys() - {"state", "param_groups"}}
+    state |= rest.pop(OWN, {})
     return {**rest, "state": state, "param_groups": own_groups}
 
 

@@ -48,3 +48,17 @@ def _check_value(name: str, value: object) -> None:
             f"{name!r} is a sparse tensor ({layout}), which ranks cannot compare and a checkpoint cannot hold",
             hint="keep its indices and values as two buffers, and make the sparse tensor in forward()",
         )
+
+
+def refuse_hooks_of_parameters(model: torch.nn.Module, strategy: str) -> None:
+    """Refuse hooks of parameters that a strategy puts others in the place of.
+
+    Raises:
+        UserError: A parameter has hooks; names the first.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):  # noqa: SLF001
+            raise UserError(
+                f"strategy {strategy}: {name!r} has hooks of its gradient, which are lost where ranks hold parts of it",
+                hint="use strategy: allreduce, ddp or zero, or a hook of the module",
+            )

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OWN_STATE = "@"
+"""Names of what a strategy keeps for itself begin so, in a checkpoint."""
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -156,6 +158,7 @@ class TorchReplica:
         if not self._has_made_steps:
             self._has_made_steps = True
             self.check_replicas()
+            self._saved_state.check()
         return outcome
 
     def _step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Outcome:
@@ -592,13 +595,27 @@ class TorchReplica:
             self._graphs.forget()
 
     def own_state(self) -> Mapping[str, ArrayBlob]:
-        """Return what this rank's strategy keeps for itself."""
-        return blobs_of(self.strategy.state(), None, prefix="")
+        """Return what this rank's strategy keeps for itself, under names that say whose it is."""
+        kind = f"{OWN_STATE}{self.strategy.state_kind}/"
+        return blobs_of({f"{kind}{name}": each for name, each in self.strategy.state().items()}, None, prefix="")
 
     def load_own_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
-        """Take over what strategies of all ranks had kept for themselves."""
+        """Take over what strategies of all ranks had kept for themselves; that of another kind is dropped."""
+        kind = f"{OWN_STATE}{self.strategy.state_kind}/"
+        others = {name for state in of_ranks for name in state if name.startswith(OWN_STATE)}
+        if dropped := sorted({name.partition("/")[0] for name in others if not name.startswith(kind)}):
+            log.warning(
+                "the checkpoint holds what %s keeps for itself: it is dropped", dropped[0].removeprefix(OWN_STATE)
+            )
         self.strategy.load_state(
-            [{name: from_blob(blob).to(self._device) for name, blob in state.items()} for state in of_ranks]
+            [
+                {
+                    name.removeprefix(kind): from_blob(blob).to(self._device)
+                    for name, blob in state.items()
+                    if name.startswith(kind) or not name.startswith(OWN_STATE)  # as versions before wrote it
+                }
+                for state in of_ranks
+            ]
         )
 
     def device_name(self) -> str:

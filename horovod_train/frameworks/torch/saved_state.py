@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
-from horovod_train.errors import CheckpointError
+from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.torch.averaged import AveragedWeights
 from horovod_train.frameworks.torch.held import (
     load_model,
     model_blobs,
     optimizer_blobs,
     optimizer_document,
+    optimizer_tensors,
 )
 from horovod_train.frameworks.torch.state import from_blob
 from horovod_train.frameworks.torch.strategies.base import Strategy
@@ -70,6 +71,21 @@ class SavedState:
             is_sharded=self._strategy.is_sharded,
         )
 
+    def check(self) -> None:
+        """Refuse an optimizer whose state no checkpoint can hold.
+
+        Raises:
+            UserError: It keeps something that is neither data nor a tensor.
+        """
+        strategy = self._strategy
+        try:
+            optimizer_tensors(strategy.saved_optimizer, strategy.optimized())
+        except CheckpointError as error:
+            raise UserError(
+                f"the state of the optimizer {type(self._optimizer).__name__} fits in no checkpoint: {error.message}",
+                hint="use another optimizer",
+            ) from error
+
     def load(self, state: ReplicaState) -> None:
         """Take over a state; the optimizer's settings (decay, momentum, ...) stay those of the job.
 
@@ -93,6 +109,8 @@ class SavedState:
 
     def _load_weights(self, arrays: Mapping[str, ArrayBlob]) -> None:
         if self._strategy.is_sharded:
+            if unknown := sorted(set(arrays) - set(self._model.state_dict())):
+                raise ValueError(f"it has {unknown[0]!r}, which this model does not have")
             load_model(self._strategy.held(), arrays)
         else:  # a model may take over what had other names
             self._model.load_state_dict({name: from_blob(blob) for name, blob in arrays.items()})

@@ -23,6 +23,8 @@ def held_of(tensor: torch.Tensor) -> Held:
         return Held(tensor.detach())
     own, whole = here(tensor), tuple(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
+    if tensor.numel() == 0:  # of nothing each rank has nothing, whatever the shape
+        return Held(own, None, partial(_like, tensor=tensor))
     assert tuple(own.shape) == tuple(shape)
     part = None if tuple(shape) == whole else Part(whole, tuple(offset))
     return Held(own, part, partial(_like, tensor=tensor))
@@ -85,7 +87,7 @@ def squares_of(
     squares = torch.zeros(1, dtype=torch.float64, device=here(found[0]).device)
     for parameter in found:
         if parameter.grad is not None:
-            squares += here(parameter.grad).double().square().sum() / copies(parameter)
+            squares += here(parameter.grad).abs().double().square().sum() / copies(parameter)
     return squares
 
 

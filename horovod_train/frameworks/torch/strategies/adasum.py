@@ -46,6 +46,7 @@ class Adasum(Strategy):
         UserError: Horovod cannot compute it on these ranks.
     """
 
+    state_kind = "adasum"
     takes_sums = False
     can_be_read_later = False  # ranks tell each other their losses in each step
     is_sharded = True  # each has an optimizer's state of its own

@@ -125,6 +125,7 @@ class AllreduceStrategy(Strategy):
         self._ranks = ranks
         self._name = name
         self._codec = codec
+        self.state_kind = type(codec).__name__
         self._bucket_size_bytes = bucket_size_bytes
         self.buckets: list[Bucket] = []
         self._kept_back = KeptBack()

@@ -118,6 +118,7 @@ class Strategy:
         reads_weights: It can be given a model without memory, and the weights of a file.
         makes_passes: It has an order of passes of its own, and gives the metrics of a batch as well.
         compute_dtypes: Types in which it computes passes, besides those of the weights.
+        state_kind: Names what ``state`` returns: another kind is not taken over from a checkpoint.
         unused_have_zeros: A parameter that no rank uses in a step has a gradient of zeros, and not none.
         takes_sums: The loss of a micro-batch may be a sum and a count, by which gradients are divided at the end.
         divides_at_once: Such a loss is divided before its backward pass.
@@ -139,6 +140,7 @@ class Strategy:
     reads_weights: bool = False
     makes_passes: bool = False
     compute_dtypes: Sequence[torch.dtype] = ()
+    state_kind: str = "strategy"
     unused_have_zeros: bool = False
     takes_sums: bool = True
     divides_at_once: bool = False

@@ -32,6 +32,7 @@ from horovod_train.frameworks.torch.empty_model import load_initial
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized
+from horovod_train.frameworks.torch.model_check import refuse_hooks_of_parameters
 from horovod_train.frameworks.torch.path_agreement import PathAgreement
 from horovod_train.frameworks.torch.process_group import agree_on_paths, set_timeout
 from horovod_train.frameworks.torch.shards import (
@@ -104,6 +105,7 @@ class Fsdp(TorchDistributed):
         Raises:
             UserError: It cannot be sharded so.
         """
+        refuse_hooks_of_parameters(model, self._job.strategy.name)
         self._start_groups(placing.device)
         if self._offload and placing.device.type == "cpu":
             raise UserError(
@@ -266,6 +268,7 @@ def announce_collectives(module: FSDPModule, name: str, paths: PathAgreement, us
     """
     for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001  (there is no public way)
         group.pre_forward = _announced(group.pre_forward, f"the forward pass of {name}", paths)
+        group.post_forward = _unchanged(group.post_forward, group, name)
         group.pre_backward = _announced(group.pre_backward, f"the backward pass of {name}", paths)
         group.post_backward = _noting_used(
             _announced(group.post_backward, f"the gradient of {name}", paths), group, used
@@ -275,6 +278,26 @@ def announce_collectives(module: FSDPModule, name: str, paths: PathAgreement, us
 def _announced(method: Callable[..., Any], event: str, paths: PathAgreement) -> Callable[..., Any]:
     def call(*args: Any, **more: Any) -> Any:
         paths.event(event)
+        return method(*args, **more)
+
+    return call
+
+
+def _unchanged(method: Callable[..., Any], group: Any, name: str) -> Callable[..., Any]:
+    """Refuse a forward pass that changes gathered weights, which are given back and not written to the ranks' parts."""
+    versions: dict[int, int] = {}
+
+    def call(*args: Any, **more: Any) -> Any:
+        for each in group.fsdp_params:
+            weight = getattr(each, "_unsharded_param", None)
+            if weight is None:
+                continue
+            if weight._version != versions.setdefault(id(weight), weight._version):  # noqa: SLF001
+                raise UserError(
+                    f"strategy fsdp: the forward pass of {name} changes a weight of shape {list(weight.shape)} in place, "
+                    "which is lost when the weight is given back",
+                    hint="use strategy: allreduce; Embedding(max_norm=...) does it, for one",
+                )
         return method(*args, **more)
 
     return call

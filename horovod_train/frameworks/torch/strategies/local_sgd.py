@@ -60,6 +60,7 @@ class LocalSgd(Strategy):
         outer: Arguments of the outer optimizer; None: there is none.
     """
 
+    state_kind = "local_sgd"
     takes_sums = False
     can_be_read_later = False  # ranks tell each other their losses in each step
 

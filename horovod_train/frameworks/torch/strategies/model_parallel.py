@@ -57,7 +57,11 @@ class ModelParallel(Strategy):
         """Sum gradients over the ranks that have the same part of the model."""
         loss = self._data.reduce(weighted_loss)
         self.bytes_per_step, self.layout = self._data.bytes_per_step, self._data.layout
-        return loss
+        if self._axes.tensor == 1 or self.makes_passes:
+            return loss
+        # Ranks that share layers compute the same loss, and must decide alike if it is finite on one and not on another.
+        mean = (loss / self._axes.tensor / self._axes.data).reshape(1)
+        return self._world.wait(self._world.start_allreduce(mean, "horovod_train.loss"))[0]
 
     def gradients(self) -> list[torch.Tensor]:
         """Return what is here of the gradients."""

@@ -50,6 +50,7 @@ class ParameterServer(Strategy):
         UserError: These ranks have no MPI.
     """
 
+    state_kind = "parameter_server"
     takes_sums = False
     can_be_read_later = False  # gradients are sent by the host
     is_sharded = True

@@ -26,6 +26,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
+from horovod_train.frameworks.torch.elementwise import check_separable
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, whole_parameters
 from horovod_train.frameworks.torch.pipeline.cut import Balance, Stage, cut_model
@@ -213,6 +214,8 @@ class Pipeline(ModelParallel):
                 f"strategy pipeline: rank {self._world.rank} has no parameter that is trained",
                 hint="use fewer stages, or strategy: fsdp, where layers are frozen",
             )
+        if self._axes.pipeline > 1:
+            check_separable(optimizer, self._job.strategy.name)
         super().bind(model, optimizer)
         self._required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 

@@ -27,6 +27,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.held import Held
+from horovod_train.frameworks.torch.model_check import refuse_hooks_of_parameters
 from horovod_train.frameworks.torch.process_group import set_timeout, start_process_group
 from horovod_train.frameworks.torch.shards import (
     held_model,
@@ -95,6 +96,7 @@ class TensorParallel(ModelParallel):
         Raises:
             UserError: There is no plan for it, or one that does not fit.
         """
+        refuse_hooks_of_parameters(model, self._job.strategy.name)
         start_process_group(self._world, placing.device, self._job.health)
         broadcast_model(model, self._world)
         placed = placing(model)

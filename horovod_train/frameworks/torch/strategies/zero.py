@@ -172,6 +172,7 @@ class Zero(Strategy):
                 raise UserError(f"strategy zero cannot split {name!r}: it is complex", hint="use allreduce")
             parameter.data = parameter.data.contiguous()
         self._names, self._trained = list(trained), list(trained.values())
+        self._memory = [parameter.data for parameter in self._trained]
         self._buckets = make_buckets(self._trained, self._bucket_size_bytes, Scattered(self._ranks))
         self._messages = [_message(bucket) for bucket in self._buckets]
         keep_memory = sum(message.size_bytes for message in self._messages) <= KEPT_BYTES
@@ -235,6 +236,24 @@ class Zero(Strategy):
         return Optimized(self._names[piece.slot.index], Held(piece.weight, Part(whole, (piece.start,))))
 
     # -- one step
+
+    @torch.no_grad()
+    def _follow_swapped(self) -> None:
+        """Bring weights that the task has put into other memory back to where this strategy updates them.
+
+        Raises:
+            UserError: They have another shape or type there.
+        """
+        for name, parameter, memory in zip(self._names, self._trained, self._memory, strict=True):
+            if parameter.data_ptr() == memory.data_ptr():
+                continue
+            if (parameter.shape, parameter.dtype) != (memory.shape, memory.dtype):
+                raise UserError(
+                    f"strategy zero: the data of {name!r} were replaced by a tensor of another shape or type",
+                    hint="change weights in place (parameter.data.copy_(...)), or use strategy: allreduce",
+                )
+            memory.copy_(parameter.data)
+            parameter.data = memory
 
     def begin(self, step: PlannedStep) -> None:
         """Nothing was received yet."""
@@ -334,6 +353,7 @@ class Zero(Strategy):
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Receive this rank's parts of the sums, as gradients of its pieces."""
+        self._follow_swapped()
         self._send_rest()
         is_changed = self._trains_others_than_before()
         all_used = all(self._has_gradient)
