@@ -14,7 +14,6 @@ import numpy.typing as npt
 from horovod_train.checkpoint.arrays import ArrayBlob, write_plain
 from horovod_train.checkpoint.changes import document_changes
 from horovod_train.checkpoint.schema import StateDocument, checked
-from horovod_train.checkpoint.stored_arrays import StoredArrays
 from horovod_train.checkpoint.store import (
     StoredCheckpoint,
     list_checkpoints,
@@ -23,6 +22,7 @@ from horovod_train.checkpoint.store import (
     read_manifest,
     verify,
 )
+from horovod_train.checkpoint.stored_arrays import StoredArrays
 from horovod_train.errors import CheckpointError
 
 MAX_ROWS = 40
@@ -93,8 +93,8 @@ def export(path: Path, file: Path, *, averaged: bool | None = None) -> tuple[Sto
     Args:
         path: A folder of checkpoints or of a run, or one checkpoint.
         file: Must not be there yet.
-        averaged: Averaged weights (``ema``, or those that an optimizer evaluates), and not those that are trained; None:
-            those that the optimizer evaluates, if it has such.
+        averaged: Averaged weights (``ema``, or those that an optimizer evaluates), and not those that are
+            trained; None: those that the optimizer evaluates, if it has such.
 
     Returns:
         The checkpoint, and the size of the file in bytes.
@@ -134,13 +134,16 @@ def _weights_of(path: Path, *, averaged: bool | None) -> StoredArrays:
     found = tree.get("averaged") if isinstance(tree, dict) else None
     if averaged and found is None:
         raise CheckpointError(
-            f"{path.name} has no averaged weights", hint="train with `ema` in the job, or export without --averaged"
+            f"{path.name} has no averaged weights",
+            hint="train with `ema` in the job, or export without --averaged",
         )
     is_wanted = averaged or (averaged is None and found is not None and found["is_default"])
     if not is_wanted:
         return model
     prefix = "averaged.weights."
-    return model.replaced({n.removeprefix(prefix): optimizer.pieces(n) for n in optimizer if n.startswith(prefix)})
+    return model.replaced(
+        {n.removeprefix(prefix): optimizer.pieces(n) for n in optimizer if n.startswith(prefix)}
+    )
 
 
 def differences(first: Path, second: Path) -> list[str]:

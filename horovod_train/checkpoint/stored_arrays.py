@@ -94,7 +94,7 @@ class StoredArrays(Mapping[str, ArrayBlob]):
     def replaced(self, others: Mapping[str, list[Piece]]) -> StoredArrays:
         """Return these arrays, with others under some of their names."""
         found = StoredArrays()
-        found._pieces = {**self._pieces, **others}  # noqa: SLF001
+        found._pieces = {**self._pieces, **others}
         return found
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:

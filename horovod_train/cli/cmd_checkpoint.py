@@ -79,8 +79,12 @@ def diff(first: Path, second: Path) -> None:
 @command.command()
 @path_argument
 @click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--averaged/--trained", default=None, help="Averaged weights (`ema` in the job), or those that are trained.")
-def export(path: Path, file: Path, averaged: bool | None) -> None:
+@click.option(
+    "--averaged/--trained",
+    default=None,
+    help="Averaged weights (`ema` in the job), or those that are trained.",
+)
+def export(path: Path, file: Path, *, averaged: bool | None) -> None:
     """Write the weights of the newest valid checkpoint in PATH to the safetensors file FILE.
 
     PATH is the folder of a run, of its checkpoints, or one checkpoint, written under any strategy; names in

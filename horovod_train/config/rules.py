@@ -303,9 +303,10 @@ def framework_can_do_it(job: Job) -> Iterator[Problem]:
 
 def _refused(job: Job, fields: Iterable[Refused], who: str) -> Iterator[Problem]:
     for refused in fields:
-        section, field = refused.field.split(".")
-        value = getattr(getattr(job, section), field)
-        default = type(getattr(job, section)).model_fields[field].default
+        section, _, field = refused.field.rpartition(".")
+        owner = getattr(job, section) if section else job
+        value = getattr(owner, field)
+        default = type(owner).model_fields[field].default
         if value in refused.values if refused.values else value != default:
             shown = repr(value.name if isinstance(value, Codec) else value)
             message = f"cannot be had with {who}: {refused.reason}"

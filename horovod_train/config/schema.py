@@ -97,11 +97,12 @@ class Train(Section):
     """Most that a micro-batch keeps for backward, in MiB: as many layers recompute theirs as that takes."""
 
     sync_batch_norm: bool = False
-    """Batch normalization with mean and variance of all ranks' samples, as one process with the joint batch has it."""
+    """Batch normalization with mean and variance of all ranks' samples, as one process with the joint batch
+    has it."""
 
     average_buffers: list[Annotated[str, StringConstraints(min_length=1)]] = []
-    """Name patterns of buffers that passes change by the rank's own samples, such as a codebook's running mean: they
-    are averaged over ranks after each step, weighted by samples."""
+    """Name patterns of buffers that passes change by the rank's own samples, such as a codebook's running
+    mean: they are averaged over ranks after each step, weighted by samples."""
 
     initial_weights: Annotated[str, StringConstraints(min_length=1)] | None = None
     """A safetensors file, or a folder of them, with the weights that training begins from."""
@@ -141,7 +142,8 @@ class Ema(Section):
     """Update it after each so many optimizer steps."""
 
     warmup: bool = False
-    """Use the smaller decay (1 + n) / (10 + n) in the n-th update, so that the first weights do not stay for long."""
+    """Use the smaller decay (1 + n) / (10 + n) in the n-th update, so that the first weights do not stay for
+    long."""
 
     evaluate: bool = True
     """Evaluate the average; false: the weights that are trained."""
@@ -398,8 +400,8 @@ class Health(Section):
     """End the job when they are still missing after this time, in seconds."""
 
     verify_strategy: bool = True
-    """Compare the first steps under any strategy but allreduce with those of the plain model on the same samples;
-    end the job with exit code 2 if they differ."""
+    """Compare the first steps under any strategy but allreduce with those of the plain model on the same
+    samples; end the job with exit code 2 if they differ."""
 
     max_clock_offset_s: Seconds = 5.0
     """Refuse to start when the clocks of two hosts differ by more, in seconds."""
@@ -429,6 +431,8 @@ class Job(Section):
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
     ema: Ema | None = None
+    """An average of the weights; null: none is kept."""
+
     lr: LearningRate = LearningRate()
     data: Data = Data()
     allreduce: Allreduce = Allreduce()

@@ -59,7 +59,8 @@ class DdpArguments(Section):
     """PyTorch's DistributedDataParallel."""
 
     find_unused_parameters: bool | None = None
-    """Some parameters have no gradient in some steps: look for them in each; null: if that is so in the first."""
+    """Some parameters have no gradient in some steps: look for them in each; null: if that is so in the
+    first."""
 
     static_graph: bool = False
     """The same parameters are used in the same order in each step."""

@@ -46,9 +46,27 @@ class Support:
     note: str = ""
 
 
+def _only_torch(framework: str) -> tuple[Refused, ...]:
+    """What the replica of PyTorch's models does after each pass and update."""
+    return (
+        Refused("ema", f"weights are averaged with framework: torch, not {framework}", "leave it out"),
+        Refused(
+            "train.sync_batch_norm",
+            f"layers are synchronized with framework: torch, not {framework}",
+            "leave it out, or use framework: torch",
+        ),
+        Refused(
+            "train.average_buffers",
+            f"buffers are averaged with framework: torch, not {framework}",
+            "leave it out, or use framework: torch",
+        ),
+    )
+
+
 def _compiles_itself(framework: str) -> tuple[Refused, ...]:
     """What is PyTorch's own has no meaning in other frameworks."""
     return (
+        *_only_torch(framework),
         Refused(
             "train.compile",
             f"is torch.compile's; {framework} compiles steps by itself",
@@ -82,6 +100,7 @@ def _compiles_itself(framework: str) -> tuple[Refused, ...]:
 def _keeps_its_model(framework: str) -> tuple[Refused, ...]:
     """The module is called by a loop that is not ours."""
     return (
+        *_only_torch(framework),
         Refused(
             "train.compile",
             f"does not reach the model: {framework} calls it",

@@ -112,7 +112,8 @@ def share_of_step(
         rank: Of whom.
         size: How many ranks there are.
         equally_many: All ranks have as many micro-batches as the first. Those that a rank has too few are the
-            first rank's, and do not count: forward and backward passes are collectives, or change what models keep.
+            first rank's, and do not count: forward and backward passes are collectives, or change what
+            models keep.
     """
     num_needed = -(-num_samples // (batch_size * accumulation_steps))
     num_busy = min(size, max(num_needed, num_samples // 2, 1))

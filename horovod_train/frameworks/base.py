@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Protocol, SupportsFloat, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -168,8 +168,12 @@ class Replica(Protocol):
         """
         ...
 
-    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
-        """Return (sum, count) of each metric over this rank's batches."""
+    def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
+        """Return (sum, count) of each metric over this rank's batches.
+
+        Args:
+            batches: How many samples are in each, and the batch.
+        """
         ...
 
     def sync_buffers(self) -> None:
@@ -363,21 +367,25 @@ class Framework(Protocol):
         ...
 
 
-def add_metric(sums: dict[str, tuple[float, int]], name: str, value: SupportsFloat, num_samples: int) -> None:
+def add_metric(sums: dict[str, tuple[float, int]], name: str, value: Any, num_samples: int) -> None:
     """Add a batch's value of a metric to its (sum, count).
 
-    A metric with one value per sample is summed as it is. A single value is taken for the mean of
-    the batch and weighted by the batch's samples.
+    A metric with one value per sample is summed as it is. A single value is taken for the mean of the batch
+    and weighted by the batch's samples. A pair is a sum and a count.
 
     Args:
         sums: What was found so far.
         name: The metric.
-        value: An array, shape [batch] or [].
+        value: An array, shape [batch] or [], or a pair of numbers.
         num_samples: Samples of the batch.
 
     Raises:
         UserError: The value has another shape.
     """
+    if isinstance(value, tuple) and len(value) == 2 and not hasattr(value, "_fields"):
+        own = sums.get(name, (0.0, 0))
+        sums[name] = own[0] + float(value[0]), own[1] + value[1]
+        return
     numbers = np.asarray(value, np.float64)
     if numbers.ndim > 1:
         raise UserError(

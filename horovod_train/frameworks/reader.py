@@ -12,10 +12,10 @@ import random
 import select
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from multiprocessing import forkserver, resource_tracker
 from threading import Thread
 from typing import Any
@@ -249,8 +249,38 @@ def own_seeds(seed: int) -> Iterator[None]:
 
 
 def batch_length(batch: Any) -> int:
-    """Return the number of samples of a batch: the length of the first array in it."""
-    if hasattr(batch, "shape"):
-        return int(batch.shape[0])
-    children = batch.values() if isinstance(batch, dict) else batch
-    return next(batch_length(child) for child in children)
+    """Return the number of samples of a batch that no sampler knows: the length of the first array in it.
+
+    Mappings, sequences and data classes are followed; a list without arrays is as long as it is.
+
+    Raises:
+        UserError: There is no array in it.
+
+    >>> batch_length({"id": ["a", "b", "c"], "x": np.zeros((3, 2))}), batch_length([None, {"x": np.zeros(2)}])
+    (3, 2)
+    """
+    length = _length_of_array(batch)
+    if length is None and isinstance(batch, list | tuple):
+        length = len(batch)
+    if length is None:
+        raise UserError(
+            f"the number of samples of a batch is not known: a {type(batch).__name__} without arrays",
+            hint="let collate return tensors or arrays whose first dimension is the batch",
+        )
+    return length
+
+
+def _length_of_array(value: Any) -> int | None:
+    if isinstance(value, str | bytes | type(None)):
+        return None
+    if hasattr(value, "shape"):
+        return int(value.shape[0]) if len(value.shape) else None
+    children: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        children = value.values()
+    elif isinstance(value, list | tuple):
+        children = value
+    elif is_dataclass(value):
+        children = vars(value).values()
+    lengths = (_length_of_array(child) for child in children)
+    return next((length for length in lengths if length is not None), None)

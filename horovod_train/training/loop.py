@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 from contextlib import suppress
-from itertools import islice
 
 import numpy as np
 
@@ -212,9 +211,9 @@ def evaluate(run: Run) -> dict[str, float]:
     if run.replica.passes_are_collective:
         spare = spare_eval_micro_batches(num_samples, batch_size, ranks.rank, ranks.size)
     batches = run.eval_reader.read(0, np.arange(num_samples), (*mine, *spare))
-    sums = run.replica.evaluate(islice(batches, len(mine)))
+    sums = run.replica.evaluate(zip(map(len, mine), batches, strict=False))
     if spare:
-        run.replica.evaluate(batches)  # and is not counted
+        run.replica.evaluate(zip(map(len, spare), batches, strict=False))  # and is not counted
     # In a pipeline one rank alone has the values of a batch.
     return mean_over_ranks(run.world if run.mesh.axes.pipeline > 1 else ranks, sums)
 

@@ -69,7 +69,10 @@ class GroupRates(Case):
 
     def param_groups(self, model):
         named = {name.removeprefix("module."): p for name, p in model.named_parameters()}
-        of = {part: [p for name, p in named.items() if name.startswith(part)] for part in ("inp", "up", "down", "out")}
+        of = {
+            part: [p for name, p in named.items() if name.startswith(part)]
+            for part in ("inp", "up", "down", "out")
+        }
         return [
             {"params": of["inp"], "lr": 0.0},
             {"params": of["up"], "lr": 0.1},

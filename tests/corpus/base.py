@@ -1,4 +1,5 @@
-"""What a case of the corpus is: a small task with deterministic weights, that no code of the product has a part in.
+"""What a case of the corpus is: a small task with deterministic weights, that no code of the product has a
+part in.
 
 Each is trained by ranks under every strategy, and by a plain loop over the joint batch in one process.
 """
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812  (as PyTorch's documentation has it)
+from torch.nn import functional as F
 
 __all__ = ["MLP", "Case", "F", "Samples", "nn", "torch"]
 
@@ -37,9 +38,10 @@ class Case:
     """A task; a batch is x [B, 6], t [B, 5], lengths [B], y [B], i [B].
 
     Attributes:
-        stateful: A forward pass changes state: there is one for each step, so that there is one in one process.
-        splits: The loss of a batch is not the mean of those of its parts: one process computes with the parts that
-            ranks have.
+        stateful: A forward pass changes state: there is one for each step, so that there is one in one
+            process.
+        splits: The loss of a batch is not the mean of those of its parts: one process computes with the
+            parts that ranks have.
         is_random: It draws random numbers of each rank's own.
         plan: How layers are shared under ``tensor_parallel``; None: it is not tried.
         job: Sections of the job besides those of the corpus.
@@ -66,7 +68,11 @@ class Case:
     @classmethod
     def optimized(cls, settings: Any) -> Any:
         """The settings with an optimizer of the case's own."""
-        return settings if cls.optimizer is None else replace(settings, optimizer=cls.optimizer[0], args=cls.optimizer[1])
+        return (
+            settings
+            if cls.optimizer is None
+            else replace(settings, optimizer=cls.optimizer[0], args=cls.optimizer[1])
+        )
 
     def net(self) -> nn.Module:
         raise NotImplementedError

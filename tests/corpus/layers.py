@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch.nn.utils import parametrizations as P  # noqa: N812
+from torch.nn.utils import parametrizations as P
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from corpus.base import MLP, Case, F, nn, torch

@@ -76,7 +76,8 @@ class Penalty(Case):
 
 
 class SelfGrad(Case):
-    """autograd.grad of loss w.r.t. weights inside the loss (not linear in samples: only detached use, for scale)"""
+    """autograd.grad of loss w.r.t. weights inside the loss (not linear in samples: only detached use, for
+    scale)"""
 
     def net(self):
         return MLP()

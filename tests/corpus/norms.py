@@ -26,7 +26,6 @@ class ConvBn(Case):
     num_samples = 31
     settings = ("easy",)
 
-
     def net(self):
         return ConvBnNet(nn.BatchNorm2d)
 

@@ -1,4 +1,5 @@
-"""Dropout and noise. Each rank draws its own: nothing to compare with but the plain model in the first steps."""
+"""Dropout and noise. Each rank draws its own: nothing to compare with but the plain model in the first
+steps."""
 
 from __future__ import annotations
 

@@ -205,7 +205,8 @@ def main() -> None:
             found = {"what": "broken", "output": traceback.format_exc()}
         results[key] = found
         print(
-            f"{found['what']:8} {key:40} {found.get('difference', '')} {found.get('at', '')} {found.get('seconds')}s",
+            f"{found['what']:8} {key:40} {found.get('difference', '')} {found.get('at', '')} "
+            f"{found.get('seconds')}s",
             flush=True,
         )
         if options.v and "output" in found:

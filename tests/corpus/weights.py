@@ -240,7 +240,8 @@ class OneScalar(Case):
 
 
 class Mixed(Case):
-    """three types in one model: float64, bfloat16-free float32 and float64 (bf16 body excluded from fp64 equality)"""
+    """three types in one model: float64, bfloat16-free float32 and float64 (bf16 body excluded from fp64
+    equality)"""
 
     tolerance = 1e-6
 

@@ -1,7 +1,8 @@
-"""Worlds of ranks that are forked from a process which has imported everything: one starts in a fifth of a second.
+"""Worlds of ranks that are forked from a process which has imported everything: one starts in a fifth of a
+second.
 
-Ranks are as a launcher makes them: processes of their own, with Horovod's variables and a real rendezvous over
-Gloo. Each runs the product's worker on a job file, so that exit codes are those of a job.
+Ranks are as a launcher makes them: processes of their own, with Horovod's variables and a real rendezvous
+over Gloo. Each runs the product's worker on a job file, so that exit codes are those of a job.
 """
 
 from __future__ import annotations

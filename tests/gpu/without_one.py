@@ -42,7 +42,7 @@ class Replica(TorchReplica):
 
     def backward(self, loss: torch.Tensor, share: float, *, is_last: bool) -> None:
         weighted = loss.detach() * share
-        self._local_loss += weighted
+        self.loss.add(weighted)
         self.scaler.scale(weighted)
         for parameter in self.model.parameters():
             parameter.grad = torch.empty_like(parameter)

@@ -46,7 +46,7 @@ from horovod_train.frameworks.arrays import (
 from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
-from horovod_train.frameworks.reader import NumpyReader, batch_length
+from horovod_train.frameworks.reader import NumpyReader
 from horovod_train.frameworks.task import load_task
 from horovod_train.horovod.environment import started_as_one_of_many
 
@@ -251,12 +251,12 @@ class NumpyReplica(IdenticalReplica):
             return self._world.allreduce_array(array)
         return np.array(self._world.allreduce_sum(array.tolist()))
 
-    def evaluate(self, batches: Iterable[Any]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[int, Any]]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
-        for batch in batches:
+        for num_samples, batch in batches:
             for name, value in self.task.metrics(self.params, batch).items():
-                add_metric(sums, name, value, batch_length(batch))
+                add_metric(sums, name, value, num_samples)
         return sums
 
     def sync_buffers(self) -> None:

@@ -49,6 +49,8 @@ class Watch:
         file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
         if frame.f_code is Sent.read.__code__:
             return  # what has arrived in the host's memory
+        if file == PACKAGE / "frameworks/torch/equality.py":
+            return  # once, after the first step
         if file.is_relative_to(PACKAGE):
             where = f"{file.relative_to(PACKAGE)}:{frame.f_lineno}"
             raise ReadsOfOursError(f"{where} reads a number from the device")

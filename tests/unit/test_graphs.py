@@ -107,8 +107,8 @@ def test_leave_out_what_is_not_finite(size, mode):
     kept = DATA.clone()
 
     def taint(number, replica):
-        place = planned(replica._world, 3).share.micro_batches[0].start
-        if replica._world.rank == 0:
+        place = planned(replica.data_ranks, 3).share.micro_batches[0].start
+        if replica.data_ranks.rank == 0:
             DATA[place, 0] = math.nan if number == 9 else kept[place, 0]
 
     try:
@@ -183,9 +183,9 @@ class TestWhatChanges:
 
         def go_back(number, replica):
             if number == 6:
-                kept[replica._world.rank] = replica.state(copy=True)
+                kept[replica.data_ranks.rank] = replica.state(copy=True)
             if number == 9:
-                replica.load_state(kept[replica._world.rank])
+                replica.load_state(kept[replica.data_ranks.rank])
 
         for *_, recorder in assert_alike(size, before=go_back, optimizer=ADAMW):
             assert recorder.num_recorded > 3

@@ -565,7 +565,7 @@ def test_the_host_says_that_it_waits_for_the_device_before_it_does(monkeypatch, 
 
     world = World()
     replica = replica_of(world, lag_steps)
-    replica._device = torch.device("meta")  # as one that is no CPU, for the clock
+    replica.device = torch.device("meta")  # as one that is no CPU, for the clock
     readings = trained(replica, world)
     assert len(waits) == (0 if lag_steps else NUM_STEPS)  # where the update asks the device
     for reading in readings:

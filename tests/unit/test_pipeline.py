@@ -280,17 +280,15 @@ class TestStages:
             stages[0].call(x0=torch.randn(1, 3, 4), targets=torch.zeros(()))
 
     def test_draw_nothing_and_move_no_statistic_when_they_are_cut(self):
-        model = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)])
-        model.forward = None
-        parts = list(model)
-
         class Net(nn.Module):
             def __init__(self):
                 super().__init__()
-                self.parts = model
+                self.parts = nn.ModuleList(
+                    [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)]
+                )
 
             def forward(self, x0):
-                for part in parts:
+                for part in self.parts:
                     x0 = part(x0)
                 return x0
 

@@ -60,7 +60,7 @@ def replica(world=None, *, trained=None, task=None, optimizer=torch.optim.SGD, g
 
 
 def steps(made, count):
-    size, rank = made._world.size, made._world.rank
+    size, rank = made.data_ranks.size, made.data_ranks.rank
     outcomes = []
     for _ in range(count):
         share = share_of_step(0, 6, batch_size=6, accumulation_steps=1, rank=rank, size=size)
@@ -202,8 +202,8 @@ class TestState:
             made = replica(world)
             made.model[1].running_mean.fill_(float(world.rank))
             made.model.register_buffer("mask", torch.tensor([0.0, -np.inf]))
-            made.model.register_buffer("turn", torch.tensor([1 + 2j * (world.rank + 1)]))
-            made.model.register_buffer("big", torch.tensor([2**60 + world.rank]))
+            made.model.register_buffer("turn", torch.tensor([1 + 2j]))
+            made.model.register_buffer("big", torch.tensor([2**60]))
             made.sync_buffers()
             return (
                 made.model[1].running_mean[0].item(),
@@ -213,6 +213,30 @@ class TestState:
             )
 
         assert on_ranks(2, rank) == [(0.5, [0.0, -np.inf], 1 + 2j, 2**60)] * 2
+
+    @pytest.mark.parametrize(
+        "own",
+        [
+            lambda rank: torch.tensor([1 + 2j * (rank + 1)]),
+            lambda rank: torch.tensor([2**60 + rank]),
+            lambda rank: torch.tensor([rank == 0]),
+            lambda rank: torch.full((3,), 1.0 + rank * 2**-7, dtype=torch.bfloat16),
+            lambda rank: torch.zeros(2 + rank),
+        ],
+        ids=["complex", "a large number", "a truth", "16 bits", "a shape"],
+    )
+    def test_a_buffer_that_differs_between_ranks_is_refused_unless_it_is_not_saved(self, own):
+        def rank(world, persistent):
+            made = replica(world)
+            made.model.register_buffer("own", own(world.rank), persistent=persistent)
+            made.sync_buffers()
+            return made.model.own
+
+        for found in on_ranks(2, partial(rank, persistent=True)):
+            assert isinstance(found, UserError)
+            assert "the buffer 'own' differs between ranks: rank 1 against rank 0" in str(found)
+        kept = on_ranks(2, partial(rank, persistent=False))
+        assert [torch.equal(found, own(number)) for number, found in enumerate(kept)] == [True, True]
 
 
 def test_activations_are_recomputed_once_and_give_the_same_gradient():
@@ -307,7 +331,7 @@ def test_no_step_walks_through_the_modules(monkeypatch):
 
     steps(made, 3)
     in_the_first = len(walks)
-    made.evaluate([BATCH])
+    made.evaluate([(len(BATCH), BATCH)])
     after_evaluation = len(walks)
     assert not made.model.training
     steps(made, 3)

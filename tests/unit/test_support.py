@@ -22,6 +22,9 @@ OTHER_VALUES = {
     "train.activation_checkpointing": ["layers.*"],
     "train.activations_mib": 100,
     "train.initial_weights": "weights.safetensors",
+    "train.sync_batch_norm": True,
+    "train.average_buffers": ["norm.*"],
+    "ema": {"decay": 0.9},
     "health.non_finite": "skip",
     "train.precision": "bf16",
     "train.deterministic": True,
@@ -37,11 +40,12 @@ def test_every_framework_of_ours_is_described():
 
 @pytest.mark.parametrize(("framework", "refused"), CASES, ids=lambda value: getattr(value, "field", value))
 def test_a_field_that_cannot_be_honoured_is_refused_with_the_reason(framework, refused):
-    section, field = refused.field.split(".")
+    section, _, field = refused.field.rpartition(".")
     job = {"name": "x", "framework": framework, "task": "m:Task"}
 
     assert not broken_rules(Job.model_validate(job))
-    (problem,) = broken_rules(Job.model_validate({**job, section: {field: OTHER_VALUES[refused.field]}}))
+    value = {field: OTHER_VALUES[refused.field]}
+    (problem,) = broken_rules(Job.model_validate({**job, **({section: value} if section else value)}))
 
     assert problem.path == refused.field
     assert refused.reason in problem.message
@@ -50,8 +54,9 @@ def test_a_field_that_cannot_be_honoured_is_refused_with_the_reason(framework, r
 
 @pytest.mark.parametrize("field", OTHER_VALUES)
 def test_torch_does_all_of_them(field):
-    section, name = field.split(".")
-    job = {"name": "x", "task": "m:Task", section: {name: OTHER_VALUES[field]}}
+    section, _, name = field.rpartition(".")
+    value = {name: OTHER_VALUES[field]}
+    job = {"name": "x", "task": "m:Task", **({section: value} if section else value)}
 
     assert not broken_rules(Job.model_validate(job))
 

@@ -308,10 +308,10 @@ class TestTheReplica:
             assert "have made different models: [" in str(error)
             assert "'bias (2,) torch.float32', 'bias (3,) torch.float32'" in str(error)
 
-    def test_averages_running_statistics_and_takes_rank_0s_other_buffers(self):
+    def test_averages_running_statistics_and_leaves_equal_buffers_alone(self):
         def rank(world):
             model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-            model.register_buffer("own", torch.tensor([world.rank + 5], dtype=torch.bfloat16))
+            model.register_buffer("own", torch.tensor([5], dtype=torch.bfloat16))
             model[1].running_mean.fill_(float(world.rank))
             replica = self.replica(world, model)
             replica.sync_buffers()
@@ -338,7 +338,7 @@ class TestTheReplica:
 
         replica.task = Kept()
 
-        assert replica.evaluate([torch.ones(64)]) == {"kept": (64.0, 64)}
+        assert replica.evaluate([(64, torch.ones(64))]) == {"kept": (64.0, 64)}
 
 
 class TestTheExchange:

@@ -257,13 +257,15 @@ class TestAnOptimizer:
     def test_that_looks_at_whole_weights_is_refused(self, name):
         make = OPTIMIZERS["torch"].load(name)
 
-        with pytest.raises(UserError, match=r"strategy zero cannot split the optimizer L.*depends on others"):
+        with pytest.raises(
+            UserError, match=r"strategy zero cannot have the optimizer L.* split: .*depends on others"
+        ):
             check_elementwise(make([nn.Parameter(torch.ones(2, 3))], lr=0.1), "zero")
 
     def test_that_cannot_be_tried_is_refused(self):
         optimizer = torch.optim.LBFGS([nn.Parameter(torch.ones(2))])
 
-        with pytest.raises(UserError, match="cannot split the optimizer LBFGS: TypeError"):
+        with pytest.raises(UserError, match="cannot have the optimizer LBFGS split: TypeError"):
             check_elementwise(optimizer, "zero")
 
 

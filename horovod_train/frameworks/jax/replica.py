@@ -23,7 +23,6 @@ from horovod_train.frameworks.jax.exchange import Exchange
 from horovod_train.frameworks.jax.optax import Tree, broadcast
 from horovod_train.frameworks.jax.task import JaxTask
 from horovod_train.frameworks.loss_scale import LossScale
-from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
 
 Out = TypeVar("Out")
@@ -236,12 +235,12 @@ class JaxReplica(IdenticalReplica):
 
     # -- everything else
 
-    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
-        for batch in batches:
+        for num_samples, batch in batches:
             for name, value in self._metrics(self.params, batch).items():
-                add_metric(sums, name, value, batch_length(batch))
+                add_metric(sums, name, value, num_samples)
         return sums
 
     def _compute_metrics(self, params: optax.Params, batch: object) -> Mapping[str, jax.Array]:

@@ -37,7 +37,7 @@ class KerasReplica(IdenticalReplica):
         """Keras makes steps itself."""
         raise NotImplementedError
 
-    def evaluate(self, batches: Iterable[Sequence[object]]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[int, Sequence[object]]]) -> dict[str, tuple[float, int]]:
         """Return the metrics over the batches of all ranks, on rank 0; others return nothing.
 
         What metrics have counted is summed over ranks, so any Keras metric is exact: the result
@@ -50,7 +50,7 @@ class KerasReplica(IdenticalReplica):
             with warnings.catch_warnings():
                 # Keras cannot know that a stream ends where it should.
                 warnings.filterwarnings("ignore", message=".*ran out of data")
-                stream = (tuple(batch) for batch in chain([first], found))
+                stream = (tuple(batch) for _, batch in chain([first], found))
                 self.model.evaluate(back_end().stream(stream), verbose=0)
         metrics = exact_metrics(self.model, self._world)
         return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}

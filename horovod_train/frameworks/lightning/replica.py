@@ -18,11 +18,11 @@ class LightningReplica(TorchReplica):
         self.metrics: dict[str, float] | None = None
         self.evaluate_now: Callable[[], dict[str, float]] = dict
 
-    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
         """Return what ``validation_step`` has logged, over all ranks, on rank 0; others return nothing.
 
         At the end of an epoch ``Trainer`` has evaluated already; without that, it does so now.
         """
         metrics = self.evaluate_now() if self.metrics is None else self.metrics
         self.metrics = None
-        return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
+        return {name: (value, 1) for name, value in metrics.items()} if self.data_ranks.rank == 0 else {}

@@ -21,7 +21,6 @@ from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutco
 from horovod_train.frameworks.mxnet.exchange import Exchange, size_bytes, to_arrays
 from horovod_train.frameworks.mxnet.task import MxnetTask
 from horovod_train.frameworks.randomness import mix
-from horovod_train.frameworks.reader import batch_length
 
 
 class Seeds:
@@ -158,11 +157,11 @@ class MxnetReplica(IdenticalReplica):
 
     # -- everything else
 
-    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
         compute = getattr(self._task, "metrics", None)
-        for batch in batches:
+        for num_samples, batch in batches:
             found = to_arrays(batch, self._context)
             values = (
                 compute(self.model, found)
@@ -171,7 +170,7 @@ class MxnetReplica(IdenticalReplica):
             )
             for name, value in values.items():
                 plain = value.asnumpy() if isinstance(value, mx.nd.NDArray) else value
-                add_metric(sums, name, plain, batch_length(batch))
+                add_metric(sums, name, plain, num_samples)
         return sums
 
     def sync_buffers(self) -> None:

@@ -28,7 +28,6 @@ from horovod_train.frameworks.arrays import (
 )
 from horovod_train.frameworks.base import IdenticalReplica, StepClock, StepOutcome, add_metric
 from horovod_train.frameworks.loss_scale import LossScale
-from horovod_train.frameworks.reader import batch_length
 from horovod_train.frameworks.task import check_is_one_number
 from horovod_train.frameworks.tensorflow.exchange import Exchange
 from horovod_train.frameworks.tensorflow.task import TensorflowTask
@@ -256,12 +255,12 @@ class TensorflowReplica(IdenticalReplica):
 
     # -- everything else
 
-    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
         """Return (sum, count) of each metric over this rank's batches."""
         sums: dict[str, tuple[float, int]] = {}
-        for batch in batches:
+        for num_samples, batch in batches:
             for name, value in self._metrics(batch).items():
-                add_metric(sums, name, value.numpy(), batch_length(batch))
+                add_metric(sums, name, value.numpy(), num_samples)
         return sums
 
     def _compute_metrics(self, batch: object) -> dict[str, tf.Tensor]:

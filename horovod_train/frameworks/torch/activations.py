@@ -119,7 +119,8 @@ def layers_to_recompute(kept: Kept, budget_mib: float) -> list[str]:
 def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> None:
     """Let modules whose name fits a pattern forget their activations and compute them again.
 
-    The second computation starts from the buffers that the first one had, and leaves them as the first one did.
+    The second computation starts from the buffers that the first one had, and leaves them as the first one
+    did.
 
     Raises:
         UserError: A pattern fits no module.

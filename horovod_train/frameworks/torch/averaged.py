@@ -1,9 +1,9 @@
 """Weights that are evaluated and exported in the place of those that are trained.
 
-Two kinds: an exponential moving average of the weights after each step (``ema`` in the job), and what an optimizer with
-two modes calls its weights for evaluation (``ScheduleFreeAdamW``: ``optimizer.eval()`` and ``train()``). A rank has
-those of its own part of the model; a checkpoint keeps them beside the weights that are trained, which are restored
-exactly after an evaluation.
+Two kinds: an exponential moving average of the weights after each step (``ema`` in the job), and what an
+optimizer with two modes calls its weights for evaluation (``ScheduleFreeAdamW``: ``optimizer.eval()`` and
+``train()``). A rank has those of its own part of the model; a checkpoint keeps them beside the weights that
+are trained, which are restored exactly after an evaluation.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ class AveragedWeights:
         ema: Ema | None,
     ) -> None:
         self._model, self._optimizer, self._strategy, self._ema = model, optimizer, strategy, ema
-        self._has_modes = callable(getattr(optimizer, "eval", None)) and callable(getattr(optimizer, "train", None))
+        self._has_modes = callable(getattr(optimizer, "eval", None)) and callable(
+            getattr(optimizer, "train", None)
+        )
         name = type(optimizer).__name__
         if self._has_modes and ema is not None:
             raise UserError(
-                f"ema: the optimizer {name} averages weights by itself", hint="leave ema out, or use another optimizer"
+                f"ema: the optimizer {name} averages weights by itself",
+                hint="leave ema out, or use another optimizer",
             )
         if self._has_modes and strategy.updates_itself:
             raise UserError(
@@ -80,7 +83,8 @@ class AveragedWeights:
         trained = self._trained()
         if not self._averages:
             self._averages = {name: _wide(held.tensor).clone() for name, held in trained.items()}
-            # The first step's average is of the weights before it, which are gone: it begins with those after it.
+            # The first step's average is of the weights before it, which are gone: it begins with those
+            # after it.
             self._num_updates += 1
             return
         self._num_updates += 1
@@ -90,7 +94,10 @@ class AveragedWeights:
         if self._ema.warmup:
             decay = min(decay, (1 + self._num_updates) / (10 + self._num_updates))
         averages = [self._averages[name] for name in trained]
-        weights = [held.tensor.detach().to(average.dtype) for held, average in zip(trained.values(), averages, strict=True)]
+        weights = [
+            held.tensor.detach().to(average.dtype)
+            for held, average in zip(trained.values(), averages, strict=True)
+        ]
         if is_used is True:
             torch._foreach_lerp_(averages, weights, 1 - decay)
             return
@@ -99,7 +106,7 @@ class AveragedWeights:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Have the averaged weights in the model while the block runs, and exactly those of before after it."""
+        """Let the model have the averaged weights while the block runs."""
         is_shown = self._has_modes or (self._ema is not None and self._ema.evaluate and bool(self._averages))
         if not is_shown:
             yield
@@ -129,13 +136,15 @@ class AveragedWeights:
         """Return what this rank has of the averaged weights, by the names of parameters."""
         if self._has_modes:
             with self.shown():
-                return {name: replace(held, tensor=held.tensor.clone()) for name, held in self._trained().items()}
+                return {
+                    name: replace(held, tensor=held.tensor.clone()) for name, held in self._trained().items()
+                }
         if not self._averages:
             return {}
         return {name: replace(held, tensor=self._averages[name]) for name, held in self._trained().items()}
 
     def packed(self, cache: Cache) -> tuple[dict[str, Any], dict[str, ArrayBlob]]:
-        """Return them as a checkpoint keeps them: a JSON tree and the arrays it refers to; empty: there are none."""
+        """Return them for a checkpoint: a JSON tree and the arrays it refers to."""
         if not (tensors := self.tensors()):
             return {}, {}
         tree = {KEY: {"number": self._num_updates, "is_default": self._has_modes, "weights": tensors}}
@@ -144,7 +153,7 @@ class AveragedWeights:
         return plain, {key: held.blob(cache, key) for key, held in arrays.items()}
 
     def load(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
-        """Restore what ``packed`` returned; of a checkpoint without, the average begins with the weights of now.
+        """Restore what ``packed`` returned; without it, the average begins with the weights of now.
 
         Args:
             tree: Of the optimizer's state.
@@ -161,7 +170,10 @@ class AveragedWeights:
         self._averages = {name: _wide(held.tensor).clone() for name, held in trained.items()}
         if saved is not None:
             self._num_updates = int(saved["number"])
-            own = {f"{KEY}.weights.{name}": replace(h, tensor=self._averages[name]) for name, h in trained.items()}
+            own = {
+                f"{KEY}.weights.{name}": replace(h, tensor=self._averages[name])
+                for name, h in trained.items()
+            }
             load_model(own, arrays)
 
 

@@ -17,8 +17,8 @@ FIELD = "train.average_buffers"
 class AveragedBuffers:
     """Averages buffers over ranks.
 
-    A buffer that moves towards the mean of a batch (``b <- a * b + (1 - a) * mean``) is then what one process with the
-    joint batch would have.
+    A buffer that moves towards the mean of a batch (``b <- a * b + (1 - a) * mean``) is then what one
+    process with the joint batch would have.
 
     Args:
         model: Has them.
@@ -56,7 +56,9 @@ def _fitting(model: torch.nn.Module, patterns: Iterable[str]) -> list[torch.Tens
             names = list(named)
             raise UserError(
                 f"{FIELD}: {pattern!r} fits no buffer",
-                hint=f"buffers are {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}" if names else "there is none",  # noqa: PLR2004
+                hint=f"buffers are {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+                if names
+                else "there is none",
             )
         for name, buffer in fitting.items():
             if not (buffer.is_floating_point() or buffer.is_complex()):

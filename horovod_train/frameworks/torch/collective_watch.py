@@ -65,7 +65,8 @@ class CollectiveWatch:
 
     Attributes:
         missing: Who stays away, and from what, for a person; empty: nobody.
-        paths: Where this rank is in its passes, which other ranks may ask; None: its passes have no collectives.
+        paths: Where this rank is in its passes, which other ranks may ask; None: its passes have no
+            collectives.
     """
 
     def __init__(

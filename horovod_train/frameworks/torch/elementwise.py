@@ -30,9 +30,9 @@ _HINT = "use sgd, adam or adamw, or strategy: allreduce"
 def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:
     """Refuse an optimizer whose update of a number depends on others: tried on a small weight, cut in two.
 
-    It is tried with the settings of each group of parameters, and with gradients that bring out what optimizers look at:
-    one that is much larger than those before or much smaller, zero in one piece, or orthogonal or parallel to the
-    weight.
+    It is tried with the settings of each group of parameters, and with gradients that bring out what
+    optimizers look at: one that is much larger than those before or much smaller, zero in one piece, or
+    orthogonal or parallel to the weight.
 
     Args:
         optimizer: Over parameters; they are left alone.
@@ -77,7 +77,8 @@ def _check_alike(
             whole, apart, have_same_numbers = _updated(optimizer, settings, cut)
         except Exception as error:  # whatever an optimizer of somebody's raises
             raise UserError(
-                f"strategy {strategy} cannot have the optimizer {name} {what}: {type(error).__name__}: {error}",
+                f"strategy {strategy} cannot have the optimizer {name} {what}: "
+                f"{type(error).__name__}: {error}",
                 hint=_HINT,
             ) from error
         if not have_same_numbers or not torch.allclose(whole, apart, rtol=1e-9, atol=1e-12, equal_nan=True):
@@ -86,7 +87,8 @@ def _check_alike(
 
 def _refused(strategy: str, name: str, what: str, on: str) -> UserError:
     return UserError(
-        f"strategy {strategy} cannot have the optimizer {name} {what}: what it does to a number depends on {on}",
+        f"strategy {strategy} cannot have the optimizer {name} {what}: what it does to a number "
+        f"depends on {on}",
         hint=_HINT,
     )
 
@@ -119,7 +121,8 @@ def _updated(
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Return weights, flat and joined, after each step: of one optimizer over all, and of one for each part.
 
-    Also whether all optimizers have the same numbers that are not of an element, such as an estimate of the rate.
+    Also whether all optimizers have the same numbers that are not of an element, such as an estimate of the
+    rate.
     """
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     make = torch.Generator().manual_seed(0)
@@ -146,22 +149,32 @@ def _updated(
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> object:
-    """Return what an optimizer keeps besides a number for each element: of a group, of a parameter, and of itself."""
+    """Return the numbers of an optimizer that are of no single element: of groups, parameters and itself."""
     (group,) = optimizer.param_groups
     settings = {key: _number(value) for key, value in group.items() if key != "params"}
-    of_parameters = [optimizer.state[parameter] for parameter in group["params"] if parameter in optimizer.state]
+    of_parameters = [
+        optimizer.state[parameter] for parameter in group["params"] if parameter in optimizer.state
+    ]
     own = [
         sorted((key, _number(value)) for key, value in state.items() if _number(value) is not None)
         for state in of_parameters
     ]
-    others = {key: _number(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    others = {
+        key: _number(value) for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)
+    }
     return repr((settings, sorted(map(repr, own))[:1], others))
 
 
 def _number(value: object) -> object:
     if isinstance(value, torch.Tensor):
         return round(float(value), 12) if value.numel() == 1 and not value.is_complex() else None
-    return round(value, 12) if isinstance(value, float) else value if isinstance(value, bool | int | str) else None
+    return (
+        round(value, 12)
+        if isinstance(value, float)
+        else value
+        if isinstance(value, bool | int | str)
+        else None
+    )
 
 
 def _gradients(weight: torch.Tensor, make: torch.Generator) -> Iterator[torch.Tensor]:

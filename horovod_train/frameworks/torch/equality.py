@@ -1,4 +1,4 @@
-"""Are tensors that several ranks hold the same on all of them? A sum of their bits answers it, on any device."""
+"""Compare tensors that several ranks hold, by a sum of their bits, on any device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,66 @@ import torch
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.errors import UserError, describe_ranks
 from horovod_train.frameworks.torch.held import Held
+from horovod_train.frameworks.torch.statistics import RunningStatistics
+from horovod_train.frameworks.torch.strategies.base import Strategy
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Equality:
+    """What several ranks hold of a replica is equal.
+
+    Args:
+        model: The model.
+        strategy: Knows what this rank has of it.
+        statistics: Running statistics, of which each rank has its own in training.
+        data_ranks: Those that share the samples of a step.
+        all_ranks: Those and others, if there are others.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        strategy: Strategy,
+        statistics: RunningStatistics,
+        data_ranks: Communicator,
+        all_ranks: Communicator,
+    ) -> None:
+        self._model, self._strategy, self._statistics = model, strategy, statistics
+        self._data_ranks, self._all_ranks = data_ranks, all_ranks
+
+    def _weights(self) -> set[str]:
+        return {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+
+    @torch.no_grad()
+    def sync_buffers(self) -> None:
+        """Average running statistics over ranks; check that all other buffers are equal.
+
+        Raises:
+            UserError: Another buffer differs between ranks.
+        """
+        if self._data_ranks.size == 1:
+            return
+        for buffer in self._statistics.buffers:
+            mine = (buffer.detach().double().flatten() / self._data_ranks.size).tolist()
+            mean = torch.tensor(self._data_ranks.allreduce_sum(mine), dtype=torch.float64)
+            buffer.copy_(mean.view(buffer.shape))
+        check_buffers(self._all_ranks, self._strategy.held(), self._weights())
+
+    def check(self) -> None:
+        """Check weights and buffers after the first step.
+
+        Raises:
+            UserError: Something differs.
+        """
+        if self._all_ranks.size == 1 or not self._strategy.replicas_identical:
+            return
+        averaged = {id(buffer) for buffer in self._statistics.buffers}
+        named = self._model.named_buffers(remove_duplicate=False)
+        own = {name for name, buffer in named if id(buffer) in averaged}
+        held = {name: each for name, each in self._strategy.held().items() if name not in own}
+        check_weights(self._all_ranks, held, self._weights())
+        check_buffers(self._all_ranks, held, self._weights())
 
 
 def check_weights(world: Communicator, held: Mapping[str, Held], names: Collection[str]) -> None:
@@ -44,7 +102,9 @@ def check_buffers(world: Communicator, held: Mapping[str, Held], weights: Collec
     Raises:
         UserError: They differ.
     """
-    if (found := _first_difference(world, {name: held[name] for name in held if name not in weights})) is not None:
+    if (
+        found := _first_difference(world, {name: held[name] for name in held if name not in weights})
+    ) is not None:
         name, ranks = found
         raise UserError(
             f"the buffer {name!r} differs between ranks: {ranks}; passes change it by the rank's own samples",
@@ -76,7 +136,8 @@ def _sums(held: Mapping[str, Held]) -> list[object]:
     sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors]
     numbers = torch.stack([each.cpu() for each in sums]).tolist() if sums else []
     return [
-        [list(tensor.shape), str(tensor.dtype), number] for tensor, number in zip(tensors, numbers, strict=True)
+        [list(tensor.shape), str(tensor.dtype), number]
+        for tensor, number in zip(tensors, numbers, strict=True)
     ]
 
 

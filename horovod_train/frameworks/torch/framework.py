@@ -6,7 +6,7 @@ import importlib
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,11 @@ from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
-from horovod_train.frameworks.torch.activations import layers_to_recompute, recompute_activations, what_is_kept
+from horovod_train.frameworks.torch.activations import (
+    layers_to_recompute,
+    recompute_activations,
+    what_is_kept,
+)
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, sum_over, with_tensors
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.empty_model import load_initial, parameters_without_memory
@@ -57,7 +61,9 @@ from horovod_train.frameworks.torch.without_memory import (
 
 log = logging.getLogger(__name__)
 
-VERIFIED = frozenset({"zero", "ddp", "fsdp", "deepspeed", "pipeline", "tensor_parallel", "mesh", "data_parallel"})
+VERIFIED = frozenset(
+    {"zero", "ddp", "fsdp", "deepspeed", "pipeline", "tensor_parallel", "mesh", "data_parallel"}
+)
 
 
 class TorchFramework(TorchDevice):
@@ -99,7 +105,12 @@ class TorchFramework(TorchDevice):
             return self.explain(error, job, mesh.world.rank) is not None
 
         placing = Placing(
-            device, job.train, task, partial(reader.first, 2), weights, partial(another_model, job, plain_task)
+            device,
+            job.train,
+            task,
+            partial(reader.first, 2),
+            weights,
+            partial(another_model, job, plain_task),
         )
         with refused(job, is_explained) if is_verified(job) else nullcontext():
             model = strategy.wrap(model, placing)
@@ -135,7 +146,9 @@ class TorchFramework(TorchDevice):
     ) -> None:
         """Let batch normalization use the statistics of all ranks, where the job or a layer says so."""
         total = own_sum or partial(sum_over, with_tensors(mesh.data))
-        synchronize_batch_norm(model, total, every=job.train.sync_batch_norm, prefix=f"horovod_train.{prefix}")
+        synchronize_batch_norm(
+            model, total, every=job.train.sync_batch_norm, prefix=f"horovod_train.{prefix}"
+        )
 
     def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
         """Return our error for one of the GPU, or of other ranks; None: it is of something else."""
@@ -163,12 +176,14 @@ def is_verified(job: Job) -> bool:
 def changed_attributes(task: TorchTask, before: Mapping[str, object]) -> dict[str, object]:
     """Return copies of the attributes that a task has set since."""
     return {
-        name: copy_of_value(value) for name, value in vars(task).items() if before.get(name, task) is not value
+        name: copy_of_value(value)
+        for name, value in vars(task).items()
+        if before.get(name, task) is not value
     }
 
 
 def another_model(job: Job, task: TorchTask) -> torch.nn.Module:
-    """Return another model of a task, as ``make_model`` made the first one, on the CPU; the task is left alone."""
+    """Return another model of a task, on the CPU; the task is left alone."""
     random_state = state.rng_state()
     seed_generators(job.train.seed, 0, 0)
     model = copy_of_task(task).model()

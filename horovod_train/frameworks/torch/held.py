@@ -90,9 +90,7 @@ def optimizer_blobs(
     return tree, {key: held.blob(cache, f"optimizer.{key}") for key, held in arrays.items()}
 
 
-def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized]
-) -> dict[str, Held]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized]) -> dict[str, Held]:
     """Return the tensors of an optimizer's state, by the keys of the arrays of a checkpoint."""
     return _packed(optimizer, optimized, settings_only=False)[1]
 
@@ -116,7 +114,9 @@ def _by_name(document: Mapping[str, Any], optimized: Sequence[Optimized]) -> obj
         for number, entry in document["state"].items()
         if isinstance(number, int)
     }
-    own = {key: _map_leaves(entry, Held) for key, entry in document["state"].items() if not isinstance(key, int)}
+    own = {
+        key: _map_leaves(entry, Held) for key, entry in document["state"].items() if not isinstance(key, int)
+    }
     groups = [
         {**_map_leaves(group, Held), "params": [optimized[number].name for number in group["params"]]}
         for group in document["param_groups"]

@@ -23,8 +23,12 @@ from horovod_train.config.memory import Sizes
 from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.frameworks.task import load_task
-from horovod_train.frameworks.torch.activations import layers_to_recompute, what_is_kept
-from horovod_train.frameworks.torch.framework import optimizer_of, recompute_activations, seed_generators
+from horovod_train.frameworks.torch.activations import (
+    layers_to_recompute,
+    recompute_activations,
+    what_is_kept,
+)
+from horovod_train.frameworks.torch.framework import optimizer_of, seed_generators
 from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     CUT_DIMENSION,
     check_can_be_cut,

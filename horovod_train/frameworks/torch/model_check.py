@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from horovod_train.checkpoint.arrays import DTYPE_CODES, METADATA
 from horovod_train.errors import UserError
@@ -16,7 +16,7 @@ def check_model(model: torch.nn.Module) -> None:
         UserError: It is such a model; names the first tensor.
     """
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedTensorMixin):
+        if isinstance(parameter, UninitializedParameter | UninitializedBuffer):
             raise UserError(
                 f"the parameter {name!r} has no shape yet: it is of a lazy module",
                 hint="call the model with a batch in the task's model(), before it is returned",
@@ -40,12 +40,15 @@ def _check_value(name: str, value: object) -> None:
     if dtype not in DTYPE_CODES:
         raise UserError(
             f"{name!r} is of type {dtype}, which a checkpoint cannot hold",
-            hint="use complex64 for complex128" if dtype == "complex128" else f"types are {', '.join(DTYPE_CODES)}",
+            hint="use complex64 for complex128"
+            if dtype == "complex128"
+            else f"types are {', '.join(DTYPE_CODES)}",
         )
     if value.layout != torch.strided:
         layout = str(value.layout).removeprefix("torch.")
         raise UserError(
-            f"{name!r} is a sparse tensor ({layout}), which ranks cannot compare and a checkpoint cannot hold",
+            f"{name!r} is a sparse tensor ({layout}), which ranks cannot compare and a checkpoint "
+            "cannot hold",
             hint="keep its indices and values as two buffers, and make the sparse tensor in forward()",
         )
 
@@ -59,6 +62,7 @@ def refuse_hooks_of_parameters(model: torch.nn.Module, strategy: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):  # noqa: SLF001
             raise UserError(
-                f"strategy {strategy}: {name!r} has hooks of its gradient, which are lost where ranks hold parts of it",
+                f"strategy {strategy}: {name!r} has hooks of its gradient, which are lost where ranks "
+                "hold parts of it",
                 hint="use strategy: allreduce, ddp or zero, or a hook of the module",
             )

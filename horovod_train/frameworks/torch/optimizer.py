@@ -73,7 +73,8 @@ def twin_of(optimizer: torch.optim.Optimizer, param_groups: list[dict[str, Any]]
 def _with_list(group: Mapping[str, Any], base_lr: float) -> dict[str, Any]:
     """Return a group that can be looked at more than once: its parameters may come from a generator.
 
-    A learning rate of its own is one at ``lr.base_lr``: the group's rate follows the schedule by the same factor.
+    A learning rate of its own is one at ``lr.base_lr``: the group's rate follows the schedule by the same
+    factor.
     """
     found = group["params"]
     own = {**group, "params": [found] if isinstance(found, torch.Tensor) else list(found)}

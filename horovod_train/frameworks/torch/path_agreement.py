@@ -1,13 +1,13 @@
 """Ranks agree on the order of the collectives in their forward and backward passes.
 
-Where passes contain collectives (``fully_shard`` gathers a unit when it is called, DeepSpeed reduces gradients when
-they are there), ranks that call other modules would exchange data that does not belong together: wrong weights where
-the sizes are equal, a process that is aborted or waits where they are not.
+Where passes contain collectives (``fully_shard`` gathers a unit when it is called, DeepSpeed reduces
+gradients when they are there), ranks that call other modules would exchange data that does not belong
+together: wrong weights where the sizes are equal, a process that is aborted or waits where they are not.
 
-Each rank notes an event before each collective of a pass, and compares it with the same pass before. As long as the
-path is the same, that is all: a comparison of two names. A rank whose path changes asks the others, through the store
-of the process group, whether theirs changes in the same way. If it does not, this rank ends training before it takes
-part in the wrong collective.
+Each rank notes an event before each collective of a pass, and compares it with the same pass before. As long
+as the path is the same, that is all: a comparison of two names. A rank whose path changes asks the others,
+through the store of the process group, whether theirs changes in the same way. If it does not, this rank ends
+training before it takes part in the wrong collective.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def tell_position(store: Any, rank: int, position: tuple[int, int, str]) -> None
 def differ(rank: int, name: str, other_rank: int, other: str) -> UserError:
     """Return the error of ranks that take different paths.
 
-    >>> print(differ(0, "the forward pass of experts.0", 1, "the forward pass of experts.1").message)
-    ranks take different paths: rank 0 comes to the forward pass of experts.0, and rank 1 to the forward pass of experts.1
+    >>> print(differ(0, "the gradient of a", 1, "the gradient of b").message)
+    ranks take different paths: rank 0 comes to the gradient of a, and rank 1 to the gradient of b
     """
     return UserError(
         f"ranks take different paths: {describe_ranks([rank])} comes to {name}, and "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -166,7 +167,10 @@ class Placement:
     memory_format: torch.memory_format = torch.preserve_format
 
     def put(self, batch: Any, *, pin: bool = False) -> Any:
-        """Return a batch with all its tensors there; lists, tuples and mappings are followed.
+        """Return a batch with all its tensors there.
+
+        Lists, tuples, mappings and data classes are followed; an object with a method ``to`` is asked; all
+        else, such as a string, stays as it is.
 
         Args:
             batch: What a loader has joined.
@@ -176,10 +180,25 @@ class Placement:
             source = batch.pin_memory() if pin and batch.device.type == "cpu" else batch
             wanted = self.memory_format if batch.dim() == 4 else torch.preserve_format
             return source.to(self.device, non_blocking=True, memory_format=wanted)
-        if isinstance(batch, dict):
-            return {key: self.put(value, pin=pin) for key, value in batch.items()}
-        if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-            return type(batch)(*(self.put(value, pin=pin) for value in batch))
-        if isinstance(batch, list | tuple):
-            return type(batch)(self.put(value, pin=pin) for value in batch)
-        return batch
+        if callable(move := getattr(batch, "to", None)) and not isinstance(batch, type):
+            return move(self.device)
+        return _mapped(batch, partial(self.put, pin=pin))
+
+
+def _mapped(batch: Any, put: Callable[[Any], Any]) -> Any:
+    """Return a container with each of its members changed; what is no container stays as it is."""
+    if isinstance(batch, dict):
+        return {key: put(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        members = map(put, batch)
+        return type(batch)(*members) if hasattr(batch, "_fields") else type(batch)(members)
+    if isinstance(batch, MutableMapping):  # such as a UserDict
+        moved = copy(batch)
+        moved.update({key: put(value) for key, value in batch.items()})
+        return moved
+    if is_dataclass(batch) and not isinstance(batch, type):
+        other: Any = copy(batch)
+        for field in fields(batch):
+            object.__setattr__(other, field.name, put(getattr(batch, field.name)))
+        return other
+    return batch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,13 @@ from horovod_train.frameworks.torch.held import (
     optimizer_document,
     optimizer_tensors,
 )
-from horovod_train.frameworks.torch.state import from_blob
+from horovod_train.frameworks.torch.state import blobs_of, from_blob
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
 log = logging.getLogger(__name__)
+
+OWN_STATE = "@"
+"""Names of what a strategy keeps for itself begin so, in a checkpoint."""
 
 
 class SavedState:
@@ -82,7 +85,8 @@ class SavedState:
             optimizer_tensors(strategy.saved_optimizer, strategy.optimized())
         except CheckpointError as error:
             raise UserError(
-                f"the state of the optimizer {type(self._optimizer).__name__} fits in no checkpoint: {error.message}",
+                f"the state of the optimizer {type(self._optimizer).__name__} fits in no checkpoint: "
+                f"{error.message}",
                 hint="use another optimizer",
             ) from error
 
@@ -147,3 +151,31 @@ class SavedState:
 def _scaler_state(plain: Mapping[str, float]) -> dict[str, float]:
     integers = {"growth_interval", "_growth_tracker"}
     return {key: int(value) if key in integers else value for key, value in plain.items()}
+
+
+def own_state_of(strategy: Strategy) -> dict[str, ArrayBlob]:
+    """Return what a strategy keeps for itself on this rank, under names that say whose it is."""
+    kind = f"{OWN_STATE}{strategy.state_kind}/"
+    return blobs_of({f"{kind}{name}": each for name, each in strategy.state().items()}, None, prefix="")
+
+
+def load_own_states(
+    strategy: Strategy, of_ranks: Sequence[Mapping[str, ArrayBlob]], device: torch.device
+) -> None:
+    """Take over what strategies of all ranks had kept for themselves; that of another kind is dropped."""
+    kind = f"{OWN_STATE}{strategy.state_kind}/"
+    others = {name for state in of_ranks for name in state if name.startswith(OWN_STATE)}
+    if dropped := sorted({name.partition("/")[0] for name in others if not name.startswith(kind)}):
+        log.warning(
+            "the checkpoint holds what %s keeps for itself: it is dropped", dropped[0].removeprefix(OWN_STATE)
+        )
+    strategy.load_state(
+        [
+            {
+                name.removeprefix(kind): from_blob(blob).to(device)
+                for name, blob in state.items()
+                if name.startswith(kind) or not name.startswith(OWN_STATE)  # as versions before wrote it
+            }
+            for state in of_ranks
+        ]
+    )

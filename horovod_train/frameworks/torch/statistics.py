@@ -24,7 +24,9 @@ class RunningStatistics:
         self._of_all_ranks = _present(
             b for m in layers if isinstance(m, SyncBatchNormMixin) for b in (m.running_mean, m.running_var)
         )
-        self._counts_of_all = _present(m.num_batches_tracked for m in layers if isinstance(m, SyncBatchNormMixin))
+        self._counts_of_all = _present(
+            m.num_batches_tracked for m in layers if isinstance(m, SyncBatchNormMixin)
+        )
         layers = [module for module in layers if not isinstance(module, SyncBatchNormMixin)]
         self.buffers = _present(buffer for m in layers for buffer in (m.running_mean, m.running_var))
         self.counts = _present(module.num_batches_tracked for module in layers)

@@ -1,9 +1,10 @@
 """Batch normalization with the statistics of the joint batch: those of all ranks' samples.
 
-The layers of a model stay what they are (names, weights, hooks); only their class gets another ``forward``. A rank
-whose micro-batch does not count (it has fewer samples than others) takes part in the sums with zeros.
+The layers of a model stay what they are (names, weights, hooks); their class alone gets another
+``forward``. A rank whose micro-batch does not count (it has fewer samples than others) takes part in the
+sums with zeros.
 
-For n samples and positions over all ranks, mean m and variance v, with e = 1 / sqrt(v + eps), x^ = (x - m) * e:
+For n samples and positions over all ranks, with mean m, variance v, e = 1 / sqrt(v + eps), x^ = (x - m) * e:
 
     y  = weight * x^ + bias
     dx = weight * e * (dy - sum(dy) / n - x^ * sum(dy * x^) / n)
@@ -46,7 +47,7 @@ class SyncBatchNormMixin:
             return _BatchNorm.forward(self, input)
         if not isinstance(self, torch.nn.SyncBatchNorm):  # which takes any number of dimensions
             self._check_input_dim(input)
-        num, mean, variance, output = _Normalize.apply(
+        num, mean, variance, output = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.sum_over_ranks, self.sync_name, is_counted
         )
         if self.track_running_stats and self.running_mean is not None:
@@ -67,10 +68,10 @@ class SyncBatchNormMixin:
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalizes; returns how many values a channel has over all ranks, their mean and variance, and the output."""
+    """Normalizes; returns the number of values per channel, their mean and variance, and the output."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: torch.Tensor,
         weight: torch.Tensor | None,
@@ -94,7 +95,9 @@ class _Normalize(torch.autograd.Function):
         squares = centered.square().sum(axes) if counts else torch.zeros_like(mean)
         variance = sum_over_ranks(squares, f"{name}.variance") / num
         if float(num) < 2 and not x.is_cuda:
-            raise ValueError(f"expected more than 1 value per channel when training, got {list(x.shape)} in all ranks")
+            raise ValueError(
+                f"expected more than 1 value per channel when training, got {list(x.shape)} in all ranks"
+            )
         inverse = (variance + eps).rsqrt()
         normalized = centered * _shaped(inverse, x)
         output = normalized
@@ -103,7 +106,12 @@ class _Normalize(torch.autograd.Function):
         if bias is not None:
             output = output + _shaped(bias.to(wide), x)
         ctx.save_for_backward(normalized, inverse, num, weight)
-        ctx.sum_over_ranks, ctx.name, ctx.counts, ctx.has_bias = sum_over_ranks, name, counts, bias is not None
+        ctx.sum_over_ranks, ctx.name, ctx.counts, ctx.has_bias = (
+            sum_over_ranks,
+            name,
+            counts,
+            bias is not None,
+        )
         ctx.mark_non_differentiable(num, mean, variance)
         ctx.set_materialize_grads(False)
         return num, mean, variance, output.to(x.dtype)
@@ -148,7 +156,8 @@ def synchronize_batch_norm(model: torch.nn.Module, sum_over_ranks: Sum, *, every
     Args:
         model: The model.
         sum_over_ranks: Sums over the ranks that share the samples of a step.
-        every: All of PyTorch's layers; otherwise those that say so, PyTorch's and Horovod's ``SyncBatchNorm``.
+        every: All of PyTorch's layers; otherwise those that say so, PyTorch's and Horovod's
+            ``SyncBatchNorm``.
         prefix: Names of sums begin with it.
 
     Raises:
@@ -161,7 +170,8 @@ def synchronize_batch_norm(model: torch.nn.Module, sum_over_ranks: Sum, *, every
             continue
         if type(module) not in OF_PYTORCH and not _is_of_horovod(module):
             raise UserError(
-                f"train.sync_batch_norm: {name!r} is a {type(module).__name__}, which may compute something of its own",
+                f"train.sync_batch_norm: {name!r} is a {type(module).__name__}, which may compute "
+                "something of its own",
                 hint=f"use one of {', '.join(each.__name__ for each in OF_PYTORCH)}",
             )
         base = torch.nn.SyncBatchNorm if _is_of_horovod(module) else type(module)

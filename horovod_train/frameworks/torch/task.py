@@ -39,8 +39,15 @@ class TorchTask(Protocol):
 
 
 def is_sum_and_count(value: object) -> bool:
-    """Whether a task's loss or metric is a sum and what it is to be divided by, such as a number of tokens."""
-    return isinstance(value, tuple) and len(value) == 2 and not hasattr(value, "_fields")  # noqa: PLR2004
+    """Whether a loss or metric is a sum and its divisor, such as a number of tokens."""
+    return isinstance(value, tuple) and len(value) == 2 and not hasattr(value, "_fields")
+
+
+def as_numbers(value: Any) -> Any:
+    """Return a metric's value as an array on the CPU, or a sum and a count as two numbers."""
+    if is_sum_and_count(value):
+        return tuple(float(torch.as_tensor(each)) for each in value)
+    return torch.as_tensor(value).double().cpu().numpy()
 
 
 def checked_loss(loss: object) -> torch.Tensor:

@@ -53,6 +53,11 @@ class Updated:
         }
 
 
+def may_be_used(is_used: torch.Tensor | bool) -> bool:
+    """Whether a step was used, or only the device knows."""
+    return isinstance(is_used, torch.Tensor) or is_used
+
+
 class Update(Protocol):
     """Makes the update of a step."""
 

@@ -2,18 +2,20 @@
 
 A strategy replaces a model's parameters, calls its modules in another way, or updates parts of its weights. A
 model for which that changes the result must not be trained so. Therefore a reference replica is built by a
-second call of the task's ``model()``: the plain model, under ``allreduce``. It makes the first steps too, with a
-copy of the same micro-batches and the same random state, and is compared twice in each:
+second call of the task's ``model()``: the plain model, under ``allreduce``. It makes the first steps too,
+with a copy of the same micro-batches and the same random state, and is compared twice in each:
 
     before the update  loss, and each gradient
-    after the update   each weight, buffer, and tensor of the optimizer's state; the reference makes its update
-                       with the strategy's gradients, so that rounding does not add up and the limits are tight
+    after the update   each weight, buffer, and tensor of the optimizer's state; the reference makes its
+    update
+                       with the strategy's gradients, so that rounding does not add up and the limits are
+                       tight
 
-Python state (a counter, a temperature, a generator) shows its effect later. Where the task or the model changes
-such state, more steps are compared. After that the reference is deleted.
+Python state (a counter, a temperature, a generator) shows its effect later. Where the task or the model
+changes such state, more steps are compared. After that the reference is deleted.
 
-What the plain model raises is the task's own error. What only the strategy raises is a refusal: the plain model
-has just made the same step.
+What the plain model raises is the task's own error. What only the strategy raises is a refusal: the plain
+model has just made the same step.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ GPU_LIMIT = 5e-3
 """On a GPU: convolutions in 32 bits are computed in TF32."""
 COPIED = (dict, list, tuple, str, bytes)
 FLOOR = 1e-3
-"""Gradients whose root mean square is smaller than this part of the largest one's count as this large: those that
-are zero by their mathematics (a bias before a normalization) are rounding alone."""
+"""Gradients whose root mean square is smaller than this part of the largest one's count as this large: those
+that are zero by their mathematics (a bias before a normalization) are rounding alone."""
 NUM_ULPS = 64
 """Weights and optimizer state may differ by so many units in the last place of the largest number."""
 
@@ -78,13 +80,13 @@ class Difference:
 
 
 CAUSES = {
-    "loss": "the forward pass computes something else: code of forward() that is not in a module's call, such as "
-    "a context manager, an attribute that changes, or a hook of the model",
-    "gradient": "the backward pass computes something else: a hook of a parameter or module, an autograd function, "
-    "or a tensor that is changed in place",
-    "buffer": "a buffer is changed more or less often than by one forward pass for each micro-batch",
-    "update": "the update computes something else: an optimizer that looks at whole tensors, or weights that the "
-    "task or the forward pass changes",
+    "loss": "the forward pass computes something else: code of forward() outside of a module's call (a "
+    "context manager, an attribute that changes), or a hook of the model",
+    "gradient": "the backward pass computes something else: a hook of a parameter or module, an autograd "
+    "function, or a tensor that is changed in place",
+    "buffer": "a buffer is not changed exactly once by the forward pass of each micro-batch",
+    "update": "the update computes something else: an optimizer that looks at whole tensors, or weights "
+    "that the task or the forward pass changes",
 }
 
 
@@ -96,7 +98,8 @@ class StrategyVerifier:
         reference: The plain model under ``allreduce`` (a ``TorchReplica``).
         replica: What is compared.
         world: All ranks of the job.
-        is_explained: Whether an error of a step has a known cause besides the strategy: a lost rank, or memory.
+        is_explained: Whether an error of a step has a known cause besides the strategy: a lost rank, or
+            memory.
     """
 
     def __init__(
@@ -173,7 +176,7 @@ class StrategyVerifier:
         self._refuse(self._differing_state(lr))
 
     def _unused(self) -> list[str]:
-        """Return the names of parameters that at least one rank has not used in the last pass of this step."""
+        """Return the names of parameters that the last pass of this step leaves out on some rank."""
         used = {id(p) for p in self.reference.strategy.used_in_last_pass()}
         mine = [
             name
@@ -194,11 +197,11 @@ class StrategyVerifier:
         largest = max((_rms(g) for g in expected.values() if g is not None), default=0.0)
         for name, part, found in self._replica.strategy.local_gradients():
             whole = expected.get(name)
-            wanted = None if whole is None else part_of(whole, part, found)
-            if wanted is None or found is None:
-                if wanted is not found and _is_not_zero(wanted if found is None else found):
+            wanted = None if whole is None or found is None else part_of(whole, part, found)
+            if whole is None or wanted is None or found is None:
+                if whole is not found and _is_not_zero(whole if found is None else found):
                     return Difference(
-                        f"the gradient of {name}", _presence(found), _presence(wanted), "gradient"
+                        f"the gradient of {name}", _presence(found), _presence(whole), "gradient"
                     )
                 continue
             difference = found.detach().to(_wide(wanted)) - wanted.to(_wide(wanted))
@@ -236,7 +239,9 @@ class StrategyVerifier:
         if self._job.train.clip_grad_norm is None:
             return 0.0
         # The norm is computed in the least exact type of all gradients.
-        dtypes = {p.dtype for p in self.reference.model.parameters() if p.is_floating_point() or p.is_complex()}
+        dtypes = {
+            p.dtype for p in self.reference.model.parameters() if p.is_floating_point() or p.is_complex()
+        }
         return 4 * max(torch.finfo(dtype).eps for dtype in dtypes)
 
     def _is_close_buffer(self, found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -260,8 +265,8 @@ class StrategyVerifier:
             f"strategy {strategy} does not train this model as one process does: in step "
             f"{self._num_made + 1} of this process {what} is {found} on {describe_ranks([seen[0]])}, and "
             f"{expected} with the plain model. Likely cause: {CAUSES[stage]}.{later}",
-            hint="use strategy: allreduce, or change the model; health.verify_strategy: false trains it all the "
-            "same",
+            hint="use strategy: allreduce, or change the model; health.verify_strategy: false does "
+            "not compare",
         )
 
     # -- gradients
@@ -273,9 +278,11 @@ class StrategyVerifier:
         of_ranks = allgather_json(self._world, keys)
         first: dict[str, int] = {}
         for rank, of_rank in enumerate(of_ranks):
-            for key in map(repr, of_rank):
-                first.setdefault(key, rank)
-        is_whole = all(of_rank == of_ranks[0] for of_rank in of_ranks) and all(part is None for _, part, _ in local)
+            for held_part in map(repr, of_rank):
+                first.setdefault(held_part, rank)
+        is_whole = all(of_rank == of_ranks[0] for of_rank in of_ranks) and all(
+            part is None for _, part, _ in local
+        )
         present = {name for of_rank in of_ranks for name, _, shape in of_rank if shape is not None}
         for name, gradient in self.reference.gradients_by_name():
             if gradient is None or name not in present:
@@ -294,7 +301,9 @@ class StrategyVerifier:
         if self._job.train.precision != "fp32":
             dtypes.add(torch.bfloat16)
         dtypes |= set(self._replica.strategy.compute_dtypes)
-        limit = max((GRADIENT_LIMITS.get(dtype, LOOSEST) for dtype in dtypes), default=GRADIENT_LIMITS[torch.float32])
+        limit = max(
+            (GRADIENT_LIMITS.get(dtype, LOOSEST) for dtype in dtypes), default=GRADIENT_LIMITS[torch.float32]
+        )
         return max(limit, GPU_LIMIT) if self._loss.is_cuda else limit
 
 
@@ -367,7 +376,7 @@ def _again(step: PlannedStep, micro_batches: Sequence[Any]) -> PlannedStep:
 
 def _wide(tensor: torch.Tensor) -> torch.dtype:
     """Return a type in which the tensor's numbers can be summed: Horovod sums no bfloat16."""
-    return tensor.dtype if tensor.dtype.itemsize >= 4 else torch.float32  # noqa: PLR2004
+    return tensor.dtype if tensor.dtype.itemsize >= 4 else torch.float32
 
 
 def _rms(tensor: torch.Tensor) -> float:
@@ -380,7 +389,7 @@ def _rms(tensor: torch.Tensor) -> float:
 def _are_alike(
     found: torch.Tensor, wanted: torch.Tensor, *, absolute: float = 0.0, relative: float = 0.0
 ) -> bool:
-    """Whether no number differs by more than a few units in the last place of the largest, or than is allowed."""
+    """Whether no number differs by more than a few units in the last place of the largest."""
     if found.shape != wanted.shape:
         return False
     if not (wanted.is_floating_point() or wanted.is_complex()) or not wanted.numel():

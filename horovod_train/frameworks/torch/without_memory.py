@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map
 from horovod_train.config.schema import Data, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import HorovodTrainError, UserError
+from horovod_train.frameworks.torch.local_model import AUTOCAST_DTYPES
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
-from horovod_train.frameworks.torch.replica import AUTOCAST_DTYPES
 from horovod_train.frameworks.torch.task import TorchTask, checked_loss
 
 

@@ -48,7 +48,7 @@ from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
 from horovod_train.frameworks.transformers.replica import TransformersReplica
 from horovod_train.frameworks.transformers.task import REQUIRED, TransformersTask
-from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher
+from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher, lengths_of
 
 UNTIMED = ("_runtime", "_samples_per_second", "_steps_per_second")
 
@@ -195,8 +195,8 @@ class _JobTrainer(HorovodTrainerMixin, Trainer):
         """Return what the shard rule gives this rank."""
         return self.source
 
-    def _which_count(self) -> list[float]:
-        return self.source.which_count()
+    def _lengths(self) -> list[int]:
+        return self.source.lengths()
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         super()._init_training_state(*args, **kwargs)
@@ -256,10 +256,9 @@ class _Source:
             for _, batch in step.padded(self._accumulation_steps, self._reader.first):
                 yield batch
 
-    def which_count(self) -> list[float]:
-        """Return for each micro-batch of the coming step whether it counts: 1 or 0."""
-        num_real = len(self.steps[self.number])
-        return [float(place < num_real) for place in range(self._accumulation_steps)]
+    def lengths(self) -> list[int]:
+        """Return how many samples each micro-batch of the coming step has; 0: it does not count."""
+        return lengths_of(self.steps[self.number].share.micro_batches, self._accumulation_steps)
 
 
 class _Moments(TrainerCallback):

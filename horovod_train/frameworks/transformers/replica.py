@@ -15,7 +15,7 @@ class TransformersReplica(TorchReplica):
         super().__init__(**arguments)
         self.evaluate_now: Callable[[], dict[str, float]] = dict
 
-    def evaluate(self, batches: Iterable[object]) -> dict[str, tuple[float, int]]:
+    def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
         """Return the metrics over all ranks' samples, on rank 0; others return nothing."""
         metrics = self.evaluate_now()
-        return {name: (value, 1) for name, value in metrics.items()} if self._world.rank == 0 else {}
+        return {name: (value, 1) for name, value in metrics.items()} if self.data_ranks.rank == 0 else {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from horovod_train.checkpoint.arrays import dump_state, parse_state
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 from horovod_train.collectives.base import Communicator, barrier
 from horovod_train.config.schema import Allreduce, Job
-from horovod_train.data.shard import StepShare, epoch_order, split_evenly, steps_of_epoch
+from horovod_train.data.shard import MicroBatch, StepShare, epoch_order, split_evenly, steps_of_epoch
 from horovod_train.errors import UserError
 from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import Dataset
@@ -145,13 +145,10 @@ class HorovodTrainerMixin:
         samples, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
         if not samples:
             return samples, num_items
-        counts = self._which_count()
-        lengths = [
-            batch_length(batch) * counts_one for batch, counts_one in zip(samples, counts, strict=True)
-        ]
+        lengths = self._lengths()
         # All batches, also those that do not count: then all ranks know alike whether items are counted.
         has_items = self._get_num_items_in_batch(samples, device) is not None  # type: ignore[attr-defined]
-        real = [batch for batch, counts_one in zip(samples, counts, strict=True) if counts_one]
+        real = [batch for batch, length in zip(samples, lengths, strict=True) if length]
         mine = self._get_num_items_in_batch(real, device) if has_items and real else 0  # type: ignore[attr-defined]
         # Filled on the device, and never read here: the host does not wait for it.
         numbers = torch.full((2,), float(sum(lengths)), dtype=torch.float64, device=device)
@@ -159,7 +156,7 @@ class HorovodTrainerMixin:
         total, items = self._sum_over_ranks(numbers)
         if has_items:
             # The model divides by the items of the whole step.
-            self._weights = counts
+            self._weights = [float(length > 0) for length in lengths]
             return samples, items.float()
         # A mean over a micro-batch counts by its samples; Trainer divides by the number of micro-batches.
         self._weights = [length / total * len(samples) for length in lengths]
@@ -169,9 +166,9 @@ class HorovodTrainerMixin:
         """Return the elementwise sum; on a device, without waiting for it."""
         return self._ranks.wait(self._ranks.start_allreduce(numbers, "horovod_train.items"))
 
-    def _which_count(self) -> list[float]:
-        """Return for each micro-batch of the coming step whether it counts: 1 or 0."""
-        return self._batches.which_count(self.state.global_step)
+    def _lengths(self) -> list[int]:
+        """Return how many samples each micro-batch of the coming step has; 0: it does not count."""
+        return self._batches.lengths(self.state.global_step)
 
     # -- gradients
 
@@ -348,11 +345,20 @@ class ShardedBatches:
         """Begin an epoch: its order is its own."""
         self.epoch = epoch
 
-    def which_count(self, step: int) -> list[float]:
-        """Return for each micro-batch of a step, counted over epochs, whether it counts: 1 or 0."""
+    def lengths(self, step: int) -> list[int]:
+        """Return how many samples each micro-batch of a step has; 0: it does not count.
+
+        Args:
+            step: Counted over epochs.
+        """
         steps = self._steps()
-        num_real = len(steps[step % len(steps)].micro_batches)
-        return [float(place < num_real) for place in range(self.accumulation_steps)]
+        return lengths_of(steps[step % len(steps)].micro_batches, self.accumulation_steps)
+
+
+def lengths_of(micro_batches: Sequence[MicroBatch], num_places: int) -> list[int]:
+    """Return how many samples the micro-batch at each place has; 0: there is none, or it does not count."""
+    counted = [len(each) if each.share else 0 for each in micro_batches]
+    return [*counted, *[0] * (num_places - len(counted))]
 
 
 class _EpochLoader(DataLoader[Any]):

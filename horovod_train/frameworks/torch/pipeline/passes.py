@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.pipeline.cut import Stage
 from horovod_train.frameworks.torch.pipeline.messages import Messages, Route, Tensors
 from horovod_train.frameworks.torch.pipeline.orders import Pass
+from horovod_train.frameworks.torch.pipeline.stages import Stage
 from horovod_train.frameworks.torch.pipeline.stand_ins import seed_of_stage, seeded
 
 AHEAD = 3
@@ -133,7 +133,7 @@ class PipelinePasses:
         return None
 
     def _drawing(self, each: Pass) -> AbstractContextManager[object]:
-        """Return the context in which a stage draws its random numbers: the same in any arrangement of stages."""
+        """Return the context in which a stage draws its random numbers."""
         if not self._place.stages[each.chunk].is_random:
             return nullcontext()
         stage = each.chunk * len(self._place.ranks) + self._place.rank

@@ -52,7 +52,8 @@ class _StandIn:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise UserError(
-            f"strategy pipeline: the task sets the attribute {name!r} of the model, whose parts are on several ranks",
+            f"strategy pipeline: the task sets the attribute {name!r} of the model, whose parts are "
+            "on several ranks",
             hint="give it to the model as an input, keep it in a buffer of a module, or use strategy: fsdp",
         )
 

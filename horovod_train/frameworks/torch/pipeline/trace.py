@@ -1,13 +1,14 @@
 """Tracing how a model calls its modules: in which order, with what, and what becomes of the results.
 
-Stages call the model's own modules, whose ``forward`` runs as it is. Only the code between them is traced: the
-``forward`` of those modules that are opened, because a stage may end inside of them (the model itself, and what holds
-its layers). ``torch.fx`` alone would stop at each ``if`` and each loop over a shape; the tracer here computes an
-example along, so that it knows which branch to take, and each batch is checked for taking the same one.
+Stages call the model's own modules, whose ``forward`` runs as it is. Only the code between them is traced:
+the ``forward`` of those modules that are opened, because a stage may end inside of them (the model itself,
+and what holds its layers). ``torch.fx`` alone would stop at each ``if`` and each loop over a shape; the
+tracer here computes an example along, so that it knows which branch to take, and each batch is checked for
+taking the same one.
 
-A trace keeps operations on tensors, and nothing else. Code that does more (changes the mode of autograd, keeps a value
-in Python, draws a random number that does not depend on the input, reads a weight past its attribute) would be lost,
-and is refused with its line.
+A trace keeps operations on tensors, and nothing else. Code that does more (changes the mode of autograd,
+keeps a value in Python, draws a random number that does not depend on the input, reads a weight past its
+attribute) would be lost, and is refused with its line.
 """
 
 from __future__ import annotations
@@ -43,19 +44,18 @@ PARTS_HINT = (
     "are the model"
 )
 INSIDE_HINT = (
-    "move this code into a module of its own, whose forward() a stage runs as it is, or give the task a method "
+    "move this code into a module of its own, whose forward() a stage runs as it is, or give the "
+    "task a method "
     "pipeline_parts(model)"
 )
 
 
-def trace(
-    model: torch.nn.Module, example: Mapping[str, Any], opened: Collection[str] = ()
-) -> fx.Graph:
+def trace(model: torch.nn.Module, example: Mapping[str, Any], opened: Collection[str] = ()) -> fx.Graph:
     """Return what a model calls, with an example of its inputs by the names of ``forward``'s parameters.
 
-    It is traced in training and in evaluation, which must differ by nothing but what functions are told
-    (``dropout(x, p, self.training)``). The example draws random numbers, and changes what modules keep: give a copy of
-    the model.
+    It is traced in training and in evaluation, which must differ by the arguments of functions alone
+    (``dropout(x, p, self.training)``). The example draws random numbers, and changes what modules keep:
+    give a copy of the model.
 
     Args:
         model: The model.
@@ -93,9 +93,18 @@ def _traced(model: torch.nn.Module, example: Mapping[str, Any], opened: Collecti
             graph = tracer.trace(model)
     except UserError:
         raise
-    except (fx.proxy.TraceError, TypeError, RuntimeError, AttributeError, ValueError, NameError, KeyError) as error:
+    except (
+        fx.proxy.TraceError,
+        TypeError,
+        RuntimeError,
+        AttributeError,
+        ValueError,
+        NameError,
+        KeyError,
+    ) as error:
         raise UserError(
-            f"strategy pipeline: {type(model).__name__} cannot be cut into stages{_place_of(error.__traceback__)}: "
+            f"strategy pipeline: {type(model).__name__} cannot be cut into "
+            f"stages{_place_of(error.__traceback__)}: "
             f"{type(error).__name__}: {error}",
             hint=PARTS_HINT,
         ) from error
@@ -155,7 +164,8 @@ def _check_hooks(name: str, module: torch.nn.Module) -> None:
     """Refuse hooks of the backward pass on a module that is not called as a whole."""
     if module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001  (there is no public way)
         raise UserError(
-            f"strategy pipeline: {name or 'the model'} has a backward hook, and is cut into stages, which are called "
+            f"strategy pipeline: {name or 'the model'} has a backward hook, and is cut into stages, "
+            "which are called "
             "in its place",
             hint="register the hook with a module inside of a stage, or use strategy: fsdp or allreduce",
         )
@@ -204,7 +214,8 @@ def same_branch(condition: object, was_taken: bool) -> None:
     """Refuse a batch for which a model's code would branch in another way; graphs call it."""
     if bool(condition) != was_taken:
         raise UserError(
-            "strategy pipeline: the model's code branches by the shape or value of an input, and this batch takes "
+            "strategy pipeline: the model's code branches by the shape or value of an input, and "
+            "this batch takes "
             "another branch than the one with which the model was cut into stages",
             hint=PARTS_HINT,
         )
@@ -326,14 +337,14 @@ def modes() -> tuple[object, ...]:
     )
 
 
-class _Glue(TorchDispatchMode):
+class _Glue(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees operations that code between modules makes without the tracer: on tensors that depend on no input.
 
     Their results become constants of the graph. That is right where they are the same for each batch.
     """
 
     def __init__(self, tracer: _Tracer, weights: Collection[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tracer, self._weights = tracer, weights
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -349,8 +360,8 @@ class _Glue(TorchDispatchMode):
 def _entered(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Give a model's class a method that calls it with these inputs alone, while the block runs.
 
-    What else ``forward`` takes keeps its default. A tracer would take a default for an input. The model's own hooks are
-    called, with inputs by position where they are the first parameters of ``forward``.
+    What else ``forward`` takes keeps its default. A tracer would take a default for an input. The model's
+    own hooks are called, with inputs by position where they are the first parameters of ``forward``.
     """
     made: dict[str, Any] = {"call": _orig_module_call}
     parameters = list(inspect.signature(model.forward).parameters.values())
@@ -414,7 +425,7 @@ def _applied(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return a function of the class's own name that applies it."""
 
     def call(*args: Any, **more: Any) -> Any:
-        return cls.apply(*args, **more)
+        return cls.apply(*args, **more)  # type: ignore[no-untyped-call]
 
     call.__name__ = call.__qualname__ = f"apply_{cls.__name__}"
     return call

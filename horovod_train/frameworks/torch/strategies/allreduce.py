@@ -269,7 +269,7 @@ class AllreduceStrategy(Strategy):
         ]
 
     def used_in_last_pass(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that have got a gradient in this step's last backward pass, before ``reduce``."""
+        """Return the parameters with a gradient of this step's last backward pass, before ``reduce``."""
         return [p for p, used in zip(self._trained, self._is_packed, strict=True) if used]
 
     def _trains_others_than_before(self) -> bool:

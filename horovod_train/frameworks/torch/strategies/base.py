@@ -88,7 +88,8 @@ class Loop:
         autocast: Returns the context of a forward pass.
         lap: Ends a phase of the step.
         not_counted: Returns the context of passes of a micro-batch that does not count.
-        weigh: Returns what a micro-batch adds to the loss of the step, given its loss and its share of the samples.
+        weigh: Returns what a micro-batch adds to the loss of the step, given its loss and its share of the
+            samples.
     """
 
     task: TorchTask
@@ -110,7 +111,8 @@ class Strategy:
             ranks in each step about theirs cannot; the host waits for the device then.
         layout: Changes when gradients come to lie elsewhere.
         reads_later: Set from outside: the host must not wait for the device in a step.
-        passes_are_collective: Forward or backward passes are collectives, of which all ranks make equally many.
+        passes_are_collective: Forward or backward passes are collectives, of which all ranks make equally
+            many.
         is_sharded: A rank holds only some of the model, or of the optimizer's state.
         has_whole_weights: A rank holds all weights.
         tells_optimizer: The state of this rank's optimizer belongs into a checkpoint as that of the job.
@@ -120,10 +122,12 @@ class Strategy:
         compute_dtypes: Types in which it computes passes, besides those of the weights.
         state_kind: Names what ``state`` returns: another kind is not taken over from a checkpoint.
         unused_have_zeros: A parameter that no rank uses in a step has a gradient of zeros, and not none.
-        takes_sums: The loss of a micro-batch may be a sum and a count, by which gradients are divided at the end.
+        takes_sums: The loss of a micro-batch may be a sum and a count, by which gradients are divided at the
+            end.
         divides_at_once: Such a loss is divided before its backward pass.
         num_loss_copies: On so many ranks the same loss is computed, where it makes the passes itself.
-        sum_in_pass: Sums a tensor over the ranks that share samples, where passes have PyTorch's own collectives;
+        sum_in_pass: Sums a tensor over the ranks that share samples, where passes have PyTorch's own
+            collectives;
             None: Horovod does.
     """
 
@@ -208,7 +212,7 @@ class Strategy:
 
     @contextmanager
     def drawing_alike(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
-        """Yield a step with which the plain model draws the random numbers that this strategy is about to draw.
+        """Yield a step with which the plain model draws the random numbers of this strategy.
 
         Args:
             model: The plain model.

@@ -23,7 +23,8 @@ class Ddp(TorchDistributed):
     Args:
         mesh: Of the ranks.
         job: Says how large buckets are.
-        find_unused_parameters: Some parameters have no gradient in some steps; None: if that is so in the first.
+        find_unused_parameters: Some parameters have no gradient in some steps; None: if that is so in the
+            first.
         static_graph: The same parameters are used in the same order in each step.
     """
 
@@ -83,7 +84,6 @@ class Ddp(TorchDistributed):
             )
         self.bytes_per_step = sum(gradient.nbytes for gradient in self.gradients())
         return super().reduce(weighted_loss)
-
 
     def _sum(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Sum a bucket: losses are weighted, so that a sum over ranks is the gradient of the joint batch."""

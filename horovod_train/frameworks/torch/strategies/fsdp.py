@@ -229,7 +229,8 @@ class Fsdp(TorchDistributed):
                 parameter.grad = total
         trained = [p for p in self._parameters() if p.requires_grad]
         is_used = [id(p) in self._used for p in trained]
-        # The loss, and for each parameter on how many ranks it has a gradient: PyTorch reduces zeros for the others.
+        # The loss, and for each parameter on how many ranks it has a gradient: PyTorch reduces zeros for the
+        # others.
         loss, *num_using = self._sums_of_step(weighted_loss, is_used)
         for parameter, number in zip(trained, num_using, strict=True) if num_using else ():
             if number == 0:
@@ -242,7 +243,9 @@ class Fsdp(TorchDistributed):
         if all_used:
             flags = torch.ones(len(is_used), dtype=weighted_loss.dtype, device=weighted_loss.device)
         else:
-            flags = torch.tensor(is_used, pin_memory=weighted_loss.is_cuda).to(weighted_loss, non_blocking=True)
+            flags = torch.tensor(is_used, pin_memory=weighted_loss.is_cuda).to(
+                weighted_loss, non_blocking=True
+            )
         sums = super().reduce(torch.cat([weighted_loss.detach().reshape(1), flags]))
         return [sums[0], *(() if all_used else sums[1:].tolist())]
 
@@ -266,7 +269,8 @@ def announce_collectives(module: FSDPModule, name: str, paths: PathAgreement, us
         paths: Where it announces them.
         used: Gets the ids of its parameters that have a gradient.
     """
-    for group in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001  (there is no public way)
+    groups: Any = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001  (there is no public way)
+    for group in groups:
         group.pre_forward = _announced(group.pre_forward, f"the forward pass of {name}", paths)
         group.post_forward = _unchanged(group.post_forward, group, name)
         group.pre_backward = _announced(group.pre_backward, f"the backward pass of {name}", paths)
@@ -284,7 +288,7 @@ def _announced(method: Callable[..., Any], event: str, paths: PathAgreement) -> 
 
 
 def _unchanged(method: Callable[..., Any], group: Any, name: str) -> Callable[..., Any]:
-    """Refuse a forward pass that changes gathered weights, which are given back and not written to the ranks' parts."""
+    """Refuse a forward pass that changes gathered weights: they are freed, and not scattered."""
     versions: dict[int, int] = {}
 
     def call(*args: Any, **more: Any) -> Any:
@@ -294,7 +298,8 @@ def _unchanged(method: Callable[..., Any], group: Any, name: str) -> Callable[..
                 continue
             if weight._version != versions.setdefault(id(weight), weight._version):  # noqa: SLF001
                 raise UserError(
-                    f"strategy fsdp: the forward pass of {name} changes a weight of shape {list(weight.shape)} in place, "
+                    f"strategy fsdp: the forward pass of {name} changes a weight of shape "
+                    f"{list(weight.shape)} in place, "
                     "which is lost when the weight is given back",
                     hint="use strategy: allreduce; Embedding(max_norm=...) does it, for one",
                 )

@@ -59,7 +59,8 @@ class ModelParallel(Strategy):
         self.bytes_per_step, self.layout = self._data.bytes_per_step, self._data.layout
         if self._axes.tensor == 1 or self.makes_passes:
             return loss
-        # Ranks that share layers compute the same loss, and must decide alike if it is finite on one and not on another.
+        # Ranks that share layers compute the same loss, and must decide alike if it is finite on one and not
+        # on another.
         mean = (loss / self._axes.tensor / self._axes.data).reshape(1)
         return self._world.wait(self._world.start_allreduce(mean, "horovod_train.loss"))[0]
 

@@ -29,10 +29,11 @@ from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.elementwise import check_separable
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, whole_parameters
-from horovod_train.frameworks.torch.pipeline.cut import Balance, Stage, cut_model
+from horovod_train.frameworks.torch.pipeline.cut import cut_model
 from horovod_train.frameworks.torch.pipeline.messages import Messages
 from horovod_train.frameworks.torch.pipeline.orders import Pass, order_of
 from horovod_train.frameworks.torch.pipeline.passes import PipelinePasses, Place
+from horovod_train.frameworks.torch.pipeline.stages import Balance, Stage
 from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, asked_for, drawing_by_stage
 from horovod_train.frameworks.torch.process_group import new_group, set_timeout, start_process_group
 from horovod_train.frameworks.torch.shards import (
@@ -232,7 +233,7 @@ class Pipeline(ModelParallel):
 
     @contextmanager
     def drawing_alike(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
-        """Yield a step with which the plain model draws the random numbers that the stages are about to draw."""
+        """Yield a step with which the plain model draws the random numbers of the stages."""
         told = torch.tensor(draw_seed())  # the first rank draws the same again, when the step is made
         if self._axes.pipeline > 1:
             dist.broadcast(told, self._place.ranks[0], group=self._place.groups["activations"])

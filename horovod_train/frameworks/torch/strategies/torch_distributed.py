@@ -41,7 +41,7 @@ class TorchDistributed(Strategy):
         start_process_group(self._ranks, device, self._job.health)
         self._group = group_among(self._mesh.axes.data_groups(), self._job.health)
 
-    def sum_in_pass(self, tensor: torch.Tensor, name: str) -> torch.Tensor:  # type: ignore[override]
+    def sum_in_pass(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return a tensor's sum over the ranks that share samples."""
         dist.all_reduce(tensor, group=self._group)
         return tensor
