@@ -157,9 +157,11 @@ def cases() -> dict[str, type[Case]]:
         if file.stem in {"__init__", "base", "reference", "run", "worlds"}:
             continue
         module = importlib.import_module(f"corpus.{file.stem}")
-        for name, each in vars(module).items():
-            if isinstance(each, type) and issubclass(each, Case) and each.__module__ == module.__name__:
-                found[name] = each
+        found |= {
+            name: each
+            for name, each in vars(module).items()
+            if isinstance(each, type) and issubclass(each, Case) and each.__module__ == module.__name__
+        }
     return found
 
 

@@ -55,9 +55,9 @@ LOOSEST = 5e-2
 GPU_LIMIT = 5e-3
 """On a GPU: convolutions in 32 bits are computed in TF32."""
 COPIED = (dict, list, tuple, str, bytes)
-FLOOR = 1e-3
-"""Gradients whose root mean square is smaller than this part of the largest one's count as this large: those
-that are zero by their mathematics (a bias before a normalization) are rounding alone."""
+NUM_ROUNDINGS = 8
+"""A gradient may differ by so many roundings of the largest one: those that are zero by their mathematics (a
+bias before a normalization, of keys in attention) are rounding alone."""
 NUM_ULPS = 64
 """Weights and optimizer state may differ by so many units in the last place of the largest number."""
 
@@ -188,7 +188,7 @@ class StrategyVerifier:
     # -- what differs
 
     def _differing_gradients(self, loss: torch.Tensor) -> Difference | None:
-        limit = self._gradient_limit()
+        limit, rounding = self._gradient_limit(), NUM_ROUNDINGS * self._eps()
         ours, theirs = float(loss), float(self._loss)
         # A rank's part of the loss is summed in 32 bits.
         if not _are_close(ours, theirs, max(limit, 1e-6) * max(abs(theirs), 1e-3)):
@@ -205,7 +205,7 @@ class StrategyVerifier:
                     )
                 continue
             difference = found.detach().to(_wide(wanted)) - wanted.to(_wide(wanted))
-            allowed = limit * max(_rms(whole), FLOOR * largest)
+            allowed = max(limit * _rms(whole), rounding * largest)
             if not _rms(difference) <= allowed and _both_finite(found, wanted):
                 return _difference_at(f"the gradient of {name}", found, wanted, "gradient")
         return None
@@ -295,15 +295,20 @@ class StrategyVerifier:
                 self._world.wait(self._world.start_allreduce(whole, f"horovod_train.verify.{name}"))
             gradient.copy_(whole)
 
-    def _gradient_limit(self) -> float:
-        """Return the largest relative difference of a gradient that rounding explains."""
+    def _eps(self) -> float:
+        """Return the rounding of the least exact type that passes compute in."""
+        return max((torch.finfo(dtype).eps for dtype in self._dtypes()), default=0.0)
+
+    def _dtypes(self) -> set[torch.dtype]:
         dtypes = {p.dtype.to_real() for p in self.reference.model.parameters() if p.dtype.is_floating_point}
         if self._job.train.precision != "fp32":
             dtypes.add(torch.bfloat16)
-        dtypes |= set(self._replica.strategy.compute_dtypes)
-        limit = max(
-            (GRADIENT_LIMITS.get(dtype, LOOSEST) for dtype in dtypes), default=GRADIENT_LIMITS[torch.float32]
-        )
+        return dtypes | set(self._replica.strategy.compute_dtypes)
+
+    def _gradient_limit(self) -> float:
+        """Return the largest relative difference of a gradient that rounding explains."""
+        limits = [GRADIENT_LIMITS.get(dtype, LOOSEST) for dtype in self._dtypes()]
+        limit = max(limits, default=GRADIENT_LIMITS[torch.float32])
         return max(limit, GPU_LIMIT) if self._loss.is_cuda else limit
 
 
