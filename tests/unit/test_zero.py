@@ -257,9 +257,7 @@ class TestAnOptimizer:
     def test_that_looks_at_whole_weights_is_refused(self, name):
         make = OPTIMIZERS["torch"].load(name)
 
-        with pytest.raises(
-            UserError, match="the optimizer L.* split: .*depends on others"
-        ):
+        with pytest.raises(UserError, match="the optimizer L.* split: .*depends on others"):
             check_elementwise(make([nn.Parameter(torch.ones(2, 3))], lr=0.1), "zero")
 
     def test_that_cannot_be_tried_is_refused(self):
