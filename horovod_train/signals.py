@@ -10,12 +10,16 @@
 
 A launch asks its ranks with SIGUSR1: launchers pass it on, or leave it alone, where SIGTERM makes them
 kill. Loader processes of a rank block SIGTERM and end with their rank.
+
+SIGINT and SIGHUP that are ignored when a program starts stay ignored: `nohup`, and shells that start a
+program in the background, set them so.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal
 
 PATIENT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -29,6 +33,9 @@ LAUNCH_SIGNALS = (*PATIENT_SIGNALS, *HURRIED_SIGNALS)
 
 KILLS_AT_ONCE = frozenset({signal.SIGTERM, signal.SIGINT})
 """To a launch that was told to hurry already."""
+
+STAY_IGNORED = frozenset({signal.SIGINT, signal.SIGHUP})
+"""Have no handler installed where they are ignored."""
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """To a rank: save and leave."""
@@ -47,3 +54,17 @@ SENT_TO_END: Mapping[Literal["drain", "stop", "kill"], tuple[signal.Signals, ...
 def exit_code_of(number: int) -> int:
     """Return the exit code of a process that a signal has ended, as a shell has it."""
     return 128 + number
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """While the block runs, SIGTERM raises KeyboardInterrupt, as SIGINT does; main thread only."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

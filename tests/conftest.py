@@ -26,6 +26,11 @@ from support.lanes import Lanes, pool_of  # noqa: E402
 from support.matrix import Matrix, update  # noqa: E402  (found by the path above)
 from support.pools import PROCESSES, Pools  # noqa: E402
 
+# A suite that a shell has started in the background inherits signals that are ignored, and programs that it
+# starts would, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+for each in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+    signal.signal(each, signal.SIG_DFL)
 STAGES = Path("/tmp")  # noqa: S108  (where ranks' hosts have their files while a job runs)
 SEEN = pytest.StashKey["Seen"]()
 # How long an example takes is the machine's affair.

@@ -23,6 +23,7 @@ def serve(folders: tuple[str, ...], host: str, port: int) -> None:
     from pathlib import Path
 
     from horovod_train.monitor.targets_server import serve_targets
+    from horovod_train.signals import sigterm_interrupts
 
     places = [Path(folder).expanduser() for folder in folders or ("runs",)]
     for place in places:
@@ -31,8 +32,11 @@ def serve(folders: tuple[str, ...], host: str, port: int) -> None:
     server = serve_targets(places, host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
     try:
-        click.echo(f"{address}/targets for http_sd_configs, {address}/metrics for a scrape; Ctrl-C ends it")
-        server.wait()
+        with sigterm_interrupts():
+            click.echo(
+                f"{address}/targets for http_sd_configs, {address}/metrics for a scrape; Ctrl-C ends it"
+            )
+            server.wait()
     except KeyboardInterrupt:
         pass  # whenever it comes, from the line on
     finally:

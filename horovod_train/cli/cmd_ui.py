@@ -25,6 +25,7 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
     from horovod_train.monitor.runs import folders_of_runs, places_of
     from horovod_train.monitor.ui_server import serve_page
     from horovod_train.monitor.web import make_token, token_of_environment
+    from horovod_train.signals import sigterm_interrupts
 
     places, sources = [], []
     for name in what or ("runs",):
@@ -35,12 +36,13 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
     token = token_of_environment() or make_token()
     server = serve_page(places, sources, host=host, port=port, token=token, may_end=allow_ending)
     try:
-        for line in where_it_is(host, server.port, token):
-            click.echo(line)
-        if places and not any(any(folders_of_runs(place)) for place in places):
-            nowhere = ", ".join(map(str, places))
-            click.echo(f"no runs in {nowhere} yet; they appear on the page as they begin")
-        server.wait()
+        with sigterm_interrupts():
+            for line in where_it_is(host, server.port, token):
+                click.echo(line)
+            if places and not any(any(folders_of_runs(place)) for place in places):
+                nowhere = ", ".join(map(str, places))
+                click.echo(f"no runs in {nowhere} yet; they appear on the page as they begin")
+            server.wait()
     except KeyboardInterrupt:
         pass  # whenever it comes, from the first line on
     finally:

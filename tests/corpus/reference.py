@@ -36,7 +36,8 @@ class Settings:
 
 
 EASY = Settings("easy")
-HARD = Settings("hard", "AdamW", 0.01, {"weight_decay": 0.1}, 3, 0.5)
+HARD = Settings("hard", "AdamW", 0.01, {"weight_decay": 0.1, "eps": 1e-4}, 3, 0.5)
+"""A large eps: AdamW turns the rounding of a gradient of zero into a step of the learning rate's size."""
 
 
 def pieces(total: int, num: int) -> list[int]:

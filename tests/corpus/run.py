@@ -154,7 +154,7 @@ def cases() -> dict[str, type[Case]]:
     """Return all cases by name."""
     found: dict[str, type[Case]] = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
-        if file.stem in {"__init__", "base", "reference", "run", "worlds"}:
+        if file.stem in {"__init__", "base", "page", "reference", "run", "worlds"}:
             continue
         module = importlib.import_module(f"corpus.{file.stem}")
         found |= {

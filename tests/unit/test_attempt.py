@@ -241,6 +241,17 @@ class TestAsked:
         assert caught.value.stopped_by == number
         assert (run.state.state, run.state.exit_code) == ("preempted", 75)
 
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+    def test_not_by_a_signal_that_nohup_has_set_to_be_ignored(self, run, tmp_path, number):
+        before = signal.signal(number, signal.SIG_IGN)
+        signals(tmp_path, number)
+        try:
+            run(START + WAITS.replace("30", "1") + END)
+        finally:
+            signal.signal(number, before)
+
+        assert run.state.state == "succeeded"
+
     def test_by_cancel_it_is_cancelled(self, run, tmp_path):
         """The verb marks the folder of the run first, and then sends SIGTERM."""
         mark = (

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -319,6 +322,16 @@ def test_what_is_not_there_is_said(tmp_path, monkeypatch):
 
     assert isinstance(done.exception, UserError)
     assert "is no folder, and no job 'nothing'" in str(done.exception)
+
+
+@pytest.mark.parametrize("verb", [["ui"], ["targets", "serve"]], ids=" ".join)
+def test_sigterm_ends_a_server_as_ctrl_c_does_where_sigint_is_ignored(tmp_path, verb):
+    command = f"trap '' INT; exec {sys.executable} -m horovod_train {' '.join(verb)} {tmp_path} --port 0"
+    with subprocess.Popen(["bash", "-c", command], stdout=subprocess.PIPE, text=True) as server:
+        assert "http://127.0.0.1:" in server.stdout.readline()
+        server.send_signal(signal.SIGTERM)
+
+        assert server.wait(60) == 0
 
 
 @pytest.mark.parametrize("verb", ["ui", "targets"])

@@ -100,6 +100,12 @@ class TorchReplica(LocalModel):
         self._timer = CudaTimer() if self.device.type == "cuda" else HostTimer()
         wanted = late.lag_steps_of(self.device) if lag_steps is None else lag_steps
         self._after_update_of_task = getattr(task, "after_update", None)
+        if self._after_update_of_task is not None and not strategy.takes_after_update:
+            raise UserError(
+                "the task has after_update(model), and under this strategy the model of a rank does not hold "
+                "each weight",
+                hint="choose strategy allreduce, zero, ddp or fsdp, or leave after_update out",
+            )
         may_skip = self._guard_gradients or train.precision == "fp16"
         is_known_later = strategy.can_be_read_later and not (self._after_update_of_task and may_skip)
         self.lag_steps = wanted if is_known_later else 0

@@ -18,7 +18,14 @@ from horovod_train.launch.hosts.host_group import HostGroup
 from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.process import kill_descendants
-from horovod_train.signals import ASK_RANKS, HURRIED_SIGNALS, KILLS_AT_ONCE, LAUNCH_SIGNALS, PATIENT_SIGNALS
+from horovod_train.signals import (
+    ASK_RANKS,
+    HURRIED_SIGNALS,
+    KILLS_AT_ONCE,
+    LAUNCH_SIGNALS,
+    PATIENT_SIGNALS,
+    STAY_IGNORED,
+)
 
 ASK_AGAIN_S = 1.0
 
@@ -27,8 +34,16 @@ LEAVING = "its ranks were asked to save and leave after their step"
 
 @contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """While the block runs, a handler gets every signal that ends a run; main thread only."""
-    before = {number: signal.signal(number, handler) for number in LAUNCH_SIGNALS}
+    """While the block runs, a handler gets every signal that ends a run; main thread only.
+
+    Signals that ``nohup`` or a shell has set to be ignored stay ignored.
+    """
+    handled = [
+        number
+        for number in LAUNCH_SIGNALS
+        if not (number in STAY_IGNORED and signal.getsignal(number) is signal.SIG_IGN)
+    ]
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield
     finally:

@@ -115,6 +115,7 @@ class Strategy:
             many.
         is_sharded: A rank holds only some of the model, or of the optimizer's state.
         has_whole_weights: A rank holds all weights.
+        takes_after_update: A task's ``after_update`` finds each weight in the model, and may change it there.
         tells_optimizer: The state of this rank's optimizer belongs into a checkpoint as that of the job.
         updates_itself: It makes the updates, with clipping: the optimizer that it was bound to makes no step.
         reads_weights: It can be given a model without memory, and the weights of a file.
@@ -139,6 +140,7 @@ class Strategy:
     passes_are_collective: bool = False
     is_sharded: bool = False
     has_whole_weights: bool = True
+    takes_after_update: bool = True
     tells_optimizer: bool = True
     updates_itself: bool = False
     reads_weights: bool = False

@@ -61,6 +61,7 @@ class DeepSpeed(TorchDistributed):
 
     is_sharded = True
     has_whole_weights = False
+    takes_after_update = False  # its optimizer keeps copies of the weights, and overwrites them in each step
     divides_at_once = True
     can_be_read_later = False  # DeepSpeed asks the device in each step
     updates_itself = True

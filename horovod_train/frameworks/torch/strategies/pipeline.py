@@ -79,6 +79,7 @@ class Pipeline(ModelParallel):
     """
 
     makes_passes = True
+    takes_after_update = False  # a rank has the weights of its stages
 
     def __init__(
         self,

@@ -1,0 +1,114 @@
+"""docs/models.md: which models of the corpus each strategy trains, and which it refuses, with the reasons.
+
+usage: page.py FILE RESULTS ...      RESULTS are files that run.py has written with --out
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent.parent)]
+
+from corpus.base import Case
+
+Results = Mapping[str, Mapping[str, Any]]
+EQUAL, NOT_TRIED = "yes", ""
+HEAD = """# Models and strategies
+
+Each row is a small model or training loop of `tests/corpus`, written to be difficult for one of the
+mechanisms by which strategies work. **yes**: ranks end with the weights and buffers of a plain loop over the
+joint batch in one process, with SGD, and with AdamW, accumulation and clipping. A number: the job ends with
+exit code 2 before its second step, for the reason below. Nothing else occurs: no model is trained to other
+weights, and none hangs. `make campaign` trains all of them on two and on three ranks, `make test` a part.
+
+A model of your own is compared in the same way: the first steps under a strategy are made by the plain model
+as well (`health.verify_strategy`), and a difference ends the job.
+
+"""
+
+
+def title(case: type[Case]) -> str:
+    """Return the name of a row: the class in words, and its docstring."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", case.__name__)
+    text = (case.__dict__.get("__doc__") or "").strip().splitlines()
+    return f"{words}: {text[0].rstrip('.')}" if text else words
+
+
+def reason(output: str) -> str:
+    """Return why a job was refused, without the names and numbers of its model.
+
+    >>> reason("error: rank 0 on node1: strategy fsdp cannot train this model: RuntimeError: a view of 3")
+    'the strategy cannot train this model'
+    """
+    lines = [line for line in output.splitlines() if "error: " in line and "another rank left" not in line]
+    text = lines[0].partition("error: ")[2] if lines else "no message"
+    text = re.sub(r"^rank \d+ on \S+: ", "", text)
+    text = re.sub(r"^strategy (\w+): ", "", text)
+    text = re.sub(r"strategy \w+", "the strategy", text)
+    text = re.sub(r" \(.*", "", text)
+    text = re.sub(r"(optimizer|parameter|module|buffer|model) [\w.]*[A-Z_.][\w.]*", r"\1", text)
+    first, *others = text.split(": ")
+    return f"{first}: {others[0]}" if others and first.endswith("into stages") else first
+
+
+def page(results: Results, cases: Mapping[str, type[Case]], strategies: Iterable[str]) -> str:
+    """Return the page, as Markdown."""
+    strategies = list(strategies)
+    numbers: dict[str, int] = {}
+    rows = []
+    for name, case in cases.items():
+        cells = []
+        for strategy in strategies:
+            seen = [found for key, found in results.items() if key.split()[:2] == [name, strategy]]
+            reasons = [reason(found["output"]) for found in seen if found["what"] == "refused"]
+            bad = sorted({found["what"] for found in seen} - {"equal", "refused"})
+            cell = EQUAL if seen else NOT_TRIED
+            if reasons:
+                cell = str(numbers.setdefault(reasons[0], len(numbers) + 1))
+            cells.append(f"**{bad[0]}**" if bad else cell)
+        rows.append(f"| {title(case)} | {' | '.join(cells)} |")
+    lines = [
+        f"| model | {' | '.join(f'`{each}`' for each in strategies)} |",
+        f"|---|{'---|' * len(strategies)}",
+        *rows,
+        "",
+        "## Reasons",
+        "",
+        *(f"{number}. {text}" for text, number in numbers.items()),
+    ]
+    return HEAD + "\n".join(lines) + "\n"
+
+
+def trained_by(text: str, cases: Mapping[str, type[Case]], strategies: Iterable[str]) -> set[tuple[str, str]]:
+    """Return the pairs of a case and a strategy that a page says are trained."""
+    strategies = list(strategies)
+    names = {title(case): name for name, case in cases.items()}
+    found = set()
+    for line in text.splitlines():
+        label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        found |= {
+            (names[label], strategy)
+            for strategy, cell in zip(strategies, cells, strict=False)
+            if label in names and cell == EQUAL
+        }
+    return found
+
+
+def main() -> None:
+    from corpus.run import STRATEGIES, cases
+
+    path, *files = map(Path, sys.argv[1:])
+    results: dict[str, Any] = {}
+    for file in files:
+        results |= json.loads(file.read_text())
+    path.write_text(page(results, cases(), STRATEGIES))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Models that are difficult for strategies: each is trained to the weights of one process, or refused.
+
+docs/models.md says which; a model that it says is trained must be.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from corpus.page import page, trained_by
+from corpus.run import STRATEGIES, cases
+from support.launching import environment
+
+RUN = Path(__file__).parent.parent / "corpus" / "run.py"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "models.md"
+REFUSED_AT_MOST = {
+    "allreduce": 0.05,
+    "zero": 0.05,
+    "zero1": 0.05,
+    "ddp": 0.05,
+    "fsdp": 0.10,
+    "deepspeed2": 0.25,
+    "deepspeed": 0.25,
+    "pipeline": 0.30,
+}
+pytestmark = pytest.mark.ranks
+
+
+def trained(folder, *options):
+    """Train a part of the corpus; return what was seen, by case, strategy, ranks and settings."""
+    out = folder / "results.json"
+    command = [sys.executable, RUN, "--out", out, *options]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(out.read_text())
+
+
+def wrong(results):
+    """Return what must not occur, with the output of the job."""
+    return {key: found for key, found in results.items() if found["what"] not in ("equal", "refused")}
+
+
+# Of one setting each: every tenth pair of a model and a strategy, between them.
+@pytest.mark.parametrize("part", ["2/38", "21/38"])
+def test_every_tenth_model_is_trained_as_one_process_does_or_is_refused(tmp_path, part):
+    results = trained(tmp_path, "--part", part)
+    said = trained_by(PAGE.read_text(), cases(), STRATEGIES)
+
+    assert not wrong(results)
+    refused = {tuple(key.split()[:2]) for key, found in results.items() if found["what"] == "refused"}
+    assert not refused & said
+
+
+@pytest.fixture(scope="module")
+def whole_corpus(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("corpus"), "--ranks", "2", "3")
+
+
+@pytest.mark.campaign
+def test_every_model_is_trained_as_one_process_does_or_is_refused(whole_corpus):
+    assert not wrong(whole_corpus)
+
+
+@pytest.mark.campaign
+def test_the_page_of_models_says_what_was_seen(whole_corpus):
+    text = page(whole_corpus, cases(), STRATEGIES)
+    if PAGE.read_text() != text:
+        PAGE.write_text(text)
+        pytest.fail(f"{PAGE} was not what was seen; it is now: look at it and commit it")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("strategy", REFUSED_AT_MOST)
+def test_few_models_are_refused(whole_corpus, strategy):
+    seen = {key.split()[0] for key in whole_corpus if key.split()[1] == strategy}
+    refused = {
+        key.split()[0]
+        for key, found in whole_corpus.items()
+        if key.split()[1] == strategy and found["what"] == "refused"
+    }
+
+    assert len(refused) <= REFUSED_AT_MOST[strategy] * len(seen), sorted(refused)
+
+
+def test_each_model_has_a_row_on_the_page():
+    missing = set(cases()) - {case for case, _ in trained_by(PAGE.read_text(), cases(), ["allreduce"])}
+
+    assert len(missing) <= REFUSED_AT_MOST["allreduce"] * len(cases()), missing
