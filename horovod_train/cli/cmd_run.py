@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -41,6 +42,7 @@ def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[
     if dry_run:
         click.echo(in_words(request, plan))
         return
+    refuse_as_rank()
     from rich.console import Console
 
     from horovod_train.launch.console import JobConsole
@@ -52,6 +54,26 @@ def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[
     with page_of(request.run_dir) if ui else nullcontext():
         code = run_job(request, plan, JobConsole(Console()), is_new=not options["resolved"])
     sys.exit(code)
+
+
+def refuse_as_rank() -> None:
+    """Refuse to be started by a launcher of ranks: each of its processes would start all ranks.
+
+    Raises:
+        UserError: It was.
+    """
+    from horovod_train.errors import UserError
+    from horovod_train.horovod.environment import started_by
+
+    started = started_by(os.environ)
+    # `srun --pty bash` in an allocation of several tasks gives one of them the terminal.
+    if started is None or (started.program == "srun" and sys.stdin is not None and sys.stdin.isatty()):
+        return
+    raise UserError(
+        f"`run` starts the ranks itself, but {started}",
+        hint=f"type `horovod-train run JOB -n {started.count}`, or "
+        f"`horovodrun -np {started.count} horovod-train worker JOB`",
+    )
 
 
 @contextmanager

@@ -24,7 +24,11 @@ from horovod_train.collectives.log import CollectiveLog, Waiting
 from horovod_train.config.schema import Job
 from horovod_train.errors import EngineError, HorovodTrainError, PeerError, WorldError
 from horovod_train.horovod.counters import allreduce_counters, gpu_allreduce_counters
-from horovod_train.horovod.environment import horovod_settings, started_as_one_of_many
+from horovod_train.horovod.environment import (
+    horovod_settings,
+    refuse_to_train_alone,
+    started_as_one_of_many,
+)
 
 Result = TypeVar("Result")
 Array = npt.NDArray[np.generic]
@@ -173,11 +177,16 @@ def connect(
 
     Raises:
         EngineError: It was started as one of several ranks, and Horovod is missing or cannot start.
+        UserError: It was started as one of several processes that Horovod does not know.
     """
     if not started_as_one_of_many(environ):
+        refuse_to_train_alone(environ)
         return SingleRank()
     job = job or Job(name="library", task="own:Loop")
     settings = horovod_settings(job)
     if job.launch.threads_per_rank is not None:
         settings["OMP_NUM_THREADS"] = str(job.launch.threads_per_rank)  # else a world may share the cores
-    return communicator_class(settings)
+    world = communicator_class(settings)
+    if world.size == 1:
+        refuse_to_train_alone(environ)
+    return world

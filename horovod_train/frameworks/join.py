@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping
 
-from horovod_train.collectives.base import Communicator, SingleRank
+from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import HorovodCommunicator, connect
 from horovod_train.config.schema import Health, Job
 from horovod_train.errors import HorovodTrainError
@@ -38,9 +38,10 @@ def join(
 
     Raises:
         EngineError: It was started as one of several ranks, and Horovod is missing or cannot start.
+        UserError: It was started as one of several processes that Horovod does not know.
     """
     if not started_as_one_of_many(environ):
-        return SingleRank()
+        return connect(communicator_class, job, environ)
     if (joined := _joined.get(communicator_class)) is not None:
         if joined.hvd.is_initialized():
             return joined

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from shutil import which
 
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import splits_ranks
+from horovod_train.errors import UserError
 
 # One variable of each launcher that says how many ranks it started.
 SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
+# Of launchers: the program, and its variables for the number of processes and for the number of this one.
+LAUNCHERS = (
+    ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpiexec", "PMI_SIZE", "PMI_RANK"),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("torchrun or accelerate", "WORLD_SIZE", "RANK"),
+)
 
 # Frameworks whose sums go through PyTorch's binding, on the stream that computes.
 ON_PYTORCH = ("torch", "lightning", "transformers")
@@ -25,6 +35,57 @@ def started_as_one_of_many(environ: Mapping[str, str]) -> bool:
         variable in environ and not (variable.startswith("SLURM") and environ[variable] == "1")
         for variable in SIZE_VARIABLES
     )
+
+
+@dataclass(frozen=True)
+class Started:
+    """A launcher has started this process as one of several.
+
+    Attributes:
+        program: The launcher.
+        number: Of this process.
+        count: Of all processes, more than one.
+        variable: Of the environment, which says so.
+    """
+
+    program: str
+    number: str
+    count: int
+    variable: str
+
+    def __str__(self) -> str:
+        which = f"number {self.number} of {self.count} ({self.variable})"
+        return f"{self.program} has started this process as {which}"
+
+
+def started_by(environ: Mapping[str, str]) -> Started | None:
+    """Return who has started this process as one of several; None: nobody, or it is the only one.
+
+    What Horovod's and Open MPI's launchers say holds for the ranks that they start, whoever has started
+    them.
+    """
+    for program, size, rank in LAUNCHERS:
+        is_one = rank in environ and environ.get(size, "").isdecimal()
+        if is_one and int(environ[size]) > 1:
+            return Started(program, environ[rank], int(environ[size]), size)
+        if is_one and program in ("horovodrun", "mpirun"):
+            return None
+    return None
+
+
+def refuse_to_train_alone(environ: Mapping[str, str]) -> None:
+    """Call it where Horovod has one rank: several processes must not train the same job side by side.
+
+    Raises:
+        UserError: A launcher that Horovod does not know has started several.
+    """
+    if (started := started_by(environ)) is not None:
+        count = started.count
+        raise UserError(
+            f"{started}, but Horovod does not know of the others: each would train alone",
+            hint=f"start the ranks with `horovod-train run JOB -n {count}` or `horovodrun -np {count} ...`; "
+            "in a Slurm allocation with `--launcher slurm-allocation`",
+        )
 
 
 def open_mpi_alone() -> dict[str, str]:

@@ -51,6 +51,26 @@ def test_a_mistake_is_answered_with_code_2_and_what_to_do(tmp_path, arguments, m
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("program", "environ"),
+    [
+        ("horovodrun", {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0"}),
+        ("mpirun", {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"}),
+        ("torchrun or accelerate", {"WORLD_SIZE": "2", "RANK": "0"}),
+        ("srun", {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}),
+    ],
+)
+def test_run_is_refused_where_a_launcher_has_started_it_as_a_rank(tmp_path, program, environ):
+    done = cli("run", "digits", cwd=tmp_path, check=False, **environ)
+
+    assert done.returncode == 2
+    assert (
+        f"`run` starts the ranks itself, but {program} has started this process as number 0 of 2"
+        in done.stderr
+    )
+    assert "horovodrun -np 2 horovod-train worker JOB" in done.stderr
+
+
 def test_config_show_prints_what_a_worker_would_see(tmp_path):
     done = cli("config", "show", "digits", "--set", "train.epochs=3", cwd=tmp_path)
 

@@ -12,7 +12,8 @@ import pytest
 from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.horovod import HorovodCommunicator, connect
 from horovod_train.config.schema import Job
-from horovod_train.errors import EngineError, PeerError, WorldError
+from horovod_train.errors import EngineError, PeerError, UserError, WorldError
+from horovod_train.horovod.environment import started_by
 
 ONE_OF_TWO = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
 
@@ -118,6 +119,43 @@ def test_a_process_alone_needs_no_engine(monkeypatch):
     monkeypatch.setitem(sys.modules, "horovod.binding", None)
 
     assert isinstance(connect(Communicator, environ={}), SingleRank)
+
+
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+
+
+def test_processes_of_torchrun_do_not_train_side_by_side(monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod.binding", None)
+
+    with pytest.raises(UserError, match=r"torchrun .* as number 1 of 2 \(WORLD_SIZE\)") as caught:
+        connect(Communicator, environ=TORCHRUN)
+
+    assert "horovodrun -np 2" in caught.value.hint
+
+
+def test_tasks_of_slurm_that_mpi_does_not_join_do_not_train_side_by_side(installed, monkeypatch):
+    monkeypatch.setattr(installed(), "size", lambda: 1)
+
+    with pytest.raises(UserError, match=r"srun .* as number 1 of 2 \(SLURM_STEP_NUM_TASKS\)"):
+        connect(Communicator, environ=SRUN)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        TORCHRUN | {"WORLD_SIZE": "1", "RANK": "0"},
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "many", "RANK": "0"},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+    ],
+)
+def test_a_process_that_is_the_only_one_trains_alone(environ):
+    assert isinstance(connect(Communicator, environ=environ), SingleRank)
+
+
+def test_a_rank_of_horovod_alone_in_a_step_of_slurm_is_the_only_one():
+    assert started_by({"HOROVOD_SIZE": "1", "HOROVOD_RANK": "0", **SRUN}) is None
 
 
 @pytest.mark.parametrize("num_threads", [None, 3])
