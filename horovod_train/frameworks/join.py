@@ -7,14 +7,14 @@ import logging
 import os
 from collections.abc import Mapping
 
-from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.base import Communicator, SingleRank
 from horovod_train.collectives.horovod import HorovodCommunicator, connect
 from horovod_train.config.schema import Health, Job
 from horovod_train.errors import HorovodTrainError
 from horovod_train.frameworks.devices import gpu_uuid
 from horovod_train.health.device_watch import DeviceWatch
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder
-from horovod_train.horovod.environment import started_as_one_of_many
+from horovod_train.horovod.environment import refuse_to_train_alone, started_as_one_of_many
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,8 @@ def join(
         UserError: It was started as one of several processes that Horovod does not know.
     """
     if not started_as_one_of_many(environ):
-        return connect(communicator_class, job, environ)
+        refuse_to_train_alone(environ)
+        return SingleRank()
     if (joined := _joined.get(communicator_class)) is not None:
         if joined.hvd.is_initialized():
             return joined

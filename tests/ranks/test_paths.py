@@ -116,9 +116,10 @@ def files_of(calls, stations):
     return {call.partition(":")[0] for call in found}
 
 
-def test_a_gradient_goes_through_seven_files(steps):
+def test_a_gradient_goes_through_eight_files(steps):
     assert files_of(steps, GRADIENT) == {
         "frameworks/torch/replica.py",
+        "frameworks/torch/step_loss.py",
         "frameworks/torch/update.py",
         "frameworks/torch/strategies/allreduce.py",
         "frameworks/torch/strategies/base.py",

@@ -11,7 +11,6 @@ import lightning
 import numpy as np
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from torch.nn.utils import get_total_norm
 
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
@@ -36,6 +35,7 @@ from horovod_train.frameworks.torch.framework import (
     seed_generators,
     set_up,
 )
+from horovod_train.frameworks.torch.norm import total_norm
 from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
@@ -273,7 +273,7 @@ class _Moments(lightning.Callback):
         self._clock.lap("allreduce_wait")
         assert self._strategy.gradients is not None
         gradients = self._strategy.gradients.gradients()
-        self._norm = get_total_norm(gradients) if self._bridge.wants_norm else None
+        self._norm = total_norm(gradients) if self._bridge.wants_norm else None
 
     def on_train_batch_end(
         self,

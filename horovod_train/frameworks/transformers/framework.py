@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     PrinterCallback,
@@ -42,6 +41,7 @@ from horovod_train.frameworks.torch.framework import (
     seed_generators,
     set_up,
 )
+from horovod_train.frameworks.torch.norm import total_norm
 from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
@@ -284,7 +284,7 @@ class _Moments(TrainerCallback):
         trainer = self._trainer
         if trainer.norm is None and self._bridge.wants_norm:
             assert trainer.gradients is not None
-            trainer.norm = get_total_norm(trainer.gradients.gradients())
+            trainer.norm = total_norm(trainer.gradients.gradients())
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

@@ -36,7 +36,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.utils import get_total_norm
 
 from horovod_train.checkpoint.arrays import ArrayBlob, Part
 from horovod_train.collectives.mesh import Mesh
@@ -45,6 +44,7 @@ from horovod_train.config.strategies import STRATEGY_SUPPORT
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized, whole_model, whole_parameters
+from horovod_train.frameworks.torch.norm import total_norm
 from horovod_train.frameworks.torch.task import TorchTask
 from horovod_train.frameworks.torch.trained import OptimizedParameters
 from horovod_train.registry import STRATEGIES
@@ -282,7 +282,7 @@ class Strategy:
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient, shape []."""
         gradients = self.gradients()
-        return get_total_norm(gradients) if gradients else torch.zeros(())
+        return total_norm(gradients)
 
     def is_finite(self, norm: float) -> bool:
         """Return whether the gradient is finite on all ranks, given the norm on this one."""

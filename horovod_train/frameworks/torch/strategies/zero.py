@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from time import monotonic, sleep
 
 import torch
-from torch.nn.utils import get_total_norm
 from torch.utils.hooks import RemovableHandle
 
 from horovod_train.checkpoint.arrays import Part
@@ -36,6 +35,7 @@ from horovod_train.frameworks.torch.collectives import with_tensors
 from horovod_train.frameworks.torch.elementwise import check_elementwise, move_state
 from horovod_train.frameworks.torch.gradient_buckets import Bucket, Slot, as_reals, came_twice, make_buckets
 from horovod_train.frameworks.torch.held import Held, Optimized
+from horovod_train.frameworks.torch.norm import total_norm
 from horovod_train.frameworks.torch.scattered import Scattered, ScatteredMessage
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import OptimizedParameters
@@ -328,7 +328,7 @@ class Zero(Strategy):
 
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient: ranks add up the squares of their parts."""
-        own: torch.Tensor = get_total_norm([message.own for message in self._messages])
+        own: torch.Tensor = total_norm([message.own for message in self._messages])
         squares = own.double().square().reshape(1)
         return self._ranks.wait(self._ranks.start_allreduce(squares, "horovod_train.zero.norm")).sqrt()[0]
 
