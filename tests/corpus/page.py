@@ -24,8 +24,8 @@ HEAD = """# Models and strategies
 Each row is a small model or training loop of `tests/corpus`, written to be difficult for one of the
 mechanisms by which strategies work. **yes**: ranks end with the weights and buffers of a plain loop over the
 joint batch in one process, with SGD, and with AdamW, accumulation and clipping. A number: the job ends with
-exit code 2 before its second step, for the reason below. Nothing else occurs: no model is trained to other
-weights, and none hangs. `make campaign` trains all of them on two and on three ranks, `make test` a part.
+exit code 2 and a message, for the reason below. Nothing else occurs: no model is trained to other weights,
+and none hangs. `make campaign` trains all of them on two and on three ranks, `make test` a part.
 
 A model of your own is compared in the same way: the first steps under a strategy are made by the plain model
 as well (`health.verify_strategy`), and a difference ends the job.
@@ -50,9 +50,15 @@ def reason(output: str) -> str:
     text = lines[0].partition("error: ")[2] if lines else "no message"
     text = re.sub(r"^rank \d+ on \S+: ", "", text)
     text = re.sub(r"^strategy (\w+): ", "", text)
-    text = re.sub(r"strategy \w+", "the strategy", text)
+    text = re.sub(
+        r"strategy (allreduce|zero|ddp|fsdp|deepspeed|pipeline|tensor_parallel)\b", "the strategy", text
+    )
     text = re.sub(r" \(.*", "", text)
-    text = re.sub(r"(optimizer|parameter|module|buffer|model) [\w.]*[A-Z_.][\w.]*", r"\1", text)
+    text = re.sub(r"^'[^']+' ", "a parameter ", text)
+    text = re.sub(r"(attribute|buffer|name|parameter|weight) '[^']+'", r"\1", text)
+    text = re.sub(r"optimizer [A-Z]\w+", "optimizer", text)
+    text = re.sub(r"^\w+ cannot be cut", "the model cannot be cut", text)
+    text = re.sub(r"^rank \d", "a rank", text)
     first, *others = text.split(": ")
     return f"{first}: {others[0]}" if others and first.endswith("into stages") else first
 
