@@ -18,8 +18,7 @@ program in the background, set them so.
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Literal
 
 PATIENT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -54,17 +53,3 @@ SENT_TO_END: Mapping[Literal["drain", "stop", "kill"], tuple[signal.Signals, ...
 def exit_code_of(number: int) -> int:
     """Return the exit code of a process that a signal has ended, as a shell has it."""
     return 128 + number
-
-
-@contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """While the block runs, SIGTERM raises KeyboardInterrupt, as SIGINT does; main thread only."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -22,8 +22,8 @@ def serve(folders: tuple[str, ...], host: str, port: int) -> None:
     """
     from pathlib import Path
 
+    from horovod_train.launch.supervise.signals import interrupted_by_signals
     from horovod_train.monitor.targets_server import serve_targets
-    from horovod_train.signals import sigterm_interrupts
 
     places = [Path(folder).expanduser() for folder in folders or ("runs",)]
     for place in places:
@@ -32,7 +32,7 @@ def serve(folders: tuple[str, ...], host: str, port: int) -> None:
     server = serve_targets(places, host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
     try:
-        with sigterm_interrupts():
+        with interrupted_by_signals(lambda _: KeyboardInterrupt()):
             click.echo(
                 f"{address}/targets for http_sd_configs, {address}/metrics for a scrape; Ctrl-C ends it"
             )

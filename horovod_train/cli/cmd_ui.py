@@ -21,11 +21,11 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
     """
     from pathlib import Path
 
+    from horovod_train.launch.supervise.signals import interrupted_by_signals
     from horovod_train.monitor.live import targets_of
     from horovod_train.monitor.runs import folders_of_runs, places_of
     from horovod_train.monitor.ui_server import serve_page
     from horovod_train.monitor.web import make_token, token_of_environment
-    from horovod_train.signals import sigterm_interrupts
 
     places, sources = [], []
     for name in what or ("runs",):
@@ -36,7 +36,7 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
     token = token_of_environment() or make_token()
     server = serve_page(places, sources, host=host, port=port, token=token, may_end=allow_ending)
     try:
-        with sigterm_interrupts():
+        with interrupted_by_signals(lambda _: KeyboardInterrupt()):
             for line in where_it_is(host, server.port, token):
                 click.echo(line)
             if places and not any(any(folders_of_runs(place)) for place in places):

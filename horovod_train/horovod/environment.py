@@ -10,17 +10,14 @@ from horovod_train.config.schema import Job
 from horovod_train.config.strategies import splits_ranks
 from horovod_train.errors import UserError
 
-# One variable of each launcher that says how many ranks it started.
-SIZE_VARIABLES = ("HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-
 # Of launchers: the program, and its variables for the number of processes and for the number of this one.
-LAUNCHERS = (
+LAUNCHERS_OF_RANKS = (
     ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("mpiexec", "PMI_SIZE", "PMI_RANK"),
     ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    ("torchrun or accelerate", "WORLD_SIZE", "RANK"),
 )
+LAUNCHERS = (*LAUNCHERS_OF_RANKS, ("torchrun or accelerate", "WORLD_SIZE", "RANK"))
 
 # Frameworks whose sums go through PyTorch's binding, on the stream that computes.
 ON_PYTORCH = ("torch", "lightning", "transformers")
@@ -33,7 +30,7 @@ def started_as_one_of_many(environ: Mapping[str, str]) -> bool:
     """
     return any(
         variable in environ and not (variable.startswith("SLURM") and environ[variable] == "1")
-        for variable in SIZE_VARIABLES
+        for _, variable, _ in LAUNCHERS_OF_RANKS
     )
 
 

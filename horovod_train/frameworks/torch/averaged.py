@@ -19,11 +19,11 @@ from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.tree import pack_tree
 from horovod_train.config.schema import Ema
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.exchange import wide_type
 from horovod_train.frameworks.torch.held import Cache, Held, load_model
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
 KEY = "averaged"
-NARROW = (torch.bfloat16, torch.float16)
 
 
 class AveragedWeights:
@@ -179,4 +179,4 @@ class AveragedWeights:
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor in a type in which a small step does not round to nothing."""
-    return tensor.detach().float() if tensor.dtype in NARROW else tensor.detach()
+    return tensor.detach().to(wide_type(tensor.dtype))

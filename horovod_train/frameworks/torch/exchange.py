@@ -12,7 +12,10 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.buckets import plan_buckets
 from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
 
-NARROW = (torch.bfloat16, torch.float16)  # summed in 32 bits: one rounds too much, one overflows
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """Return the type in which to sum: 32 bits for narrow types, which round too much or overflow."""
+    return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
 @dataclass
@@ -81,6 +84,4 @@ class Exchange:
         return sum(tensor.numel() * self._type_on_wire(tensor.dtype).itemsize for tensor in tensors)
 
     def _type_on_wire(self, dtype: torch.dtype) -> torch.dtype:
-        if dtype in NARROW:
-            return torch.float32
-        return self.wire_dtype if dtype == torch.float32 else dtype
+        return self.wire_dtype if dtype == torch.float32 else wide_type(dtype)

@@ -6,8 +6,8 @@ import importlib
 import logging
 import os
 import random
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -184,24 +184,28 @@ def changed_attributes(task: TorchTask, before: Mapping[str, object]) -> dict[st
 
 def another_model(job: Job, task: TorchTask) -> torch.nn.Module:
     """Return another model of a task, on the CPU; the task is left alone."""
+    with seeded_as_at_the_start(job):
+        return copy_of_task(task).model()
+
+
+@contextmanager
+def seeded_as_at_the_start(job: Job) -> Iterator[None]:
+    """Let a model that is made in the block have the weights of the job's; generators continue afterwards."""
     random_state = state.rng_state()
     seed_generators(job.train.seed, 0, 0)
-    model = copy_of_task(task).model()
+    yield
     state.load_rng_state(*random_state)
-    return model
 
 
 def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.device) -> TorchReplica:
     """Return a replica of the task's plain model under ``allreduce``, for the strategy's verification."""
-    random_state = state.rng_state()
-    seed_generators(job.train.seed, 0, 0)
     strategy = summed_gradients(mesh.data, Allreduce(), "verify")
-    plain = make_model(task, strategy, initial_weights(job))
-    TorchFramework.synchronize(plain, job, mesh, prefix="verify.batch_norm")
-    model = Placing(device, job.train)(plain)
-    optimizer = optimizer_of(job, task, model)
-    strategy.bind(model, optimizer)
-    state.load_rng_state(*random_state)
+    with seeded_as_at_the_start(job):
+        plain = make_model(task, strategy, initial_weights(job))
+        TorchFramework.synchronize(plain, job, mesh, prefix="verify.batch_norm")
+        model = Placing(device, job.train)(plain)
+        optimizer = optimizer_of(job, task, model)
+        strategy.bind(model, optimizer)
     return TorchReplica(
         task=task,
         model=model,

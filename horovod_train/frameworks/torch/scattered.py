@@ -8,6 +8,7 @@ import torch
 
 from horovod_train.frameworks.torch.codecs.base import Codec, Message
 from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.frameworks.torch.exchange import wide_type
 
 
 class ScatteredMessage(Message):
@@ -74,8 +75,4 @@ class Scattered(Codec):
 
     def message(self, length: int, num_extra: int, dtype: torch.dtype, device: torch.device) -> Message:
         """Return the message of a bucket; sums are 32 bits wide at least, and nothing rides along."""
-        return ScatteredMessage(length, _wide(dtype), device, self.ranks)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+        return ScatteredMessage(length, wide_type(dtype), device, self.ranks)

@@ -36,6 +36,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import HorovodTrainError, UserError, describe_ranks
 from horovod_train.frameworks.base import StepClock
 from horovod_train.frameworks.torch.collectives import broadcast_model, with_tensors
+from horovod_train.frameworks.torch.exchange import wide_type
 from horovod_train.frameworks.torch.held import optimizer_tensors
 from horovod_train.frameworks.torch.python_state import python_state
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
@@ -204,7 +205,7 @@ class StrategyVerifier:
                         f"the gradient of {name}", _presence(found), _presence(whole), "gradient"
                     )
                 continue
-            difference = found.detach().to(_wide(wanted)) - wanted.to(_wide(wanted))
+            difference = found.detach().to(wide_type(wanted.dtype)) - wanted.to(wide_type(wanted.dtype))
             allowed = max(limit * _rms(whole), rounding * largest)
             if not _rms(difference) <= allowed and _both_finite(found, wanted):
                 return _difference_at(f"the gradient of {name}", found, wanted, "gradient")
@@ -248,7 +249,7 @@ class StrategyVerifier:
         if not (wanted.is_floating_point() or wanted.is_complex()):
             return torch.equal(found, wanted)
         limit = max(self._gradient_limit(), NUM_ULPS * torch.finfo(wanted.dtype).eps)
-        difference = found.to(_wide(wanted)) - wanted.to(_wide(wanted))
+        difference = found.to(wide_type(wanted.dtype)) - wanted.to(wide_type(wanted.dtype))
         return _rms(difference) <= limit * max(_rms(wanted), 1e-30) or not _both_finite(found, wanted)
 
     def _refuse(self, difference: Difference | None) -> None:
@@ -287,7 +288,7 @@ class StrategyVerifier:
         for name, gradient in self.reference.gradients_by_name():
             if gradient is None or name not in present:
                 continue
-            whole = torch.zeros(gradient.shape, dtype=_wide(gradient), device=gradient.device)
+            whole = torch.zeros(gradient.shape, dtype=wide_type(gradient.dtype), device=gradient.device)
             for key, (of, part, found) in zip(keys, local, strict=True):
                 if of == name and found is not None and (is_whole or first[repr(key)] == self._world.rank):
                     part_of(whole, part, found).copy_(found)
@@ -379,11 +380,6 @@ def _again(step: PlannedStep, micro_batches: Sequence[Any]) -> PlannedStep:
     return PlannedStep(step.share, iter([batch for _, batch in micro_batches]), step.is_last)
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """Return a type in which the tensor's numbers can be summed: Horovod sums no bfloat16."""
-    return tensor.dtype if tensor.dtype.itemsize >= 4 else torch.float32
-
-
 def _rms(tensor: torch.Tensor) -> float:
     """Return the root mean square."""
     if not tensor.numel():
@@ -399,7 +395,7 @@ def _are_alike(
         return False
     if not (wanted.is_floating_point() or wanted.is_complex()) or not wanted.numel():
         return torch.equal(found.to(wanted.dtype), wanted)
-    difference = (found.to(_wide(wanted)) - wanted.to(_wide(wanted))).abs()
+    difference = (found.to(wide_type(wanted.dtype)) - wanted.to(wide_type(wanted.dtype))).abs()
     allowed = (NUM_ULPS * torch.finfo(wanted.dtype).eps + relative) * wanted.abs().max() + absolute
     return bool((difference <= allowed).all()) or not _both_finite(found, wanted)
 

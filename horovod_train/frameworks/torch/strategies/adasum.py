@@ -28,7 +28,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.exchange import NARROW
+from horovod_train.frameworks.torch.exchange import wide_type
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import OptimizedParameters, check_same_trained
 
@@ -119,7 +119,7 @@ class Adasum(Strategy):
         waiting = []
         self.bytes_per_step = 8
         for number, (name, old) in enumerate(before.items()):
-            wide = torch.float32 if old.dtype in NARROW else old.dtype
+            wide = wide_type(old.dtype)
             change = (self._named[name].to(wide) - old.to(wide)).cpu().contiguous()
             self.bytes_per_step += change.nbytes
             handle = self._ranks.start_adasum(change, f"horovod_train.adasum.{number}")

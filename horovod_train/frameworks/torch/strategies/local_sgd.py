@@ -40,7 +40,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.exchange import NARROW, Exchange
+from horovod_train.frameworks.torch.exchange import Exchange, wide_type
 from horovod_train.frameworks.torch.outer import Outer
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import Named, OptimizedParameters, check_same_trained
@@ -159,7 +159,7 @@ class LocalSgd(Strategy):
         counts = [t for t in state.values() if not t.ndim and t.is_floating_point()]
         whole = [*named.items(), *((None, t) for t in state.values() if t.ndim)]
         numbers = [(name, t) for name, t in whole if t.is_floating_point() or t.is_complex()]
-        parts = [(t.float() if t.dtype in NARROW else t) * weight for _, t in numbers]
+        parts = [t.to(wide_type(t.dtype)) * weight for _, t in numbers]
         self.bytes_per_step += self._exchange.bytes_on_wire(parts)
         for (name, tensor), mean in zip(numbers, self._exchange.sum(parts, "local_sgd"), strict=True):
             outer = None if name is None else self._outer
