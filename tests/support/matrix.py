@@ -106,15 +106,14 @@ class Matrix:
         cells = {cell: "**fails**" if cell in self._failed else text for cell, text in self._cells.items()}
         versions = ["version", *(SUPPORT[column.partition(" ")[0]].tested for column in COLUMNS)]
         names = {name: f"`{name}`" for name in STRATEGIES}
-        of_frameworks = {name: support.refused for name, support in SUPPORT.items()}
-        of_strategies = {name: support.refused for name, support in STRATEGY_SUPPORT.items()}
+        of_frameworks, of_strategies = refused_fields()
         return (
             HEAD
             + _table(cells, ROWS, COLUMNS, [versions])
-            + _refused_fields("framework", of_frameworks)
+            + of_frameworks
             + STRATEGIES_HEAD
             + _table(cells, FEATURES, names)
-            + _refused_fields("strategy", of_strategies)
+            + of_strategies
         )
 
 
@@ -139,6 +138,14 @@ def _table(
         lines.append(line)
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return table + "\n" + "".join(f"{number}. {note}\n" for number, note in enumerate(notes, 1))
+
+
+def refused_fields() -> tuple[str, str]:
+    """Return the parts of the page that need no tests: fields that frameworks and that strategies refuse."""
+    return (
+        _refused_fields("framework", {name: support.refused for name, support in SUPPORT.items()}),
+        _refused_fields("strategy", {name: support.refused for name, support in STRATEGY_SUPPORT.items()}),
+    )
 
 
 def _refused_fields(what: str, of_each: Mapping[str, Sequence[Refused]]) -> str:

@@ -1,48 +1,86 @@
-"""Notes who called the functions that a path goes through: see ``tests/support/paths.py``.
+"""Records who called the functions that a path goes through: see ``tests/support/paths.py``.
 
 Python imports this file by its name when its folder is on the PYTHONPATH. Each process appends lines to a
 file of its own: a station, and the functions of the package on the stack, the outermost first.
+
+Functions are wrapped when their module has been imported. A profiler would miss signal handlers: Python calls
+no profiler for a handler that runs while the profiler does.
 """
 
+import functools
+import importlib.machinery
 import json
 import os
 import sys
-import threading
 from pathlib import Path
 
 PACKAGE = f"{os.sep}horovod_train{os.sep}"
 
 
-def trace(folder: Path) -> None:
-    """Write the stack of each call of a station into a folder, which has the list of them."""
-    stations = json.loads((folder / "stations.json").read_text(encoding="utf-8"))
-    known: dict[object, str | None] = {}
-    seen: set[tuple[str, ...]] = set()
+class Recorder(importlib.machinery.PathFinder):
+    """Finds modules as Python does, and wraps the stations in those that have some."""
 
-    def note(frame, event: str, _argument: object) -> None:
-        if event != "call":
-            return
-        code = frame.f_code
-        if code not in known:
-            called = f"{code.co_filename}:{code.co_qualname}"
-            known[code] = next((name for name in stations if called.endswith(name)), None)
-        if known[code] is None:
-            return
-        stack = []
+    folder = Path()
+    stations: dict[str, list[str]] = {}  # noqa: RUF012  (finders are classes that Python never instantiates)
+    seen: set[tuple[str, ...]] = set()  # noqa: RUF012  (as above)
+
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        spec = super().find_spec(fullname, path, target)
+        if spec is not None and spec.origin and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            files = [file for file in cls.stations if spec.origin.endswith(f"{os.sep}{file}")]
+            names = [name for file in files for name in cls.stations[file]]
+            if names:
+                spec.loader = Loader(fullname, spec.origin)
+                spec.loader.names = names
+        return spec
+
+    @classmethod
+    def record(cls, station: str, function) -> None:
+        """Append the stack of a call of a station, once for each stack."""
+        codes = [function.__code__]
+        frame = sys._getframe(2)  # the caller of the wrapper
         while frame is not None:
-            if PACKAGE in frame.f_code.co_filename:
-                file = frame.f_code.co_filename.rpartition(PACKAGE)[2]
-                stack.append(f"{file}:{frame.f_code.co_qualname}")
+            codes.append(frame.f_code)
             frame = frame.f_back
-        line = (known[code], *reversed(stack))
-        if line not in seen:
-            seen.add(line)
-            with (folder / f"{os.uname().nodename}-{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+        ours = [code for code in reversed(codes) if PACKAGE in code.co_filename]
+        stack = [f"{code.co_filename.rpartition(PACKAGE)[2]}:{code.co_qualname}" for code in ours]
+        line = (station, *stack)
+        if line not in cls.seen:
+            cls.seen.add(line)
+            name = f"{os.uname().nodename}-{os.getpid()}.jsonl"
+            with (cls.folder / name).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
-    threading.setprofile(note)
-    sys.setprofile(note)
+
+class Loader(importlib.machinery.SourceFileLoader):
+    """Wraps functions of a module as soon as it has been executed, before anybody gets them by name."""
+
+    names: list[str]
+
+    def exec_module(self, module):
+        super().exec_module(module)
+        for station in self.names:
+            *parents, name = station.partition(":")[2].split(".")
+            parent = functools.reduce(lambda owner, each: getattr(owner, each, None), parents, module)
+            if function := getattr(parent, name, None):  # other packages have files of the same name
+                setattr(parent, name, wrapped(station, function))
+
+
+def wrapped(station: str, function):
+    @functools.wraps(function)
+    def recorded(*arguments, **settings):
+        Recorder.record(station, innermost)
+        return function(*arguments, **settings)
+
+    innermost = function
+    while hasattr(innermost, "__wrapped__"):
+        innermost = innermost.__wrapped__
+    return recorded
 
 
 if "TRACED_INTO" in os.environ:
-    trace(Path(os.environ["TRACED_INTO"]))
+    Recorder.folder = Path(os.environ["TRACED_INTO"])
+    for each in json.loads((Recorder.folder / "stations.json").read_text(encoding="utf-8")):
+        Recorder.stations.setdefault(each.partition(":")[0], []).append(each)
+    sys.meta_path.insert(0, Recorder)

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.matrix import refused_fields
 from unit.test_architecture import ROOMS
 
 from horovod_train import __version__, registry
@@ -32,6 +33,12 @@ def generate():
 
 def test_the_reference_of_jobs_is_up_to_date(generate):
     assert (ROOT / "docs" / "job.md").read_text() == generate.job_reference()
+
+
+def test_the_page_of_frameworks_has_the_fields_that_are_refused():
+    page = (ROOT / "docs" / "frameworks.md").read_text()
+    for table in refused_fields():
+        assert table in page
 
 
 def test_the_reference_of_events_is_up_to_date(generate):
