@@ -40,6 +40,8 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.operators.provider import OperatorProvider
 
+from horovod_train.machine import usable_cores
+
 ROOT = Path(__file__).parent.parent
 CORE = (
     *("data", "lr", "checkpoint", "health", "training", "telemetry", "frameworks/torch", "config"),
@@ -460,7 +462,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=320)
     parser.add_argument("--least", type=float, default=0.85, help="fail if less are killed (default: 0.85)")
     parser.add_argument("--limit-s", type=float, default=2700)
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=int, default=usable_cores())
     parser.add_argument("--reached", type=Path, help="file for which test reaches what: kept for next time")
     parser.add_argument("--again", type=Path, help="output of a run before: try what has survived there")
     options = parser.parse_args()

@@ -28,7 +28,7 @@ def build(sdist: Path | None, *, force: bool, without_cuda: bool, no_install: bo
     """Build Horovod for the frameworks of this environment and install it."""
     from horovod_train.horovod import build as engine
 
-    plan = engine.make_plan(without_cuda=without_cuda)
+    plan = engine.make_plan(without_cuda=without_cuda, say=say)
     wheel = engine.build(plan, sdist=sdist, force=force, say=say)
     if no_install:
         say(wheel)

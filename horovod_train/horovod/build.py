@@ -35,6 +35,7 @@ from horovod_train.horovod.cuda import (
     Toolkit,
     architectures,
     as_toolkit,
+    failed_trial,
     find_nccl,
     find_toolkit,
     gpu_architectures,
@@ -52,8 +53,9 @@ from horovod_train.horovod.toolchain import (
     framework_version,
     programs_path,
 )
+from horovod_train.machine import usable_cores, usable_memory_bytes
 
-RECIPE = 3
+RECIPE = 4
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCHES = Path(__file__).parent / "patches"
 LOOPBACK = Path(__file__).parent / "loopback.cc"
@@ -62,6 +64,12 @@ LOOPBACK = Path(__file__).parent / "loopback.cc"
 RUNPATH = "$ORIGIN/../../../..:$ORIGIN/../../torch/lib:$ORIGIN/../../tensorflow"
 # NVIDIA's wheels, of a CUDA's major version.
 CUDA_RUNPATH = "$ORIGIN/../../nvidia/nccl/lib:$ORIGIN/../../nvidia/{folder}/lib"
+
+COMPILER_MEMORY_BYTES = 10**9
+"""What a compiler takes for the largest unit."""
+
+# Variables with which a build finds CUDA: taken out of the environment of a build for CPUs.
+CUDA_VARIABLES = re.compile("CUDA|NVCC|NCCL|HOROVOD_(GPU|CUDA|NCCL|ROCM|BUILD_CUDA)|HOROVOD_WITH_NVTX")
 
 # Python before 3.11.4, Debian 12's for one, has no filters; the checksum was right.
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
@@ -112,11 +120,12 @@ def cache_dir() -> Path:
     return Path(base) / "horovod_train" / "engine"
 
 
-def make_plan(*, without_cuda: bool = False) -> BuildPlan:
+def make_plan(*, without_cuda: bool = False, say: Say = lambda _: None) -> BuildPlan:
     """Look at this environment and machine.
 
     Args:
         without_cuda: Build for CPUs alone, whatever is here.
+        say: Is given the reason why an engine for GPUs is not built, where PyTorch has CUDA.
 
     Raises:
         EngineError: No framework or no compiler is there, or a GPU and no compiler for it.
@@ -126,7 +135,7 @@ def make_plan(*, without_cuda: bool = False) -> BuildPlan:
         raise EngineError(
             "no framework to build Horovod for", hint="install one first: pip install torch==2.13.0"
         )
-    toolkit, nccl = (None, None) if without_cuda else find_cuda()
+    toolkit, nccl = (None, None) if without_cuda else find_cuda(say)
     return BuildPlan(
         recipe=RECIPE,
         horovod=f"{HOROVOD_VERSION} {SDIST_SHA256}",
@@ -142,7 +151,7 @@ def make_plan(*, without_cuda: bool = False) -> BuildPlan:
     )
 
 
-def find_cuda() -> tuple[Toolkit, Nccl] | tuple[None, None]:
+def find_cuda(say: Say) -> tuple[Toolkit, Nccl] | tuple[None, None]:
     """Return the compiler and the NCCL that an engine for GPUs is built with; None: it is one for CPUs.
 
     Raises:
@@ -152,16 +161,20 @@ def find_cuda() -> tuple[Toolkit, Nccl] | tuple[None, None]:
     if torch is None or not torch.cuda:
         return None, None
     toolkit, nccl = find_toolkit(torch), find_nccl()
-    if toolkit is not None and nccl is not None:
+    if toolkit is None:
+        problem, fix = f"a CUDA {torch.cuda} toolkit with its compiler was not found", how_to_get_it(torch)
+    elif nccl is None:
+        problem, fix = "NCCL was not found", f"pip install nvidia-nccl-cu{torch.cuda.partition('.')[0]}"
+    elif words := failed_trial(toolkit):
+        problem, fix = f"{toolkit.nvcc} cannot compile:\n{words}\n", how_to_get_it(torch)
+    else:
         return toolkit, nccl
     if gpu_architectures():
-        what, fix = f"a compiler for CUDA {torch.cuda}", how_to_get_it(torch)
-        if toolkit is not None:
-            what, fix = "NCCL", f"pip install nvidia-nccl-cu{torch.cuda.partition('.')[0]}"
         raise EngineError(
-            f"this machine has a GPU and PyTorch {torch.version}, and {what} was not found",
+            f"this machine has a GPU and PyTorch {torch.version}, and {problem}",
             hint=f"{fix}; or, for CPUs alone, `horovod-train engine build --without-cuda`",
         )
+    say(f"engine: for CPUs alone, as this machine has no GPU and {problem}")
     return None, None
 
 
@@ -269,10 +282,12 @@ def apply_patches(source: Path, say: Say) -> None:
 
 
 def build_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
-    """Return the switches of Horovod's build: what is wanted fails loudly, the rest is left out."""
+    """Return the environment of Horovod's build: a part that is missing ends it, others are left out."""
     environment = {
+        **(os.environ if plan.cuda else _without_cuda(os.environ)),
         "PATH": programs_path(),
-        "MAKEFLAGS": os.environ.get("MAKEFLAGS", f"-j{os.cpu_count() or 1}"),
+        # Replaced, for Horovod's setup.py starts eight compilers where it is empty, as `make` sets it.
+        "MAKEFLAGS": f"-j{num_compilers()}",
         "HOROVOD_CMAKE": shutil.which("cmake", path=programs_path()) or "cmake",
         "HOROVOD_WITH_MPI": "1",
         "HOROVOD_WITH_GLOO": "1",
@@ -282,9 +297,23 @@ def build_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
     return {**environment, **(cuda_environment(plan, scratch) if plan.cuda else {})}
 
 
+def num_compilers() -> int:
+    """Return how many compilers run at once: CMAKE_BUILD_PARALLEL_LEVEL, or by cores and free memory."""
+    if (named := os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "")).isdigit():
+        return max(1, int(named))
+    return max(1, min(usable_cores(), usable_memory_bytes() // COMPILER_MEMORY_BYTES))
+
+
+def _without_cuda(environment: Mapping[str, str]) -> dict[str, str]:
+    named = {"HOROVOD_WITHOUT_NVTX": "1"}
+    return {**{name: value for name, value in environment.items() if not CUDA_VARIABLES.match(name)}, **named}
+
+
 def cuda_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
     """Return the switches of a build for GPUs."""
-    toolkit, nccl = find_cuda()
+    torch = torch_build()
+    assert torch is not None
+    toolkit, nccl = find_toolkit(torch), find_nccl()
     assert toolkit is not None
     assert nccl is not None
     home = str(as_toolkit(toolkit, scratch / "cuda"))
@@ -309,7 +338,7 @@ def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, say: Say) -> Pat
     what = ", ".join(f"{name} {version}" for name, version in plan.frameworks.items())
     if plan.cuda:
         what += f", CUDA {plan.cuda} ({' '.join(plan.cuda_architectures)}), NCCL {plan.nccl}"
-    say(f"engine: compiling for {what}; 3 to 6 minutes on two cores")
+    say(f"engine: compiling for {what}; 1 to 2 minutes on two cores")
     log = cache_dir() / "build.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = _pip("wheel", "--no-build-isolation", "--no-deps", "-v", "-w", str(scratch), str(source))
@@ -369,7 +398,7 @@ def _run(
     shown = -10
     with subprocess.Popen(
         command,
-        env={**os.environ, **(environment or {})},
+        env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

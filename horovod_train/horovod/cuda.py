@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,16 @@ FIRST_ON_PYPI = 13
 """Major version of CUDA whose compiler is in NVIDIA's wheels."""
 
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
+NVCC_TIMEOUT_S = 120.0
+TOOLKIT_PARTS = {
+    "compiler (bin/nvcc)": ("bin/nvcc",),
+    "header (include/cuda_runtime.h)": ("include/cuda_runtime.h", "targets/*/include/cuda_runtime.h"),
+    "library (libcudart.so)": tuple(
+        f"{folder}/libcudart.so*" for folder in ("lib64", "lib", "lib/*-linux-gnu", "targets/*/lib")
+    ),
+}
+"""Parts of a toolkit that a build needs, each with the places where one of its files is."""
+
 NOT_EMULATED = 70
 """Architectures before this one (Volta) are not built for unless they are there."""
 
@@ -98,30 +109,79 @@ def find_toolkit(torch: TorchBuild) -> Toolkit | None:
     """Return the toolkit that fits PyTorch's CUDA; None: none with a compiler is here.
 
     One that was named comes first, then the wheels beside PyTorch, ``nvcc`` on the PATH, the system's.
+    Those that lack headers or libraries are passed over.
 
     Raises:
-        EngineError: One was named that has no compiler, or that is of another major version.
+        EngineError: One was named that lacks a part, or that is of another major version.
     """
     if not torch.cuda:
         return None
     for variable in ("HOROVOD_CUDA_HOME", "CUDA_HOME"):
         if named := os.environ.get(variable):
             return _named_toolkit(variable, Path(named), torch)
-    on_path = shutil.which("nvcc")
     homes = [
         *(folder / f"cu{torch.cuda.partition('.')[0]}" for folder in _nvidia_wheels()),
-        *([Path(on_path).resolve().parent.parent] if on_path else []),
+        *_homes_of_nvcc(),
         SYSTEM_TOOLKIT,
     ]
-    found = (Toolkit(home, version) for home in homes if (version := _nvcc_version(home)))
+    whole = (home for home in homes if not missing_part(home))
+    found = (Toolkit(home, version) for home in whole if (version := _nvcc_version(home)))
     return next((toolkit for toolkit in found if _same_major(toolkit.version, torch.cuda)), None)
 
 
+def _homes_of_nvcc() -> list[Path]:
+    """Return the folders that may be the toolkit of the ``nvcc`` on the PATH, the likeliest first.
+
+    Modules, ccache and Debian put a script there. The compiler itself prints its folder as TOP, the way
+    that CMake finds it, too.
+    """
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return []
+    _, words = _run_nvcc(nvcc, "-v", "none")
+    printed = re.search(r"^#\$ TOP=(.+)$", words, re.MULTILINE)
+    return [Path(printed[1].strip()).resolve() if printed else Path(nvcc).resolve().parent.parent]
+
+
+def _run_nvcc(nvcc: Path | str, *arguments: str, folder: Path | None = None) -> tuple[int, str]:
+    """Return the exit status and the output of a call of nvcc; of one that cannot be executed, -1 and why."""
+    command = [str(nvcc), *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=NVCC_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return -1, str(error)
+    return done.returncode, done.stdout + done.stderr
+
+
+def missing_part(home: Path) -> str:
+    """Return the first part that a folder lacks as a toolkit to build with; empty: it is whole."""
+    for part, files in TOOLKIT_PARTS.items():
+        if not any(next(home.glob(file), None) for file in files):
+            return part
+    return ""
+
+
+def failed_trial(toolkit: Toolkit) -> str:
+    """Compile and link an empty kernel; return the compiler's words if that fails, else nothing."""
+    with tempfile.TemporaryDirectory(prefix="horovod-nvcc-") as scratch:
+        folder = Path(scratch)
+        (folder / "trial.cu").write_text("__global__ void kernel() {}\nvoid run() { kernel<<<1, 1>>>(); }\n")
+        nvcc = as_toolkit(toolkit, folder / "cuda") / "bin" / "nvcc"
+        host = os.environ.get("CXX", "g++")
+        code, words = _run_nvcc(
+            nvcc, "-ccbin", host, "-shared", "-Xcompiler", "-fPIC", "trial.cu", folder=folder
+        )
+    return (words.strip()[-500:] or f"it ended with code {code}") if code else ""
+
+
 def _named_toolkit(variable: str, home: Path, torch: TorchBuild) -> Toolkit:
-    version = _nvcc_version(home)
+    lacks = missing_part(home)
+    version = "" if lacks else _nvcc_version(home)
     if not version:
         raise EngineError(
-            f"{variable} is {home}, and there is no {home / 'bin' / 'nvcc'} that answers",
+            f"{variable} is {home}, and there is no {lacks or f'{home}/bin/nvcc that answers'}",
             hint=f"set {variable} to a CUDA toolkit with its compiler, or leave it out",
         )
     if not _same_major(version, torch.cuda):
@@ -138,14 +198,9 @@ def _same_major(version: str, other: str) -> bool:
 
 
 def _nvcc_version(home: Path) -> str:
-    try:
-        found = subprocess.run(
-            [home / "bin" / "nvcc", "--version"], capture_output=True, text=True, timeout=60, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    release = re.search(r"release ([\d.]+)", found.stdout)
-    return release[1] if release else ""
+    code, words = _run_nvcc(home / "bin" / "nvcc", "--version")
+    release = re.search(r"release ([\d.]+)", words)
+    return release[1] if release and code == 0 else ""
 
 
 def toolkit_requirement() -> str:
@@ -244,8 +299,8 @@ def architectures(toolkit: Toolkit) -> tuple[str, ...]:
 
 
 def _known_architectures(toolkit: Toolkit) -> tuple[str, ...]:
-    found = subprocess.run([toolkit.nvcc, "--list-gpu-code"], capture_output=True, text=True, check=False)
-    return tuple(sorted(set(re.findall(r"^sm_(\d+)$", found.stdout, re.MULTILINE)), key=int))
+    _, words = _run_nvcc(toolkit.nvcc, "--list-gpu-code")
+    return tuple(sorted(set(re.findall(r"^sm_(\d+)$", words, re.MULTILINE)), key=int))
 
 
 def gpu_architectures() -> set[str]:

@@ -12,10 +12,22 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "horovod_train"
 
-BASICS = {"errors", "registry", "files", "streams", "pids", "signals", "threads", "consistency", "children"}
+BASICS = {
+    "errors",
+    "registry",
+    "files",
+    "streams",
+    "pids",
+    "signals",
+    "threads",
+    "consistency",
+    "children",
+    "machine",
+}
 ROOMS = {
     # room: rooms of ours it may import
     "errors": set(),
+    "machine": set(),
     "files": set(),
     "streams": set(),
     "pids": set(),

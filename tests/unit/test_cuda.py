@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,15 @@ def toolkit(home: Path, version: str = "13.0", codes: str = "sm_75 sm_80 sm_90")
     """A toolkit whose compiler answers as NVIDIA's does."""
     (home / "bin").mkdir(parents=True)
     (home / "include").mkdir()
+    (home / "include" / "cuda_runtime.h").touch()
+    (home / "lib64").mkdir()
+    (home / "lib64" / "libcudart.so").touch()
     nvcc = home / "bin" / "nvcc"
     nvcc.write_text(
         "#!/bin/sh\n"
         f'[ "$1" = --version ] && echo "Cuda compilation tools, release {version}, V{version}.88"\n'
         f'[ "$1" = --list-gpu-code ] && printf "%s\\n" {codes}\n'
+        f'[ "$1" = -v ] && echo "#$ TOP={home}/bin/.." >&2\n'
         "true\n"
     )
     nvcc.chmod(0o755)
@@ -100,10 +105,58 @@ def test_a_compiler_of_another_major_version_is_passed_over(monkeypatch, tmp_pat
     assert cuda.find_toolkit(TORCH) == cuda.Toolkit(home, "13.1")
 
 
+def script(folder: Path, program: Path) -> str:
+    """A folder for the PATH with an ``nvcc`` that is a script, as environment modules and Debian have it."""
+    folder.mkdir()
+    (folder / "nvcc").write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+    (folder / "nvcc").chmod(0o755)
+    return str(folder)
+
+
+def test_the_toolkit_of_a_script_is_the_one_that_it_calls(monkeypatch, tmp_path):
+    home = toolkit(tmp_path / "opt" / "cuda-13.0")
+    monkeypatch.setenv("PATH", script(tmp_path / "bin", home / "bin" / "nvcc"))
+
+    assert cuda.find_toolkit(TORCH) == cuda.Toolkit(home, "13.0")
+
+
+@pytest.mark.parametrize("part", ["include/cuda_runtime.h", "lib64/libcudart.so"])
+def test_a_toolkit_without_headers_or_libraries_is_passed_over(monkeypatch, tmp_path, part):
+    bare = toolkit(tmp_path / "opt" / "cuda-13.0")
+    (bare / part).unlink()
+    monkeypatch.setenv("PATH", script(tmp_path / "bin", bare / "bin" / "nvcc"))
+
+    assert cuda.find_toolkit(TORCH) is None
+    home = toolkit(tmp_path / "usr" / "local" / "cuda")
+    assert cuda.find_toolkit(TORCH) == cuda.Toolkit(home, "13.0")
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_compiler_that_fails_is_used_nowhere_and_refused_where_a_gpu_is(monkeypatch, tmp_path, has_gpu):
+    home = toolkit(tmp_path / "usr" / "local" / "cuda")
+    nvcc = home / "bin" / "nvcc"
+    nvcc.write_text(
+        nvcc.read_text().replace("true\n", '[ "$1" != -ccbin ] || { echo unsupported; exit 1; }\n')
+    )
+    nccl(home, "2.29.7")
+    monkeypatch.setattr(build, "torch_build", lambda: TORCH)
+    monkeypatch.setattr(build, "gpu_architectures", lambda: {"90"} if has_gpu else set())
+    said = []
+
+    if has_gpu:
+        with pytest.raises(EngineError, match=r"nvcc cannot compile:\nunsupported"):
+            build.make_plan(say=said.append)
+    else:
+        assert not build.make_plan(say=said.append).cuda
+        assert "for CPUs alone, as this machine has no GPU and" in said[0]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda home: home.mkdir(), "there is no .*nvcc that answers"),
+        (lambda home: home.mkdir(), r"there is no compiler \(bin/nvcc\)"),
+        (lambda home: (toolkit(home) / "include" / "cuda_runtime.h").unlink(), "there is no header"),
+        (lambda home: (toolkit(home) / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1"), "nvcc that answers"),
         (
             lambda home: toolkit(home, "12.8"),
             r"with CUDA 12\.8, and PyTorch 2\.13\.0\+cu130 needs CUDA 13\.0",
@@ -174,6 +227,7 @@ def test_kernels_are_for_the_gpus_that_are_here_or_for_all(monkeypatch, tmp_path
 
 def test_wheels_are_laid_out_as_a_build_expects_a_toolkit(tmp_path):
     home = toolkit(tmp_path / "nvidia" / "cu13")
+    shutil.rmtree(home / "lib64")
     (home / "lib").mkdir()
     (home / "lib" / "libcudart.so.13").touch()
 
@@ -191,7 +245,7 @@ def test_a_gpu_without_a_compiler_ends_the_build_with_what_to_install(monkeypatc
     monkeypatch.setattr(cuda, "toolkit_requirement", lambda: "cuda-toolkit[nvcc,cudart,cccl]==13.0.3.0")
     monkeypatch.setattr(build, "gpu_architectures", lambda: {"90"})
 
-    with pytest.raises(EngineError, match=r"a compiler for CUDA 13\.0 was not found") as raised:
+    with pytest.raises(EngineError, match=r"a CUDA 13\.0 toolkit with its compiler was not found") as raised:
         build.make_plan()
 
     assert "pip install 'cuda-toolkit[nvcc,cudart,cccl]==13.0.3.0'" in raised.value.hint

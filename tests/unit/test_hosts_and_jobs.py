@@ -33,7 +33,7 @@ from horovod_train.horovod.environment import from_slurm
 from horovod_train.launch import jobs
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.hosts import description, host_actions, host_group, hostlist, readings
-from horovod_train.launch.hosts.description import can_read_memory, usable_cores
+from horovod_train.launch.hosts.description import can_read_memory
 from horovod_train.launch.hosts.host_actions import RANK_VARIABLE, RUN_VARIABLE, HostActions
 from horovod_train.launch.hosts.host_group import (
     HostGroup,
@@ -53,6 +53,7 @@ from horovod_train.launch.supervise import preflight as prepare
 from horovod_train.launch.supervise.preflight import check_fingerprints, check_shared_memory, rank_variables
 from horovod_train.launch.supervise.process import guarded
 from horovod_train.launch.supervise.signals import Stopper
+from horovod_train.machine import usable_cores, usable_memory_bytes
 
 A_SHELL = ["/bin/sh", "-c"]  # in place of "ssh host": runs its last argument
 
@@ -273,6 +274,15 @@ class TestCores:
         (tmp_path / file).write_text(content + "\n")
 
         assert usable_cores(tmp_path) == expected
+
+    @pytest.mark.parametrize("file", ["memory.max", "memory/memory.limit_in_bytes"])
+    def test_memory_is_limited_by_the_container(self, tmp_path, file):
+        (tmp_path / "memory").mkdir()
+        (tmp_path / file).write_text("1000000\n")
+
+        assert usable_memory_bytes(tmp_path) == 1000000
+        (tmp_path / file).write_text("max\n")
+        assert usable_memory_bytes(tmp_path) > 1000000
 
     def test_without_a_quota_are_those_of_the_process(self, tmp_path):
         assert usable_cores(tmp_path) == self.ALL

@@ -15,6 +15,7 @@ from horovod_train.collectives.base import Communicator, SingleRank, allgather_j
 from horovod_train.collectives.horovod import Array, HorovodCommunicator
 from horovod_train.collectives.log import Collective, Waiting
 from horovod_train.errors import UserError
+from horovod_train.machine import usable_cores
 
 Result = TypeVar("Result")
 PROCESS_SETS: dict[tuple[int, ...], Any] = {}
@@ -338,5 +339,4 @@ def share_cores(num_ranks: int) -> None:
 
     ``horovodrun`` does not see to it; ``horovod-train run`` sets OMP_NUM_THREADS instead.
     """
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // num_ranks)))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cores() // num_ranks)))

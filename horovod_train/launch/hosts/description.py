@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import shutil
 import socket
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from horovod_train.machine import usable_cores
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
@@ -77,20 +78,6 @@ def _free_bytes(folder: Path) -> int | None:
     with suppress(OSError):
         return shutil.disk_usage(folder).free
     return None
-
-
-def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return how many cores this process may use: as it is bound, and as its container is limited."""
-    cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds in each period
-        quota, period = (cgroup / "cpu.max").read_text().split()
-        return max(1, min(cores, math.ceil(int(quota) / int(period))))
-    with suppress(OSError, ValueError, ZeroDivisionError):  # cgroup v1; -1: no limit
-        quota_us = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())
-        period_us = int((cgroup / "cpu" / "cpu.cfs_period_us").read_text())
-        if quota_us > 0:
-            return max(1, min(cores, math.ceil(quota_us / period_us)))
-    return cores
 
 
 class _Piece(ctypes.Structure):

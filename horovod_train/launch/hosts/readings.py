@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from horovod_train.horovod.fingerprint import package_version
+from horovod_train.machine import usable_cores
 
 COMMAND_TIMEOUT_S = 10.0
 
@@ -131,7 +132,7 @@ def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[
         shared_memory_bytes=_free_bytes("/dev/shm"),  # noqa: S108
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         load=os.getloadavg()[0],
         gpus=_gpus(),
         gpu_links=cells_of(_output("nvidia-smi", "topo", "-m")),

@@ -1,0 +1,35 @@
+"""Cores and memory that this process may use: containers and batch systems limit both."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """Return the number of cores of this process: those it is bound to, or its container's quota."""
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds in each period
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    with suppress(OSError, ValueError, ZeroDivisionError):  # cgroup v1; -1: no limit
+        quota_us = int((cgroup / "cpu" / "cpu.cfs_quota_us").read_text())
+        period_us = int((cgroup / "cpu" / "cpu.cfs_period_us").read_text())
+        if quota_us > 0:
+            return max(1, min(cores, math.ceil(quota_us / period_us)))
+    return cores
+
+
+def usable_memory_bytes(cgroup: Path = CGROUP) -> int:
+    """Return the free memory of this machine, at most the limit of the container, in bytes."""
+    free = psutil.virtual_memory().available
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2: "max", or bytes; v1
+        with suppress(OSError, ValueError):
+            return min(free, int((cgroup / limit).read_text()))
+    return free
