@@ -5,6 +5,7 @@
 #   make servers  install sshd, Slurm, buildah, Prometheus and Chromium for the tests that need them (root, Debian)
 #   make check    lint, types and tests: what CI runs
 #   make engine-cuda  build an engine for GPUs from PyPI alone, without one at hand, and check it
+#   make strangers  install and train with PyPI's own PyTorch, on each Python, with and without CUDA (root)
 #   make mxnet    install MXNet and its engine into an environment of their own
 #   make image    build the container image and try it (root, buildah, debootstrap)
 #   make campaign run the tests that take long, too
@@ -21,16 +22,17 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 VENV := .venv
+TORCH := torch==2.13.0
 BIN := $(VENV)/bin
 # pip talks a lot; these are the lines that say what it is doing.
 PIP := -m pip install --disable-pip-version-check --no-input --progress-bar off
 PIP_INSTALL := $(BIN)/python $(PIP) -c constraints.txt
 SHORT := { grep -E '^(Collecting|Downloading|Installing|Successfully|Building|ERROR|error)' || true; }
 
-.PHONY: help tools servers mxnet engine-cuda train test image campaign kernels coverage mutants check lint format bench accuracy clean
+.PHONY: help tools servers mxnet engine-cuda strangers train test image campaign kernels coverage mutants check lint format bench accuracy clean
 
 help:
-	@sed -n '3,17s/^# *//p' Makefile
+	@sed -n '3,18s/^# *//p' Makefile
 
 tools:
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing: install it (Debian: apt-get install python3)"; exit 2; }
@@ -46,7 +48,7 @@ $(BIN)/python: | tools
 # PyTorch first: it is large, and the engine is built against it.
 $(VENV)/installed: setup.py constraints.txt pyproject.toml | $(BIN)/python
 	@echo "== packages (PyTorch is large: the first time takes a few minutes)"
-	@$(PIP_INSTALL) 'setuptools<80' wheel torch==2.13.0 | $(SHORT)
+	@$(PIP_INSTALL) 'setuptools<80' wheel $(TORCH) | $(SHORT)
 	@$(PIP_INSTALL) --no-build-isolation -e '.[build,tasks,optimizers]' | $(SHORT)
 	@needed=$$($(BIN)/python -m horovod_train.horovod.cuda); \
 	[ -z "$$needed" ] || { echo "== the compiler of CUDA, for the GPU of this machine"; $(PIP_INSTALL) "$$needed" | $(SHORT); }
@@ -106,6 +108,12 @@ $(CUDA)/installed: setup.py constraints.txt | tools
 engine-cuda: tools $(CUDA)/installed
 	@[ -n "$(HIDDEN)" ] || echo "note: not root: CUDA of this machine, if it has one, is not hidden"
 	@env -u CUDA_HOME -u HOROVOD_CUDA_HOME -u HOROVOD_NCCL_HOME $(HIDDEN) bash tests/engine_cuda.sh $(CUDA)/bin
+
+STRANGERS := python3.11 python3.12 python3.13
+
+strangers: tools
+	@[ -n "$(HIDDEN)" ] || { echo "error: needs root and mount namespaces, to hide CUDA of this machine"; exit 2; }
+	@folder=$$(mktemp -d); trap 'rm -rf "$$folder"' EXIT; $(HIDDEN) bash tests/strangers.sh "$$folder" $(STRANGERS)
 
 train: tools $(VENV)/installed $(VENV)/engine
 	@$(BIN)/horovod-train run digits --set checkpoint.resume=never
