@@ -94,6 +94,17 @@ def _is_file(handle: int) -> bool:
         return True  # closed: writing says so
 
 
+def num_dropped_bytes() -> int:
+    """Return how many of the last bytes of standard output and error could not be shown."""
+    num_bytes = 0
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+            if isinstance(raw := getattr(stream.buffer, "raw", None), DroppingStream):
+                num_bytes += raw.num_dropped_bytes
+    return num_bytes
+
+
 def drop_what_cannot_be_shown() -> None:
     """Let this process's standard output and error never raise, at its end neither."""
     for number, name in ((1, "stdout"), (2, "stderr")):

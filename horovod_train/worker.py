@@ -27,6 +27,7 @@ from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of, batch_size_of_lr
 from horovod_train.cpu_affinity import bind
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, UserError
+from horovod_train.events.channel import channel_of
 from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import (
     CheckpointWritten,
@@ -49,7 +50,7 @@ from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import FRAMEWORKS, SCRIPT, find_task_here
-from horovod_train.streams import drop_what_cannot_be_shown
+from horovod_train.streams import drop_what_cannot_be_shown, num_dropped_bytes
 from horovod_train.telemetry.rank_metrics import (
     compare_with_one_rank,
     open_recorder,
@@ -98,7 +99,8 @@ def main(options: WorkerOptions) -> int:
     drop_what_cannot_be_shown()
     os.environ.update(from_slurm(os.environ))
     guess = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
-    reporter = Reporter(guess, as_json=options.as_events)
+    channel = channel_of(os.environ) if options.as_events else None
+    reporter = Reporter(guess, as_json=options.as_events, channel=channel)
     request = PreemptionRequest()
     request.listen()
     _log_to(reporter)
@@ -127,6 +129,9 @@ def main(options: WorkerOptions) -> int:
         return _report_failure(error, reporter)
     finally:
         end_children()
+        if lost_bytes := num_dropped_bytes():
+            text = f"the last {lost_bytes:,} bytes of this rank's output are lost: nobody read them in time"
+            reporter.report(Notice(text=text))
     return 0
 
 

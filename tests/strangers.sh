@@ -13,9 +13,9 @@ shift
 for home in /usr/local/cuda*; do
   [ ! -d "$home" ] || [ -L "$home" ] || mount -t tmpfs none "$home"
 done
-while nvcc=$(command -v nvcc); do
-  mount --bind /dev/null "$nvcc"  # nothing that can be executed
-  hash -r
+IFS=: read -ra folders <<< "$PATH"
+for each in "${folders[@]}"; do
+  [ ! -x "$each/nvcc" ] || mount --bind /dev/null "$each/nvcc"  # nothing that can be executed
 done
 unset CUDA_HOME HOROVOD_CUDA_HOME HOROVOD_NCCL_HOME
 path=$PATH

@@ -1,7 +1,8 @@
-"""Events as lines of a rank's output, and back: what a launcher and its ranks put out, line by line.
+"""Events as lines, and back: what a launcher and its ranks put out, line by line.
 
-Started by ``horovod-train run``, a worker writes events as marked JSON lines and ``run`` shows them. Started
-by hand, it writes the same events as text. Nothing else about a worker depends on who started it.
+Started by ``horovod-train run``, a worker writes events as marked JSON lines into the channel of the run
+(``channel.py``), or to its output where it has none, and ``run`` shows them. Started by hand, it writes the
+same events as text. Nothing else about a worker depends on who started it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from horovod_train.events.channel import ChannelWriter
 from horovod_train.events.file import EventsFile
 from horovod_train.events.text import as_text, tagged
 from horovod_train.events.types import KINDS, Event
@@ -62,12 +64,14 @@ class Reporter:
         as_json: For another program instead of a person.
         stream: Where to.
         file: Where to as well; None: nowhere else.
+        channel: Where to in place of the stream, as JSON; None: there is none.
     """
 
     rank: int
     as_json: bool
     stream: TextIO = field(default_factory=lambda: sys.stdout)
     file: EventsFile | None = None
+    channel: ChannelWriter | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def report(self, event: Event) -> None:
@@ -78,6 +82,13 @@ class Reporter:
         if text is None:
             return
         with self._lock:
+            if self.channel is not None and self.as_json:
+                try:
+                    self.channel.write(text)
+                except OSError:
+                    pass  # the disk is full, or the folder is gone: the output is left
+                else:
+                    return
             self.stream.write(text + "\n")
             self.stream.flush()
 
@@ -104,6 +115,18 @@ def parse_line(raw: str) -> Line:
         except (ValueError, KeyError, TypeError, RecursionError):
             pass  # a task has written what looks like an event
     return Line(raw, rank, text, is_launchers=rank is None)
+
+
+def split_at_event(raw: str) -> list[str]:
+    r"""Return a line; one in which an event follows an unfinished line of the task, as two.
+
+    >>> split_at_event('[1,0]<stdout>:reading ... @horovod-train {"kind": "resumed"}')
+    ['[1,0]<stdout>:reading ... ', '[1,0]<stdout>:@horovod-train {"kind": "resumed"}']
+    """
+    found = TAG.match(raw)
+    tag, text = (raw[: found.end()], raw[found.end() :]) if found else ("", raw)
+    before, mark, event = text.partition(MARK)
+    return [f"{tag}{before}", f"{tag}{mark}{event}"] if before and mark else [raw]
 
 
 def _parse_event(document: str, text: str) -> tuple[int, str, Event]:

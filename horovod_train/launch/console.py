@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import monotonic
 
 from rich.console import Console
+from rich.control import strip_control_codes
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from horovod_train.events.text import as_text, progress_text
@@ -40,7 +41,12 @@ class JobConsole:
 
     def print(self, text: str) -> None:
         """Print text, above the bar if there is one."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self._progress is not None:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            return
+        # Not through rich: a task may print faster than rich lays lines out, and would have to wait for it.
+        self._console.file.write(strip_control_codes(text) + "\n")
+        self._console.file.flush()
 
     def close(self) -> None:
         """Let go of the terminal. Safe to call twice."""

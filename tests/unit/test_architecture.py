@@ -81,7 +81,7 @@ ROOMS = {
     | {"config", "events", "collectives.base", "horovod.environment", "horovod.counters", "telemetry"},
     "launch": set(),
     "launch.hosts": BASICS
-    | {"__init__", "config", "horovod.fingerprint", "horovod.build", "horovod.installed"},
+    | {"__init__", "config", "events.channel", "horovod.fingerprint", "horovod.build", "horovod.installed"},
     "launch.base": BASICS | {"config", "launch.hosts"},
     "launch.jobs": BASICS | {"config", "launch.base"},
     "launch.console": BASICS | {"config", "events"},

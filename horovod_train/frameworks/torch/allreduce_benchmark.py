@@ -8,6 +8,7 @@ to exchange a message, where MPI is there to do it. Where ranks have GPUs, tenso
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Mapping
 from time import perf_counter
@@ -20,6 +21,7 @@ from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.collectives.horovod import connect
 from horovod_train.config.launch import Launch
 from horovod_train.config.schema import Job
+from horovod_train.events.channel import channel_of
 from horovod_train.events.types import AllreduceTime, BenchmarkDone, PairTime
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, with_tensors
@@ -40,12 +42,10 @@ PAIR_ROUNDS = 5
 
 def main() -> None:
     """Measure, and tell."""
-    import os
-
     os.environ.update(from_slurm(os.environ))
     job = Job(name="doctor", task="digits", launch=Launch(share_gpus=True))
     world = connect(TorchCommunicator, job)
-    reporter = Reporter(world.rank, as_json=True)
+    reporter = Reporter(world.rank, as_json=True, channel=channel_of(os.environ))
     times = measure(world, "horovod", horovod_sum(world, torch.device("cpu")))
     if (device := choose_device(job, world)).type == "cuda":
         times += measure(world, "nccl", horovod_sum(world, device))

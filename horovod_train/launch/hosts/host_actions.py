@@ -21,6 +21,7 @@ from threading import Thread
 
 import psutil
 
+from horovod_train.events.channel import ChannelReader
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.launch.hosts.description import HostDescription, describe_host
 from horovod_train.launch.hosts.readings import HostReadings, take_readings
@@ -65,6 +66,7 @@ class HostActions:
         self._is_ours = False
         self._last_busy: dict[int, tuple[float, float]] = {}
         self._last_look: dict[int, float] = {}
+        self._events = ChannelReader(self.stage)
 
     # -- looking
 
@@ -146,6 +148,10 @@ class HostActions:
                 if silent_s >= limit_s:
                     found.append(SilentRank(rank, pid, silent_s, process.status()))
         return found
+
+    def new_events(self) -> list[str]:
+        """Return what ranks of this host have reported since the last call, or the first part of it."""
+        return self._events.read()
 
     def _busy_until_s(self, process: psutil.Process, now_s: float) -> float:
         """Return when a process was last seen to compute, as far as the last look and this one tell."""

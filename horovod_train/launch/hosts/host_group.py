@@ -356,11 +356,15 @@ class HostGroup:
 
     def silent_ranks(self, limit_s: float) -> dict[str, list[SilentRank]]:
         """Return what ``HostActions.silent_ranks`` says on each host that answers soon, by its name."""
+        return self._of_each(HostActions.silent_ranks, limit_s=limit_s)
+
+    def new_events(self) -> list[str]:
+        """Return what ``HostActions.new_events`` says on all hosts that answer soon."""
+        return [line for lines in self._of_each(HostActions.new_events).values() for line in lines]
+
+    def _of_each(self, do: Callable[..., Result], /, **args: object) -> dict[str, Result]:
         found = {}
-        answers = [
-            (connection, connection.ask(HostActions.silent_ranks, limit_s=limit_s))
-            for connection in self.connections
-        ]
+        answers = [(connection, connection.ask(do, **args)) for connection in self.connections]
         for connection, answer in answers:
             # A host that does not answer is another matter: see ``watch``.
             with suppress(EOFError, FutureTimeoutError, LaunchError):

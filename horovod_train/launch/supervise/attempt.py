@@ -27,6 +27,7 @@ from horovod_train.launch.supervise.frozen_ranks import watching_ranks
 from horovod_train.launch.supervise.outcome import Ended, Outcome, stopped_early
 from horovod_train.launch.supervise.preflight import prepare
 from horovod_train.launch.supervise.process import adopting_orphans, execute, guarded
+from horovod_train.launch.supervise.rank_events import fetching_events
 from horovod_train.launch.supervise.rank_logs import RankLogs
 from horovod_train.launch.supervise.signals import LEAVING, RunControl, interrupted_by_signals
 from horovod_train.launch.supervise.stalls import Stalls
@@ -95,7 +96,8 @@ def run_attempt(
         record(attempt_of(request))
         control = RunControl(hosts, state, guard, launch.grace_s)
         watch = watching_ranks(hosts, request.job.health, follow.report_frozen, control.give_up)
-        with control.stopper.listening(), alongside(control.stopper.drain), watch:
+        events = fetching_events(hosts, follow.output.see)
+        with control.stopper.listening(), alongside(control.stopper.drain), watch, events:
             follow.note("")
             hosts.watch(launch.host_timeout_s, control.lose)
             marked = {**environ, RUN_VARIABLE: request.stage}

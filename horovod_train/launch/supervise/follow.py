@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Lock
 from typing import Protocol, TypeVar
 
 from horovod_train.events.file import EventsFile
 from horovod_train.events.text import tagged
 from horovod_train.events.types import Event, Failure, Preempted
-from horovod_train.events.wire import Line, parse_line
+from horovod_train.events.wire import Line, parse_line, split_at_event
 from horovod_train.files import LogFile
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.secrets import Mask
@@ -51,10 +52,15 @@ class Output:
         self._is_local = launcher == "local"
         self._is_alone = num_ranks == 1
         self._are_ranks_tagged = False
+        self._lock = Lock()
 
     def see(self, raw: str) -> None:
-        """Take one line, of a rank or of the launcher."""
-        line = parse_line(self._mask.hide(raw))
+        """Take one line, of a rank or of the launcher; from any thread."""
+        with self._lock:
+            for part in split_at_event(self._mask.hide(raw)):
+                self._hand_on(parse_line(part))
+
+    def _hand_on(self, line: Line) -> None:
         self._are_ranks_tagged |= line.is_tagged
         if line.is_launchers and (self._is_local or (self._is_alone and not self._are_ranks_tagged)):
             line = replace(line, is_launchers=False)

@@ -1,0 +1,33 @@
+"""The events of ranks, fetched from all hosts while the ranks run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from threading import Event
+
+from horovod_train.launch.hosts.host_group import HostGroup
+from horovod_train.threads import alongside
+
+INTERVAL_S = 0.1
+INTERVAL_PER_HOST_S = 0.005
+
+
+def fetching_events(hosts: HostGroup, see: Callable[[str], None]) -> AbstractContextManager[None]:
+    """While the block runs, and once after it: fetch what ranks have reported.
+
+    Args:
+        hosts: The hosts.
+        see: Called with each event, as a line.
+    """
+    interval_s = INTERVAL_S + INTERVAL_PER_HOST_S * len(hosts.connections)
+
+    def fetch(over: Event) -> None:
+        is_last = False
+        while not is_last:
+            is_last = over.wait(interval_s)
+            while lines := hosts.new_events():
+                for line in lines:
+                    see(line)
+
+    return alongside(fetch)
