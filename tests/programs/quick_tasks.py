@@ -107,6 +107,7 @@ class Failing(Noted):
         if self.calls != 3:
             return loss, gradients
         if self.how == "raise":
+            print("reading shard 17 ... ", end="", flush=True)  # its line is never ended
             raise ValueError("label 11 is out of range")
         if self.how == "stay away":
             time.sleep(600)

@@ -41,6 +41,8 @@ def test_an_error_in_the_task_on_one_rank_names_rank_host_and_cause_once(tmp_pat
     assert f"rank 1 on {os.uname().nodename}: ValueError: label 11 is out of range" in done.stderr
     assert (done.stdout + done.stderr).count("Traceback") == 1
     assert 'raise ValueError("label 11 is out of range")' in done.stderr
+    assert "reading shard 17 ..." in done.stdout
+    assert "@horovod-train" not in done.stdout
 
 
 def test_the_same_error_on_all_ranks_is_told_once(tmp_path):

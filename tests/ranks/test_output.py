@@ -15,6 +15,7 @@ from support.launching import PROGRAMS, TIMEOUT_S, cli, write_job
 from support.running import writing_to
 
 from horovod_train.checkpoint.store import list_checkpoints
+from horovod_train.pids import is_alive
 
 pytestmark = pytest.mark.ranks
 STEPS = 15 * 3
@@ -90,6 +91,28 @@ def test_a_reader_that_does_not_read_does_neither(tmp_path):
     os.close(reading)
     assert code == 0
     assert last_step(tmp_path) == STEPS
+
+
+def test_a_launcher_that_is_stopped_loses_no_event_and_says_what_output_it_lost(tmp_path):
+    """Ctrl-Z in a terminal: the rank waits 5 s for somebody to read, and trains to its end without."""
+    output = tmp_path / "output.txt"
+    with output.open("wb") as file:
+        chatter = {"notes": str(tmp_path), "pause_s": 0.02, "chatter": 20_000}
+        process = started(tmp_path, job(tmp_path, task_args=chatter), file)
+    (notes,) = tmp_path.glob("rank-*.txt")
+    rank = int(notes.stem.rpartition("-")[2])
+
+    process.send_signal(signal.SIGSTOP)
+    deadline = time.monotonic() + TIMEOUT_S
+    while is_alive(rank):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGCONT)
+
+    assert process.wait(TIMEOUT_S) == 0
+    assert last_step(tmp_path) == STEPS
+    assert state(tmp_path)["state"] == "succeeded"
+    assert "bytes of this rank's output are lost" in output.read_text()
 
 
 def test_a_terminal_that_is_closed_lets_the_job_save_and_leave(tmp_path):
