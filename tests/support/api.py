@@ -184,6 +184,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         collection, _, query = self._target()
         body = self._body()
+        if self.headers.get_all("Content-Type") not in (None, ["application/json"]):
+            self._refuse(415, "the body of the request was in an unknown format")
+            return
         if body["kind"] == "SelfSubjectAccessReview":
             asked = body["spec"]["resourceAttributes"]
             what = "/".join([asked["resource"], *([asked["subresource"]] if "subresource" in asked else [])])
