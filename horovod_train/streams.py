@@ -6,12 +6,15 @@ for whoever trains, none of this is a reason to stop, or to wait for long.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import select
 import stat
 import sys
+import termios
 from contextlib import suppress
+from time import monotonic, sleep
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,6 +24,12 @@ PATIENCE_S = 5.0
 """So long a reader that does not read is waited for, in seconds; then nothing is, until it reads again."""
 
 TERMINAL_BYTES = 256
+
+MAX_LINES_AT_ONCE = 80
+"""So many lines of each stream may lie in a pipe that mpirun reads. Open MPI 4 reads up to 4096 bytes, puts a
+tag of up to 24 bytes before each line, and drops in silence what is then beyond 8192 bytes."""
+
+PIPE_POLL_S = 0.0005
 
 
 class DroppingStream(io.RawIOBase):
@@ -36,6 +45,8 @@ class DroppingStream(io.RawIOBase):
         self._handle = handle
         self._patience_s = patience_s
         self._has_waited = False
+        self._is_read_by_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ and _is_pipe(handle)
+        self._num_lines_unread = 0
         self.num_dropped_bytes = 0
         """Since something was last shown."""
 
@@ -71,10 +82,29 @@ class DroppingStream(io.RawIOBase):
             while done < len(view) and self._is_ready():
                 # What is ready takes at least so much without blocking.
                 size = TERMINAL_BYTES if self.isatty() else select.PIPE_BUF
-                done += os.write(self._handle, view[done : done + size])
+                piece = view[done : done + size]
+                done += os.write(self._handle, self._few_lines(piece) if self._is_read_by_mpirun else piece)
         except OSError:
             pass
         return done
+
+    def _few_lines(self, piece: memoryview) -> memoryview:
+        """Return a piece, or the beginning of it with as many lines as mpirun can tag; wait until it can."""
+        found = bytes(piece)
+        deadline_s = monotonic() + self._patience_s
+        num_lines = min(found.count(b"\n"), MAX_LINES_AT_ONCE)
+        while self._num_lines_unread + num_lines > MAX_LINES_AT_ONCE and monotonic() < deadline_s:
+            if _num_unread_bytes(self._handle) == 0:
+                self._num_lines_unread = 0
+            else:
+                sleep(PIPE_POLL_S)
+        self._num_lines_unread += num_lines
+        if num_lines < MAX_LINES_AT_ONCE:
+            return piece
+        end = -1
+        for _ in range(num_lines):
+            end = found.index(b"\n", end + 1)
+        return piece[: end + 1]
 
     def _is_ready(self) -> bool:
         """Wait until the reader takes something; with patience the first time, without after that."""
@@ -87,11 +117,35 @@ class DroppingStream(io.RawIOBase):
         return is_ready
 
 
+def _is_pipe(handle: int) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(handle).st_mode)
+    except OSError:
+        return False
+
+
+def _num_unread_bytes(handle: int) -> int:
+    """Return how much of what was written into a pipe nobody has read yet."""
+    return int.from_bytes(fcntl.ioctl(handle, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
 def _is_file(handle: int) -> bool:
     try:
         return stat.S_ISREG(os.fstat(handle).st_mode)
     except OSError:
         return True  # closed: writing says so
+
+
+def leave_terminal_of_mpirun() -> None:
+    """Let standard output go where standard error goes, where mpirun has made a terminal and a pipe for them.
+
+    For a rank whose launcher reads both as one. How much of what was written into a terminal is unread cannot
+    be seen, and so not whether mpirun would drop lines (see ``MAX_LINES_AT_ONCE``).
+    """
+    with suppress(OSError, ValueError, AttributeError):
+        if "OMPI_COMM_WORLD_RANK" in os.environ and os.isatty(1) and _is_pipe(2):
+            sys.stdout.flush()
+            os.dup2(2, 1)
 
 
 def num_dropped_bytes() -> int:

@@ -50,7 +50,7 @@ from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import FRAMEWORKS, SCRIPT, find_task_here
-from horovod_train.streams import drop_what_cannot_be_shown, num_dropped_bytes
+from horovod_train.streams import drop_what_cannot_be_shown, leave_terminal_of_mpirun, num_dropped_bytes
 from horovod_train.telemetry.rank_metrics import (
     compare_with_one_rank,
     open_recorder,
@@ -96,6 +96,8 @@ def main(options: WorkerOptions) -> int:
     A failure is told once, by the rank it happened on. A rank that only notices that another one
     is gone says so in one line and leaves.
     """
+    if options.as_events:
+        leave_terminal_of_mpirun()
     drop_what_cannot_be_shown()
     os.environ.update(from_slurm(os.environ))
     guess = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))

@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,19 @@ def test_a_launcher_that_is_stopped_loses_no_event_and_says_what_output_it_lost(
     assert last_step(tmp_path) == STEPS
     assert state(tmp_path)["state"] == "succeeded"
     assert "bytes of this rank's output are lost" in output.read_text()
+
+
+def test_of_many_short_lines_none_is_lost(tmp_path):
+    """Open MPI drops what is too much when it has put its tag before each line."""
+    script = tmp_path / "flood.py"
+    script.write_text("for number in range(5000):\n    print('line', number)\n")
+
+    done = cli("run", "--script", str(script), "-n", "2", "--set", "launch.controller=mpi", cwd=tmp_path)
+
+    lines = Counter(done.stdout.splitlines())
+    assert {
+        f"[rank {rank}] line {number}": 1 for rank in (0, 1) for number in range(5000)
+    }.items() <= lines.items()
 
 
 def test_a_terminal_that_is_closed_lets_the_job_save_and_leave(tmp_path):

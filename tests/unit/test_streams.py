@@ -7,11 +7,12 @@ import pty
 import subprocess
 import sys
 import termios
+import threading
 import time
 from pathlib import Path
 
 from horovod_train.files import LogFile
-from horovod_train.streams import DroppingStream
+from horovod_train.streams import MAX_LINES_AT_ONCE, DroppingStream
 
 FULL = "/dev/full"  # says what a full disk says
 # The same calls as `horovod-train run` makes; prints, and then says in a file that it came to its end.
@@ -106,6 +107,31 @@ class TestAReaderThatDoesNotRead:
         termios.tcflow(inside, termios.TCOON)
         os.close(inside)
         os.close(terminal)
+
+
+def test_mpirun_never_finds_more_lines_than_it_can_tag(monkeypatch):
+    """It reads up to 4096 bytes at once, and may be late."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    reading, writing = os.pipe()
+    pieces = []
+
+    def read():
+        while piece := os.read(reading, 4096):
+            pieces.append(piece)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    stream = DroppingStream(writing)
+    text = b"".join(b"%d\n" % number for number in range(2000)) + b"a long line " * 1000 + b"\n"
+    for begin in range(0, len(text), 5000):
+        stream.write(text[begin : begin + 5000])
+    os.close(writing)
+    thread.join()
+    os.close(reading)
+
+    assert b"".join(pieces) == text
+    assert max(piece.count(b"\n") for piece in pieces) <= MAX_LINES_AT_ONCE
 
 
 class TestLogs:
