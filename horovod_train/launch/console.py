@@ -44,6 +44,8 @@ class JobConsole:
         if self._progress is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
+        if self._console.quiet:
+            return
         # Not through rich: a task may print faster than rich lays lines out, and would have to wait for it.
         self._console.file.write(strip_control_codes(text) + "\n")
         self._console.file.flush()

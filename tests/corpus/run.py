@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,21 @@ def cases() -> dict[str, type[Case]]:
     return found
 
 
+def import_what_ranks_need(strategies: Iterable[str]) -> None:
+    """Import it once, before ranks are forked."""
+    import horovod.torch  # noqa: F401
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+
+    import horovod_train.frameworks.torch.framework
+    import horovod_train.worker  # noqa: F401
+
+    if any(name.startswith("deepspeed") for name in strategies):
+        from horovod_train.frameworks.torch.strategies.deepspeed import imported
+
+        imported(torch.device("cpu"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
@@ -175,17 +191,7 @@ def main() -> None:
     parser.add_argument("--part", default="0/1")
     parser.add_argument("-v", action="store_true")
     options = parser.parse_args()
-    import horovod.torch  # noqa: F401
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
-
-    import horovod_train.frameworks.torch.framework
-    import horovod_train.worker  # noqa: F401
-
-    if any(name.startswith("deepspeed") for name in options.strategy):
-        from horovod_train.frameworks.torch.strategies.deepspeed import imported
-
-        imported(torch.device("cpu"))
+    import_what_ranks_need(options.strategy)
     part, num_parts = map(int, options.part.split("/"))
     every = [
         (name, case, strategy, settings, num_ranks)

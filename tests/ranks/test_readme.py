@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -47,6 +48,22 @@ def folder(tmp_path_factory):
     for name, content in FILES:
         (folder / name).write_text(content)
     return folder
+
+
+def test_the_tasks_of_the_readme_are_trained_under_every_strategy(folder):
+    """digits, spiral and gpt; vit-digits is a task of Transformers, which sums gradients (test_vit.py)."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "corpus" / "shipped.py", folder],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=2 * TIMEOUT_S,
+        check=True,
+    )
+
+    codes = json.loads(done.stdout)
+    assert len(codes) == 3 * 6 + 1
+    assert not {job: code for job, code in codes.items() if code != 0}
 
 
 def run(command: str, cwd: Path, **env: str) -> str:

@@ -279,6 +279,14 @@ class TestEvents:
         assert stream.getvalue() == "resumed from step-1: epoch 2.0, step 3\n"
 
 
+def test_a_quiet_console_prints_nothing():
+    output = io.StringIO()
+
+    JobConsole(Console(file=output, quiet=True)).print("a line")
+
+    assert output.getvalue() == ""
+
+
 class TestConsole:
     PROGRESS: ClassVar = Progress(
         step=3, num_steps=12, epoch=0, num_epochs=2, loss=0.5, lr=0.1, samples_per_s=900.0, eta_s=65.0
