@@ -77,7 +77,7 @@ class TestPlan:
         assert rest == (
             "LD_PRELOAD=/engine/loopback.so \\\n  OMPI_MCA_mpi_yield_when_idle=1 \\\n"
             "  OMPI_MCA_oob_tcp_if_include=lo \\\n  PATH=<PATH> \\\n"
-            "  <BIN>/horovodrun --mpi -np 2 -H localhost:2 /tmp/horovod_train-j-run-1/rank"
+            "  <BIN>/horovodrun --mpi -np 2 -H localhost:2 --disable-cache /tmp/horovod_train-j-run-1/rank"
         )
 
     def test_the_same_with_mpirun(self, tmp_path):
@@ -135,7 +135,7 @@ class TestPlan:
 
         plan = make_plan(request)
 
-        assert "--gloo -np 6 -H a:4,b:2 --network-interfaces" in " ".join(plan.argv)
+        assert "--gloo -np 6 -H a:4,b:2 --disable-cache --network-interfaces" in " ".join(plan.argv)
         assert plan.env["HOROVOD_SSH"] == f"ssh -F {request.log_dir}/ssh_config"
         config = plan.files[request.log_dir / "ssh_config"]
         assert "\nPort 2222\nIdentityFile /keys/id\nIdentitiesOnly yes\nProxyJump gate\nInclude" in config

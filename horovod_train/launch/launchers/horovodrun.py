@@ -32,11 +32,13 @@ class HorovodrunLauncher(SupervisedLauncher):
             str(request.num_ranks),
             "-H",
             as_argument(request.hosts),
+            # It would keep results of its checks in the home folder, which may be read-only.
+            "--disable-cache",
         ]
         if request.is_remote:
             # Without a name horovodrun looks for one, by exchanging pickles over the network
             # (CVE-2024-10190 and its kin). Each host's own interface is in its ranks' environment.
-            argv += ["--network-interfaces", request.own_interface or "UNKNOWN", "--disable-cache"]
+            argv += ["--network-interfaces", request.own_interface or "UNKNOWN"]
         environment = {"PATH": path_of_this_environment()}
         if launch.controller == "mpi":
             environment |= open_mpi_settings(request)
