@@ -134,6 +134,7 @@ image: tools $(VENV)/installed-dev
 
 campaign: tools $(VENV)/installed-dev $(VENV)/engine-dev $(MXNET)/engine
 	@$(BIN)/python -m pytest -n 2 -m campaign
+	@[ -z "$(HIDDEN)" ] || $(MAKE) strangers
 
 # What is computed, in ranks and in threads. Each line of settings is a CPU that somebody has.
 NUMERIC := tests/unit/test_allreduce.py tests/unit/test_replica.py tests/unit/test_torch_together.py \
