@@ -46,6 +46,7 @@ class DroppingStream(io.RawIOBase):
         self._patience_s = patience_s
         self._has_waited = False
         self._is_read_by_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ and _is_pipe(handle)
+        self._has_waited_for_mpirun = False
         self._num_lines_unread = 0
         self.num_dropped_bytes = 0
         """Since something was last shown."""
@@ -83,21 +84,30 @@ class DroppingStream(io.RawIOBase):
                 # What is ready takes at least so much without blocking.
                 size = TERMINAL_BYTES if self.isatty() else select.PIPE_BUF
                 piece = view[done : done + size]
-                done += os.write(self._handle, self._few_lines(piece) if self._is_read_by_mpirun else piece)
+                if self._is_read_by_mpirun and not (piece := self._few_lines(piece)):
+                    break
+                done += os.write(self._handle, piece)
         except OSError:
             pass
         return done
 
     def _few_lines(self, piece: memoryview) -> memoryview:
-        """Return a piece, or the beginning of it with as many lines as mpirun can tag; wait until it can."""
+        """Return the beginning of a piece with as many lines as mpirun can tag; wait once until it can.
+
+        Nothing is returned if mpirun does not read.
+        """
         found = bytes(piece)
-        deadline_s = monotonic() + self._patience_s
+        deadline_s = monotonic() + (0.0 if self._has_waited_for_mpirun else self._patience_s)
         num_lines = min(found.count(b"\n"), MAX_LINES_AT_ONCE)
-        while self._num_lines_unread + num_lines > MAX_LINES_AT_ONCE and monotonic() < deadline_s:
+        while self._num_lines_unread + num_lines > MAX_LINES_AT_ONCE:
             if _num_unread_bytes(self._handle) == 0:
                 self._num_lines_unread = 0
+            elif monotonic() >= deadline_s:
+                self._has_waited_for_mpirun = True
+                return piece[:0]
             else:
                 sleep(PIPE_POLL_S)
+        self._has_waited_for_mpirun = False
         self._num_lines_unread += num_lines
         if num_lines < MAX_LINES_AT_ONCE:
             return piece

@@ -47,9 +47,7 @@ class ChannelWriter:
             try:
                 written = os.write(self._handle, data)
             except OSError:
-                self._size_bytes = (
-                    MAX_FILE_BYTES  # the next line begins a file, after what is there of this one
-                )
+                self._size_bytes = MAX_FILE_BYTES  # half of this line is there: the next begins a file
                 raise
             self._size_bytes += written
             data = data[written:]

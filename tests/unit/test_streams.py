@@ -134,6 +134,26 @@ def test_mpirun_never_finds_more_lines_than_it_can_tag(monkeypatch):
     assert max(piece.count(b"\n") for piece in pieces) <= MAX_LINES_AT_ONCE
 
 
+def test_an_mpirun_that_does_not_read_is_waited_for_once(monkeypatch):
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    reading, writing = os.pipe()
+    stream = DroppingStream(writing, patience_s=0.3)
+    lines = b"line\n" * MAX_LINES_AT_ONCE
+
+    begun_s = time.monotonic()
+    for _ in range(10):
+        stream.write(lines)
+    took_s = time.monotonic() - begun_s
+
+    assert 0.3 <= took_s < 9 * 0.3
+    assert stream.num_dropped_bytes == 9 * len(lines)
+    assert os.read(reading, 4096) == lines
+    stream.write(b"more\n")
+    assert os.read(reading, 4096) == f"\n... {9 * len(lines)} bytes could not be shown ...\nmore\n".encode()
+    os.close(reading)
+    os.close(writing)
+
+
 class TestLogs:
     def test_have_every_line(self, tmp_path):
         log = LogFile(tmp_path / "log")
