@@ -147,10 +147,10 @@ def _is_file(handle: int) -> bool:
 
 
 def leave_terminal_of_mpirun() -> None:
-    """Let standard output go where standard error goes, where mpirun has made a terminal and a pipe for them.
+    """Redirect standard output to standard error's pipe, if mpirun has made standard output a terminal.
 
-    For a rank whose launcher reads both as one. How much of what was written into a terminal is unread cannot
-    be seen, and so not whether mpirun would drop lines (see ``MAX_LINES_AT_ONCE``).
+    For a rank whose launcher reads both streams as one. A process can read how many bytes of a pipe are
+    unread, but not of a terminal; ``MAX_LINES_AT_ONCE`` needs that number.
     """
     with suppress(OSError, ValueError, AttributeError):
         if "OMPI_COMM_WORLD_RANK" in os.environ and os.isatty(1) and _is_pipe(2):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 MAX_FILE_BYTES = 2**20
 MAX_READ_BYTES = 2**20
-"""With so much a call of a reader returns; it may end with a whole file more."""
+"""A call of ``ChannelReader.read`` stops after the file with which it has read so many bytes."""
 
 
 class ChannelWriter:
