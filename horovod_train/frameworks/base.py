@@ -294,8 +294,16 @@ class Bridge(Protocol):
         """An optimizer step was made."""
         ...
 
-    def after_epoch(self) -> dict[str, float]:
+    def finish_epoch(self) -> dict[str, float]:
         """All steps of an epoch were made; return the evaluation, empty when none was due."""
+        ...
+
+    def after_epoch(self) -> None:
+        """The epoch was finished, and callbacks of its end were called: save it where that is due."""
+        ...
+
+    def before_last_callbacks(self) -> None:
+        """The last step was made; callbacks of the end of training follow, and may change weights."""
         ...
 
     def end(self) -> None:

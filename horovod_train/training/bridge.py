@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 
+from horovod_train.checkpoint.holders import keyed
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Reading
+from horovod_train.health.desync import digest
 from horovod_train.training import loop
 from horovod_train.training.actions import Action, GoBack, Leave, Stop
 from horovod_train.training.run import Run
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+
+@dataclass
 class LoopBridge:
     """One run, as a foreign loop sees it. Its methods are the moments of ``loop.train``."""
 
     run: Run
+    _evaluated: bool = False
+    _last_weights: str | None = None
 
     @property
     def is_done(self) -> bool:
@@ -65,14 +72,22 @@ class LoopBridge:
         """
         self._follow(loop.after_step(self.run, step, reading, lr))
 
-    def after_epoch(self) -> dict[str, float]:
-        """All steps of an epoch were made; return the evaluation, empty when none was due.
+    def finish_epoch(self) -> dict[str, float]:
+        """All steps of an epoch were made; return the evaluation, empty when none was due."""
+        self._evaluated = loop.finish_epoch(self.run)
+        return self.run.progress.current_metrics
+
+    def after_epoch(self) -> None:
+        """The epoch was finished, and callbacks of its end were called: save it where that is due.
 
         Raises:
             As ``after_step``.
         """
-        self._follow(loop.after_epoch(self.run))
-        return self.run.progress.current_metrics
+        self._follow(loop.after_epoch(self.run, evaluated=self._evaluated))
+
+    def before_last_callbacks(self) -> None:
+        """The last step was made; callbacks of the end of training follow, and may change weights."""
+        self._last_weights = self._weights()
 
     def _follow(self, answer: Action | None) -> None:
         match answer:
@@ -86,5 +101,15 @@ class LoopBridge:
                 )
 
     def end(self) -> None:
-        """Training is complete."""
+        """Training is complete; weights that the last callbacks have changed are evaluated again."""
+        if self._last_weights not in {None, self._weights()}:
+            self.run.progress.metrics_step = -1
+            if self.run.world.rank == 0:
+                log.warning(
+                    "callbacks have changed the weights at the end of training: the last checkpoint has the "
+                    "changed weights and their metrics, with the optimizer state of the last step"
+                )
         loop.end(self.run)
+
+    def _weights(self) -> str:
+        return digest(keyed(replace(self.run.replica.state(copy=False), optimizer={})))

@@ -66,7 +66,7 @@ def train_epoch(run: Run) -> Action | None:
         reading = run.replica.step(step, lr, want_norm=wants_norm(run))
         if (answer := after_step(run, step, reading, lr)) is not None:
             return answer
-    return after_epoch(run) if run.is_epoch_complete else None
+    return after_epoch(run, evaluated=finish_epoch(run)) if run.is_epoch_complete else None
 
 
 def begin(run: Run) -> None:
@@ -159,14 +159,19 @@ def go_back(run: Run, step: int, why: str) -> None:
     run.guard.reset()
 
 
-def after_epoch(run: Run) -> Action | None:
-    """Note the end of an epoch: evaluate when it is due, and consider stopping; return hooks' answer."""
+def finish_epoch(run: Run) -> bool:
+    """Count an epoch, evaluate when that is due, and consider stopping; return whether it was due."""
     run.tell_all()
     run.progress.finish_epoch()
     evaluated = is_evaluation_due(run)
     if evaluated:
         take_metrics(run)
         consider_stopping(run)
+    return evaluated
+
+
+def after_epoch(run: Run, *, evaluated: bool) -> Action | None:
+    """Call the hooks of the end of an epoch, which save it; return their answer."""
     run.answers += filter(None, [hook.on_epoch(run, evaluated=evaluated) for hook in run.hooks])
     return first_answer(run)
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from horovod_train.horovod import build
 
+ROOT = Path(__file__).parents[2]
 GB = 10**9
 
 
@@ -40,3 +46,30 @@ def test_a_build_for_cpus_does_not_see_the_variables_of_cuda(monkeypatch):
 
     assert environment.keys().isdisjoint(variables)
     assert environment["HOME"]
+
+
+def files_of_the_engine_layer() -> list[str]:
+    """Return the sources that the Dockerfile copies before it builds the engine."""
+    lines = (ROOT / "docker" / "Dockerfile").read_text().splitlines()
+    before = lines[: next(n for n, line in enumerate(lines) if "horovod.build import" in line)]
+    return [name for line in before if line.startswith("COPY") for name in line.split()[1:-1]]
+
+
+def test_the_image_builds_the_engine_from_the_files_of_its_layer(tmp_path):
+    for name in files_of_the_engine_layer():
+        copied = tmp_path / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, copied)
+
+    planned = "from horovod_train.horovod import build, cuda; print(build.__file__, build.make_plan())"
+    done = subprocess.run(
+        [sys.executable, "-c", planned],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path))

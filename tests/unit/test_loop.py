@@ -279,7 +279,8 @@ class TestTheBridge:
                 bridge.after_step(step, run.replica.step(step, lr, want_norm=want_norm), lr)
             if not bridge.is_epoch_complete:
                 break
-            seen.append(bridge.after_epoch())
+            seen.append(bridge.finish_epoch())
+            bridge.after_epoch()
         bridge.end()
         return seen
 

@@ -355,6 +355,7 @@ class TestAnswers:
         for step in bridge.rest_of_epoch():
             bridge.after_step(step, run.replica.step(step, 0.1, want_norm=False), 0.1)
 
+        bridge.finish_epoch()
         with pytest.raises(PreemptedError, match="after step 5"):
             bridge.after_epoch()
 

@@ -19,6 +19,14 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
+from horovod_train.frameworks.callbacks import (
+    Attributes,
+    CallbackState,
+    JobsLearningRate,
+    Refused,
+    check_callbacks,
+    report_unsaved,
+)
 from horovod_train.frameworks.keras.back_ends.base import Exchange, back_end
 from horovod_train.frameworks.keras.callbacks import Logs, set_learning_rate
 from horovod_train.frameworks.keras.feed import feed
@@ -29,6 +37,24 @@ from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.task import load_task
+
+REFUSED = {
+    "ModelCheckpoint": Refused("saves checkpoints, which the job does", "leave it out, and set checkpoint:"),
+    "OrbaxCheckpoint": Refused("saves checkpoints, which the job does", "leave it out, and set checkpoint:"),
+    "BackupAndRestore": Refused("saves checkpoints, which the job does", "leave it out, and set checkpoint:"),
+    "EarlyStopping": Refused(
+        "would restore the best weights at the end, beside the optimizer state of the last step",
+        "leave restore_best_weights out, and set checkpoint.best, which keeps the best checkpoint",
+        lambda callback: callback.restore_best_weights,
+    ),
+    "LearningRateScheduler": Refused("sets the learning rate, which the job does", "set lr.decay"),
+    "ReduceLROnPlateau": Refused("sets the learning rate, which the job does", "set lr.decay"),
+    "SwapEMAWeights": Refused(
+        "exchanges weights around evaluations, and the job would save the averaged ones",
+        "leave it out; the optimizer's use_ema saves the averages with its state",
+    ),
+}
+"""Callbacks of Keras."""
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
@@ -79,11 +105,17 @@ class KerasFramework:
         optimizer.build(model.trainable_variables)
         self._seeds = variables.seed_states(model)
         self.model = model
-        return KerasReplica(model, world), self._train_reader, read(eval_data()) if eval_data else None
+        self._callbacks = [*getattr(self._task, "callbacks", list)()]
+        check_callbacks(self._callbacks, REFUSED)
+        report_unsaved(self._callbacks, world)
+        self._replica = KerasReplica(model, world)
+        return self._replica, self._train_reader, read(eval_data()) if eval_data else None
 
     def fit(self, bridge: Bridge) -> None:
         """Let ``model.fit`` train to the end of the job, epoch by epoch."""
-        own = [_OneTraining(callback) for callback in getattr(self._task, "callbacks", list)()]
+        own = [_OneTraining(callback) for callback in self._callbacks]
+        state = Attributes(self._callbacks)
+        rate = JobsLearningRate(self._read_rate, self._write_rate)
         accumulation_steps = self._job.train.accumulation_steps
         bytes_per_step = self._exchange.bytes_on_wire([v.value for v in self.model.trainable_variables])
         bridge.begin()
@@ -91,7 +123,7 @@ class KerasFramework:
             steps = bridge.rest_of_epoch()
             if steps:
                 moments = _Moments(
-                    bridge, self._world, self._exchange, steps, accumulation_steps, bytes_per_step
+                    bridge, self._world, self._exchange, rate, steps, accumulation_steps, bytes_per_step
                 )
                 batches = feed(
                     steps,
@@ -106,15 +138,24 @@ class KerasFramework:
                     epochs=bridge.epoch + 1,
                     shuffle=False,
                     verbose=0,
-                    callbacks=[moments, *own],
+                    callbacks=[moments, *own, _Ends(moments, state, self._replica.callbacks)],
                 )
             elif bridge.is_epoch_complete:
+                bridge.finish_epoch()
                 bridge.after_epoch()
             if any_rank(self._world, flag=bool(steps and self.model.stop_training)):
                 break
+        bridge.before_last_callbacks()
         for callback in own:
             callback.end()
         bridge.end()
+
+    def _read_rate(self) -> list[float]:
+        back_end().take_back_state(self.model)
+        return [float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))]
+
+    def _write_rate(self, rates: list[float]) -> None:
+        set_learning_rate(self.model, rates[0])
 
     def _make_optimizer(self, job: Job, factory: Any, args: Mapping[str, Any]) -> keras.Optimizer:
         settings = {**args, "learning_rate": job.lr.base_lr}
@@ -145,13 +186,14 @@ class KerasFramework:
 
 
 class _Moments(keras.callbacks.Callback):
-    """Tells the bridge what happens inside of one epoch of ``model.fit``."""
+    """Prepares and times the steps of one epoch of ``model.fit``; the first of all callbacks."""
 
     def __init__(
         self,
         bridge: Bridge,
         world: Communicator,
         exchange: Exchange,
+        rate: JobsLearningRate,
         steps: list[PlannedStep],
         accumulation_steps: int,
         bytes_per_step: int,
@@ -160,6 +202,7 @@ class _Moments(keras.callbacks.Callback):
         self._bridge = bridge
         self._world = world
         self._exchange = exchange
+        self._rate = rate
         self._steps = steps
         self._accumulation_steps = accumulation_steps
         self._bytes_per_step = bytes_per_step
@@ -167,6 +210,7 @@ class _Moments(keras.callbacks.Callback):
         self._loss = _LossOfStep()
         self._lr: float | None = None
         self._generators = back_end().generators()
+        self._has_finished = False
 
     def on_train_batch_begin(self, batch: int, logs: Logs) -> None:
         """Set the learning rate of the step that begins."""
@@ -175,17 +219,22 @@ class _Moments(keras.callbacks.Callback):
             back_end().load_generators(self._generators)
         if not back_end().reads_inside_step:
             self._clock.lap("data")
-        if batch % self._accumulation_steps == 0 and self._bridge.lr != self._lr:
+        if batch % self._accumulation_steps == 0:
             self._lr = self._bridge.lr
-            set_learning_rate(self.model, self._lr)
+            self._rate.set([self._lr])
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Tell about a step that is complete."""
+        """Note the loss, and the end of the update; what callbacks do after it is no part of a step."""
         number, place = divmod(batch, self._accumulation_steps)
         step = self._steps[number]
         has_batch = place < len(step)
         self._loss.add(float(logs["loss"]), len(step.share.micro_batches[place]) if has_batch else 1)
         self._clock.lap("compute")
+
+    def end_step(self, batch: int) -> None:
+        """Report a step that is complete."""
+        number, place = divmod(batch, self._accumulation_steps)
+        step = self._steps[number]
         if place < self._accumulation_steps - 1:
             return
         local_loss = self._loss.take() / self._world.size
@@ -210,8 +259,37 @@ class _Moments(keras.callbacks.Callback):
         mine = {name: (float(value), 1) for name, value in logs.items()}
         logs.update(mean_over_ranks(self._world, mine))
         if self._bridge.is_epoch_complete:
-            metrics = self._bridge.after_epoch()
+            metrics = self._bridge.finish_epoch()
             logs.update({f"val_{name}": value for name, value in metrics.items()})
+            self._has_finished = True
+
+    def end_epoch(self) -> None:
+        """Report the end of an epoch."""
+        if self._has_finished:
+            self._bridge.after_epoch()
+
+
+class _Ends(keras.callbacks.Callback):
+    """Reports the ends of steps and epochs; the last of all callbacks, so that what they did is saved."""
+
+    def __init__(self, moments: _Moments, state: Attributes, saved: CallbackState) -> None:
+        super().__init__()
+        self._moments = moments
+        self._state = state
+        self._saved = saved
+
+    def on_train_begin(self, logs: Logs | None = None) -> None:
+        """Load the state of callbacks when training begins, which is not with each epoch."""
+        if not self._state.is_loaded:
+            self._state.load(self._saved)
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Report a step that is complete."""
+        self._moments.end_step(batch)
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Report the end of an epoch."""
+        self._moments.end_epoch()
 
 
 class _LossOfStep:

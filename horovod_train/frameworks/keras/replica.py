@@ -15,11 +15,12 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.arrays import check_same_optimizer, from_rank_0, mean_over_ranks
 from horovod_train.frameworks.base import IdenticalReplica, StepOutcome
+from horovod_train.frameworks.callbacks import CallbackState, SavesCallbacks
 from horovod_train.frameworks.keras.back_ends.base import back_end
 from horovod_train.frameworks.keras.callbacks import broadcast, exact_metrics
 
 
-class KerasReplica(IdenticalReplica):
+class KerasReplica(SavesCallbacks, IdenticalReplica):
     """The compiled model of one rank.
 
     Args:
@@ -30,6 +31,7 @@ class KerasReplica(IdenticalReplica):
     def __init__(self, model: keras.Model, world: Communicator) -> None:
         self.model = model
         self._world = world
+        self.callbacks = CallbackState(world)
         layers = list(model._flatten_layers())  # noqa: SLF001  (Keras has no public way to all layers)
         self._statistics = variables.running_statistics(layers)
 

@@ -21,6 +21,13 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import eval_micro_batches
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Bridge
+from horovod_train.frameworks.callbacks import CallbackState
+from horovod_train.frameworks.lightning.callbacks import (
+    load_state,
+    own_callbacks,
+    report_not_called,
+    state_of,
+)
 from horovod_train.frameworks.lightning.replica import LightningReplica
 from horovod_train.frameworks.lightning.strategy import HorovodStrategy
 from horovod_train.frameworks.lightning.task import REQUIRED, LightningTask
@@ -36,7 +43,7 @@ from horovod_train.frameworks.torch.framework import (
     set_up,
 )
 from horovod_train.frameworks.torch.norm import total_norm
-from horovod_train.frameworks.torch.optimizer import optimizer_over
+from horovod_train.frameworks.torch.optimizer import GroupRates, optimizer_over
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
 from horovod_train.frameworks.torch.strategies.base import Placing
@@ -62,6 +69,8 @@ class LightningFramework(TorchDevice):
         self._job, self._world, self._device = job, world, device
         self._task: LightningTask = load_task(job.task, job.task_args, REQUIRED)
         module = Placing(device, job.train)(self._task.model())
+        self._callbacks = own_callbacks(self._task, module)
+        report_not_called(module, world)
         log_exactly(module)
         parameters = [p for p in module.parameters() if p.requires_grad]
         # Lightning refuses to clip for a fused optimizer with mixed precision.
@@ -88,6 +97,7 @@ class LightningFramework(TorchDevice):
             train=job.train,
         )
         self._replica.evaluate_now = self._evaluate
+        self._replica.callbacks = CallbackState(world)
         return self._replica, self._train_reader, self._eval_reader
 
     def fit(self, bridge: Bridge) -> None:
@@ -96,14 +106,15 @@ class LightningFramework(TorchDevice):
         if not bridge.is_done:
             strategy = self._strategy()
             source = _Source(bridge, self._train_reader, self._job.train.accumulation_steps)
-            own: list[lightning.Callback] = getattr(self._task, "callbacks", list)()
+            moments = _Moments(bridge, strategy, self._replica, source)
+            ends = _Ends(moments, self._callbacks, self._replica.callbacks)
             trainer = self._trainer(
                 strategy=strategy,
                 max_epochs=-1,
                 accumulate_grad_batches=self._job.train.accumulation_steps,
                 gradient_clip_val=self._job.train.clip_grad_norm,
                 reload_dataloaders_every_n_epochs=1,
-                callbacks=[_Moments(bridge, strategy, self._replica, source), *own],
+                callbacks=[moments, *self._callbacks, ends],
             )
             # Users' modules look at current_epoch, also after a resume.
             trainer.fit_loop.epoch_progress.current.processed = bridge.epoch
@@ -222,7 +233,7 @@ class _Source:
 
 
 class _Moments(lightning.Callback):
-    """Tells the bridge what happens inside of ``Trainer``."""
+    """Prepares and times the steps of ``Trainer``; the first of all callbacks."""
 
     def __init__(
         self, bridge: Bridge, strategy: HorovodStrategy, replica: LightningReplica, source: _Source
@@ -232,6 +243,7 @@ class _Moments(lightning.Callback):
         self._replica = replica
         self._source = source
         self._lr = 0.0
+        self._rates = GroupRates(replica.optimizer)
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -250,8 +262,7 @@ class _Moments(lightning.Callback):
         self._clock.lap("data")
         if batch_idx % self._source.accumulation_steps == 0:
             self._lr = self._bridge.lr
-            for group in self._replica.optimizer.param_groups:
-                group["lr"] = self._lr * group.get("lr_scale", 1.0)
+            self._rates.set_job_rate(self._lr)
         # Lightning divides by the number of micro-batches: their shares add up without that.
         self._strategy.share = self._source.share_of(batch_idx) * self._source.accumulation_steps
 
@@ -283,8 +294,11 @@ class _Moments(lightning.Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
-        """Tell about a step that is complete."""
+        """Note the end of the update; what callbacks do after it is no part of a step."""
         self._clock.lap("optimizer")
+
+    def end_step(self, batch_idx: int) -> None:
+        """Report a step that is complete."""
         number, place = divmod(batch_idx, self._source.accumulation_steps)
         if place < self._source.accumulation_steps - 1:
             return
@@ -310,13 +324,47 @@ class _Moments(lightning.Callback):
         found = trainer._logger_connector.metrics["callback"]  # noqa: SLF001  (has no other name)
         self._replica.metrics = {name: float(value) for name, value in found.items()}
 
-    def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        """Tell about the end of an epoch."""
+    def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        """Let the bridge compare weights before and after the callbacks of the end."""
+        self._bridge.before_last_callbacks()
+
+    def end_epoch(self, trainer: lightning.Trainer) -> None:
+        """Report the end of an epoch."""
         if self._bridge.is_epoch_complete:
+            self._bridge.finish_epoch()
             self._bridge.after_epoch()
             trainer.should_stop = trainer.should_stop or self._bridge.is_done
         else:
             trainer.should_stop = True
+
+
+class _Ends(lightning.Callback):
+    """Reports the ends of steps and epochs; the last of all callbacks, so that what they did is saved."""
+
+    def __init__(self, moments: _Moments, callbacks: list[lightning.Callback], saved: CallbackState) -> None:
+        self._moments = moments
+        self._callbacks = callbacks
+        self._saved = saved
+
+    def on_fit_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        """Load the state of callbacks."""
+        load_state(trainer, self._callbacks, self._saved)
+        self._saved.take = lambda: state_of(trainer, self._callbacks)
+
+    def on_train_batch_end(
+        self,
+        trainer: lightning.Trainer,
+        module: lightning.LightningModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
+    ) -> None:
+        """Report a step that is complete."""
+        self._moments.end_step(batch_idx)
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        """Report the end of an epoch."""
+        self._moments.end_epoch(trainer)
 
 
 def log_exactly(module: lightning.LightningModule) -> None:

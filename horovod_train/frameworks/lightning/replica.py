@@ -7,10 +7,11 @@ from typing import Any
 
 import lightning
 
+from horovod_train.frameworks.callbacks import SavesCallbacks
 from horovod_train.frameworks.torch.replica import TorchReplica
 
 
-class LightningReplica(TorchReplica):
+class LightningReplica(SavesCallbacks, TorchReplica):
     """A module as the rest of the product sees it; steps and evaluations are made by ``Trainer``."""
 
     def __init__(self, module: lightning.LightningModule, **arguments: Any) -> None:

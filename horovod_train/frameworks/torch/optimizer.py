@@ -9,6 +9,7 @@ import torch
 
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
+from horovod_train.frameworks.callbacks import JobsLearningRate
 from horovod_train.frameworks.optimizers import make_optimizer
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
@@ -68,6 +69,27 @@ def twin_of(optimizer: torch.optim.Optimizer, param_groups: list[dict[str, Any]]
     twin.__dict__.update(optimizer.__dict__)
     twin.param_groups, twin.state = param_groups, type(optimizer.state)(dict)
     return twin
+
+
+class GroupRates(JobsLearningRate):
+    """The learning rates of an optimizer's groups, each relative to the job's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # ``load_state_dict`` makes new groups: they are looked up each time.
+        super().__init__(lambda: [float(group["lr"]) for group in optimizer.param_groups], self._write)
+        self._optimizer = optimizer
+
+    def set_job_rate(self, lr: float) -> None:
+        """Set the rates of the next step.
+
+        Raises:
+            UserError: Somebody else has set others since the last.
+        """
+        self.set([lr * group.get("lr_scale", 1.0) for group in self._optimizer.param_groups])
+
+    def _write(self, rates: list[float]) -> None:
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _with_list(group: Mapping[str, Any], base_lr: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import (
     PrinterCallback,
     Trainer,
@@ -30,6 +30,13 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import num_steps
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Bridge
+from horovod_train.frameworks.callbacks import (
+    Attributes,
+    CallbackState,
+    Refused,
+    check_callbacks,
+    report_unsaved,
+)
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
@@ -42,13 +49,21 @@ from horovod_train.frameworks.torch.framework import (
     set_up,
 )
 from horovod_train.frameworks.torch.norm import total_norm
-from horovod_train.frameworks.torch.optimizer import optimizer_over
+from horovod_train.frameworks.torch.optimizer import GroupRates, optimizer_over
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
 from horovod_train.frameworks.transformers.replica import TransformersReplica
 from horovod_train.frameworks.transformers.task import REQUIRED, TransformersTask
 from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher, lengths_of
+
+REFUSED = {
+    "EarlyStoppingCallback": Refused(
+        "looks at evaluations that Trainer plans, which the job does",
+        "leave it out, and set evaluation.early_stopping",
+    ),
+    "ProgressCallback": Refused("reports progress, which the job does", "leave it out"),
+}
 
 UNTIMED = ("_runtime", "_samples_per_second", "_steps_per_second")
 
@@ -102,12 +117,16 @@ class TransformersFramework(TorchDevice):
             eval_dataset=eval_set,
             data_collator=collate,
             compute_metrics=getattr(self._task, "metrics", None),
-            optimizers=(optimizer, LambdaLR(optimizer, lambda _: 1.0)),
+            optimizers=(optimizer, _NoSchedule(optimizer)),
         )
         if (scaler := self._trainer.accelerator.scaler) is not None:
             self._replica.scaler = scaler
         self._trainer.remove_callback(PrinterCallback)
         self._replica.evaluate_now = self._evaluate
+        self._callbacks: list[TrainerCallback] = list(getattr(self._task, "callbacks", list)())
+        check_callbacks(self._callbacks, REFUSED)
+        report_unsaved(self._callbacks, world)
+        self._replica.callbacks = CallbackState(world)
         return self._replica, self._train_reader, read(eval_set) if eval_set is not None else None
 
     def fit(self, bridge: Bridge) -> None:
@@ -117,8 +136,9 @@ class TransformersFramework(TorchDevice):
             trainer = self._trainer
             trainer.bridge = bridge
             trainer.source = _Source(bridge, self._train_reader, self._job, self._world)
-            trainer.add_callback(_Moments(trainer, bridge))
-            for callback in getattr(self._task, "callbacks", list)():
+            moments = _Moments(trainer, bridge)
+            ends = _Ends(moments, Attributes(self._callbacks), self._replica.callbacks)
+            for callback in [moments, *self._callbacks, ends]:
                 trainer.add_callback(callback)
             trainer.train()
         bridge.end()
@@ -168,6 +188,14 @@ class TransformersFramework(TorchDevice):
             remove_unused_columns=False,
             average_tokens_across_devices=False,
         )
+
+
+class _NoSchedule(LRScheduler):
+    """Leaves the learning rates as the job has set them."""
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """Return the rates that are set."""
+        return [group["lr"] for group in self.optimizer.param_groups]
 
 
 class _JobTrainer(HorovodTrainerMixin, Trainer):
@@ -262,20 +290,20 @@ class _Source:
 
 
 class _Moments(TrainerCallback):
-    """Tells the bridge what happens inside of ``Trainer``."""
+    """Prepares and times the steps of ``Trainer``; the first of all callbacks."""
 
     def __init__(self, trainer: _JobTrainer, bridge: Bridge) -> None:
         self._trainer = trainer
         self._bridge = bridge
         self._lr = 0.0
+        self._rates = GroupRates(trainer.replica.optimizer)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Set the learning rate of the step that begins."""
         self._lr = self._bridge.lr
-        for group in kwargs["optimizer"].param_groups:
-            group["lr"] = self._lr * group.get("lr_scale", 1.0)
+        self._rates.set_job_rate(self._lr)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -289,9 +317,18 @@ class _Moments(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Tell about a step that is complete."""
+        """Note the end of the update; what callbacks do after it is no part of a step."""
+        self._trainer.clock.lap("optimizer")
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Let the bridge compare weights before and after the callbacks of the end."""
+        self._bridge.before_last_callbacks()
+
+    def end_step(self) -> None:
+        """Report a step that is complete."""
         trainer, source = self._trainer, self._trainer.source
-        trainer.clock.lap("optimizer")
         assert trainer.gradients is not None
         numbers = {
             "loss": trainer.loss_of_step,
@@ -305,12 +342,38 @@ class _Moments(TrainerCallback):
         self._bridge.after_step(step, outcome, self._lr)
         trainer.begin_step()  # what the bridge does is no part of a step
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Tell about the end of an epoch."""
+    def end_epoch(self, control: TrainerControl) -> None:
+        """Report the end of an epoch."""
         if self._bridge.is_epoch_complete:
+            self._bridge.finish_epoch()
             self._bridge.after_epoch()
             control.should_training_stop = control.should_training_stop or self._bridge.is_done
         else:
             control.should_training_stop = True
+
+
+class _Ends(TrainerCallback):
+    """Reports the ends of steps and epochs; the last of all callbacks, so that what they did is saved."""
+
+    def __init__(self, moments: _Moments, state: Attributes, saved: CallbackState) -> None:
+        self._moments = moments
+        self._state = state
+        self._saved = saved
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Load the state of callbacks."""
+        self._state.load(self._saved)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Report a step that is complete."""
+        self._moments.end_step()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Report the end of an epoch."""
+        self._moments.end_epoch(control)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from horovod_train.frameworks.callbacks import SavesCallbacks
 from horovod_train.frameworks.torch.replica import TorchReplica
 
 
-class TransformersReplica(TorchReplica):
+class TransformersReplica(SavesCallbacks, TorchReplica):
     """A model as the rest of the product sees it; steps and evaluations are made by ``Trainer``."""
 
     def __init__(self, **arguments: Any) -> None:

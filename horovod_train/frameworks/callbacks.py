@@ -1,0 +1,285 @@
+"""Callbacks of a task in the training loop of Keras, Lightning or Transformers.
+
+Their state is saved with each checkpoint and loaded when the job resumes. A callback that does what the job
+itself does is refused; state that cannot be saved is named before training starts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.checkpoint.tree import pack_tree, unpack_tree
+from horovod_train.collectives.base import Communicator
+from horovod_train.errors import UserError
+from horovod_train.frameworks.arrays import from_blob, to_blob
+
+log = logging.getLogger(__name__)
+OWN_STATE = "@callbacks/"
+"""Prefix of their arrays among those that each rank saves for itself."""
+SET_BY_KERAS = {"params"}
+TREE = f"{OWN_STATE}tree"
+FRAMEWORKS = {
+    "keras",
+    "lightning",
+    "pytorch_lightning",
+    "transformers",
+    "torch",
+    "tensorflow",
+    "jax",
+    "logging",
+}
+"""Packages of objects that a callback refers to, and that are no state of its own."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a job refuses a callback of the framework.
+
+    Attributes:
+        reason: A clause after "the callback NAME ".
+        hint: What to do instead.
+        condition: Whether an instance is refused.
+    """
+
+    reason: str
+    hint: str
+    condition: Callable[[Any], bool] = bool
+
+
+def check_callbacks(callbacks: Iterable[object], refused: Mapping[str, Refused]) -> None:
+    """Refuse callbacks of the framework, and classes derived from them, that work against the job.
+
+    Raises:
+        UserError: There is one.
+    """
+    for callback in callbacks:
+        for each in type(callback).__mro__:
+            found = refused.get(each.__name__)
+            if found and each.__module__.partition(".")[0] in FRAMEWORKS and found.condition(callback):
+                raise UserError(f"the callback {type(callback).__name__} {found.reason}", hint=found.hint)
+
+
+def attributes_of(callback: object) -> dict[str, Any]:
+    """Return the attributes of a callback that are data: numbers, text, arrays, and containers of them."""
+    return {
+        name: value for name, value in vars(callback).items() if name not in SET_BY_KERAS and _is_data(value)
+    }
+
+
+def unsaved_attributes(callback: object) -> dict[str, str]:
+    """Return the type of each attribute that may change in training and that ``attributes_of`` leaves out."""
+    return {
+        name: type(value).__name__
+        for name, value in vars(callback).items()
+        if not (_is_data(value) or callable(value) or _is_of_a_framework(value))
+    }
+
+
+def report_unsaved(callbacks: Iterable[object], world: Communicator) -> None:
+    """Name the attributes of callbacks that are not saved, once for all ranks."""
+    found = [
+        f"{type(callback).__name__}.{name} (a {kind})"
+        for callback in callbacks
+        for name, kind in unsaved_attributes(callback).items()
+    ]
+    if found and world.rank == 0:
+        log.warning("state of callbacks that is not saved, and begins anew on resume: %s", ", ".join(found))
+
+
+def named(callbacks: Iterable[object]) -> Iterator[tuple[str, Any]]:
+    """Yield each callback with a name that it has in the next run as well: its class, and which of them.
+
+    Callbacks of Lightning have a ``state_key``, such as the class and the metric that it monitors.
+    """
+    counts: Counter[str] = Counter()
+    for callback in callbacks:
+        name = str(getattr(callback, "state_key", type(callback).__qualname__))
+        counts[name] += 1
+        yield f"{name} {counts[name]}", callback
+
+
+class CallbackState:
+    """State of callbacks, on its way into a checkpoint and out of one.
+
+    Attributes:
+        take: Returns the state by callback, as nested containers of numbers, text and arrays. The framework
+            sets it when its callbacks are known.
+    """
+
+    def __init__(self, world: Communicator) -> None:
+        self.take: Callable[[], dict[str, Any]] = dict
+        self._world = world
+        self._loaded: dict[str, Any] = {}
+
+    def own_state(self) -> dict[str, ArrayBlob]:
+        """Return the state as arrays.
+
+        Raises:
+            CheckpointError: A callback returns objects that are neither data nor arrays.
+        """
+        state = {name: each for name, each in self.take().items() if each}
+        if not state:
+            return {}
+        tree, arrays = pack_tree(_plain(state), lambda leaf: isinstance(leaf, np.ndarray))
+        text = np.frombuffer(json.dumps(tree).encode(), np.uint8)
+        return {TREE: to_blob(text)} | {f"{OWN_STATE}{name}": to_blob(each) for name, each in arrays.items()}
+
+    def load_own_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
+        """Hold this rank's state until callbacks ask for it; a rank that had none loads that of rank 0."""
+        blobs = (
+            dict(of_ranks[self._world.rank if self._world.rank < len(of_ranks) else 0]) if of_ranks else {}
+        )
+        text = blobs.pop(TREE, None)
+        arrays = {
+            name.removeprefix(OWN_STATE): from_blob(blob)
+            for name, blob in blobs.items()
+            if name.startswith(OWN_STATE)
+        }
+        self._loaded = {} if text is None else unpack_tree(json.loads(bytes(text.data)), arrays)
+
+    def loaded(self, name: str) -> Any:
+        """Return the loaded state of one callback; None: there is none, or it was returned before."""
+        return self._loaded.pop(name, None)
+
+    def report_unused(self) -> None:
+        """Name the callbacks whose state was loaded and that the task does not return any more."""
+        if self._loaded and self._world.rank == 0:
+            log.warning(
+                "the checkpoint has state of callbacks that the task does not return any more: %s",
+                ", ".join(sorted(self._loaded)),
+            )
+        self._loaded = {}
+
+
+class Attributes:
+    """State of callbacks that have no method to return it: the attributes that training has changed.
+
+    Those that it has not changed are settings, and stay as the task has made them.
+    """
+
+    def __init__(self, callbacks: Iterable[object]) -> None:
+        self.is_loaded = False
+        self._callbacks = dict(named(callbacks))
+        self._initial = {
+            name: {key: _frozen(value) for key, value in attributes_of(callback).items()}
+            for name, callback in self._callbacks.items()
+        }
+
+    def load(self, saved: CallbackState) -> None:
+        """Set attributes as they were saved, and save them from now on."""
+        self.is_loaded = True
+        for name, callback in self._callbacks.items():
+            vars(callback).update(saved.loaded(name) or {})
+        saved.report_unused()
+        saved.take = self.changed
+
+    def changed(self) -> dict[str, dict[str, Any]]:
+        """Return the attributes that are not as they were in the beginning, by callback."""
+        return {
+            name: {
+                key: value
+                for key, value in attributes_of(callback).items()
+                if _frozen(value) != self._initial[name].get(key)
+            }
+            for name, callback in self._callbacks.items()
+        }
+
+
+class SavesCallbacks:
+    """A replica whose checkpoints hold the state of callbacks; it comes before another one's class."""
+
+    callbacks: CallbackState
+
+    def own_state(self) -> Mapping[str, ArrayBlob]:
+        """Return what this rank saves for itself, the state of its callbacks included."""
+        of_strategy: Mapping[str, ArrayBlob] = super().own_state()  # type: ignore[misc]
+        return {**of_strategy, **self.callbacks.own_state()}
+
+    def load_own_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
+        """Load what ``own_state`` returned on each rank."""
+        self.callbacks.load_own_states(of_ranks)
+        super().load_own_states(  # type: ignore[misc]
+            [
+                {name: blob for name, blob in blobs.items() if not name.startswith(OWN_STATE)}
+                for blobs in of_ranks
+            ]
+        )
+
+
+class JobsLearningRate:
+    """Sets the learning rates of a step, and finds out when somebody else has set others.
+
+    Args:
+        read: Returns the rates that the optimizer has now.
+        write: Sets them.
+    """
+
+    def __init__(self, read: Callable[[], list[float]], write: Callable[[list[float]], None]) -> None:
+        self._read = read
+        self._write = write
+        self._last: list[float] | None = None
+
+    def set(self, rates: list[float]) -> None:
+        """Set the rates of the next step.
+
+        Raises:
+            UserError: They are not those of the step before.
+        """
+        if self._last is not None:
+            for found, expected in zip(self._read(), self._last, strict=True):
+                if not math.isclose(found, expected, rel_tol=1e-6, abs_tol=1e-30):
+                    raise UserError(
+                        f"a callback or the model has set the learning rate to {found:g}; the job had set it "
+                        f"to {expected:g}",
+                        hint="leave that out, and give the job its schedule with lr:",
+                    )
+        if rates != self._last:
+            self._write(rates)
+            self._last = rates
+
+
+def _is_data(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(_is_data(each) for pair in value.items() for each in pair)
+    if isinstance(value, list | tuple):
+        return not hasattr(value, "_fields") and all(_is_data(each) for each in value)
+    return (
+        value is None
+        or isinstance(value, bool | int | float | str | np.ndarray | np.generic)
+        or _is_tensor(value)
+    )
+
+
+def _is_tensor(value: object) -> bool:
+    # Without an import of PyTorch, which a Keras job may not have.
+    return type(value).__module__ == "torch" and type(value).__name__ == "Tensor"
+
+
+def _is_of_a_framework(value: object) -> bool:
+    return any(each.__module__.partition(".")[0] in FRAMEWORKS for each in type(value).__mro__[:-1])
+
+
+def _frozen(value: object) -> object:
+    """Return a value that is equal for equal data, and does not change with it."""
+    tree, arrays = pack_tree(_plain(value), lambda leaf: isinstance(leaf, np.ndarray))
+    return repr(tree), {name: (each.dtype, each.shape, each.tobytes()) for name, each in arrays.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return nested state with arrays of NumPy in place of tensors, and numbers in place of its scalars."""
+    if isinstance(value, dict):
+        return {_plain(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(each) for each in value) if not hasattr(value, "_fields") else value
+    if isinstance(value, np.generic):
+        return value.item()
+    return value.detach().cpu().numpy() if _is_tensor(value) else value

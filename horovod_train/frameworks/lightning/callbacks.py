@@ -1,0 +1,130 @@
+"""Callbacks and hooks of a Lightning module and its task: carried over, reported, or refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import lightning
+
+from horovod_train.collectives.base import Communicator
+from horovod_train.errors import UserError
+from horovod_train.frameworks.callbacks import CallbackState, Refused, check_callbacks, named
+
+log = logging.getLogger(__name__)
+MODULE = "module"
+IN_A_SCRIPT = "use Lightning's Trainer with HorovodStrategy in a script (docs/own-loop.md)"
+
+REFUSED = {
+    "Checkpoint": Refused("saves checkpoints, which the job does", "leave it out, and set checkpoint:"),
+    "WeightAveraging": Refused(
+        "averages weights, which are not part of the job's checkpoints",
+        "use framework: torch with ema:, or Lightning's Trainer with HorovodStrategy in a script",
+    ),
+    "StochasticWeightAveraging": Refused(
+        "averages weights and changes the learning rate, which the job sets",
+        "use framework: torch with ema:, or Lightning's Trainer with HorovodStrategy in a script",
+    ),
+    "GradientAccumulationScheduler": Refused(
+        "changes the number of micro-batches", "set train.accumulation_steps"
+    ),
+    "LearningRateFinder": Refused("trains to find a learning rate, which the job sets", "set lr.base_lr"),
+    "BatchSizeFinder": Refused("changes the batch size, which the job sets", "set train.batch_size_per_rank"),
+    "BaseFinetuning": Refused(
+        "adds parameters to the optimizer after gradient buckets are made", IN_A_SCRIPT
+    ),
+    "ModelPruning": Refused("replaces parameters after the optimizer is made", IN_A_SCRIPT),
+    "LearningRateMonitor": Refused("needs a logger of Lightning", "the job exports the learning rate itself"),
+    "DeviceStatsMonitor": Refused("needs a logger of Lightning", "the job exports metrics of devices itself"),
+    "ProgressBar": Refused("reports progress, which the job does", "leave it out"),
+    "ModelSummary": Refused("reports the model, which Trainer is not asked for", "leave it out"),
+}
+
+NOT_CALLED = {
+    "configure_optimizers": "the job's optimizer: and lr: are used",
+    "train_dataloader": "the task's train_data() is read",
+    "val_dataloader": "the task's eval_data() is read",
+}
+"""Methods of a module that a job does not call, and what it does in their place."""
+
+
+def own_callbacks(task: object, module: lightning.LightningModule) -> list[lightning.Callback]:
+    """Return the callbacks of the task and of the module, each checked.
+
+    Raises:
+        UserError: One of them, or the module, does what the job does.
+    """
+    if not module.automatic_optimization:
+        raise UserError(
+            f"{type(module).__name__} has automatic_optimization = False: a job makes the steps itself",
+            hint=IN_A_SCRIPT,
+        )
+    of_module = module.configure_callbacks()
+    found = [
+        *getattr(task, "callbacks", list)(),
+        *(of_module if isinstance(of_module, Sequence) else [of_module]),
+    ]
+    module.configure_callbacks = list  # they are called with the others
+    check_callbacks(found, REFUSED)
+    return found
+
+
+def report_not_called(module: lightning.LightningModule, world: Communicator) -> None:
+    """Name the methods of a module that a job does not call."""
+    found = [
+        f"{name}() ({instead})"
+        for name, instead in NOT_CALLED.items()
+        if getattr(type(module), name) is not getattr(lightning.LightningModule, name)
+    ]
+    if found and world.rank == 0:
+        log.warning("methods of %s that a job does not call: %s", type(module).__name__, "; ".join(found))
+
+
+def state_of(trainer: lightning.Trainer, callbacks: Iterable[lightning.Callback]) -> dict[str, Any]:
+    """Return what ``state_dict`` and ``on_save_checkpoint`` of callbacks and module return."""
+    module = trainer.lightning_module
+    state = {}
+    for name, callback in named(callbacks):
+        added = _added(trainer, partial(callback.on_save_checkpoint, trainer, module))
+        state[name] = {"state": callback.state_dict(), "checkpoint": added}
+    state[MODULE] = {"state": {}, "checkpoint": _added(trainer, module.on_save_checkpoint)}
+    return {name: each for name, each in state.items() if any(each.values())}
+
+
+def load_state(
+    trainer: lightning.Trainer, callbacks: Iterable[lightning.Callback], saved: CallbackState
+) -> None:
+    """Give callbacks and module what ``state_of`` had returned."""
+    module = trainer.lightning_module
+    for name, callback in named(callbacks):
+        if (found := saved.loaded(name)) is not None:
+            callback.on_load_checkpoint(trainer, module, _checkpoint(trainer) | found["checkpoint"])
+            callback.load_state_dict(found["state"])
+    if (found := saved.loaded(MODULE)) is not None:
+        module.on_load_checkpoint(_checkpoint(trainer) | found["checkpoint"])
+    saved.report_unused()
+
+
+def _checkpoint(trainer: lightning.Trainer) -> dict[str, Any]:
+    """Return what hooks find in a checkpoint of Lightning."""
+    return {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": lightning.__version__,
+        "state_dict": trainer.lightning_module.state_dict(),
+        "optimizer_states": [],  # the job saves them
+        "lr_schedulers": [],
+        "callbacks": {},
+    }
+
+
+def _added(
+    trainer: lightning.Trainer, on_save_checkpoint: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Return what a hook adds to a checkpoint."""
+    checkpoint = _checkpoint(trainer)
+    given = set(checkpoint)
+    on_save_checkpoint(checkpoint)
+    return {name: value for name, value in checkpoint.items() if name not in given}
