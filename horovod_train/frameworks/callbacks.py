@@ -11,7 +11,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,34 +37,6 @@ FRAMEWORKS = {
     "logging",
 }
 """Packages of objects that a callback refers to, and that are no state of its own."""
-
-
-@dataclass(frozen=True)
-class Refused:
-    """Why a job refuses a callback of the framework.
-
-    Attributes:
-        reason: A clause after "the callback NAME ".
-        hint: What to do instead.
-        condition: Whether an instance is refused.
-    """
-
-    reason: str
-    hint: str
-    condition: Callable[[Any], bool] = bool
-
-
-def check_callbacks(callbacks: Iterable[object], refused: Mapping[str, Refused]) -> None:
-    """Refuse callbacks of the framework, and classes derived from them, that work against the job.
-
-    Raises:
-        UserError: There is one.
-    """
-    for callback in callbacks:
-        for each in type(callback).__mro__:
-            found = refused.get(each.__name__)
-            if found and each.__module__.partition(".")[0] in FRAMEWORKS and found.condition(callback):
-                raise UserError(f"the callback {type(callback).__name__} {found.reason}", hint=found.hint)
 
 
 def attributes_of(callback: object) -> dict[str, Any]:

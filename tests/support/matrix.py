@@ -11,6 +11,7 @@ from pathlib import Path
 
 from horovod_train.config.strategies import STRATEGY_SUPPORT
 from horovod_train.config.support import SUPPORT, Refused
+from horovod_train.frameworks.refused_callbacks import REFUSED
 
 COLUMNS = {
     "torch": "PyTorch",
@@ -82,6 +83,16 @@ of an epoch. `make campaign` tries them on four ranks and over Gloo, kills and r
 strategy and number of ranks on the way. `data_parallel` needs two GPUs, and was not tried.
 
 """
+CALLBACKS_HEAD = """
+## Callbacks
+
+A task's `callbacks()` are called by Keras, Lightning and Transformers. Each checkpoint has their state, and a
+job that resumes loads it: `state_dict()` and `on_save_checkpoint()` of Lightning's callbacks and modules, and
+the attributes that training has changed of the others (numbers, text, arrays, and containers of them).
+Attributes of other types, and methods of a module that a job does not call, such as `configure_optimizers()`,
+are named when the job starts. A callback that sets the learning rate ends the job. These are refused:
+
+"""
 Cell = tuple[str, str]
 
 
@@ -111,6 +122,7 @@ class Matrix:
             HEAD
             + _table(cells, ROWS, COLUMNS, [versions])
             + of_frameworks
+            + refused_callbacks()
             + STRATEGIES_HEAD
             + _table(cells, FEATURES, names)
             + of_strategies
@@ -146,6 +158,17 @@ def refused_fields() -> tuple[str, str]:
         _refused_fields("framework", {name: support.refused for name, support in SUPPORT.items()}),
         _refused_fields("strategy", {name: support.refused for name, support in STRATEGY_SUPPORT.items()}),
     )
+
+
+def refused_callbacks() -> str:
+    """Return the part of the page on callbacks."""
+    lines = [CALLBACKS_HEAD, "| framework | callback | why | instead |\n|---|---|---|---|\n"]
+    lines += [
+        f"| {framework} | `{name}` | {refused.reason} | {refused.instead} |\n"
+        for framework, of_framework in REFUSED.items()
+        for name, refused in of_framework.items()
+    ]
+    return "".join(lines)
 
 
 def _refused_fields(what: str, of_each: Mapping[str, Sequence[Refused]]) -> str:

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.matrix import refused_fields
+from support.matrix import refused_callbacks, refused_fields
 from unit.test_architecture import ROOMS
 
 from horovod_train import __version__, registry
@@ -35,9 +35,9 @@ def test_the_reference_of_jobs_is_up_to_date(generate):
     assert (ROOT / "docs" / "job.md").read_text() == generate.job_reference()
 
 
-def test_the_page_of_frameworks_has_the_fields_that_are_refused():
+def test_the_page_of_frameworks_has_the_fields_and_callbacks_that_are_refused():
     page = (ROOT / "docs" / "frameworks.md").read_text()
-    for table in refused_fields():
+    for table in (*refused_fields(), refused_callbacks()):
         assert table in page
 
 

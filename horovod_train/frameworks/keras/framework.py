@@ -23,8 +23,6 @@ from horovod_train.frameworks.callbacks import (
     Attributes,
     CallbackState,
     JobsLearningRate,
-    Refused,
-    check_callbacks,
     report_unsaved,
 )
 from horovod_train.frameworks.keras.back_ends.base import Exchange, back_end
@@ -36,25 +34,8 @@ from horovod_train.frameworks.keras.task import REQUIRED, KerasTask
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
+from horovod_train.frameworks.refused_callbacks import check_callbacks
 from horovod_train.frameworks.task import load_task
-
-REFUSED = {
-    "ModelCheckpoint": Refused("saves checkpoints, which the job does", "leave it out, and set checkpoint:"),
-    "OrbaxCheckpoint": Refused("saves checkpoints, which the job does", "leave it out, and set checkpoint:"),
-    "BackupAndRestore": Refused("saves checkpoints, which the job does", "leave it out, and set checkpoint:"),
-    "EarlyStopping": Refused(
-        "would restore the best weights at the end, beside the optimizer state of the last step",
-        "leave restore_best_weights out, and set checkpoint.best, which keeps the best checkpoint",
-        lambda callback: callback.restore_best_weights,
-    ),
-    "LearningRateScheduler": Refused("sets the learning rate, which the job does", "set lr.decay"),
-    "ReduceLROnPlateau": Refused("sets the learning rate, which the job does", "set lr.decay"),
-    "SwapEMAWeights": Refused(
-        "exchanges weights around evaluations, and the job would save the averaged ones",
-        "leave it out; the optimizer's use_ema saves the averages with its state",
-    ),
-}
-"""Callbacks of Keras."""
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
@@ -106,7 +87,7 @@ class KerasFramework:
         self._seeds = variables.seed_states(model)
         self.model = model
         self._callbacks = [*getattr(self._task, "callbacks", list)()]
-        check_callbacks(self._callbacks, REFUSED)
+        check_callbacks(self._callbacks, "keras")
         report_unsaved(self._callbacks, world)
         self._replica = KerasReplica(model, world)
         return self._replica, self._train_reader, read(eval_data()) if eval_data else None

@@ -11,37 +11,11 @@ import lightning
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.errors import UserError
-from horovod_train.frameworks.callbacks import CallbackState, Refused, check_callbacks, named
+from horovod_train.frameworks.callbacks import CallbackState, named
+from horovod_train.frameworks.refused_callbacks import check_callbacks
 
 log = logging.getLogger(__name__)
 MODULE = "module"
-IN_A_SCRIPT = "use Lightning's Trainer with HorovodStrategy in a script (docs/own-loop.md)"
-
-REFUSED = {
-    "Checkpoint": Refused("saves checkpoints, which the job does", "leave it out, and set checkpoint:"),
-    "WeightAveraging": Refused(
-        "averages weights, which are not part of the job's checkpoints",
-        "use framework: torch with ema:, or Lightning's Trainer with HorovodStrategy in a script",
-    ),
-    "StochasticWeightAveraging": Refused(
-        "averages weights and changes the learning rate, which the job sets",
-        "use framework: torch with ema:, or Lightning's Trainer with HorovodStrategy in a script",
-    ),
-    "GradientAccumulationScheduler": Refused(
-        "changes the number of micro-batches", "set train.accumulation_steps"
-    ),
-    "LearningRateFinder": Refused("trains to find a learning rate, which the job sets", "set lr.base_lr"),
-    "BatchSizeFinder": Refused("changes the batch size, which the job sets", "set train.batch_size_per_rank"),
-    "BaseFinetuning": Refused(
-        "adds parameters to the optimizer after gradient buckets are made", IN_A_SCRIPT
-    ),
-    "ModelPruning": Refused("replaces parameters after the optimizer is made", IN_A_SCRIPT),
-    "LearningRateMonitor": Refused("needs a logger of Lightning", "the job exports the learning rate itself"),
-    "DeviceStatsMonitor": Refused("needs a logger of Lightning", "the job exports metrics of devices itself"),
-    "ProgressBar": Refused("reports progress, which the job does", "leave it out"),
-    "ModelSummary": Refused("reports the model, which Trainer is not asked for", "leave it out"),
-}
-
 NOT_CALLED = {
     "configure_optimizers": "the job's optimizer: and lr: are used",
     "train_dataloader": "the task's train_data() is read",
@@ -59,7 +33,7 @@ def own_callbacks(task: object, module: lightning.LightningModule) -> list[light
     if not module.automatic_optimization:
         raise UserError(
             f"{type(module).__name__} has automatic_optimization = False: a job makes the steps itself",
-            hint=IN_A_SCRIPT,
+            hint="use Lightning's Trainer with HorovodStrategy in a script (docs/own-loop.md)",
         )
     of_module = module.configure_callbacks()
     found = [
@@ -67,7 +41,7 @@ def own_callbacks(task: object, module: lightning.LightningModule) -> list[light
         *(of_module if isinstance(of_module, Sequence) else [of_module]),
     ]
     module.configure_callbacks = list  # they are called with the others
-    check_callbacks(found, REFUSED)
+    check_callbacks(found, "lightning")
     return found
 
 

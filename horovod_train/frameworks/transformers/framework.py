@@ -33,11 +33,10 @@ from horovod_train.frameworks.base import Bridge
 from horovod_train.frameworks.callbacks import (
     Attributes,
     CallbackState,
-    Refused,
-    check_callbacks,
     report_unsaved,
 )
 from horovod_train.frameworks.reader import start_loader_server
+from horovod_train.frameworks.refused_callbacks import check_callbacks
 from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
@@ -56,14 +55,6 @@ from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
 from horovod_train.frameworks.transformers.replica import TransformersReplica
 from horovod_train.frameworks.transformers.task import REQUIRED, TransformersTask
 from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher, lengths_of
-
-REFUSED = {
-    "EarlyStoppingCallback": Refused(
-        "looks at evaluations that Trainer plans, which the job does",
-        "leave it out, and set evaluation.early_stopping",
-    ),
-    "ProgressCallback": Refused("reports progress, which the job does", "leave it out"),
-}
 
 UNTIMED = ("_runtime", "_samples_per_second", "_steps_per_second")
 
@@ -124,7 +115,7 @@ class TransformersFramework(TorchDevice):
         self._trainer.remove_callback(PrinterCallback)
         self._replica.evaluate_now = self._evaluate
         self._callbacks: list[TrainerCallback] = list(getattr(self._task, "callbacks", list)())
-        check_callbacks(self._callbacks, REFUSED)
+        check_callbacks(self._callbacks, "transformers")
         report_unsaved(self._callbacks, world)
         self._replica.callbacks = CallbackState(world)
         return self._replica, self._train_reader, read(eval_set) if eval_set is not None else None

@@ -1,0 +1,106 @@
+"""Callbacks of Keras, Lightning and Transformers that a job refuses, and what to set instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from horovod_train.errors import UserError
+
+
+@dataclass(frozen=True)
+class RefusedCallback:
+    """Why a job refuses a callback of its framework, and classes derived from it.
+
+    Attributes:
+        reason: A clause after "the callback NAME ".
+        instead: What to do.
+        condition: Whether an instance is refused.
+    """
+
+    reason: str
+    instead: str
+    condition: Callable[[Any], bool] = bool
+
+
+_CHECKPOINTS = RefusedCallback("saves checkpoints, which the job does", "leave it out, and set checkpoint:")
+_RATE = RefusedCallback("sets the learning rate, which the job does", "leave it out, and set lr.decay")
+_PROGRESS = RefusedCallback("reports progress, which the job does", "leave it out")
+_SCRIPT = "use Lightning's Trainer with HorovodStrategy in a script (docs/own-loop.md)"
+_AVERAGE = "use framework: torch with ema:, or Lightning's Trainer with HorovodStrategy in a script"
+
+REFUSED: dict[str, dict[str, RefusedCallback]] = {
+    "keras": {
+        "ModelCheckpoint": _CHECKPOINTS,
+        "OrbaxCheckpoint": _CHECKPOINTS,
+        "BackupAndRestore": _CHECKPOINTS,
+        "EarlyStopping": RefusedCallback(
+            "restores the best weights at the end, without the optimizer state that belongs to them",
+            "leave restore_best_weights out, and set checkpoint.best, which keeps the best checkpoint",
+            lambda callback: callback.restore_best_weights,
+        ),
+        "LearningRateScheduler": _RATE,
+        "ReduceLROnPlateau": _RATE,
+        "SwapEMAWeights": RefusedCallback(
+            "exchanges weights around evaluations, so that checkpoints would have the averaged ones",
+            "leave it out; the optimizer's use_ema saves the averages with its state",
+        ),
+    },
+    "lightning": {
+        "Checkpoint": _CHECKPOINTS,
+        "WeightAveraging": RefusedCallback(
+            "averages weights, which the job's checkpoints do not have", _AVERAGE
+        ),
+        "StochasticWeightAveraging": RefusedCallback(
+            "averages weights, and sets the learning rate, which the job does", _AVERAGE
+        ),
+        "GradientAccumulationScheduler": RefusedCallback(
+            "changes the number of micro-batches, which the job sets", "set train.accumulation_steps"
+        ),
+        "LearningRateFinder": RefusedCallback("sets the learning rate, which the job does", "set lr.base_lr"),
+        "BatchSizeFinder": RefusedCallback(
+            "changes the batch size, which the job sets", "set train.batch_size_per_rank"
+        ),
+        "BaseFinetuning": RefusedCallback("adds parameters to the optimizer during training", _SCRIPT),
+        "ModelPruning": RefusedCallback("replaces parameters during training", _SCRIPT),
+        "LearningRateMonitor": RefusedCallback(
+            "needs a logger of Lightning", "leave it out; the job exports the learning rate"
+        ),
+        "DeviceStatsMonitor": RefusedCallback(
+            "needs a logger of Lightning", "leave it out; the job exports metrics of devices"
+        ),
+        "ProgressBar": _PROGRESS,
+        "ModelSummary": RefusedCallback("prints the model on each rank", "leave it out"),
+    },
+    "transformers": {
+        "EarlyStoppingCallback": RefusedCallback(
+            "needs evaluations that Trainer plans; the job plans them",
+            "leave it out, and set evaluation.early_stopping",
+        ),
+        "ProgressCallback": _PROGRESS,
+    },
+}
+"""By framework and name of the callback's class."""
+
+PACKAGES = {
+    "keras": {"keras"},
+    "lightning": {"lightning", "pytorch_lightning"},
+    "transformers": {"transformers"},
+}
+
+
+def check_callbacks(callbacks: Iterable[object], framework: str) -> None:
+    """Refuse callbacks of a framework that work against the job, and classes derived from them.
+
+    Raises:
+        UserError: There is one.
+    """
+    for callback in callbacks:
+        for each in type(callback).__mro__:
+            refused = REFUSED[framework].get(each.__name__)
+            is_of_framework = each.__module__.partition(".")[0] in PACKAGES[framework]
+            if refused and is_of_framework and refused.condition(callback):
+                raise UserError(
+                    f"the callback {type(callback).__name__} {refused.reason}", hint=refused.instead
+                )
