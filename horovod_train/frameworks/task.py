@@ -8,14 +8,39 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from horovod_train.collectives.base import Communicator
 from horovod_train.errors import UserError
 from horovod_train.registry import TASKS, find_task_here, load_attribute
+
+log = logging.getLogger(__name__)
+
+OF_OTHER_PACKAGES = {
+    "configure_optimizers": ["param_groups()", "the job's optimizer: and lr: are used"],
+    "optimizer": ["param_groups()", "the job's optimizer: is used"],
+    "scheduler": ["the job's lr: is used"],
+    "lr_scheduler": ["the job's lr: is used"],
+    "collate": ["the dataset's collate() is called"],
+    "collate_fn": ["collate()", "the dataset's collate() is called"],
+    "val_data": ["eval_data()"],
+    "valid_data": ["eval_data()"],
+    "validation_data": ["eval_data()"],
+    "test_data": ["eval_data()"],
+    "train_dataloader": ["train_data()"],
+    "val_dataloader": ["eval_data()"],
+    "training_step": ["loss()", "the module's training_step() is called"],
+    "validation_step": ["metrics()", "the module's validation_step() is called"],
+    "compute_metrics": ["metrics()"],
+    "after_step": ["after_update()", "a job has no such hook"],
+}
+"""Names of methods in other packages, and what a job has in their place, the first that fits a task."""
 
 
 def load_task(location: str, args: Mapping[str, Any], required: Sequence[str]) -> Any:
@@ -44,6 +69,28 @@ def load_task(location: str, args: Mapping[str, Any], required: Sequence[str]) -
             hint=f"a task has {', '.join(name + '()' for name in required)}",
         )
     return task
+
+
+def report_unused_methods(task: object, known: Sequence[str], world: Communicator) -> None:
+    """Name the methods of a task that the job does not call although their names suggest it."""
+    found = [
+        f"{name}() ({instead})"
+        for name in dir(type(task))
+        if name not in known and (instead := _instead_of(name, task, known)) and callable(getattr(task, name))
+    ]
+    if found and world.rank == 0:
+        log.warning("methods of %s that the job does not call: %s", type(task).__name__, "; ".join(found))
+
+
+def _instead_of(name: str, task: object, known: Sequence[str]) -> str:
+    """Return what a job does in place of calling a method; empty: the name is the task's own affair."""
+    if name in OF_OTHER_PACKAGES:
+        candidates = OF_OTHER_PACKAGES[name]
+        return next((each for each in candidates if not each.endswith("()") or each[:-2] in known), "")
+    if name.startswith("on_"):
+        return "a job has no such hook"
+    near = get_close_matches(name, [each for each in known if not hasattr(task, each)], 1, cutoff=0.8)
+    return f"is it {near[0]}()?" if near else ""
 
 
 def load_task_class(location: str) -> Any:

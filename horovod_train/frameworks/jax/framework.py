@@ -18,11 +18,11 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.jax.replica import JaxReplica, Keys
-from horovod_train.frameworks.jax.task import REQUIRED
+from horovod_train.frameworks.jax.task import OPTIONAL, REQUIRED
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
-from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 
 
@@ -49,6 +49,7 @@ class JaxFramework:
         choose_device(job, mesh.world)
         self._keys = Keys()
         task = load_task(job.task, job.task_args, REQUIRED)
+        report_unused_methods(task, (*REQUIRED, *OPTIONAL), world)
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
         train_reader = read(task.train_data())
         eval_data = getattr(task, "eval_data", None)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import jax
 
 REQUIRED = ("model", "train_data", "loss")
+OPTIONAL = ("eval_data", "metrics")
 
 
 class JaxTask(Protocol):

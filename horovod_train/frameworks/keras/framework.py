@@ -30,12 +30,12 @@ from horovod_train.frameworks.keras.callbacks import Logs, set_learning_rate
 from horovod_train.frameworks.keras.feed import feed
 from horovod_train.frameworks.keras.optimizer import distribute, exchange_of
 from horovod_train.frameworks.keras.replica import KerasReplica
-from horovod_train.frameworks.keras.task import REQUIRED, KerasTask
+from horovod_train.frameworks.keras.task import OPTIONAL, REQUIRED, KerasTask
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.refused_callbacks import check_callbacks
-from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.task import load_task, report_unused_methods
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
@@ -65,6 +65,7 @@ class KerasFramework:
         keras.config.set_dtype_policy(POLICIES[job.train.precision])
         keras.utils.set_random_seed(mix(job.train.seed, 0, 0) % 2**32)
         self._task: KerasTask = load_task(job.task, job.task_args, REQUIRED)
+        report_unused_methods(self._task, (*REQUIRED, *OPTIONAL), world)
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
         self._train_reader = read(self._task.train_data())
         eval_data = getattr(self._task, "eval_data", None)

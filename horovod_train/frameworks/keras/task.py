@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import keras
 
 REQUIRED = ("model", "train_data", "compile")
+OPTIONAL = ("eval_data", "callbacks")
 
 
 class KerasTask(Protocol):

@@ -30,9 +30,9 @@ from horovod_train.frameworks.lightning.callbacks import (
 )
 from horovod_train.frameworks.lightning.replica import LightningReplica
 from horovod_train.frameworks.lightning.strategy import HorovodStrategy
-from horovod_train.frameworks.lightning.task import REQUIRED, LightningTask
+from horovod_train.frameworks.lightning.task import OPTIONAL, REQUIRED, LightningTask
 from horovod_train.frameworks.reader import start_loader_server
-from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchDevice
@@ -68,6 +68,7 @@ class LightningFramework(TorchDevice):
         seed_generators(job.train.seed, 0, 0)
         self._job, self._world, self._device = job, world, device
         self._task: LightningTask = load_task(job.task, job.task_args, REQUIRED)
+        report_unused_methods(self._task, (*REQUIRED, *OPTIONAL), world)
         module = Placing(device, job.train)(self._task.model())
         self._callbacks = own_callbacks(self._task, module)
         report_not_called(module, world)

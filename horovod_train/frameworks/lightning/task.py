@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import lightning
 
 REQUIRED = ("model", "train_data")
+OPTIONAL = ("eval_data", "callbacks")
 
 
 class LightningTask(Protocol):

@@ -18,11 +18,11 @@ from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.mxnet.collectives import MxnetCommunicator
 from horovod_train.frameworks.mxnet.exchange import to_arrays
 from horovod_train.frameworks.mxnet.replica import MxnetReplica, Seeds
-from horovod_train.frameworks.mxnet.task import REQUIRED
+from horovod_train.frameworks.mxnet.task import OPTIONAL, REQUIRED
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
-from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.task import load_task, report_unused_methods
 
 
 class MxnetFramework:
@@ -43,6 +43,7 @@ class MxnetFramework:
         context = choose_context(job, mesh.world)
         mx.random.seed(mix(job.train.seed, 0, 0) % 2**31)
         task = load_task(job.task, job.task_args, REQUIRED)
+        report_unused_methods(task, (*REQUIRED, *OPTIONAL), world)
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
         train_reader = read(task.train_data())
         eval_data = getattr(task, "eval_data", None)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 REQUIRED = ("model", "train_data", "loss")
+OPTIONAL = ("eval_data", "metrics")
 
 
 class MxnetTask(Protocol):

@@ -21,10 +21,10 @@ from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.optimizers import make_optimizer
 from horovod_train.frameworks.randomness import load_rng_state, mix, rng_state
 from horovod_train.frameworks.reader import NumpyReader, start_loader_server
-from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.tensorflow.collectives import TensorflowCommunicator
 from horovod_train.frameworks.tensorflow.replica import TensorflowReplica
-from horovod_train.frameworks.tensorflow.task import REQUIRED
+from horovod_train.frameworks.tensorflow.task import OPTIONAL, REQUIRED
 
 POLICIES = {"fp32": "float32", "bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
@@ -58,6 +58,7 @@ class TensorflowFramework:
         keras.config.set_dtype_policy(POLICIES[job.train.precision])
         keras.utils.set_random_seed(mix(job.train.seed, 0, 0) % 2**32)
         task = load_task(job.task, job.task_args, REQUIRED)
+        report_unused_methods(task, (*REQUIRED, *OPTIONAL), world)
         read = partial(NumpyReader, data=job.data, seed=job.train.seed, task=job.task)
         train_reader = read(task.train_data())
         eval_data = getattr(task, "eval_data", None)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import tensorflow as tf
 
 REQUIRED = ("model", "train_data", "loss")
+OPTIONAL = ("eval_data", "metrics")
 
 
 class TensorflowTask(Protocol):

@@ -28,7 +28,7 @@ from horovod_train.errors import HorovodTrainError, UnknownNameError
 from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
-from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.activations import (
     layers_to_recompute,
@@ -49,7 +49,7 @@ from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Placing, Strategy, make_strategy
 from horovod_train.frameworks.torch.sync_batch_norm import Sum, synchronize_batch_norm
-from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
+from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, TorchTask
 from horovod_train.frameworks.torch.verification import StrategyVerifier, copy_of_task, copy_of_value, refused
 from horovod_train.frameworks.torch.without_memory import (
     batch_of,
@@ -86,6 +86,7 @@ class TorchFramework(TorchDevice):
         recorder = recorder_of(job, device)
         seed_generators(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, REQUIRED)
+        report_unused_methods(task, (*REQUIRED, *OPTIONAL), mesh.world)
         recomputed = layers_recomputed(job, task, mesh.world)
         strategy = make_strategy(job, mesh)
         weights = initial_weights(job)

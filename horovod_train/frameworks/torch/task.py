@@ -20,6 +20,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.task import check_is_one_number
 
 REQUIRED = ("model", "train_data", "loss")
+OPTIONAL = ("eval_data", "metrics", "param_groups", "after_update", "pipeline_parts")
 
 
 class TorchTask(Protocol):

@@ -37,7 +37,7 @@ from horovod_train.frameworks.callbacks import (
 )
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.refused_callbacks import check_callbacks
-from horovod_train.frameworks.task import load_task
+from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchDevice
@@ -53,7 +53,7 @@ from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
 from horovod_train.frameworks.transformers.replica import TransformersReplica
-from horovod_train.frameworks.transformers.task import REQUIRED, TransformersTask
+from horovod_train.frameworks.transformers.task import OPTIONAL, REQUIRED, TransformersTask
 from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher, lengths_of
 
 UNTIMED = ("_runtime", "_samples_per_second", "_steps_per_second")
@@ -84,6 +84,7 @@ class TransformersFramework(TorchDevice):
         seed_generators(job.train.seed, 0, 0)
         self._job, self._world = job, world
         self._task: TransformersTask = load_task(job.task, job.task_args, REQUIRED)
+        report_unused_methods(self._task, (*REQUIRED, *OPTIONAL), world)
         model = Placing(device, job.train)(self._task.model())
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer_over(job, parameters)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 REQUIRED = ("model", "train_data")
+OPTIONAL = ("eval_data", "collate", "metrics", "callbacks")
 
 
 class TransformersTask(Protocol):
