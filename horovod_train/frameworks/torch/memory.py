@@ -36,7 +36,7 @@ from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     plan_of,
 )
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
-from horovod_train.frameworks.torch.units import modules_fitting, units_of
+from horovod_train.frameworks.torch.units import modules_fitting, units_to_shard
 from horovod_train.frameworks.torch.without_memory import (
     batch_of,
     empty_like,
@@ -126,7 +126,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def _units(job: Job, model: torch.nn.Module) -> list[torch.nn.Module]:
     patterns = job.strategy.args.get("units") if job.strategy.name in {"fsdp", "mesh"} else None
-    found = units_of(model) if not patterns else modules_fitting(model, patterns, "strategy.args.units")
+    found = units_to_shard(model) if not patterns else modules_fitting(model, patterns, "strategy.args.units")
     return list(found.values())
 
 

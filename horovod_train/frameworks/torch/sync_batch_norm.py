@@ -45,8 +45,7 @@ class SyncBatchNormMixin:
         """Normalize a micro-batch, shape [N, C, ...]."""
         if not self.training:
             return _BatchNorm.forward(self, input)
-        if not isinstance(self, torch.nn.SyncBatchNorm):  # which takes any number of dimensions
-            self._check_input_dim(input)
+        self._check_input_dim(input)
         num, mean, variance, output = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.sum_over_ranks, self.sync_name, is_counted
         )
@@ -65,6 +64,14 @@ class SyncBatchNormMixin:
         unbiased = variance * (num / (num - 1))
         for running, of_batch in ((self.running_mean, mean), (self.running_var, unbiased)):
             running.copy_(running * (1 - factor) + of_batch.to(running.dtype) * factor)
+
+
+class AnyBatchNorm(_BatchNorm):
+    """Takes the place of PyTorch's ``SyncBatchNorm``, which ``DistributedDataParallel`` refuses on a CPU."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002  (PyTorch's name)
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
 
 class _Normalize(torch.autograd.Function):
@@ -174,8 +181,8 @@ def synchronize_batch_norm(model: torch.nn.Module, sum_over_ranks: Sum, *, every
                 "something of its own",
                 hint=f"use one of {', '.join(each.__name__ for each in OF_PYTORCH)}",
             )
-        base = torch.nn.SyncBatchNorm if _is_of_horovod(module) else type(module)
-        module.__class__ = type(f"Synchronized{base.__name__}", (SyncBatchNormMixin, base), {})
+        base = AnyBatchNorm if says_so else type(module)
+        module.__class__ = type("SynchronizedBatchNorm", (SyncBatchNormMixin, base), {})
         module.sum_over_ranks, module.sync_name = sum_over_ranks, f"{prefix}.{name}"  # type: ignore[assignment]
         num_found += 1
     return num_found

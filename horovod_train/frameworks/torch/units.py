@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
@@ -53,6 +54,42 @@ def units_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
             prefix = f"{name}." if name else ""
             found.update({f"{prefix}{key}": child for key, child in module.named_children()})
     return _with_parameters(found or dict(model.named_children()))
+
+
+def units_to_shard(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the units of a model that can be gathered each by itself, by name.
+
+    Not those without a forward pass of their own, whose members are called, and not those that share a
+    parameter with the rest of the model: they are gathered with the model.
+    """
+    units: dict[str, torch.nn.Module] = {}
+    for name, module in units_of(model).items():
+        units.update(_callable_parts(name, module))
+    used_in: Counter[int] = Counter()
+    for module in model.modules():
+        used_in.update(id(each) for each in module.parameters(recurse=False))
+    return {
+        name: unit
+        for name, unit in units.items()
+        if not isinstance(unit, torch.jit.ScriptModule) and not _is_tied(unit, used_in)
+    }
+
+
+def _callable_parts(name: str, module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    if type(module).forward is not torch.nn.Module.forward:
+        return {name: module}
+    parts: dict[str, torch.nn.Module] = {}
+    for key, child in module.named_children():
+        parts.update(_callable_parts(f"{name}.{key}", child))
+    return _with_parameters(parts)
+
+
+def _is_tied(unit: torch.nn.Module, used_in: Mapping[int, int]) -> bool:
+    """Whether a parameter of a unit belongs to a module outside of it, too."""
+    inside: Counter[int] = Counter()
+    for module in unit.modules():
+        inside.update(id(each) for each in module.parameters(recurse=False))
+    return any(used_in[parameter] > number for parameter, number in inside.items())
 
 
 def _with_parameters(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.nn.Module]:

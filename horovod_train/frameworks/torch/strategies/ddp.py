@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -67,8 +68,21 @@ class Ddp(TorchDistributed):
     def _expect(self, *, is_last: bool) -> None:
         assert self._called is not None
         self._has_summed_all = False
+        self._is_last = is_last
         # What ``no_sync`` sets; it is a context around both passes, and a step has several.
         self._called.wrapped.require_backward_grad_sync = is_last
+
+    def backward(self, weighted_loss: torch.Tensor) -> None:
+        """Make the backward pass of a micro-batch.
+
+        The reducer is prepared here, and not only when the model was called: the loss may use some of its
+        outputs, and may be computed with parts of the model.
+        """
+        assert self._called is not None
+        if self._is_last and not self._static_graph:
+            unused_in = [weighted_loss] if self._called.wrapped.find_unused_parameters else []
+            self._called.wrapped.reducer.prepare_for_backward(unused_in)
+        super().backward(weighted_loss)
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of the whole step: gradients are summed by now.
@@ -82,6 +96,9 @@ class Ddp(TorchDistributed):
                 f"{self._ranks.rank}",
                 hint="set strategy.args.find_unused_parameters: true, or use strategy: allreduce",
             )
+        for parameter in self._parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
         self.bytes_per_step = sum(gradient.nbytes for gradient in self.gradients())
         return super().reduce(weighted_loss)
 
@@ -115,3 +132,7 @@ class CalledByTask(torch.nn.Module):
     def forward(self, *args: Any, **more: Any) -> Any:
         """Call the model."""
         return self.wrapped(*args, **more)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """Return a copy of the model: what sums gradients belongs to the one that is trained."""
+        return copy.deepcopy(self.module, memo)

@@ -6,7 +6,8 @@ stays between steps is an N-th; at the peak there are two units besides, one in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
@@ -32,7 +33,6 @@ from horovod_train.frameworks.torch.empty_model import load_initial
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized
-from horovod_train.frameworks.torch.model_check import refuse_hooks_of_parameters
 from horovod_train.frameworks.torch.path_agreement import PathAgreement
 from horovod_train.frameworks.torch.process_group import agree_on_paths, set_timeout
 from horovod_train.frameworks.torch.shards import (
@@ -45,8 +45,10 @@ from horovod_train.frameworks.torch.shards import (
 )
 from horovod_train.frameworks.torch.strategies.base import Placing
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
-from horovod_train.frameworks.torch.units import modules_fitting, units_of
+from horovod_train.frameworks.torch.units import modules_fitting, units_to_shard
+from horovod_train.frameworks.torch.unsharded import describe, move, parameters_kept_whole
 
+log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -105,7 +107,6 @@ class Fsdp(TorchDistributed):
         Raises:
             UserError: It cannot be sharded so.
         """
-        refuse_hooks_of_parameters(model, self._job.strategy.name)
         self._start_groups(placing.device)
         if self._offload and placing.device.type == "cpu":
             raise UserError(
@@ -114,29 +115,29 @@ class Fsdp(TorchDistributed):
             )
         broadcast_model(model, self._ranks)
         units = (
-            units_of(model)
+            units_to_shard(model)
             if self._units is None
             else modules_fitting(model, self._units, "strategy.args.units")
         )
         mesh = self._device_mesh(model, placing)
-        scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+        whole = self._kept_whole(model, units.values())
         offload = CPUOffloadPolicy() if self._offload else OffloadPolicy()
         try:
             for unit in units.values():
                 fully_shard(
                     unit, mesh=mesh, reshard_after_forward=self._reshard, mp_policy=self._precision,
-                    offload_policy=offload, ignored_params=scalars & set(unit.parameters()),
+                    offload_policy=offload, ignored_params=whole & set(unit.parameters()),
                 )  # fmt: skip
             fully_shard(
-                model, mesh=mesh, mp_policy=self._precision, offload_policy=offload, ignored_params=scalars
+                model, mesh=mesh, mp_policy=self._precision, offload_policy=offload, ignored_params=whole
             )
         except ValueError as error:
             raise UserError(
                 f"strategy fsdp cannot shard this model: {error}",
                 hint="name the modules that belong together in strategy.args.units",
             ) from error
-        for scalar in scalars if placing.weights is None else ():
-            scalar.data = scalar.data.to(placing.device)
+        if placing.weights is None:
+            move(whole, placing.device)
         if placing.weights is not None:
             shared_on = torch.device("cpu") if self._offload else placing.device
             give_memory(model, shared_on, placing.device)
@@ -144,6 +145,25 @@ class Fsdp(TorchDistributed):
         sharded = [unit for unit in units.values() if isinstance(unit, FSDPModule)]
         self._set_up(model, sharded)
         return model
+
+    def _kept_whole(
+        self, model: torch.nn.Module, units: Iterable[torch.nn.Module]
+    ) -> set[torch.nn.Parameter]:
+        """Return the parameters that are not sharded; say which, and why.
+
+        Raises:
+            UserError: Others are used in a narrower type.
+        """
+        whole = parameters_kept_whole(model, units)
+        described = describe(model, whole)
+        if described and self._precision.param_dtype is not None:
+            raise UserError(
+                f"strategy.args.param_dtype: {described}; they would meet sharded weights of another type",
+                hint="leave param_dtype out, and set train.precision",
+            )
+        if described and self._ranks.rank == 0:
+            log.warning("strategy %s: %s", self._job.strategy.name, described)
+        return set(whole)
 
     def _device_mesh(self, model: torch.nn.Module, placing: Placing) -> DeviceMesh:
         """Return the ranks that share the model: along one axis, or with copies along another."""
