@@ -39,7 +39,7 @@ class StepLoss:
         self._strategy, self._data_ranks, self._all_ranks = strategy, data_ranks, all_ranks
         self._device = device
         self.local = torch.zeros((), device=device)
-        self._num_samples = self._num_micro_batches = 1
+        self._num_samples = 1
         self._kinds: set[bool] = set()
         self._denominator: torch.Tensor | None = None
         self._has_sums: bool | None = None
@@ -47,7 +47,7 @@ class StepLoss:
     def begin(self, step: PlannedStep) -> None:
         """Begin a step."""
         self.local.zero_()
-        self._num_samples, self._num_micro_batches = step.share.num_samples, len(step)
+        self._num_samples = step.share.num_samples
         self._kinds.clear()
         self._denominator = None
 
@@ -86,14 +86,6 @@ class StepLoss:
         # By samples first, so that it is about as large as a mean: fp16 could not hold a sum.
         factor = is_counted / self._num_samples
         denominator = torch.as_tensor(count, dtype=torch.float64, device=self._device) * factor
-        if self._strategy.divides_at_once:
-            if self._num_micro_batches > 1:
-                raise UserError(
-                    "the task's loss is a sum and a count, and this strategy has to know the counts of all "
-                    "micro-batches before the first backward pass",
-                    hint="set train.accumulation_steps: 1, return the mean loss, or use another strategy",
-                )
-            return checked_loss(total) * factor / self._summed(denominator)
         self._denominator = denominator + (0.0 if self._denominator is None else self._denominator)
         return checked_loss(total) * factor
 
@@ -107,10 +99,7 @@ class StepLoss:
         total = self._total_denominator()
         if total is None:
             return loss
-        gradients = self._strategy.gradients()
-        for dtype in {gradient.dtype for gradient in gradients}:
-            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-            torch._foreach_div_(alike, total.to(dtype.to_real()))
+        self._strategy.divide_gradients(total)
         return loss / total
 
     def _total_denominator(self) -> torch.Tensor | None:

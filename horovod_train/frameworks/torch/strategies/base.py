@@ -125,7 +125,6 @@ class Strategy:
         unused_have_zeros: A parameter that no rank uses in a step has a gradient of zeros, and not none.
         takes_sums: The loss of a micro-batch may be a sum and a count, by which gradients are divided at the
             end.
-        divides_at_once: Such a loss is divided before its backward pass.
         num_loss_copies: On so many ranks the same loss is computed, where it makes the passes itself.
         sum_in_pass: Sums a tensor over the ranks that share samples, where passes have PyTorch's own
             collectives;
@@ -149,7 +148,6 @@ class Strategy:
     state_kind: str = "strategy"
     unused_have_zeros: bool = False
     takes_sums: bool = True
-    divides_at_once: bool = False
     num_loss_copies: int = 1
     sum_in_pass: Callable[[torch.Tensor, str], torch.Tensor] | None = None
     _model: torch.nn.Module
@@ -267,6 +265,17 @@ class Strategy:
     def gradients(self) -> list[torch.Tensor]:
         """Return tensors that together are the gradient; writing to them changes ``parameter.grad``."""
         raise NotImplementedError
+
+    def divide_gradients(self, divisor: torch.Tensor) -> None:
+        """Divide the gradient of the step.
+
+        Args:
+            divisor: The same on all ranks, shape [], in 64 bits.
+        """
+        gradients = self.gradients()
+        for dtype in {gradient.dtype for gradient in gradients}:
+            alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+            torch._foreach_div_(alike, divisor.to(dtype.to_real()))
 
     def local_gradients(self) -> Iterator[tuple[str, Part | None, torch.Tensor | None]]:
         """Yield what this rank holds of the gradient of the step, by the names of parameters.

@@ -62,7 +62,6 @@ class DeepSpeed(TorchDistributed):
     is_sharded = True
     has_whole_weights = False
     takes_after_update = False  # its optimizer keeps copies of the weights, and overwrites them in each step
-    divides_at_once = True
     can_be_read_later = False  # DeepSpeed asks the device in each step
     updates_itself = True
     unused_have_zeros = True
@@ -85,6 +84,7 @@ class DeepSpeed(TorchDistributed):
         self._more = zero_optimization or {}
         self._is_last = True
         self._has_gradients = False
+        self._divisor = 1.0
         self._engine: Any = None
 
     # -- the model
@@ -266,7 +266,12 @@ class DeepSpeed(TorchDistributed):
 
     def local_gradients(self) -> Iterator[tuple[str, Part | None, torch.Tensor | None]]:
         """Yield this rank's parts of the gradient of the step."""
-        yield from self._flat.gradients()
+        for name, part, gradient in self._flat.gradients():
+            yield name, part, None if gradient is None else gradient / self._divisor
+
+    def divide_gradients(self, divisor: torch.Tensor) -> None:
+        """Let the update divide the gradient, as it does by the loss scale of fp16."""
+        self._divisor = float(divisor)
 
     def update(self, clip_grad_norm: float | None) -> float:
         """Make the update, which DeepSpeed leaves out by itself if the gradient is not finite."""
@@ -274,7 +279,10 @@ class DeepSpeed(TorchDistributed):
         self._has_gradients = False
         for group, ours in zip(self._made.param_groups, self._optimizer.param_groups, strict=True):
             group["lr"] = ours["lr"]
+        self._made.override_loss_scale(self._divisor)
+        self._divisor = 1.0
         self._step()
+        self._made.override_loss_scale(1.0)  # backward passes multiply by it
         return math.inf if self._made.overflow else float(self._engine.get_global_grad_norm())
 
     def _step(self) -> None:
@@ -294,6 +302,7 @@ class DeepSpeed(TorchDistributed):
         if not self._has_gradients:
             return
         self._has_gradients = False
+        self._divisor = 1.0
         with left_out(self._made, self._stage):  # on all ranks alike, for all know the loss
             self._step()
 
