@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["MLP", "Case", "F", "Samples", "nn", "torch"]
+__all__ = ["MLP", "Case", "F", "Samples", "case_of", "nn", "torch"]
 
 
 class Samples:
@@ -46,6 +46,7 @@ class Case:
         plan: How layers are shared under ``tensor_parallel``; None: it is not tried.
         job: Sections of the job besides those of the corpus.
         only: Strategies it is meant for; None: all.
+        is_refused: A job refuses it under all strategies, or under all that see it: the message is tested.
         optimizer: Name and arguments; None: that of the settings.
         settings: How it is trained: by SGD, or by AdamW with accumulation and clipping.
         tolerance: Largest difference of a weight; None: that of its type.
@@ -57,6 +58,7 @@ class Case:
     plan: ClassVar[Any] = None
     job: ClassVar[Mapping[str, Any]] = {}
     only: ClassVar[Any] = None
+    is_refused: ClassVar[bool] = False
     tolerance: ClassVar[float | None] = None
     optimizer: ClassVar[Any] = None
     settings: ClassVar[Any] = ("easy", "hard")
@@ -89,6 +91,12 @@ class Case:
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         x, t, _, y, _ = batch
         return F.cross_entropy(model(x, t), y)
+
+
+def case_of(net: type[nn.Module]) -> type[Case]:
+    """Return the case of a classifier of x and t, under the name and with the docstring of its module."""
+    settings = {"net": lambda self: net(), "__doc__": net.__doc__, "__module__": net.__module__}
+    return type(net.__name__, (Case,), settings)
 
 
 class MLP(nn.Module):

@@ -123,6 +123,8 @@ class OwnBatchStatistic(Case):
 class OwnBatchStatisticForgotten(OwnBatchStatistic):
     """the same, and the job does not name the buffer: refused"""
 
+    is_refused = True
+
     job = {}
 
 

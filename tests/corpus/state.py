@@ -53,6 +53,8 @@ class MaxNormNet(nn.Module):
 class MaxNorm(Case):
     """Embedding(max_norm): the forward changes weights in place, those in the batch"""
 
+    is_refused = True
+
     def net(self):
         return MaxNormNet()
 
@@ -71,6 +73,8 @@ class ClampW(Case):
 
 
 class ExtraState(Case):
+    is_refused = True
+
     def net(self):
         class M(MLP):
             def __init__(self):

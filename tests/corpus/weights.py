@@ -17,15 +17,28 @@ class ComplexNet(nn.Module):
 
 
 class Complex(Case):
+    """a complex64 weight among those of float32"""
+
+    tolerance = 2e-6
+
+    def __init__(self, *, double=True):
+        super().__init__(double=False)
+
     def model(self):
         with torch.random.fork_rng([]):
             torch.manual_seed(1234)
             m = ComplexNet()
-        if self.dtype == torch.float64:
-            m = m.double()
-        else:
-            m.f = nn.Parameter(m.f.data.to(torch.complex64))
+        m.f = nn.Parameter(m.f.data.to(torch.complex64))
         return m
+
+
+class Complex128(Case):
+    """a complex128 weight, which no checkpoint can hold: refused"""
+
+    is_refused = True
+
+    def net(self):
+        return ComplexNet()
 
 
 class SparseNet(nn.Module):
@@ -183,6 +196,8 @@ class LoraTask(Case):
 class Metadata(Case):
     """a parameter of the name that safetensors keeps for itself"""
 
+    is_refused = True
+
     def net(self):
         m = MLP()
         m.register_parameter("__metadata__", nn.Parameter(torch.ones(3)))
@@ -211,6 +226,8 @@ class DictNet(Case):
 
 
 class LazyTask(Case):
+    is_refused = True
+
     def net(self):
         class M(nn.Module):
             def __init__(self):
