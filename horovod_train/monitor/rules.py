@@ -141,6 +141,15 @@ RECORDINGS = (
 
 _NOT_TRAINING = f'{_P}job_state{{state=~"leaving|succeeded|failed|cancelled|preempted"}}'
 
+_NO_FIRST_STEP = f"max by ({JOB}) ({_P}steps_total offset 30m) == 0"
+"""The first step may have to compile the model."""
+
+_EVALUATES = (
+    f"(max by ({JOB}) ({_P}evaluating) > 0 "
+    f"unless on ({JOB}) min by ({JOB}) (min_over_time({_P}evaluating[30m])) > 0)"
+)
+"""An evaluation is under way, and has been for less than half an hour."""
+
 _LEFT_BEHIND = f"min by ({JOB}) ({_P}rank_ended_timestamp_seconds) > 0"
 """What ranks have pushed, or left in files, when they ended: it stays, and nothing becomes of it."""
 
@@ -168,11 +177,12 @@ _ALERTS = (
     ),
     Alert(
         "HorovodTrainNoProgress",
-        f"(max by ({JOB}) (rate({_P}steps_total[5m])) == 0) "
-        f"and on ({JOB}) max by ({JOB}) ({_P}steps_total offset 5m) unless on ({JOB}) {_NOT_TRAINING}",
+        f"((max by ({JOB}) (rate({_P}steps_total[5m])) == 0) "
+        f"and on ({JOB}) (max by ({JOB}) ({_P}steps_total offset 5m) > 0 or {_NO_FIRST_STEP})) "
+        f"unless on ({JOB}) {_NOT_TRAINING} unless on ({JOB}) {_EVALUATES}",
         "2m",
         "critical",
-        "{{ $labels.training_job }}: no rank has made a step for five minutes",
+        "{{ $labels.training_job }}: no rank has made a step for five minutes, and none evaluates",
     ),
     Alert(
         "HorovodTrainRankStaysAway",

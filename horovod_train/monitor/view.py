@@ -209,7 +209,9 @@ def _staying_away(readings: Readings) -> Json | None:
     longest_s = max(known.values(), default=0.0)
     if longest_s < STAYS_AWAY_S:
         return None
-    return {"ranks": [rank for rank, seconds in known.items() if not seconds], "seconds": longest_s}
+    # A rank that does not answer says nothing of itself, and is not in a collective that others wait in.
+    away = {rank for rank, seconds in known.items() if not seconds} | readings.silent
+    return {"ranks": sorted(away), "seconds": longest_s}
 
 
 def _findings(series: RankSeries) -> list[Json]:

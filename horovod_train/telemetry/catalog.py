@@ -16,6 +16,7 @@ from horovod_train.telemetry.catalog_machine import MACHINE
 from horovod_train.telemetry.metric import Metric
 from horovod_train.telemetry.records import (
     EndRecord,
+    EvaluatingRecord,
     EvaluationRecord,
     ExchangeRecord,
     GpuExchangeRecord,
@@ -293,6 +294,14 @@ JOB = (
         EvaluationRecord,
         lambda evaluation: evaluation.metrics,
         label="metric",
+    ),
+    Metric(
+        "horovod_train_evaluating",
+        "gauge",
+        "1 while this rank evaluates, and makes no steps.",
+        "Does the job stand still, or does it evaluate?",
+        EvaluatingRecord,
+        lambda evaluating: float(evaluating.is_under_way),
     ),
     Metric(
         "horovod_train_checkpoint_write_seconds",

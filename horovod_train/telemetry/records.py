@@ -89,6 +89,13 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True)
+class EvaluatingRecord:
+    """An evaluation begins, or has ended."""
+
+    is_under_way: bool
+
+
+@dataclass(frozen=True)
 class WorldRecord:
     """How many ranks the job asked for, and how many take part."""
 

@@ -229,7 +229,11 @@ def take_metrics(run: Run) -> None:
     Raises:
         UserError: The job names a metric that the evaluation does not give.
     """
+    for hook in run.hooks:
+        hook.on_evaluation(run, begins=True)
     run.progress.metrics = evaluate(run)
+    for hook in run.hooks:
+        hook.on_evaluation(run, begins=False)
     run.progress.metrics_step = run.progress.step
     for path, metric in wanted_metrics(run).items():
         if metric not in run.progress.metrics:

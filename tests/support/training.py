@@ -19,6 +19,7 @@ from horovod_train.config.schema import Data, Job
 from horovod_train.events.wire import Reporter, parse_line
 from horovod_train.frameworks.randomness import load_rng_state, rng_state
 from horovod_train.frameworks.reader import NumpyReader
+from horovod_train.training.hooks.base import Hook
 from horovod_train.training.readings import StepReport
 from horovod_train.training.run import Run
 from horovod_train.worker import make_run
@@ -82,7 +83,7 @@ class Task:
 
 
 @dataclass
-class Noted:
+class Noted(Hook):
     """A hook that notes what it is told, and in which order."""
 
     moments: list[Any] = field(default_factory=list)

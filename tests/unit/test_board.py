@@ -418,14 +418,19 @@ class TestAHang:
         add(folder, as_line(Started(
             job="j", num_parameters=7, world_size=3, global_batch_size=8, precision="fp32", device="cpu",
         )))  # fmt: skip
-        found = {rank: reading(rank, waiting_now_seconds=s) for rank, s in enumerate(waiting_s)}
-        return run_document(Run(folder), Readings(found, set(found), 1.0, 1.0, found))
+        found = {
+            rank: reading(rank, waiting_now_seconds=s) for rank, s in enumerate(waiting_s) if s is not None
+        }
+        return run_document(Run(folder), Readings(found, set(range(len(waiting_s))), 1.0, 1.0, found))
 
     def test_names_who_has_not_come(self, folder):
         assert self.document(folder, 83.0, 0.0, 80.0)["stays_away"] == {"ranks": [1], "seconds": 83.0}
 
     def test_of_ranks_that_wait_a_little_is_none(self, folder):
         assert self.document(folder, 3.0, 0.0, 2.0)["stays_away"] is None
+
+    def test_names_a_frozen_rank_which_does_not_answer(self, folder):
+        assert self.document(folder, 83.0, None, 80.0)["stays_away"]["ranks"] == [1]
 
     def test_in_which_all_wait_names_nobody(self, folder):
         assert self.document(folder, 83.0, 82.0)["stays_away"]["ranks"] == []

@@ -125,8 +125,9 @@ CASES = {
             [*STANDS_STILL, state("leaving")],
             [*STANDS_STILL, state("failed")],
             [series("steps_total", rank(0), "0+5x10 _x200")],
-            # Begun four minutes ago, and the first step takes its time.
-            [series("steps_total", rank(0), f"_x{16 * MINUTE} 0x200")],
+            # Begun twelve minutes ago, and the first step takes its time.
+            [series("steps_total", rank(0), f"_x{8 * MINUTE} 0x200")],
+            [*STANDS_STILL, series("evaluating", rank(0), f"0x{8 * MINUTE} 1x200")],
         ],
         [{"training_job": "digits"}],
     ),

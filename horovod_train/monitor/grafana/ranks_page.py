@@ -14,7 +14,7 @@ WHO = (
         "Own time of a step, by rank",
         "Steps take equally long on all ranks, since ranks wait for each other; own time leaves the waiting "
         "out. A dark row is a slow rank, a dark column a slow moment of all.",
-        (f"sum by (rank) ({of_selected('horovod_train:own_seconds:per_step')})", "{{rank}}"),
+        (of_selected("horovod_train:own_seconds:per_step"), "{{training_job}} {{run}} {{rank}}"),
         unit="s",
         span=24,
     ),

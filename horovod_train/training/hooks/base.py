@@ -73,6 +73,9 @@ class Hook:
         """An optimizer step was made, the one that ``run.progress`` counts; its outcome may come later."""
         return None
 
+    def on_evaluation(self, run: Run, *, begins: bool) -> None:
+        """An evaluation begins, or has ended."""
+
     def on_epoch(self, run: Run, *, evaluated: bool) -> Action | None:
         """An epoch is complete; ``run.progress.metrics`` is new if it was evaluated."""
         return None

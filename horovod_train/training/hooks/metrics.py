@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.records import EvaluationRecord
+from horovod_train.telemetry.records import EvaluatingRecord, EvaluationRecord
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.parts import record_step
 from horovod_train.training.readings import StepReport
@@ -25,6 +25,10 @@ class RecordMetrics(Hook):
         """Record the step."""
         step, epochs = report.step, report.epochs_passed
         record_step(self._recorder, report.share, report.outcome, report.lr, step, epochs)
+
+    def on_evaluation(self, run: Run, *, begins: bool) -> None:
+        """Record that no steps are made meanwhile."""
+        self._recorder.record(EvaluatingRecord(begins))
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
         """Record the evaluation."""
