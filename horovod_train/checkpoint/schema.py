@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from horovod_train.errors import CheckpointError
 
@@ -48,6 +48,14 @@ class ManifestDocument(_Document):
     step: Count
     files: dict[FileName, DigestDocument]
     summary: SummaryDocument
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> ManifestDocument:
+        if missing := {"state.json", "config.json"} - self.files.keys():
+            raise ValueError(f"files: {min(missing)} is missing")
+        if not any(name.startswith("model") for name in self.files):
+            raise ValueError("files: there is no model")
+        return self
 
 
 class OrderDocument(_Document):

@@ -212,7 +212,11 @@ def _assignments(
     for override in overrides:
         dotted, equals, text = override.partition("=")
         parts = dotted.strip().split(".")
-        if not equals or not all(parts) or len(parts) > MAX_DEPTH:
+        if len(parts) > MAX_DEPTH:
+            hint = "no field of a job lies so deep"
+            problems.append(Problem("--set", shorten(override), f"has more than {MAX_DEPTH} levels", hint))
+            continue
+        if not equals or not all(parts):
             hint = "write --set train.epochs=3"
             problems.append(Problem("--set", shorten(override), "is not of the form field=value", hint))
             continue

@@ -201,7 +201,8 @@ _ALERTS = (
     ),
     Alert(
         "HorovodTrainLossSpike",
-        f"max by ({JOB}) ({_P}loss) > 2 * (max by ({JOB}) (avg_over_time({_P}loss[30m] offset 5m)) > 0)",
+        f"max by ({JOB}) ({_P}loss) > 2 * (max by ({JOB}) (avg_over_time({_P}loss[30m] offset 5m)) > 0) "
+        f"and on ({JOB}) max by ({JOB}) ({_P}loss) > 0.1 * max by ({JOB}) (max_over_time({_P}loss[6h]))",
         "2m",
         "warning",
         "{{ $labels.training_job }}: the loss is {{ $value | humanize }}, more than twice its mean of "

@@ -141,7 +141,7 @@ class _End(Guarded):
             asked = json.loads(self.request.body)
             how: Literal["drain", "stop"] = asked["how"]
             key = str(asked["key"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise HTTPError(400) from error
         if not isinstance(how, str) or how not in HOW:
             raise HTTPError(400)

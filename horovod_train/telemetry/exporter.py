@@ -35,7 +35,10 @@ FRESH_S = 1.0
 """Who asks again within so long gets the same answer: making one takes milliseconds from training."""
 
 MAX_CONNECTIONS = 16
-"""More at the same time are closed at once: Prometheus asks again, and each costs the process a thread."""
+"""Of more at the same time, the oldest is closed, if it has had its time: each costs the process a thread."""
+
+LONG_S = 1.0
+"""An answer takes milliseconds: a connection that is older gives its place to another one."""
 
 TIMEOUT_S = 5.0
 """A connection on which nothing happens for so long is closed."""
@@ -167,7 +170,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Request, client_address: Address) -> None:
         """Answer in a thread, if one is free."""
         assert isinstance(request, socket.socket)  # it is no server of datagrams
-        if not self._free.acquire(blocking=False):
+        if not (self._free.acquire(blocking=False) or self._takes_the_place_of_the_oldest()):
             self.shutdown_request(request)
             return
         self._begun_s[request] = monotonic()
@@ -176,6 +179,15 @@ class _Server(ThreadingMixIn, WSGIServer):
         except BaseException:  # no thread could be started
             self._forget(request)
             raise
+
+    def _takes_the_place_of_the_oldest(self) -> bool:
+        """Close the oldest connection, if it is old; return whether its place is free by now."""
+        oldest, begun_s = min(self._begun_s.copy().items(), key=lambda item: item[1], default=(None, 0.0))
+        if oldest is None or monotonic() - begun_s < LONG_S:
+            return False
+        with suppress(OSError):
+            oldest.shutdown(socket.SHUT_RDWR)
+        return self._free.acquire(timeout=0.2)
 
     def process_request_thread(self, request: Request, client_address: Address) -> None:
         """Answer."""

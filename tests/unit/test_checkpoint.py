@@ -460,6 +460,9 @@ MANIFESTS = {
     "a size that is no number": lambda m: m["files"]["state.json"].update(size_bytes="9"),
     "a negative size": lambda m: m["files"]["state.json"].update(size_bytes=-1),
     "a hash that is none": lambda m: m["files"]["state.json"].update(sha256="x"),
+    "no files": lambda m: m.update(files={}),
+    "files without a model": lambda m: m["files"].pop("model.safetensors"),
+    "files without a description of the job": lambda m: m["files"].pop("config.json"),
     "files that are no mapping": lambda m: m.update(files=[]),
     "a step that is no number": lambda m: m.update(step="7"),
     "a step that is negative": lambda m: m.update(step=-7),
@@ -910,11 +913,11 @@ class TestAFolder:
     def test_what_the_manifest_does_not_name_is_not_read(self, folder):
         path = folder / "step-000000000003"
         manifest = json.loads((path / "manifest.json").read_text())
-        del manifest["sha256"], manifest["files"]["model.safetensors"]
+        del manifest["sha256"], manifest["files"]["optimizer.safetensors"]
         manifest["sha256"] = store.checksum(manifest)
         (path / "manifest.json").write_text(json.dumps(manifest))
 
-        with pytest.raises(CheckpointError, match=r"model\.safetensors: is not in the manifest"):
+        with pytest.raises(CheckpointError, match=r"optimizer\.safetensors: is not in the manifest"):
             store.read_checkpoint(path)
 
     def test_a_document_that_is_no_json_is_damaged(self, tmp_path):

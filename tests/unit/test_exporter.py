@@ -131,6 +131,28 @@ def test_who_sends_a_byte_now_and_then_does_not_keep_others_out(serve, monkeypat
         connection.close()
 
 
+def test_connections_that_are_renewed_for_ever_do_not_keep_prometheus_out(serve):
+    place = serve()
+    stop = threading.Event()
+
+    def drip():
+        while not stop.is_set():
+            with suppress(OSError), socket.create_connection(place, 5) as connection:
+                while not stop.wait(0.2):
+                    connection.sendall(b"G")
+
+    threads = [threading.Thread(target=drip) for _ in range(MAX_CONNECTIONS)]
+    for thread in threads:
+        thread.start()
+    time.sleep(2 * exporter_module.LONG_S)
+    try:
+        assert "answer 42.0" in ask(place)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
 def test_a_thread_that_cannot_be_started_leaves_its_place_to_others(serve, monkeypatch):
     place = serve()
     with monkeypatch.context() as broken:

@@ -149,6 +149,8 @@ CASES = {
         [
             [series("loss", rank(0), f"1x{16 * MINUTE} 1.9x200")],
             [series("loss", rank(0), "10-0.1x200")],
+            # Of a model that has learned everything.
+            [series("loss", rank(0), f"2x8 0.001x{15 * MINUTE} 0.0025x200")],
             # Losses below zero have no "twice".
             [series("loss", rank(0), f"-1x{16 * MINUTE} -0.4x200")],
         ],
