@@ -169,12 +169,20 @@ def cases() -> dict[str, type[Case]]:
 def import_what_ranks_need(strategies: Iterable[str]) -> None:
     """Import it once, before ranks are forked."""
     import horovod.torch  # noqa: F401
+    import torch._dynamo
+    import torch._inductor.compile_fx  # PyTorch's optimizers import both
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
 
     import horovod_train.frameworks.torch.framework
     import horovod_train.worker  # noqa: F401
+    from horovod_train.registry import HOOKS, load_attribute
+    from horovod_train.registry import STRATEGIES as CLASSES
 
+    for location in (*HOOKS, *(CLASSES.location(name.rstrip("12")) for name in strategies)):
+        load_attribute(location, what="a part of a run")
+    for module in ("pipeline.cut", "equality", "verification", "local_model", "elementwise"):
+        importlib.import_module(f"horovod_train.frameworks.torch.{module}")
     if any(name.startswith("deepspeed") for name in strategies):
         from horovod_train.frameworks.torch.strategies.deepspeed import imported
 
