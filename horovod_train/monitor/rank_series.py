@@ -17,6 +17,9 @@ COLUMNS = ("steps", "samples", "step_s", "waiting_s", "waited_for_s", *PHASES)
 MAX_WINDOWS = 360
 """When there are more, two become one: the picture stays as wide as a screen, and memory as small."""
 
+MAX_NUMBERS = 2**24
+"""In all windows of a run together: with very many ranks there are fewer windows."""
+
 
 @dataclass
 class Window:
@@ -71,6 +74,8 @@ class RankSeries:
     def add_event(self, time_unix_s: float, event: RankTimes) -> None:
         """Take what some ranks have told: rank 0 of all, some in each event, or each rank of itself."""
         end = event.first_rank + len(event.steps)
+        if end > self.num_ranks > 0:
+            return  # a run has no such rank: a task can print anything
         if not self.windows or self._is_told(event.first_rank):
             self._append(Window(time_unix_s, event.seconds, unknown(max(end, self.num_ranks))))
         window = self.windows[-1]
@@ -102,7 +107,7 @@ class RankSeries:
 
     def _append(self, window: Window) -> None:
         self.windows.append(window)
-        if len(self.windows) > MAX_WINDOWS:
+        if len(self.windows) > max(2, min(MAX_WINDOWS, MAX_NUMBERS // max(1, window.table.size))):
             self.windows = [
                 joined(self.windows[place : place + 2]) for place in range(0, len(self.windows), 2)
             ]

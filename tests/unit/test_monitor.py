@@ -16,6 +16,7 @@ from support.launching import free_port
 from horovod_train.errors import UserError
 from horovod_train.events.file import EventsFile, opened
 from horovod_train.events.types import (
+    MAX_RANKS,
     PHASES,
     Attempt,
     CheckpointWritten,
@@ -230,6 +231,21 @@ class TestSeries:
 
         assert len(series.windows) <= MAX_WINDOWS // 2 + 1
         assert sum(window["steps"][0] for window in series.windows) == 10 * (MAX_WINDOWS + 1)
+
+    def test_ranks_that_a_run_does_not_have_are_left_out(self):
+        series = RankSeries()
+        series.begin(2)
+        series.add_event(1.0, rank_times([0.02, 0.03]))
+        series.add_event(1.1, rank_times([0.02], first_rank=MAX_RANKS - 1))
+
+        assert [window.table.shape[1] for window in series.windows] == [2]
+
+    def test_very_many_ranks_take_little_memory(self):
+        series = RankSeries()
+        for _ in range(10):
+            series.add_event(1.0, rank_times([0.02], first_rank=MAX_RANKS - 1))
+
+        assert sum(window.table.nbytes for window in series.windows) < 200e6
 
     def test_what_is_unknown_stays_unknown_and_what_is_known_in_part_counts(self):
         first, second = (Window(1.0, 1.0, unknown(2)) for _ in range(2))
