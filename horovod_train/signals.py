@@ -43,11 +43,14 @@ ASK_RANKS = signal.SIGUSR1
 """What a launch sends to its ranks."""
 
 SENT_TO_END: Mapping[Literal["drain", "stop", "kill"], tuple[signal.Signals, ...]] = {
-    "drain": (signal.SIGUSR1,),
-    "stop": (signal.SIGTERM,),
-    "kill": (signal.SIGTERM, signal.SIGTERM),
+    "drain": (signal.SIGUSR1, signal.SIGCONT),
+    "stop": (signal.SIGTERM, signal.SIGCONT),
+    "kill": (signal.SIGTERM, signal.SIGTERM, signal.SIGCONT),
 }
-"""What `horovod-train drain` and `cancel` send to the process that carries out a job, in order."""
+"""What `horovod-train drain` and `cancel` send to the process that carries out a job, in order.
+
+One that is stopped (Ctrl-Z) acts on a signal when it is continued.
+"""
 
 
 def exit_code_of(number: int) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -379,9 +380,9 @@ class TestCancel:
     @pytest.mark.parametrize(
         ("how", "expected"),
         [
-            ("drain", [signal.SIGUSR1]),
-            ("stop", [signal.SIGTERM]),
-            ("kill", [signal.SIGTERM, signal.SIGTERM]),
+            ("drain", [signal.SIGUSR1, signal.SIGCONT]),
+            ("stop", [signal.SIGTERM, signal.SIGCONT]),
+            ("kill", [signal.SIGTERM, signal.SIGTERM, signal.SIGCONT]),
         ],
     )
     def test_sends_what_the_verb_means(self, job, monkeypatch, how, expected):
@@ -400,6 +401,24 @@ class TestCancel:
         assert sent[::2] == [(os.getpid(), number) for number in expected]
         assert sent[1::2] == ["a pause"] * len(expected)
         assert (job.log_dir / jobs.CANCELLED_FILE).exists() == (how != "drain")
+
+    def test_ends_a_launcher_that_is_stopped(self, job):
+        program = (
+            "import pathlib, signal, sys; from horovod_train.launch.jobs import StateFile;"
+            "state = StateFile(pathlib.Path(sys.argv[1]));"
+            "signal.signal(signal.SIGTERM, lambda *_: (state.write('cancelled', 143), sys.exit()));"
+            "state.write('running');"
+            "signal.pause()"
+        )
+        with subprocess.Popen([sys.executable, "-c", program, str(job.log_dir)]) as launcher:
+            while jobs.StateFile(job.log_dir).read().state != "running":
+                time.sleep(0.05)
+            launcher.send_signal(signal.SIGSTOP)
+
+            Scripted().cancel(job, "stop")
+
+            launcher.wait(30)
+        assert jobs.StateFile(job.log_dir).read().state == "cancelled"
 
     def test_of_a_job_that_has_ended_does_nothing(self, job):
         jobs.StateFile(job.log_dir).write("succeeded", 0)
