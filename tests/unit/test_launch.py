@@ -566,8 +566,10 @@ class TestOutcome:
     def test_a_silent_end_shows_the_launchers_last_words(self, run):
         run.see("mpirun: something unheard of")
 
-        with pytest.raises(LaunchError, match="no rank said why(.|\n)*something unheard of"):
+        with pytest.raises(LaunchError, match="no rank said why(.|\n)*something unheard of") as caught:
             run.end(7)
+        assert "no rank had begun to train" in caught.value.hint
+        assert "memory" not in caught.value.hint
 
     def test_an_end_without_a_summary_is_no_success(self, run):
         with pytest.raises(LaunchError):

@@ -213,10 +213,13 @@ class Outcome:
                 ranks=[int(number) for number in re.findall(r"^rank (\d+)", self._killed)],
             )
         last = "\n".join(f"    {line}" for line in self._last_words)
+        was_killed = "a rank was killed, or the machine ran out of memory"
+        # A launcher that starts no ranks says why in its own words: nothing points to a rank then.
+        no_ranks = "no rank had begun to train; `horovod-train doctor` checks the launcher and the hosts"
         return self._lost(
             f"the launcher ended with code {code} and no rank said why{noticed}"
             + (f"; its last words:\n{last}" if last else ""),
-            f"a rank was killed, or the machine ran out of memory; see {self._log_name}",
+            f"{was_killed if self._has_started or noticed or not last else no_ranks}; see {self._log_name}",
         )
 
     @property
