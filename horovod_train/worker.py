@@ -42,6 +42,8 @@ from horovod_train.events.types import (
 from horovod_train.events.wire import Reporter
 from horovod_train.files import make_folder
 from horovod_train.frameworks.base import Framework, KnowsItsDevice, Reader, Replica, explained_by
+from horovod_train.frameworks.reader import WAITING
+from horovod_train.health.data_watch import DataWatch
 from horovod_train.health.device_watch import DeviceWatch
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder, give_signs_of_life
@@ -176,6 +178,8 @@ def run_rank(
         watch_device(job, recorder, framework.gpu_uuid(), framework.device_memory)
         if world.size > 1 and framework.gpu_uuid():
             stack.callback(DeviceWatch(world, job.health, tell, end).close)
+    data_watch = DataWatch(world.rank, world.size, job.health, lambda: WAITING.since_s, tell, end)
+    stack.callback(data_watch.close)
     run.replica.broadcast()
     # What is random from here on (dropout) is each rank's own, and of those that share a model the same.
     framework.seed(job.train.seed, mesh.data.rank + 1, 0)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from multiprocessing import forkserver, resource_tracker
 from threading import Thread
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,29 @@ def leave_with(rank_pid: int) -> None:
         Thread(target=look, daemon=True).start()
 
 
+@dataclass
+class Waiting:
+    """Since when this process has been waiting for a batch, by the monotonic clock; None: it is not."""
+
+    since_s: float | None = None
+
+
+WAITING = Waiting()
+
+
+def timed(batches: Iterator[object]) -> Iterator[object]:
+    """Yield batches; while one is waited for, ``WAITING`` says since when."""
+    while True:
+        WAITING.since_s = monotonic()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            WAITING.since_s = None
+        yield batch
+
+
 class NumpyReader:
     """Reads a map-style dataset into NumPy arrays.
 
@@ -161,6 +185,9 @@ class NumpyReader:
 
     def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         """Yield the collated batch of each micro-batch."""
+        return timed(self._read(epoch, order, micro_batches))
+
+    def _read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         wanted = fetches(self._seed, epoch, order, micro_batches)
         if self._pool is None:
             for fetch in wanted:

@@ -25,6 +25,7 @@ from horovod_train.frameworks.reader import (
     leave_with,
     own_seeds,
     start_loader_server,
+    timed,
 )
 
 
@@ -130,6 +131,9 @@ class TorchReader:
 
     def read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         """Yield the collated batch of each micro-batch, on the replica's device."""
+        return timed(self._read(epoch, order, micro_batches))
+
+    def _read(self, epoch: int, order: Order, micro_batches: Iterable[MicroBatch]) -> Iterator[object]:
         self._schedule.fetches = fetches(self._seed, epoch, order, micro_batches)
         try:
             batches = iter(self._loader)
