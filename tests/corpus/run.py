@@ -22,6 +22,7 @@ import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
+from corpus.adapters import fits  # noqa: E402
 from corpus.base import Case  # noqa: E402
 from corpus.reference import BATCH_SIZE, EASY, EPOCHS, HARD, Settings, trained  # noqa: E402
 from corpus.worlds import Ended, run_world  # noqa: E402
@@ -37,6 +38,9 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "pipeline": {"name": "pipeline"},
     "tensor_parallel": {"name": "tensor_parallel"},
 }
+LOOPS = {"lightning": "Lightning", "transformers": "Transformers"}
+"""Frameworks with a loop of their own, which train models of PyTorch; their tasks are in adapters.py."""
+
 SHARED = {"pipeline", "tensor_parallel"}
 """All ranks read the same samples."""
 
@@ -45,7 +49,7 @@ def job_of(case: type, strategy: str, settings: Settings, num_ranks: int, folder
     """Return the description of a job."""
     settings = case.optimized(settings)
     is_deepspeed = strategy.startswith("deepspeed")
-    description = dict(STRATEGIES[strategy])
+    description = dict(STRATEGIES.get(strategy, {"name": "allreduce"}))
     plan = getattr(case, "plan", None)
     if strategy == "tensor_parallel" and isinstance(plan, dict):
         description["args"] = {"plan": plan}
@@ -72,6 +76,9 @@ def job_of(case: type, strategy: str, settings: Settings, num_ranks: int, folder
         "checkpoint": {"every_epochs": None},
         "health": {"stall_warning_s": 10.0, "stall_shutdown_s": 20.0},
     }
+    if strategy in LOOPS:
+        job |= {"framework": strategy, "task": f"corpus.adapters:{LOOPS[strategy]}"}
+        job["task_args"] = {**job["task_args"], "case": case.__name__}
     for section, values in getattr(case, "job", {}).items():
         job[section] = {**job.get(section, {}), **values} if isinstance(values, dict) else values
     return job
@@ -113,6 +120,9 @@ def compared(
 
     export(folder / "corpus", folder / "weights.safetensors", averaged="ema" in case.job or None)
     weights = safetensors.torch.load_file(folder / "weights.safetensors")
+    if strategy in LOOPS:
+        weights = {name.removeprefix("net."): tensor for name, tensor in weights.items()}
+        args = {name: value for name, value in args.items() if name != "case"}
     num_data = 1 if strategy in SHARED else num_ranks
     zeros = strategy.startswith("deepspeed")
     expected = trained(case(**args), settings, num_data, zeros=zeros)
@@ -140,7 +150,9 @@ def compared(
             return {"what": "WRONG", "why": f"{each}: {weights[each].dtype} {tuple(weights[each].shape)}"}
         if not size <= worst:
             worst, where = size, each
-    tolerance = getattr(case, "tolerance", None) or (2e-6 if args.get("double") is False else 1e-9)
+    # PyTorch's clipping, which other loops use, adds 1e-6 to the norm.
+    is_rough = args.get("double") is False or strategy in LOOPS
+    tolerance = getattr(case, "tolerance", None) or (2e-6 if is_rough else 1e-9)
     is_equal = worst <= tolerance or case.is_random  # was compared with the plain model by the job itself
     return {
         "what": "equal" if is_equal else "WRONG",
@@ -155,7 +167,7 @@ def cases() -> dict[str, type[Case]]:
     """Return all cases by name."""
     found: dict[str, type[Case]] = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
-        if file.stem in {"__init__", "base", "page", "reference", "run", "worlds"}:
+        if file.stem in {"__init__", "adapters", "base", "page", "reference", "run", "worlds"}:
             continue
         module = importlib.import_module(f"corpus.{file.stem}")
         found |= {
@@ -179,7 +191,10 @@ def import_what_ranks_need(strategies: Iterable[str]) -> None:
     from horovod_train.registry import HOOKS, load_attribute
     from horovod_train.registry import STRATEGIES as CLASSES
 
-    for location in (*HOOKS, *(CLASSES.location(name.rstrip("12")) for name in strategies)):
+    for name in LOOPS.keys() & set(strategies):
+        importlib.import_module(f"horovod_train.frameworks.{name}.framework")
+    classes = [CLASSES.location(name.rstrip("12")) for name in strategies if name not in LOOPS]
+    for location in (*HOOKS, *classes):
         load_attribute(location, what="a part of a run")
     for module in ("pipeline.cut", "equality", "verification", "local_model", "elementwise"):
         importlib.import_module(f"horovod_train.frameworks.torch.{module}")
@@ -192,7 +207,7 @@ def import_what_ranks_need(strategies: Iterable[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--strategy", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("--strategy", nargs="*", default=[*STRATEGIES, *LOOPS])
     parser.add_argument("--ranks", nargs="*", type=int, default=[2])
     parser.add_argument("--case", nargs="*")
     parser.add_argument("--settings", nargs="*", default=["easy", "hard"])
@@ -210,6 +225,7 @@ def main() -> None:
         if settings.name in options.settings
         if settings.name in case.settings and not (settings is HARD and case.stateful)
         if not (strategy == "tensor_parallel" and case.plan is None)
+        if strategy not in LOOPS or fits(case)
         if options.case is None or name in options.case
     ]
     results = {}

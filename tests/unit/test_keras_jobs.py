@@ -11,7 +11,7 @@ PRELUDE = """
 import keras, numpy as np
 from horovod_train.errors import UserError
 from horovod_train.frameworks.keras.back_ends.tensorflow import TensorflowBackEnd
-from horovod_train.frameworks.keras.framework import check_reduction
+from horovod_train.frameworks.keras.losses import check_joint_loss, check_reduction
 """
 STREAM = (
     PRELUDE
@@ -91,6 +91,44 @@ else:
     raise AssertionError
 """
 )
+JOINT = (
+    PRELUDE
+    + """
+layers, loss = keras.layers, keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+tokens = np.array([[1, 2, 0]])
+
+class Adds(layers.Layer):
+    def call(self, x):
+        self.add_loss(keras.ops.mean(x))
+        return x
+
+def sequential(*members):
+    tokens = keras.Input((3,), batch_size=1, dtype="int64")
+    return keras.Sequential([tokens, layers.Embedding(5, 4), *members])
+
+def refusal(model, loss=loss):
+    try:
+        check_joint_loss(model, tokens, loss)
+    except UserError as error:
+        return str(error)
+    return ""
+
+stateful = sequential(layers.GRU(3, stateful=True), layers.Dense(2))
+before = [variable.numpy().tolist() for variable in stateful.variables]
+assert not refusal(stateful)
+assert [variable.numpy().tolist() for variable in stateful.variables] == before
+regularized = layers.Dense(2, kernel_regularizer="l2")
+assert not refusal(sequential(layers.Flatten(), regularized), {"a": loss, "b": "mse"})
+assert "activity_regularizer" in refusal(sequential(layers.Dense(2, activity_regularizer="l2")))
+assert "add_loss" in refusal(sequential(Adds(), layers.Dense(2)))
+masked = keras.Sequential([keras.Input((3,), dtype="int64"), layers.Embedding(5, 4, mask_zero=True)])
+last = keras.Sequential([masked, layers.GRU(3), layers.Dense(2)])
+assert "mask_zero" in refusal(keras.Sequential([masked, layers.Dense(2)]))
+assert not refusal(last), "the mask ends where the last state is taken"
+ignoring = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=0)
+assert "ignore_class" in refusal(last, [ignoring])
+"""
+)
 
 
 def run(program: str, back_end: str) -> None:
@@ -112,6 +150,11 @@ def test_batches_come_out_of_the_dataset_as_they_went_in():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at glibc's allocator")
 def test_training_leaves_the_memory_allocator_alone_where_keras_would_not():
     run(ALLOCATOR, "tensorflow")
+
+
+@pytest.mark.parametrize("back_end", ["tensorflow", "torch", "jax"])
+def test_losses_of_a_batch_are_refused_where_ranks_have_parts_of_it(back_end):
+    run(JOINT, back_end)
 
 
 def test_what_compile_says_is_refused_where_it_would_train_wrong():

@@ -16,7 +16,6 @@ from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
-from horovod_train.errors import UserError
 from horovod_train.frameworks import variables
 from horovod_train.frameworks.base import Bridge, StepClock, StepOutcome
 from horovod_train.frameworks.callbacks import (
@@ -28,6 +27,7 @@ from horovod_train.frameworks.callbacks import (
 from horovod_train.frameworks.keras.back_ends.base import Exchange, back_end
 from horovod_train.frameworks.keras.callbacks import Logs, set_learning_rate
 from horovod_train.frameworks.keras.feed import feed
+from horovod_train.frameworks.keras.losses import check_joint_loss, check_reduction
 from horovod_train.frameworks.keras.optimizer import distribute, exchange_of
 from horovod_train.frameworks.keras.replica import KerasReplica
 from horovod_train.frameworks.keras.task import OPTIONAL, REQUIRED, KerasTask
@@ -83,6 +83,8 @@ class KerasFramework:
         check_reduction(arguments.get("loss"))
         if world.size > 1:
             back_end().check_compile(arguments)
+        if world.size > 1 or job.train.accumulation_steps > 1:
+            check_joint_loss(model, self._train_reader.first()[0], arguments.get("loss"))
         model.compile(optimizer=optimizer, **arguments)
         optimizer.build(model.trainable_variables)
         self._seeds = variables.seed_states(model)
@@ -327,19 +329,3 @@ class _OneTraining(keras.callbacks.Callback):
         """Training is complete."""
         if self._has_begun:
             self._inner.on_train_end({})
-
-
-def check_reduction(loss: object) -> None:
-    """Refuse losses whose mean over ranks is not the loss of the joint batch.
-
-    Raises:
-        UserError: The loss does not divide by the number of samples.
-    """
-    for one in keras.tree.flatten(loss):
-        reduction = getattr(one, "reduction", "sum_over_batch_size")
-        if reduction not in {"sum_over_batch_size", "mean"}:
-            raise UserError(
-                f"the loss {one.name} has reduction {reduction!r}: it is not a mean over samples, and "
-                "the mean over ranks would not be the loss of the joint batch",
-                hint="use reduction='sum_over_batch_size', Keras's default",
-            )
