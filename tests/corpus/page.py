@@ -1,10 +1,12 @@
 """docs/models.md: which models of the corpus each strategy trains, and which it refuses, with the reasons.
 
-usage: page.py FILE RESULTS ...      RESULTS are files that run.py has written with --out
+usage: page.py FILE RESULTS ... [--others COLUMN=RESULTS ...]
+RESULTS are files that run.py, and others.py, have written with --out.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -63,7 +65,41 @@ def reason(output: str) -> str:
     return f"{first}: {others[0]}" if others and first.endswith("into stages") else first
 
 
-def page(results: Results, cases: Mapping[str, type[Case]], strategies: Iterable[str]) -> str:
+OTHERS_HEAD = """
+## Keras, TensorFlow and JAX
+
+Models of `tests/corpus/keras_nets.py` and `jax_nets.py`, on two and three ranks, each compared with a plain loop
+of its framework over the joint batch in one process.
+
+"""
+
+
+def others_page(of_columns: Mapping[str, Results]) -> str:
+    """Return the part of the page on other frameworks.
+
+    Args:
+        of_columns: What was seen, by framework and back end.
+    """
+    keys = {column: {key.split()[0] for key in results} for column, results in of_columns.items()}
+    names = dict.fromkeys(key.split()[0] for results in of_columns.values() for key in results)
+    rows = []
+    for name in names:
+        cells = []
+        for column, results in of_columns.items():
+            seen = {found["what"] for key, found in results.items() if key.split()[0] == name}
+            bad = sorted(seen - {"equal"})
+            cells.append(NOT_TRIED if name not in keys[column] else f"**{bad[0]}**" if bad else EQUAL)
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    lines = [f"| model | {' | '.join(of_columns)} |", f"|---|{'---|' * len(of_columns)}", *rows]
+    return OTHERS_HEAD + "\n".join(lines) + "\n"
+
+
+def page(
+    results: Results,
+    cases: Mapping[str, type[Case]],
+    strategies: Iterable[str],
+    others: Mapping[str, Results],
+) -> str:
     """Return the page, as Markdown."""
     strategies = list(strategies)
     numbers: dict[str, int] = {}
@@ -88,7 +124,7 @@ def page(results: Results, cases: Mapping[str, type[Case]], strategies: Iterable
         "",
         *(f"{number}. {text}" for text, number in numbers.items()),
     ]
-    return HEAD + "\n".join(lines) + "\n"
+    return HEAD + "\n".join(lines) + "\n" + others_page(others)
 
 
 def trained_by(text: str, cases: Mapping[str, type[Case]], strategies: Iterable[str]) -> set[tuple[str, str]]:
@@ -107,13 +143,19 @@ def trained_by(text: str, cases: Mapping[str, type[Case]], strategies: Iterable[
 
 
 def main() -> None:
-    from corpus.run import STRATEGIES, cases
+    from corpus.run import COLUMNS, cases
 
-    path, *files = map(Path, sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("page", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
+    parser.add_argument("--others", nargs="*", default=[])
+    options = parser.parse_args()
     results: dict[str, Any] = {}
-    for file in files:
+    for file in options.results:
         results |= json.loads(file.read_text())
-    path.write_text(page(results, cases(), STRATEGIES))
+    named = (each.split("=") for each in options.others)
+    others = {column: json.loads(Path(file).read_text()) for column, file in named}
+    options.page.write_text(page(results, cases(), COLUMNS, others))
 
 
 if __name__ == "__main__":

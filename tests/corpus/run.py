@@ -41,6 +41,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 LOOPS = {"lightning": "Lightning", "transformers": "Transformers"}
 """Frameworks with a loop of their own, which train models of PyTorch; their tasks are in adapters.py."""
 
+COLUMNS = [*STRATEGIES, *LOOPS]
 SHARED = {"pipeline", "tensor_parallel"}
 """All ranks read the same samples."""
 
@@ -207,7 +208,7 @@ def import_what_ranks_need(strategies: Iterable[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--strategy", nargs="*", default=[*STRATEGIES, *LOOPS])
+    parser.add_argument("--strategy", nargs="*", default=COLUMNS)
     parser.add_argument("--ranks", nargs="*", type=int, default=[2])
     parser.add_argument("--case", nargs="*")
     parser.add_argument("--settings", nargs="*", default=["easy", "hard"])
