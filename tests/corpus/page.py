@@ -68,8 +68,8 @@ def reason(output: str) -> str:
 OTHERS_HEAD = """
 ## Keras, TensorFlow and JAX
 
-Models of `tests/corpus/keras_nets.py` and `jax_nets.py`, on two and three ranks, each compared with a plain loop
-of its framework over the joint batch in one process.
+Models of `tests/corpus/keras_nets.py` and `jax_nets.py`, on two and three ranks, each compared with a plain
+loop of its framework over the joint batch in one process.
 
 """
 
