@@ -1,6 +1,6 @@
 """Train the corpus under strategies, compare each with one process, and write what was seen.
 
-usage: run.py [--out FILE] [--strategy NAME ...] [--ranks N ...] [--case NAME ...] [--part I/N]
+usage: run.py [--out FILE] [--strategy NAME ...] [--ranks N ...] [--case NAME ...] [--part I/N] [--share I/N]
 """
 
 from __future__ import annotations
@@ -231,10 +231,12 @@ def main() -> None:
     parser.add_argument("--case", nargs="*")
     parser.add_argument("--settings", nargs="*", default=["easy", "hard"])
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--share", default="0/1", help="of that part, where several processes train it")
     parser.add_argument("-v", action="store_true")
     options = parser.parse_args()
     import_what_ranks_need(options.strategy)
     part, num_parts = map(int, options.part.split("/"))
+    share, num_shares = map(int, options.share.split("/"))
     every = [
         (name, case, strategy, settings, num_ranks)
         for name, case in cases().items()
@@ -248,7 +250,7 @@ def main() -> None:
         if options.case is None or name in options.case
     ]
     results = {}
-    for name, case, strategy, settings, num_ranks in every[part::num_parts]:
+    for name, case, strategy, settings, num_ranks in every[part::num_parts][share::num_shares]:
         key = f"{name} {strategy} {num_ranks} {settings.name}"
         try:
             found = seen(case, strategy, settings, num_ranks)

@@ -32,7 +32,7 @@ from horovod_train.health.heartbeat import beat_name, give_signs_of_life
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.launch import jobs
 from horovod_train.launch.base import JobStatus
-from horovod_train.launch.hosts import description, host_actions, host_group, hostlist, readings
+from horovod_train.launch.hosts import description, host_actions, host_group, host_watch, hostlist, readings
 from horovod_train.launch.hosts.description import can_read_memory
 from horovod_train.launch.hosts.host_actions import RANK_VARIABLE, RUN_VARIABLE, HostActions
 from horovod_train.launch.hosts.host_group import (
@@ -572,7 +572,7 @@ class TestHostGroup:
         assert lost == [("a", "its ssh connection ended")]
 
     def test_a_host_that_is_silent_is_lost_too(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(host_group, "PING_INTERVAL_S", 0.1)
+        monkeypatch.setattr(host_watch, "PING_INTERVAL_S", 0.1)
         connection = RemoteHost(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
         hosts, lost, noticed = HostGroup([connection]), [], Event()
         hosts.watch(0.5, lambda host, why: (lost.append((host, why)), noticed.set()))
@@ -585,6 +585,25 @@ class TestHostGroup:
         hosts.close()
         assert lost == [("a", lost[0][1])]
         assert lost[0][1].startswith("silent for ")
+
+    def test_a_launcher_that_was_stopped_itself_accuses_no_host(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(host_watch, "PING_INTERVAL_S", 0.1)
+        skipped_s = [0.0]
+        monkeypatch.setattr(host_watch, "monotonic", lambda: time.monotonic() + skipped_s[0])
+        monkeypatch.setattr(host_group, "monotonic", host_watch.monotonic)
+        connection = RemoteHost(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)
+        hosts, lost, noticed = HostGroup([connection]), [], Event()
+        hosts.watch(2, lambda host, why: (lost.append((host, why)), noticed.set()))
+        time.sleep(0.5)
+
+        skipped_s[0] = 20.0
+        time.sleep(0.5)
+        assert not lost, "it answers"
+
+        connection.abandon()
+        assert noticed.wait(10)
+        hosts.close()
+        assert lost[0][1].startswith("this launcher was stopped for 20 s")
 
     def test_whether_all_answer_now_can_be_asked(self, tmp_path):
         connections = [RemoteHost(Host(name, 1), A_SHELL, str(tmp_path / name), 20) for name in "ab"]

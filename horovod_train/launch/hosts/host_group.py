@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Protocol, TypeVar, get_type_hints
@@ -25,10 +25,10 @@ from horovod_train import __version__
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.launch.hosts.agent import GREETING
 from horovod_train.launch.hosts.host_actions import HostActions, SilentRank
+from horovod_train.launch.hosts.host_watch import look_at_hosts
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.ssh import CONNECT_TIMEOUT_S, explain, is_of_another_version, other_version
 
-PING_INTERVAL_S = 2.0
 CALL_TIMEOUT_S = 25.0
 LOOK_TIMEOUT_S = 2.0
 MAX_AT_ONCE = 32
@@ -335,22 +335,8 @@ class HostGroup:
         """Call ``on_lost(host, why)`` once when a host stops answering; until the group is closed."""
         others = [connection for connection in self.connections if isinstance(connection, RemoteHost)]
 
-        def look() -> None:
-            while not self._closing.wait(PING_INTERVAL_S):
-                for connection in others:
-                    silent_s = monotonic() - connection.heard_s
-                    if connection.is_cut or silent_s > timeout_s:
-                        why = (
-                            "its ssh connection ended"
-                            if connection.is_cut
-                            else f"silent for {silent_s:.0f} s"
-                        )
-                        connection.abandon()
-                        on_lost(connection.host.name, why)
-                        return
-                    connection.ask(HostActions.ping)
-
         if others:
+            look = partial(look_at_hosts, others, timeout_s, on_lost, self._closing)
             self._watch = Thread(target=look, daemon=True)
             self._watch.start()
 
