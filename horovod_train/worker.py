@@ -26,6 +26,7 @@ from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of, batch_size_of_lr
 from horovod_train.cpu_affinity import bind
+from horovod_train.data.waiting import WAITING
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, UserError
 from horovod_train.events.channel import channel_of
 from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
@@ -42,7 +43,6 @@ from horovod_train.events.types import (
 from horovod_train.events.wire import Reporter
 from horovod_train.files import make_folder
 from horovod_train.frameworks.base import Framework, KnowsItsDevice, Reader, Replica, explained_by
-from horovod_train.frameworks.reader import WAITING
 from horovod_train.health.data_watch import DataWatch
 from horovod_train.health.device_watch import DeviceWatch
 from horovod_train.health.finite import FiniteGuard

@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from multiprocessing import forkserver, resource_tracker
 from threading import Thread
-from time import monotonic
 from typing import Any
 
 import numpy as np
 
 from horovod_train.config.schema import Data
 from horovod_train.data.shard import MicroBatch, Order
+from horovod_train.data.waiting import timed
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.task import load_task_class
@@ -133,29 +133,6 @@ def leave_with(rank_pid: int) -> None:
 
     for look in (listen, wait):
         Thread(target=look, daemon=True).start()
-
-
-@dataclass
-class Waiting:
-    """Since when this process has been waiting for a batch, by the monotonic clock; None: it is not."""
-
-    since_s: float | None = None
-
-
-WAITING = Waiting()
-
-
-def timed(batches: Iterator[object]) -> Iterator[object]:
-    """Yield batches; while one is waited for, ``WAITING`` says since when."""
-    while True:
-        WAITING.since_s = monotonic()
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        finally:
-            WAITING.since_s = None
-        yield batch
 
 
 class NumpyReader:

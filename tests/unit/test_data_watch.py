@@ -7,7 +7,7 @@ import time
 import pytest
 
 from horovod_train.config.schema import Health
-from horovod_train.frameworks.reader import WAITING, timed
+from horovod_train.data.waiting import WAITING, timed
 from horovod_train.health import data_watch as module
 from horovod_train.health.data_watch import DataWatch
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from horovod_train.config.schema import Data
 from horovod_train.data.shard import MicroBatch, Order
+from horovod_train.data.waiting import timed
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.reader import (
@@ -25,7 +26,6 @@ from horovod_train.frameworks.reader import (
     leave_with,
     own_seeds,
     start_loader_server,
-    timed,
 )
 
 
