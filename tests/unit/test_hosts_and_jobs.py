@@ -685,8 +685,11 @@ class TestHostGroup:
     @pytest.mark.parametrize("line", ["no answer", "[1]", "{}", '{"id": 99}', "7"])
     def test_what_a_login_script_left_running_prints_is_no_answer(self, tmp_path, line):
         """All answers that follow it arrive."""
-        shell = ["sh", "-c", f'(sleep 0.5; echo {shlex.quote(line)}) & eval "$0"']
+        now = tmp_path / "the agent has answered"
+        left_running = f"until [ -e {shlex.quote(str(now))} ]; do sleep 0.05; done; echo {shlex.quote(line)}"
+        shell = ["sh", "-c", f'({left_running}) & eval "$0"']
         host = RemoteHost(Host("a", 1), shell, str(tmp_path / "stage"), 20)
+        now.touch()
 
         wait_until(lambda: any(line in said for said in host._said))
 
