@@ -13,7 +13,7 @@ ImportPath = Annotated[str, StringConstraints(pattern=r"^[^:\n]*[\w)]:[A-Za-z_]\
 """``package.module:Name`` or ``path/to/file.py:Name``."""
 
 HostSlots = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?:[1-9]\d{0,4}$")
+    str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?:[1-9]\d{0,4}$")
 ]
 """``host:slots``, such as ``node01:8``."""
 
@@ -28,7 +28,7 @@ def slots_of(entry: str) -> int:
     return int(entry.rpartition(":")[2])
 
 
-HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?$")]
+HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
 """Name or IPv4 address of a host."""
 
 InterfaceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]+$")]

@@ -11,6 +11,7 @@ import pickle
 import random
 import select
 import signal
+import tempfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -30,6 +31,8 @@ from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.task import load_task_class
 from horovod_train.signals import PREEMPTION_SIGNALS
 
+MAX_TEMP_BYTES = 70
+"""A socket's path may have 107 bytes, and Python adds the names of a folder and of a file to TMPDIR."""
 _SEED_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads (seed, epoch, place)
 
 
@@ -97,7 +100,17 @@ def start_loader_server(preload: str) -> None:
 
     Args:
         preload: Module that loader processes need.
+
+    Raises:
+        UserError: The folder for temporary files has too long a name for their sockets.
     """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > MAX_TEMP_BYTES:
+        raise UserError(
+            f"TMPDIR has {len(os.fsencode(folder))} characters, and sockets of loader processes lie there, "
+            f"which may have {MAX_TEMP_BYTES}: {folder}",
+            hint="set TMPDIR to a shorter one, such as launch.env: {TMPDIR: /tmp}, or data.num_workers: 0",
+        )
     multiprocessing.get_context("forkserver").set_forkserver_preload([preload])
     # Kubernetes and Slurm send SIGTERM to all processes; a rank needs its loaders to the end of its step.
     resource_tracker.ensure_running()  # first: when it starts, it unblocks SIGTERM in this thread

@@ -348,12 +348,6 @@ class TestOverrides:
             "is not of the form field=value\n      hint: write --set train.epochs=3"
         )
 
-    def test_that_is_too_deep_is_refused(self, tmp_path):
-        found = problems(tmp_path, VALID, [".".join(400 * "a") + "=3"])
-
-        assert "has more than " in found["--set"]
-        assert "no field of a job lies so deep" in found["--set"]
-
     def test_one_wrong_one_hides_no_other(self, tmp_path):
         assert problems(tmp_path, VALID, ["broken", "train.epochs=0"]).keys() == {"--set", "train.epochs"}
 

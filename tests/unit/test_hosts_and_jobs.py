@@ -84,6 +84,9 @@ class TestHosts:
             ("node01 max-slots=9 slots=4 # the old one", "node01:4"),
             ("node01", "node01:1"),
             ("10.0.0.7 slots=2", "10.0.0.7:2"),
+            ("node01 slots = 4", "node01:4"),
+            ("gpu_node_1 slots=2", "gpu_node_1:2"),
+            ("node01\nnode01\nnode01", "node01:3"),
             ("job-worker-0.job.default.svc slots=8", "job-worker-0.job.default.svc:8"),
         ],
     )
@@ -94,13 +97,24 @@ class TestHosts:
 
     @pytest.mark.parametrize(
         ("text", "said"),
-        [("node01 slots=four\n", "line 1: 'node01 slots=four'"), ("# nobody\n", "names no host")],
+        [
+            ("node01 slots=four\n", "line 1: 'node01 slots=four'"),
+            ("# nobody\n", "names no host"),
+            ("alice@node01\n", r"is not a host(.|\n)*hint: leave the user out"),
+            ("node[01-04]\n", r"is not a host(.|\n)*hint: list each host: scontrol"),
+            ("fe80::1 slots=2\n", r"is not a host(.|\n)*hint: give the host a name"),
+        ],
     )
     def test_of_a_broken_hostfile(self, tmp_path, text, said):
         (tmp_path / "hosts").write_text(text)
 
         with pytest.raises(UserError, match=said):
             read_hostfile(tmp_path / "hosts")
+
+    def test_of_a_hostfile_with_a_byte_order_mark(self, tmp_path):
+        (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfnode01:4\r\nnode02:4\r\n")
+
+        assert read_hostfile(tmp_path / "hosts") == ["node01:4", "node02:4"]
 
     def test_of_no_hostfile(self, tmp_path):
         with pytest.raises(UserError, match="cannot be read: No such file"):

@@ -272,6 +272,13 @@ class TestAnAllocation:
         assert SlurmAllocationLauncher().hosts(environ) == ["a:2", "b:2", "c:1"]
         assert SlurmAllocationLauncher().hosts({"SLURM_JOB_NODELIST": "a"}) == ["a:1"]
 
+    def test_of_which_a_step_has_a_part_is_refused(self, queue):
+        environ = {"SLURM_JOB_NODELIST": "a,b", "SLURM_TASKS_PER_NODE": "1"}
+
+        with pytest.raises(LaunchError, match="in a step on 1 of the 2 nodes of its allocation") as caught:
+            SlurmAllocationLauncher().hosts(environ)
+        assert "not inside srun" in caught.value.hint
+
     def test_that_is_not_there_is_told_with_what_to_do(self):
         with pytest.raises(LaunchError, match="no Slurm allocation") as caught:
             SlurmAllocationLauncher().hosts({})

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import types
 from collections import namedtuple
 from dataclasses import replace
@@ -26,7 +27,7 @@ from horovod_train.config.schema import Allreduce, Data, Job
 from horovod_train.data.shard import MicroBatch
 from horovod_train.errors import UserError
 from horovod_train.events.types import PairTime
-from horovod_train.frameworks.reader import NumpyReader
+from horovod_train.frameworks.reader import NumpyReader, start_loader_server
 from horovod_train.frameworks.torch import allreduce_benchmark as benchmark
 from horovod_train.frameworks.torch import collectives as collectives_module
 from horovod_train.frameworks.torch import framework as module
@@ -94,6 +95,14 @@ print(open(f"/proc/{server._forkserver._forkserver_pid}/status").read())
             signal.SIGTERM,
             signal.SIGUSR1,
         }
+
+    def test_is_refused_where_its_sockets_would_have_too_long_names(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 70)))
+
+        with pytest.raises(
+            UserError, match="TMPDIR has .* characters, and sockets of loader"
+        ):
+            start_loader_server("json")
 
 
 class TestCores:

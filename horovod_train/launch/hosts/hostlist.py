@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,13 @@ from horovod_train.errors import UserError
 from horovod_train.launch.hosts.description import addresses_by_interface, source_towards
 
 # "node01", "node01:8" and "node01 slots=8": what horovodrun, mpirun and the MPI operator write.
-_HOSTFILE_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*)(?::(\d+))?((?:\s+[\w-]+=\d+)*)")
+_HOSTFILE_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?((?:\s+[\w-]+\s*=\s*\d+)*)")
+# What others write, and what to write in its place.
+_OTHER_FORMS = {
+    r"\S+@.*": "leave the user out, and give it to ssh (User in ~/.ssh/config)",
+    r".*\[.*\].*": "list each host: scontrol show hostnames 'node[01-04]' prints them",
+    r".*:.*:.*": "give the host a name or an IPv4 address",
+}
 
 
 @dataclass(frozen=True)
@@ -75,13 +82,23 @@ def read_hostfile(path: Path) -> list[str]:
         UserError: It cannot be read, a line is not a host, or there is none.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"hostfile {path} cannot be read: {getattr(error, 'strerror', error)}") from error
     hosts = parse_hosts(text, f"hostfile {path}", default_slots=1)
     if not hosts:
         raise UserError(f"hostfile {path} names no host")
-    return hosts
+    return _added_up(hosts)
+
+
+def _added_up(hosts: Sequence[str]) -> list[str]:
+    """Return hosts each once: a node file of PBS names a host once for each of its slots."""
+    times = Counter(hosts)
+    return [
+        f"{entry.removesuffix(':1')}:{times[entry]}" if entry.endswith(":1") else entry
+        for number, entry in enumerate(hosts)
+        if not entry.endswith(":1") or entry not in hosts[:number]
+    ]
 
 
 def parse_hosts(text: str, source: str, default_slots: int) -> list[str]:
@@ -104,9 +121,12 @@ def parse_hosts(text: str, source: str, default_slots: int) -> list[str]:
         if found is None:
             raise UserError(
                 f"{source}, line {number}: {entry!r} is not a host",
-                hint="write 'node01 slots=4' or 'node01:4' on each line",
+                hint=next(
+                    (hint for form, hint in _OTHER_FORMS.items() if re.fullmatch(form, entry)),
+                    "write 'node01 slots=4' or 'node01:4' on each line",
+                ),
             )
-        settings = dict(setting.split("=") for setting in found[3].split())
+        settings = dict(re.findall(r"([\w-]+)\s*=\s*(\d+)", found[3]))
         slots = int(settings.get("slots") or found[2] or default_slots)
         if slots:  # without, the host is not to be used now
             hosts.append(f"{found[1]}:{slots}")

@@ -43,6 +43,12 @@ class SlurmAllocationLauncher(SupervisedLauncher):
             )
         listed = call_slurm("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"])
         slots = tasks_per_node(environ.get("SLURM_TASKS_PER_NODE", "1"))
+        if len(listed.split()) != len(slots):
+            raise LaunchError(
+                f"this process is in a step on {len(slots)} of the {len(listed.split())} nodes of its "
+                "allocation",
+                hint="start the job from salloc or the batch script itself, and not inside srun",
+            )
         return [f"{name}:{n}" for name, n in zip(listed.split(), slots, strict=True)]
 
     def shell(self, request: LaunchRequest, host: Host) -> list[str]:
