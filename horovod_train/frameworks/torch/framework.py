@@ -50,7 +50,8 @@ from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Placing, Strategy, make_strategy
 from horovod_train.frameworks.torch.sync_batch_norm import Sum, synchronize_batch_norm
 from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, TorchTask
-from horovod_train.frameworks.torch.verification import StrategyVerifier, copy_of_task, copy_of_value, refused
+from horovod_train.frameworks.torch.task_copy import copy_of_task, copy_of_value, generators_of
+from horovod_train.frameworks.torch.verification import StrategyVerifier, refused
 from horovod_train.frameworks.torch.without_memory import (
     batch_of,
     explained,
@@ -134,7 +135,7 @@ class TorchFramework(TorchDevice):
             health=job.health,
             ema=job.ema,
         )
-        if is_verified(job):
+        if is_verified(job) and can_be_copied(task, mesh):
             reference = reference_replica(job, mesh, plain_task, device)
             replica.verifier = StrategyVerifier(job, reference, replica, mesh.world, is_explained)
         if recorder is not None:
@@ -174,10 +175,23 @@ def is_verified(job: Job) -> bool:
     return job.health.verify_strategy and job.strategy.name in VERIFIED
 
 
+def can_be_copied(task: TorchTask, mesh: Mesh) -> bool:
+    """Whether the plain model can make steps with a copy of a task; where it cannot, that is reported."""
+    generators = generators_of(task)
+    if generators and mesh.world.rank == 0:
+        log.warning(
+            "the strategy is not compared with the plain model: %s of the task is a generator, which cannot "
+            "be copied",
+            ", ".join(generators),
+        )
+    return not generators
+
+
 def changed_attributes(task: TorchTask, before: Mapping[str, object]) -> dict[str, object]:
     """Return copies of the attributes that a task has set since."""
+    memo: dict[int, object] = {}
     return {
-        name: copy_of_value(value)
+        name: copy_of_value(value, memo)
         for name, value in vars(task).items()
         if before.get(name, task) is not value
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from types import CellType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -53,12 +54,23 @@ def _children(value: Any) -> list[Any]:
         return [each for pair in value.items() for each in pair]
     if isinstance(value, CONTAINERS):
         return list(value)
+    if isinstance(value, FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        return [*cells, *(value.__defaults__ or ()), *vars(value).values()]
     attributes = dict(vars(value))
     if not isinstance(value, torch.nn.Module):
         return [each for pair in attributes.items() for each in pair]
     modules = list(value._modules.values())  # noqa: SLF001
     own = [each for name, each in attributes.items() if name not in OF_PYTORCH]
     return [*modules, *own, *(attributes.keys() - OF_PYTORCH)]
+
+
+def _content(cell: CellType) -> object:
+    """Return what a closure holds; None: it is empty."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 def _array(value: npt.NDArray[Any]) -> object:

@@ -40,6 +40,7 @@ from horovod_train.frameworks.torch.exchange import wide_type
 from horovod_train.frameworks.torch.held import optimizer_tensors
 from horovod_train.frameworks.torch.python_state import python_state
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
+from horovod_train.frameworks.torch.task_copy import SharedState
 
 NUM_STEPS = 2
 NUM_STEPS_WITH_STATE = 6
@@ -55,7 +56,6 @@ GRADIENT_LIMITS = {
 LOOSEST = 5e-2
 GPU_LIMIT = 5e-3
 """On a GPU: convolutions in 32 bits are computed in TF32."""
-COPIED = (dict, list, tuple, str, bytes)
 NUM_ROUNDINGS = 8
 """A gradient may differ by so many roundings of the largest one: those that are zero by their mathematics (a
 bias before a normalization, of keys in attention) are rounding alone."""
@@ -116,6 +116,7 @@ class StrategyVerifier:
         self._replica = replica
         self._world = with_tensors(world)
         self._is_explained = is_explained
+        self._shared = SharedState(replica.task, reference.model)
         self._num_made = 0
         self._num_steps = NUM_STEPS
 
@@ -137,6 +138,7 @@ class StrategyVerifier:
         """
         micro_batches = list(step)
         random_state = rng_state()
+        self._shared.remember()
         before = python_state(self.reference.task, self.reference.model)
         self.reference.begin(step)
         plain_step = _again(step, copy.deepcopy(micro_batches))
@@ -150,6 +152,7 @@ class StrategyVerifier:
                     parameter.grad = torch.zeros_like(parameter)
         if python_state(self.reference.task, self.reference.model) != before:
             self._num_steps = NUM_STEPS_WITH_STATE
+        self._shared.check()
         load_rng_state(*random_state)
         with refused(self._job, self._is_explained):
             yield _again(step, micro_batches)
@@ -173,7 +176,9 @@ class StrategyVerifier:
         Raises:
             UserError: They differ.
         """
+        self._shared.remember()
         self.reference.update(self._loss, lr, want_norm=want_norm)
+        self._shared.check()
         self._refuse(self._differing_state(lr))
 
     def _unused(self) -> list[str]:
@@ -311,28 +316,6 @@ class StrategyVerifier:
         limits = [GRADIENT_LIMITS.get(dtype, LOOSEST) for dtype in self._dtypes()]
         limit = max(limits, default=GRADIENT_LIMITS[torch.float32])
         return max(limit, GPU_LIMIT) if self._loss.is_cuda else limit
-
-
-def copy_of_task(task: Any) -> Any:
-    """Return a task with a state of its own, before its ``model()`` is called.
-
-    What is large, or cannot be copied, is shared: datasets, tensors, modules of Python.
-    """
-    own = copy.copy(task)
-    if hasattr(own, "__dict__"):
-        vars(own).update({name: copy_of_value(value) for name, value in vars(task).items()})
-    return own
-
-
-def copy_of_value(value: Any) -> Any:
-    """Return a copy of a task's attribute, or itself if it is large or cannot be copied."""
-    is_dataset = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, COPIED)
-    if is_dataset or isinstance(value, torch.Tensor | type):
-        return value
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001  (whatever a class of the task's raises)
-        return value
 
 
 def _key(name: str, part: Part | None, found: torch.Tensor | None) -> list[Any]:
