@@ -12,13 +12,19 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.python_state import python_state
 from horovod_train.frameworks.torch.units import modules_fitting, units_of
+
+NUM_LOOKS = 3
+_LOOKED_AT: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+"""At how many forward passes of a module it was looked whether they change its attributes."""
 
 MIB = 2**20
 
@@ -133,9 +139,20 @@ def _recomputed(module: torch.nn.Module, forward: Callable[..., Any], *args: Any
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     before = [(buffer, buffer.clone()) for buffer in module.buffers()] if module.training else []
-    return checkpoint(
+    is_looked_at = module.training and _LOOKED_AT.get(module, 0) < NUM_LOOKS
+    in_python = python_state(module) if is_looked_at else ""
+    found = checkpoint(
         forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _from(before)), **kwargs
     )
+    if is_looked_at:
+        _LOOKED_AT[module] = _LOOKED_AT.get(module, 0) + 1
+        if python_state(module) != in_python:
+            raise UserError(
+                f"activation checkpointing: a forward pass of a {type(module).__name__} changes its "
+                "attributes, and would change them twice when it is computed again",
+                hint="keep what it counts in a buffer, or recompute other modules",
+            )
+    return found
 
 
 @contextmanager

@@ -72,7 +72,11 @@ class AveragedWeights:
         return self._ema is not None or self._has_modes
 
     def _trained(self) -> dict[str, Held]:
-        names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        names = {
+            name
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            if parameter.is_floating_point() or parameter.is_complex()
+        }
         return {name: held for name, held in self._strategy.held().items() if name in names}
 
     @torch.no_grad()
@@ -93,6 +97,8 @@ class AveragedWeights:
         decay = self._ema.decay
         if self._ema.warmup:
             decay = min(decay, (1 + self._num_updates) / (10 + self._num_updates))
+        for name in trained.keys() - self._averages.keys():  # a parameter that the task has added since
+            self._averages[name] = _wide(trained[name].tensor).clone()
         averages = [self._averages[name] for name in trained]
         weights = [
             held.tensor.detach().to(average.dtype)

@@ -30,7 +30,8 @@ class AveragedBuffers:
     """
 
     def __init__(self, model: torch.nn.Module, patterns: Iterable[str], ranks: Communicator) -> None:
-        self._buffers = _fitting(model, patterns)
+        self._modules = dict(model.named_modules())
+        self._names = _fitting(model, patterns)
         self._exchange = Exchange(ranks)
 
     @torch.no_grad()
@@ -40,14 +41,21 @@ class AveragedBuffers:
         Args:
             own_share: This rank's part of the samples of the step; the sum over ranks is 1.
         """
-        if not self._buffers:
+        if not self._names:
             return
-        sums = self._exchange.sum([buffer * own_share for buffer in self._buffers], "buffers")
-        for buffer, total in zip(self._buffers, sums, strict=True):
+        buffers = [self._buffer(name) for name in self._names]  # a forward pass may have put another there
+        sums = self._exchange.sum([buffer * own_share for buffer in buffers], "buffers")
+        for buffer, total in zip(buffers, sums, strict=True):
             buffer.copy_(total)
 
+    def _buffer(self, name: str) -> torch.Tensor:
+        module, _, key = name.rpartition(".")
+        found: torch.Tensor = getattr(self._modules[module], key)
+        return found
 
-def _fitting(model: torch.nn.Module, patterns: Iterable[str]) -> list[torch.Tensor]:
+
+def _fitting(model: torch.nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Return the names of the buffers that fit a pattern."""
     named = {name: buffer for name, buffer in model.named_buffers() if buffer is not None}
     found: dict[str, torch.Tensor] = {}
     for pattern in patterns:
@@ -67,4 +75,4 @@ def _fitting(model: torch.nn.Module, patterns: Iterable[str]) -> list[torch.Tens
                     hint="name buffers of floating point numbers",
                 )
         found |= fitting
-    return [buffer for buffer in found.values() if not buffer.is_meta]
+    return [name for name, buffer in found.items() if not buffer.is_meta]

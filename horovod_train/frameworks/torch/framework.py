@@ -43,7 +43,11 @@ from horovod_train.frameworks.torch.graphs import CudaRecorder, Recorder
 from horovod_train.frameworks.torch.held import whole_model
 from horovod_train.frameworks.torch.model_check import check_model
 from horovod_train.frameworks.torch.optimizer import optimizer_over
-from horovod_train.frameworks.torch.process_group import explain_distributed, explain_unused
+from horovod_train.frameworks.torch.process_group import (
+    explain_distributed,
+    explain_second_derivative,
+    explain_unused,
+)
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
@@ -88,7 +92,7 @@ class TorchFramework(TorchDevice):
         seed_generators(job.train.seed, 0, 0)
         task = load_task(job.task, job.task_args, REQUIRED)
         report_unused_methods(task, (*REQUIRED, *OPTIONAL), mesh.world)
-        recomputed = layers_recomputed(job, task, mesh.world)
+        recomputed = layers_recomputed(job, copy_of_task(task), mesh.world)
         strategy = make_strategy(job, mesh)
         weights = initial_weights(job)
         plain_task = copy_of_task(task)
@@ -155,6 +159,7 @@ class TorchFramework(TorchDevice):
     def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
         """Return our error for one of the GPU, or of other ranks; None: it is of something else."""
         of_others = explain_distributed(error, job.health) or explain_unused(error)
+        of_others = of_others or explain_second_derivative(error)
         return of_others or super().explain(error, job, rank)
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:

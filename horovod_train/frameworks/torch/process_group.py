@@ -200,6 +200,16 @@ def explain_distributed(error: Exception, health: Health) -> HorovodTrainError |
     return None
 
 
+def explain_second_derivative(error: Exception) -> HorovodTrainError | None:
+    """Return what to do about a gradient of a gradient; None: the error is another one."""
+    if not isinstance(error, RuntimeError) or "once_differentiable" not in str(error):
+        return None
+    return UserError(
+        "the task takes the gradient of a gradient, which batch normalization over ranks does not have",
+        hint="leave train.sync_batch_norm out, or take the penalty of a part without batch normalization",
+    )
+
+
 def explain_unused(error: Exception) -> HorovodTrainError | None:
     """Return what to do about parameters that DDP has waited for in vain; None: the error is another one."""
     if not isinstance(error, RuntimeError) or "Expected to have finished reduction" not in str(error):

@@ -191,12 +191,16 @@ class Placement:
 
 def _mapped(batch: Any, put: Callable[[Any], Any]) -> Any:
     """Return a container with each of its members changed; what is no container stays as it is."""
-    if isinstance(batch, dict):
+    if type(batch) is dict:
         return {key: put(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
+    if isinstance(batch, tuple):
         members = map(put, batch)
         return type(batch)(*members) if hasattr(batch, "_fields") else type(batch)(members)
-    if isinstance(batch, MutableMapping):  # such as a UserDict
+    if isinstance(batch, list):
+        same = copy(batch)  # of its class, with attributes of its own
+        same[:] = map(put, batch)
+        return same
+    if isinstance(batch, MutableMapping):  # such as a UserDict, or a class derived from dict
         moved = copy(batch)
         moved.update({key: put(value) for key, value in batch.items()})
         return moved

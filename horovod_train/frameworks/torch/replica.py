@@ -25,6 +25,7 @@ from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import Recorder, StepGraphs, rate_of_graphs
 from horovod_train.frameworks.torch.late import LateOutcome, Number, Outcome, Packed, outcome_from, pack
 from horovod_train.frameworks.torch.local_model import LocalModel
+from horovod_train.frameworks.torch.own_gradients import GradientWatch
 from horovod_train.frameworks.torch.saved_state import SavedState
 from horovod_train.frameworks.torch.statistics import RunningStatistics
 from horovod_train.frameworks.torch.step_loss import StepLoss
@@ -99,6 +100,7 @@ class TorchReplica(LocalModel):
         self.device = next(p.device for p in model.parameters() if not p.is_meta)
         self._timer = CudaTimer() if self.device.type == "cuda" else HostTimer()
         wanted = late.lag_steps_of(self.device) if lag_steps is None else lag_steps
+        self._gradient_watch = GradientWatch(model, sees_hooks_of_tensors=not strategy.has_whole_weights)
         self._after_update_of_task = getattr(task, "after_update", None)
         if self._after_update_of_task is not None and not strategy.takes_after_update:
             raise UserError(
@@ -179,10 +181,23 @@ class TorchReplica(LocalModel):
             self._expect(is_last=number == len(step))
             with nullcontext() if micro_batch.share else self.not_counted():
                 with self.autocast():
-                    loss = self.task.loss(self.forward_model, batch)
+                    loss = self._loss_of(batch, is_first=number == 1, is_part=micro_batch.share < 1)
                 clock.lap("forward")
                 self._add_gradient(loss, micro_batch.share)
             clock.lap("backward")
+
+    def _loss_of(self, batch: object, *, is_first: bool, is_part: bool) -> torch.Tensor:
+        """Return the task's loss; where it is a part of a step's, it must leave gradients alone."""
+        assert self.task is not None
+        if not is_part:
+            return self.task.loss(self.forward_model, batch)
+        parameters = self._with_gradients()
+        self._gradient_watch.before_loss(parameters, is_first=is_first)
+        self.strategy.is_in_loss = True
+        loss = self.task.loss(self.forward_model, batch)
+        self.strategy.is_in_loss = False
+        self._gradient_watch.after_loss(parameters)
+        return loss
 
     def record_steps(self, recorder: Recorder, *, only_if_faster: bool) -> None:
         """Make steps by graphs from now on, where they can be recorded (see ``graphs.py``).
@@ -361,7 +376,8 @@ class TorchReplica(LocalModel):
             is_used = numbers["is_finite"]
             assert isinstance(is_used, torch.Tensor | bool)
             if self._after_update_of_task is not None and may_be_used(is_used):
-                self._after_update_of_task(self.model)
+                with self.strategy.whole_weights():
+                    self._after_update_of_task(self.model)
             self.averaged.after_update(is_used=is_used)
         return numbers
 

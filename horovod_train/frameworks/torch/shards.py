@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -62,6 +64,51 @@ def held_model(model: torch.nn.Module) -> dict[str, Held]:
 def held_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Optimized]:
     """Return this rank's parts of an optimizer's parameters, in its order."""
     return [Optimized(each.name, held_of(each.held.tensor)) for each in whole_parameters(model, optimizer)]
+
+
+@contextmanager
+def made_whole(model: torch.nn.Module) -> Iterator[None]:
+    """Let a model have whole parameters, with their gradients, while the block runs; keep what it changes.
+
+    All ranks have to make the same changes. Each holds the whole model meanwhile.
+
+    Raises:
+        UserError: The block has put another parameter in the place of one.
+    """
+    wholes: dict[Any, torch.nn.Parameter] = {}  # by the DTensor that is here
+    places: list[tuple[torch.nn.Module, str, Any]] = []
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if isinstance(parameter, DTensor):
+                places.append((module, name, parameter))
+                if parameter not in wholes:
+                    wholes[parameter] = _whole(parameter)
+    for module, name, parameter in places:
+        module._parameters[name] = wholes[parameter]  # noqa: SLF001  (a setter would tell fully_shard)
+    yield
+    for module, name, parameter in places:
+        if module._parameters.get(name) is not wholes[parameter]:  # noqa: SLF001
+            raise UserError(
+                f"after_update(model) has put another parameter in the place of {name!r} of a "
+                f"{type(module).__name__}, which cannot be shared between ranks",
+                hint="change the parameter in place: parameter.copy_(...)",
+            )
+        module._parameters[name] = parameter  # noqa: SLF001
+    with torch.no_grad():
+        for parameter, whole in wholes.items():
+            shape, offset = compute_local_shape_and_global_offset(
+                tuple(whole.shape), parameter.device_mesh, parameter.placements
+            )
+            part = tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
+            here(parameter).copy_(whole[part])
+
+
+def _whole(parameter: Any) -> torch.nn.Parameter:
+    gradient = parameter.grad
+    whole = torch.nn.Parameter(parameter.full_tensor().detach().clone(), parameter.requires_grad)
+    if gradient is not None:
+        whole.grad = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return whole
 
 
 def take_no_two_kinds_at_once(optimizer: torch.optim.Optimizer) -> None:

@@ -15,7 +15,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import sum_over, with_tensors
 from horovod_train.frameworks.torch.strategies.base import Strategy
-from horovod_train.frameworks.torch.task import checked_loss, is_sum_and_count
+from horovod_train.frameworks.torch.task import check_count, checked_loss, is_sum_and_count
 
 NAME = "horovod_train.denominator"
 
@@ -83,6 +83,7 @@ class StepLoss:
                 "the task's loss is a sum and a count, and this strategy divides by the samples of each rank",
                 hint="return the mean loss over the batch, or use another strategy",
             )
+        check_count(count)
         # By samples first, so that it is about as large as a mean: fp16 could not hold a sum.
         factor = is_counted / self._num_samples
         denominator = torch.as_tensor(count, dtype=torch.float64, device=self._device) * factor

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from horovod_train.errors import UserError
@@ -43,13 +44,14 @@ class SyncBatchNormMixin:
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  (PyTorch's name)
         """Normalize a micro-batch, shape [N, C, ...]."""
-        if not self.training:
+        uses_running = self.running_mean is not None or not torch.is_grad_enabled()
+        if not self.training and uses_running:
             return _BatchNorm.forward(self, input)
         self._check_input_dim(input)
         num, mean, variance, output = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.sum_over_ranks, self.sync_name, is_counted
         )
-        if self.track_running_stats and self.running_mean is not None:
+        if self.training and self.track_running_stats and self.running_mean is not None:
             self._move_statistics(num, mean, variance)
         return output
 
@@ -124,6 +126,7 @@ class _Normalize(torch.autograd.Function):
         return num, mean, variance, output.to(x.dtype)
 
     @staticmethod
+    @once_differentiable  # a second derivative would leave out what the statistics contribute
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         """Return the gradients of input, weight and bias."""
         normalized, inverse, num, weight = ctx.saved_tensors

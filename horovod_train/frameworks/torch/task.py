@@ -44,6 +44,26 @@ def is_sum_and_count(value: object) -> bool:
     return isinstance(value, tuple) and len(value) == 2 and not hasattr(value, "_fields")
 
 
+def check_count(count: object) -> None:
+    """Refuse what is no count of a sum.
+
+    Raises:
+        UserError: It is no number, or depends on weights.
+    """
+    is_number = isinstance(count, bool | int | float) or getattr(count, "shape", None) in ((), (1,))
+    if not is_number:
+        raise UserError(
+            f"the task's loss is a tuple of a loss and a {type(count).__name__}",
+            hint="return the mean loss alone, or the sum of losses and the number to divide it by",
+        )
+    if getattr(count, "requires_grad", False):
+        raise UserError(
+            "the task's loss is a sum and a count, and the count depends on weights: gradients would not be "
+            "those of the quotient",
+            hint="detach the count, or return the mean",
+        )
+
+
 def as_numbers(value: Any) -> Any:
     """Return a metric's value as an array on the CPU, or a sum and a count as two numbers."""
     if is_sum_and_count(value):

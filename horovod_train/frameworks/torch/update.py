@@ -12,7 +12,8 @@ others are left out, too, until the host has heard of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from horovod_train.config.schema import Health
+from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.late import Number
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
@@ -51,6 +53,26 @@ class Updated:
             "is_finite": self.is_used,
             "is_made": self.is_made,
         }
+
+
+@contextmanager
+def explained(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Refuse an optimizer that wants more than gradients.
+
+    Raises:
+        UserError: It makes backward passes of its own, or wants a function that makes them.
+    """
+    try:
+        yield
+    except Exception as error:  # packages of optimizers have errors of their own
+        wants_closure = "closure" in f"{type(error).__name__} {error}".lower()
+        if not wants_closure and "does not require grad" not in str(error):
+            raise
+        raise UserError(
+            f"the optimizer {type(optimizer).__name__} wants a closure, or second derivatives, in its step, "
+            f"and a job gives it gradients: {error}",
+            hint="use an optimizer that needs gradients alone, or a loop of your own (docs/own-loop.md)",
+        ) from error
 
 
 def may_be_used(is_used: torch.Tensor | bool) -> bool:
@@ -126,7 +148,8 @@ class UpdateOnHost:
             if self._limit is not None and norm > self._limit:
                 torch._foreach_mul_(self._strategy.gradients(), self._limit / norm)
         scale = scaler.get_scale()
-        scaler.step(self._optimizer)
+        with explained(self._optimizer):
+            scaler.step(self._optimizer)
         scaler.update()
         # A scaler that backs off has skipped the step: some gradient overflowed.
         return Updated(loss_here, norm, is_used=not scaler.is_enabled() or scaler.get_scale() >= scale)

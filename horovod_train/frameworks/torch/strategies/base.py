@@ -31,7 +31,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import STRATEGY_SUPPORT
 from horovod_train.data.planned_step import PlannedStep
+from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Held, Optimized, whole_model, whole_parameters
 from horovod_train.frameworks.torch.norm import total_norm
@@ -125,6 +126,7 @@ class Strategy:
         unused_have_zeros: A parameter that no rank uses in a step has a gradient of zeros, and not none.
         takes_sums: The loss of a micro-batch may be a sum and a count, by which gradients are divided at the
             end.
+        is_in_loss: Set from outside: the task's loss is called now.
         num_loss_copies: On so many ranks the same loss is computed, where it makes the passes itself.
         sum_in_pass: Sums a tensor over the ranks that share samples, where passes have PyTorch's own
             collectives;
@@ -150,6 +152,7 @@ class Strategy:
     takes_sums: bool = True
     num_loss_copies: int = 1
     sum_in_pass: Callable[[torch.Tensor, str], torch.Tensor] | None = None
+    is_in_loss: bool = False
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
 
@@ -247,6 +250,19 @@ class Strategy:
         """
         weighted_loss.backward()  # type: ignore[no-untyped-call]
 
+    def refuse_in_loss(self) -> None:
+        """Refuse a gradient that comes while the loss is computed.
+
+        Raises:
+            UserError: The loss is computed now.
+        """
+        if self.is_in_loss:
+            raise UserError(
+                "the task's loss makes a backward pass of its own: its gradients would count as those of the "
+                "whole batch on each rank",
+                hint="return the sum of all terms, or use torch.autograd.grad for what is not to be trained",
+            )
+
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Complete the gradients of the step.
 
@@ -311,6 +327,10 @@ class Strategy:
         Args:
             is_used: With ``reads_later`` it may be known on the device alone, shape [].
         """
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has whole weights, which a task may change."""
+        return nullcontext()
 
     def gather_weights(self) -> None:
         """Gather weights whose parts the optimizer has changed on each rank, outside of a step."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
 from typing import Any, Literal
 
@@ -39,6 +40,7 @@ from horovod_train.frameworks.torch.shards import (
     give_memory,
     held_model,
     held_parameters,
+    made_whole,
     num_copies,
     squares_of,
     take_no_two_kinds_at_once,
@@ -226,6 +228,11 @@ class Fsdp(TorchDistributed):
         """Give back what an evaluation has left gathered."""
         assert isinstance(self._model, FSDPModule)
         self._model.reshard()
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has whole weights, which a task may change."""
+        self._reshard_all()
+        return made_whole(self._model)
 
     # -- one step
 

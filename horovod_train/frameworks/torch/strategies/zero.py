@@ -208,6 +208,7 @@ class Zero(Strategy):
         def gradient_is_there(_: torch.Tensor) -> None:
             if not self._listening:
                 return
+            self.refuse_in_loss()
             if self._is_packed[slot.index]:
                 raise came_twice()
             self._pack(number, slot)
