@@ -21,7 +21,7 @@ def fits(case: type[Case]) -> bool:
         or case.splits
         or case.is_refused
         or any(hasattr(case, name) for name in NEEDS_OUR_LOOP)
-        or case.__module__ in {"corpus.averages", "corpus.random_numbers"}
+        or case.__module__ in {"corpus.averages", "corpus.random_numbers", "corpus.tasks_with_state"}
     )
 
 

@@ -327,8 +327,8 @@ class Dequantized(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("bytes", torch.randint(-128, 127, (8, 6), dtype=torch.int8))
-        self.scale, self.out = nn.Parameter(torch.full((8, 1), 0.01)), nn.Linear(8, 4)
+        self.register_buffer("bytes", torch.randint(-8, 8, (8, 6), dtype=torch.int8))
+        self.scale, self.out = nn.Parameter(torch.full((8, 1), 0.1)), nn.Linear(8, 4)
 
     def forward(self, x, t):
         return self.out(torch.relu(x @ (self.bytes.to(x.dtype) * self.scale).T))

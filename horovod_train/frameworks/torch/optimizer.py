@@ -38,6 +38,10 @@ def optimizer_over(job: Job, parameters: Iterable[Any], *, may_fuse: bool = True
         raise UserError(
             f"optimizer {job.optimizer.name!r} is a {type(optimizer).__name__}, not a torch optimizer"
         )
+    for group in optimizer.param_groups:
+        if (own := float(group.get("lr", job.lr.base_lr)) / job.lr.base_lr) != 1.0:
+            # Some divide the rate that they are given; the schedule sets it in each step.
+            group["lr_scale"] = own * group.get("lr_scale", 1.0)
     return optimizer
 
 

@@ -184,9 +184,21 @@ class Placement:
             source = batch.pin_memory() if pin and batch.device.type == "cpu" else batch
             wanted = self.memory_format if batch.dim() == 4 else torch.preserve_format
             return source.to(self.device, non_blocking=True, memory_format=wanted)
+        if isinstance(batch, dict | list | tuple):
+            return _mapped(batch, partial(self.put, pin=pin))
         if callable(move := getattr(batch, "to", None)) and not isinstance(batch, type):
             return move(self.device)
         return _mapped(batch, partial(self.put, pin=pin))
+
+
+def _same_class(batch: Any) -> Any:
+    """Return a copy of a mapping, also of a dict whose ``__getattr__`` is its ``__getitem__``."""
+    try:
+        return copy(batch)
+    except (AttributeError, KeyError, TypeError):
+        made = dict.__new__(type(batch))
+        vars(made).update(vars(batch))
+        return made
 
 
 def _mapped(batch: Any, put: Callable[[Any], Any]) -> Any:
@@ -201,7 +213,7 @@ def _mapped(batch: Any, put: Callable[[Any], Any]) -> Any:
         same[:] = map(put, batch)
         return same
     if isinstance(batch, MutableMapping):  # such as a UserDict, or a class derived from dict
-        moved = copy(batch)
+        moved = _same_class(batch)
         moved.update({key: put(value) for key, value in batch.items()})
         return moved
     if is_dataclass(batch) and not isinstance(batch, type):

@@ -331,8 +331,8 @@ class AllreduceStrategy(Strategy):
         is_last = bucket is self.buckets[-1]
 
         def gradient_is_there(_: torch.Tensor) -> None:
-            if not self._listening:
-                return
+            if not self._listening or slot.parameter.grad is None:
+                return  # a function of one's own may have no gradient for a parameter that it uses
             self.refuse_in_loss()
             if self._is_packed[slot.index]:
                 raise came_twice()

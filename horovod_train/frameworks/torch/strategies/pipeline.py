@@ -46,6 +46,7 @@ from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     plan_of,
     share_layers,
 )
+from horovod_train.frameworks.torch.task_copy import copy_of_task
 
 DIRECTIONS = ("activations", "gradients")
 
@@ -117,7 +118,7 @@ class Pipeline(ModelParallel):
         stages = cut_model(
             model,
             None if parts_of is None else list(parts_of(model)),
-            lambda: tree_map(_on_cpu, asked_for(task.loss, model, example(), 0)),
+            lambda: tree_map(_on_cpu, asked_for(copy_of_task(task).loss, model, example(), 0)),
             self._axes.pipeline * self._num_chunks,
             self._world,
             self._balance,
