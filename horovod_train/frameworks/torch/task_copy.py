@@ -22,6 +22,8 @@ from horovod_train.frameworks.torch.python_state import python_state
 
 LARGE_BYTES = 2**28
 """Larger tensors and arrays of a task are shared with its copy, as datasets are."""
+MAX_COUNTERS = 64
+"""A buffer of more integers is no counter."""
 COPIED = (
     MutableMapping, MutableSequence, MutableSet, dict, list, tuple, str, bytes, set, frozenset,
     torch.nn.Module, torch.Tensor, np.ndarray,
@@ -81,6 +83,17 @@ def _is_large(value: Any) -> bool:
 def generators_of(task: Any) -> list[str]:
     """Return the names of a task's attributes that are generators: their position cannot be copied."""
     return [name for name, value in vars(task).items() if isinstance(value, GeneratorType)]
+
+
+def counted_state(task: Any, model: torch.nn.Module) -> object:
+    """Return what a task and a model count with, to compare: Python state, and buffers of integers."""
+    counters = [
+        buffer.tolist()
+        for name, buffer in model.named_buffers()
+        if not (buffer.is_floating_point() or buffer.is_complex() or name.endswith("num_batches_tracked"))
+        and buffer.numel() <= MAX_COUNTERS
+    ]
+    return python_state(task, model), counters
 
 
 class SharedState:

@@ -39,15 +39,14 @@ from horovod_train.frameworks.base import StepClock
 from horovod_train.frameworks.torch.collectives import broadcast_model, with_tensors
 from horovod_train.frameworks.torch.exchange import wide_type
 from horovod_train.frameworks.torch.held import optimizer_tensors
-from horovod_train.frameworks.torch.python_state import python_state
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
-from horovod_train.frameworks.torch.task_copy import SharedState
+from horovod_train.frameworks.torch.task_copy import SharedState, counted_state
 
 log = logging.getLogger(__name__)
 
 NUM_STEPS = 2
 NUM_STEPS_WITH_STATE = 6
-"""Where Python state changes in a step."""
+"""Where the task or the model counts something: in Python, or in a buffer of integers."""
 
 GRADIENT_LIMITS = {
     torch.float64: 1e-9,
@@ -119,6 +118,7 @@ class StrategyVerifier:
         self._replica = replica
         self._world = with_tensors(world)
         self._is_explained = is_explained
+        self._state: object = None
         self._shared = SharedState(replica.task, reference.model)
         self._num_made = 0
         self._num_steps = NUM_STEPS
@@ -147,7 +147,7 @@ class StrategyVerifier:
             return
         random_state = rng_state()
         self._shared.remember()
-        before = python_state(self.reference.task, self.reference.model)
+        self._state = counted_state(self.reference.task, self.reference.model)
         self.reference.begin(step)
         plain_step = _again(step, copied)
         with self._replica.strategy.drawing_alike(self.reference.model, plain_step) as alike:
@@ -158,13 +158,17 @@ class StrategyVerifier:
             for parameter in self.reference.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        if python_state(self.reference.task, self.reference.model) != before:
-            self._num_steps = NUM_STEPS_WITH_STATE
+        self._look_at_state()
         self._shared.check()
         load_rng_state(*random_state)
         with refused(self._job, self._is_explained):
             yield _again(step, micro_batches)
         self._num_made += 1
+
+    def _look_at_state(self) -> None:
+        """Compare more steps if such state changes in a step: its effect may come later."""
+        if counted_state(self.reference.task, self.reference.model) != self._state:
+            self._num_steps = NUM_STEPS_WITH_STATE
 
     def _copied(self, micro_batches: list[Any]) -> list[Any] | None:
         """Return copies of batches, or None if a rank cannot copy its own: that is reported."""
@@ -206,6 +210,7 @@ class StrategyVerifier:
             return
         self._shared.remember()
         self.reference.update(self._loss, lr, want_norm=want_norm)
+        self._look_at_state()
         self._shared.check()
         self._refuse(self._differing_state(lr))
 
