@@ -140,19 +140,29 @@ def _recomputed(module: torch.nn.Module, forward: Callable[..., Any], *args: Any
         return forward(*args, **kwargs)
     before = [(buffer, buffer.clone()) for buffer in module.buffers()] if module.training else []
     is_looked_at = module.training and _LOOKED_AT.get(module, 0) < NUM_LOOKS
-    in_python = python_state(module) if is_looked_at else ""
+    in_python = attributes_of(module) if is_looked_at else []
     found = checkpoint(
         forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _from(before)), **kwargs
     )
     if is_looked_at:
         _LOOKED_AT[module] = _LOOKED_AT.get(module, 0) + 1
-        if python_state(module) != in_python:
+        if attributes_of(module) != in_python:
             raise UserError(
                 f"activation checkpointing: a forward pass of a {type(module).__name__} changes its "
                 "attributes, and would change them twice when it is computed again",
                 hint="keep what it counts in a buffer, or recompute other modules",
             )
     return found
+
+
+def attributes_of(module: torch.nn.Module) -> list[tuple[str, str]]:
+    """Return what a module and those in it keep in attributes of their own, as texts to compare."""
+    return [
+        (name, python_state(value))
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if not (name.startswith("_") or name in {"training", "forward"})
+    ]
 
 
 @contextmanager

@@ -25,19 +25,14 @@ class GradientWatch:
     def __init__(self, model: torch.nn.Module, *, sees_hooks_of_tensors: bool) -> None:
         self._model = model
         self._sees_hooks_of_tensors = sees_hooks_of_tensors
-        self._num_hooks: int | None = None
+        self._num_hooks = 0
         self._before: list[tuple[int, int]] = []
 
-    def before_loss(self, parameters: Sequence[torch.nn.Parameter], *, is_first: bool) -> None:
-        """Remember gradients.
-
-        Args:
-            parameters: Those that have gradients.
-            is_first: The micro-batch is the first of its step: no parameter has a gradient yet.
-        """
-        self._before = [] if is_first else list(map(_identity, parameters))
-        if self._num_hooks is None:
-            self._num_hooks = self._hooks_of(parameters)
+    def before_loss(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Remember gradients and hooks of the parameters that may have them."""
+        has_none = all(parameter.grad is None for parameter in parameters)  # before the first micro-batch
+        self._before = [] if has_none else list(map(_identity, parameters))
+        self._num_hooks = self._hooks_of(parameters)
 
     def after_loss(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Compare.
@@ -58,8 +53,8 @@ class GradientWatch:
             )
         if self._hooks_of(parameters) != self._num_hooks:
             raise UserError(
-                "a hook of a parameter's gradient was registered after training began: it would run after "
-                "the gradient has left this rank",
+                "the task's loss registers a hook of a parameter's gradient: it would run after the gradient "
+                "has left this rank",
                 hint="register it in the task's model()",
             )
 

@@ -181,18 +181,18 @@ class TorchReplica(LocalModel):
             self._expect(is_last=number == len(step))
             with nullcontext() if micro_batch.share else self.not_counted():
                 with self.autocast():
-                    loss = self._loss_of(batch, is_first=number == 1, is_part=micro_batch.share < 1)
+                    loss = self._loss_of(batch, is_part=micro_batch.share < 1)
                 clock.lap("forward")
                 self._add_gradient(loss, micro_batch.share)
             clock.lap("backward")
 
-    def _loss_of(self, batch: object, *, is_first: bool, is_part: bool) -> torch.Tensor:
+    def _loss_of(self, batch: object, *, is_part: bool) -> torch.Tensor:
         """Return the task's loss; where it is a part of a step's, it must leave gradients alone."""
         assert self.task is not None
         if not is_part:
             return self.task.loss(self.forward_model, batch)
         parameters = self._with_gradients()
-        self._gradient_watch.before_loss(parameters, is_first=is_first)
+        self._gradient_watch.before_loss(parameters)
         self.strategy.is_in_loss = True
         loss = self.task.loss(self.forward_model, batch)
         self.strategy.is_in_loss = False
