@@ -24,8 +24,8 @@ import torch
 from horovod_train.collectives.base import Communicator, broadcast_json
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.pipeline.graph_stages import graph_pieces
+from horovod_train.frameworks.torch.pipeline.lengths import PARTS_HINT
 from horovod_train.frameworks.torch.pipeline.stages import NUM_TIMED, Balance, Pieces, Stage
-from horovod_train.frameworks.torch.pipeline.trace import PARTS_HINT
 
 ABOUT_EVEN = 1.1
 """A cut where fewer tensors cross is taken if its dearest stage is so much dearer than it could be."""

@@ -10,8 +10,9 @@ import torch
 from torch import fx
 
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.pipeline.lengths import VALUE
 from horovod_train.frameworks.torch.pipeline.stages import NUM_TIMED, Balance, Pieces, Stage
-from horovod_train.frameworks.torch.pipeline.trace import IS_RANDOM, VALUE, plain_attributes, trace
+from horovod_train.frameworks.torch.pipeline.trace import IS_RANDOM, plain_attributes, trace
 from horovod_train.frameworks.torch.units import CONTAINERS, units_of
 
 

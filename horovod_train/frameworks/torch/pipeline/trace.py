@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import operator
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import TracebackType
@@ -30,19 +31,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.pipeline.lengths import (
+    PARTS_HINT,
+    VALUE,
+    lengths_seen,
+    same_branch,
+    same_length,
+    same_number,
+)
 from horovod_train.frameworks.torch.python_state import PLAIN, python_state
 
 MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye")
 """Make tensors from numbers: a tracer sees them only if it is told of them."""
-VALUE = "horovod_train.value"
-"""Where a node of the graph keeps what it returned for the example."""
 IS_RANDOM = "horovod_train.is_random"
 """Whether a node drew random numbers for the example."""
 ENTRY = "_horovod_train_entry"
-PARTS_HINT = (
-    "give the task a method pipeline_parts(model) that returns modules which, called one after the other, "
-    "are the model"
-)
 INSIDE_HINT = (
     "move this code into a module of its own, whose forward() a stage runs as it is, or give the "
     "task a method "
@@ -86,6 +89,7 @@ def _traced(model: torch.nn.Module, example: Mapping[str, Any], opened: Collecti
             _makers_seen_by(tracer),
             _functions_seen_by(tracer),
             _writes_seen_by(tracer, modules),
+            lengths_seen(modules.values()),
             _entered(model, list(example)),
             _Glue(tracer, weights),
             torch.set_grad_enabled(model.training),
@@ -210,22 +214,6 @@ def _replaced(arguments: Any, which: Sequence[bool], leaf: fx.Node) -> Any:
     return map_aggregate(arguments, lambda old: leaf if next(each) else old)
 
 
-def same_branch(condition: object, was_taken: bool) -> None:
-    """Refuse a batch for which a model's code would branch in another way; graphs call it."""
-    if bool(condition) != was_taken:
-        raise UserError(
-            "strategy pipeline: the model's code branches by the shape or value of an input, and "
-            "this batch takes "
-            "another branch than the one with which the model was cut into stages",
-            hint=PARTS_HINT,
-        )
-
-
-def same_length(sized: Sized, length: int) -> None:
-    """Refuse a batch with another number of dimensions; graphs call it."""
-    same_branch(len(sized) == length, was_taken=True)
-
-
 class _Traced(fx.Proxy):
     """A value that has the length of the example."""
 
@@ -233,6 +221,12 @@ class _Traced(fx.Proxy):
         length = len(self.node.meta[VALUE])
         self.tracer.create_proxy("call_function", same_length, (self, length), {})
         return length
+
+    def __index__(self) -> int:
+        """Return a number as the code of a loop wants it."""
+        number = operator.index(self.node.meta[VALUE])
+        self.tracer.create_proxy("call_function", same_number, (self, number), {})
+        return number
 
     def __getattr__(self, name: str) -> Any:
         if name == "shape":  # others may be methods, which are called
