@@ -11,6 +11,8 @@ from torch.utils.data import default_collate
 from corpus.base import Case
 
 NEEDS_OUR_LOOP = ("param_groups", "after_update")
+RELIES_ON_TRAIN = {"BnEval"}
+"""Has a ``train()`` of its own, which a loop of PyTorch calls, and Lightning does not."""
 COLUMNS = ("x", "t", "lengths", "y", "i")
 
 
@@ -19,6 +21,7 @@ def fits(case: type[Case]) -> bool:
     return not (
         case.job
         or case.splits
+        or case.__name__ in RELIES_ON_TRAIN
         or case.is_refused
         or any(hasattr(case, name) for name in NEEDS_OUR_LOOP)
         or case.__module__ in {"corpus.averages", "corpus.random_numbers", "corpus.tasks_with_state"}
