@@ -25,6 +25,8 @@ from horovod_train.frameworks.torch.units import modules_fitting, units_of
 NUM_LOOKS = 3
 _LOOKED_AT: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 """At how many forward passes of a module it was looked whether they change its attributes."""
+_ATTRIBUTES: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
+"""Names of attributes that a module had when it was made."""
 
 MIB = 2**20
 
@@ -132,6 +134,10 @@ def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> No
         UserError: A pattern fits no module.
     """
     for module in modules_fitting(model, patterns, "train.activation_checkpointing").values():
+        for each in module.modules():  # those of now: a strategy adds some of its own
+            _ATTRIBUTES[each] = {
+                name for name in vars(each) if not name.startswith("_") and name != "training"
+            }
         module.forward = partial(_recomputed, module, module.forward)
 
 
@@ -161,7 +167,7 @@ def attributes_of(module: torch.nn.Module) -> list[tuple[str, str]]:
         (name, python_state(value))
         for each in module.modules()
         for name, value in vars(each).items()
-        if not (name.startswith("_") or name in {"training", "forward"})
+        if name in _ATTRIBUTES.get(each, ())
     ]
 
 
