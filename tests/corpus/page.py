@@ -124,7 +124,7 @@ def page(
         "",
         *(f"{number}. {text}" for text, number in numbers.items()),
     ]
-    return HEAD + "\n".join(lines) + "\n" + others_page(others)
+    return HEAD + "\n".join(lines) + "\n" + (others_page(others) if others else "")
 
 
 def trained_by(text: str, cases: Mapping[str, type[Case]], strategies: Iterable[str]) -> set[tuple[str, str]]:
