@@ -176,10 +176,7 @@ def run_rank(
     run = make_run(job, mesh, *framework.prepare(job, mesh))
     if isinstance(framework, KnowsItsDevice):
         watch_device(job, recorder, framework.gpu_uuid(), framework.device_memory)
-        if world.size > 1 and framework.gpu_uuid():
-            stack.callback(DeviceWatch(world, job.health, tell, end).close)
-    data_watch = DataWatch(world.rank, world.size, job.health, lambda: WAITING.since_s, tell, end)
-    stack.callback(data_watch.close)
+    watch_this_rank(job, framework, world, tell, end, stack)
     run.replica.broadcast()
     # What is random from here on (dropout) is each rank's own, and of those that share a model the same.
     framework.seed(job.train.seed, mesh.data.rank + 1, 0)
@@ -201,6 +198,20 @@ def run_rank(
         seconds = monotonic() - started
         num_samples = (run.progress.epochs_passed - before) * len(run.train_reader)
         tell_summary(run, reporter, addresses, manager, seconds, num_samples / seconds)
+
+
+def watch_this_rank(
+    job: Job,
+    framework: Framework,
+    world: Communicator,
+    tell: Callable[[str], None],
+    end: Callable[[HorovodTrainError], None],
+    stack: ExitStack,
+) -> None:
+    """Report, and end, a rank whose GPU stands still or whose data does not come."""
+    if isinstance(framework, KnowsItsDevice) and world.size > 1 and framework.gpu_uuid():
+        stack.callback(DeviceWatch(world, job.health, tell, end).close)
+    stack.callback(DataWatch(world, job.health, lambda: WAITING.since_s, tell, end).close)
 
 
 def keep_events(job: Job, run_id: str, reporter: Reporter, stack: ExitStack) -> None:

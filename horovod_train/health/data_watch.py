@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Event, Thread
 
+from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Health
 from horovod_train.errors import HorovodTrainError, LostError
 
@@ -19,8 +20,7 @@ class DataWatch:
     """Reports a long wait for data, and ends the rank when it is too long.
 
     Args:
-        rank: This rank.
-        num_ranks: Of the world. In a larger one the others come first: they know that the rank is missing.
+        world: The ranks. Where there are others, they come first: they know that this one is missing.
         health: When to report, and when to end.
         waiting_since_s: Returns when the wait of now began; None: data is not waited for.
         tell: Reports to a person.
@@ -29,16 +29,15 @@ class DataWatch:
 
     def __init__(
         self,
-        rank: int,
-        num_ranks: int,
+        world: Communicator,
         health: Health,
         waiting_since_s: Callable[[], float | None],
         tell: Callable[[str], None],
         end: Callable[[HorovodTrainError], None],
     ) -> None:
-        self._rank = rank
+        self._rank = world.rank
         self._warning_s = health.stall_warning_s
-        self._shutdown_s = health.stall_shutdown_s * (1.0 if num_ranks == 1 else 1.5)
+        self._shutdown_s = health.stall_shutdown_s * (1.0 if world.size == 1 else 1.5)
         self._waiting_since_s = waiting_since_s
         self._tell = tell
         self._end = end

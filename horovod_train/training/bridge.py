@@ -102,7 +102,7 @@ class LoopBridge:
 
     def end(self) -> None:
         """Training is complete; weights that the last callbacks have changed are evaluated again."""
-        if self._last_weights not in {None, self._weights()}:
+        if self._last_weights is not None and self._weights() != self._last_weights:
             self.run.progress.metrics_step = -1
             if self.run.world.rank == 0:
                 log.warning(

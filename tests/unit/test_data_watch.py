@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 import pytest
 
@@ -10,6 +11,15 @@ from horovod_train.config.schema import Health
 from horovod_train.data.waiting import WAITING, timed
 from horovod_train.health import data_watch as module
 from horovod_train.health.data_watch import DataWatch
+
+
+@dataclass
+class Ranks:
+    """As much of a world as is looked at."""
+
+    size: int
+    rank: int = 0
+
 
 QUICK = Health(stall_warning_s=0.2, stall_shutdown_s=0.6)
 
@@ -24,7 +34,7 @@ def watch():
     told, ended, made = [], [], []
 
     def begin(waiting_since_s, num_ranks=1, health=QUICK):
-        made.append(DataWatch(0, num_ranks, health, waiting_since_s, told.append, ended.append))
+        made.append(DataWatch(Ranks(num_ranks), health, waiting_since_s, told.append, ended.append))
         return told, ended
 
     yield begin

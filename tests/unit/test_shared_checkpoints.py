@@ -27,6 +27,7 @@ from horovod_train.errors import CheckpointError, DesyncError
 from horovod_train.health.desync import check_before_saving, check_replicas_identical
 from horovod_train.training.progress import DataOrder, Progress
 
+DOCUMENTS = {"state": {}, "config": {}}
 PROGRESS = Progress(DataOrder(9, 0, shuffle=True)).to_json()
 WEIGHT = np.arange(7 * 4, dtype=np.float64).reshape(7, 4)
 BIAS = np.arange(5, dtype=np.float32)
@@ -456,7 +457,9 @@ def test_any_part_comes_back_from_any_pieces(cut, tmp_path_factory):
     writing.begin(folder)
     files = {}
     for rank, piece in enumerate(pieces):
-        files |= writing.write_files(folder, writing.Content({"model": {"a": piece}}, {}, {}), rank)
+        files |= writing.write_files(
+            folder, writing.Content({"model": {"a": piece}}, {} if rank else DOCUMENTS, {}), rank
+        )
     summary = {"epochs": 0.0, "metrics": {}, "unix_time_s": 0.0, "world_size": 1}
     writing.commit(folder, 1, files, summary)
 

@@ -129,7 +129,8 @@ class KerasFramework:
                 bridge.after_epoch()
             if any_rank(self._world, flag=bool(steps and self.model.stop_training)):
                 break
-        bridge.before_last_callbacks()
+        if own:
+            bridge.before_last_callbacks()
         for callback in own:
             callback.end()
         bridge.end()

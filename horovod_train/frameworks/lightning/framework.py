@@ -108,6 +108,7 @@ class LightningFramework(TorchDevice):
             strategy = self._strategy()
             source = _Source(bridge, self._train_reader, self._job.train.accumulation_steps)
             moments = _Moments(bridge, strategy, self._replica, source)
+            moments.has_others = bool(self._callbacks)
             ends = _Ends(moments, self._callbacks, self._replica.callbacks)
             trainer = self._trainer(
                 strategy=strategy,
@@ -244,6 +245,7 @@ class _Moments(lightning.Callback):
         self._replica = replica
         self._source = source
         self._lr = 0.0
+        self.has_others = False
         self._rates = GroupRates(replica.optimizer)
         self._begin_step()
 
@@ -327,7 +329,8 @@ class _Moments(lightning.Callback):
 
     def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Let the bridge compare weights before and after the callbacks of the end."""
-        self._bridge.before_last_callbacks()
+        if self.has_others:
+            self._bridge.before_last_callbacks()
 
     def end_epoch(self, trainer: lightning.Trainer) -> None:
         """Report the end of an epoch."""

@@ -129,6 +129,7 @@ class TransformersFramework(TorchDevice):
             trainer.bridge = bridge
             trainer.source = _Source(bridge, self._train_reader, self._job, self._world)
             moments = _Moments(trainer, bridge)
+            moments.has_others = bool(self._callbacks)
             ends = _Ends(moments, Attributes(self._callbacks), self._replica.callbacks)
             for callback in [moments, *self._callbacks, ends]:
                 trainer.add_callback(callback)
@@ -288,6 +289,7 @@ class _Moments(TrainerCallback):
         self._trainer = trainer
         self._bridge = bridge
         self._lr = 0.0
+        self.has_others = False
         self._rates = GroupRates(trainer.replica.optimizer)
 
     def on_step_begin(
@@ -316,7 +318,8 @@ class _Moments(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Let the bridge compare weights before and after the callbacks of the end."""
-        self._bridge.before_last_callbacks()
+        if self.has_others:
+            self._bridge.before_last_callbacks()
 
     def end_step(self) -> None:
         """Report a step that is complete."""
