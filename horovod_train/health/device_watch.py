@@ -9,12 +9,12 @@ the host waits, and in which phase of the step its device is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Event, Thread
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.log import DeviceWork
 from horovod_train.config.schema import Health
 from horovod_train.errors import GpuError, HorovodTrainError, NcclError, PeerError
+from horovod_train.health.wait_watch import Wait, WaitWatch
 
 INTERVAL_S = 1.0
 # Whoever is the cause says so before those that wait for it.
@@ -22,14 +22,14 @@ COURTESY_S = 10.0
 NCCL_TELLS_MORE = "NCCL_DEBUG=INFO in launch.env shows more"
 
 
-class DeviceWatch:
-    """Looks at what this rank waits for, in a thread.
+class DeviceWatch(WaitWatch):
+    """Reports a GPU that stands still, and ends the rank when it does so for too long.
 
     Args:
         world: The ranks.
-        health: When to speak, and when to end.
-        tell: Told once of each wait that is long.
-        end: Ends this process with an error: the main thread cannot be reached.
+        health: When to report, and when to end.
+        tell: Reports to a person.
+        end: Ends this process with an error.
     """
 
     def __init__(
@@ -40,34 +40,21 @@ class DeviceWatch:
         end: Callable[[HorovodTrainError], None],
     ) -> None:
         self._world = world
-        self._warning_s = health.stall_warning_s
         self._shutdown_s = health.stall_shutdown_s
-        self._tell = tell
-        self._end = end
-        self._over = Event()
-        self._thread = Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        super().__init__(
+            self._wait, interval_s=INTERVAL_S, warning_s=health.stall_warning_s, tell=tell, end=end
+        )
 
-    def close(self) -> None:
-        """Stop looking. Safe to call twice."""
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        since_s, waited_s, has_told = None, 0.0, False
-        # Counted, and not taken from a clock: this process may have been stopped itself.
-        while not self._over.wait(INTERVAL_S):
-            work = self._world.waiting_in
-            if not isinstance(work, DeviceWork) or self._world.waiting_since_s != since_s:
-                since_s, waited_s, has_told = self._world.waiting_since_s, 0.0, False
-                continue
-            waited_s += INTERVAL_S
-            if waited_s >= self._warning_s and not has_told:
-                has_told = True
-                self._tell(f"{_state_of(work, waited_s)}: {_reason_for(work)}")
-            courtesy_s = COURTESY_S if work.waits_for_others else 0.0
-            if waited_s >= self._shutdown_s + courtesy_s:
-                self._end(_error_of(work, waited_s))
+    def _wait(self) -> Wait | None:
+        work, since_s = self._world.waiting_in, self._world.waiting_since_s
+        if not isinstance(work, DeviceWork) or since_s is None:
+            return None
+        return Wait(
+            since_s,
+            self._shutdown_s + (COURTESY_S if work.waits_for_others else 0.0),
+            lambda waited_s: f"{_state_of(work, waited_s)}: {_reason_for(work)}",
+            lambda waited_s: _error_of(work, waited_s),
+        )
 
 
 def _state_of(work: DeviceWork, waited_s: float) -> str:
