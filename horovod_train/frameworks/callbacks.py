@@ -20,22 +20,14 @@ from horovod_train.checkpoint.tree import pack_tree, unpack_tree
 from horovod_train.collectives.base import Communicator
 from horovod_train.errors import UserError
 from horovod_train.frameworks.arrays import from_blob, to_blob
+from horovod_train.frameworks.refused_callbacks import PACKAGES
 
 log = logging.getLogger(__name__)
 OWN_STATE = "@callbacks/"
 """Prefix of their arrays among those that each rank saves for itself."""
 SET_BY_KERAS = {"params"}
 TREE = f"{OWN_STATE}tree"
-FRAMEWORKS = {
-    "keras",
-    "lightning",
-    "pytorch_lightning",
-    "transformers",
-    "torch",
-    "tensorflow",
-    "jax",
-    "logging",
-}
+LIBRARIES = {"torch", "tensorflow", "jax", "logging"}.union(*PACKAGES.values())
 """Packages of objects that a callback refers to, and that are no state of its own."""
 
 
@@ -236,7 +228,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def _is_of_a_framework(value: object) -> bool:
-    return any(each.__module__.partition(".")[0] in FRAMEWORKS for each in type(value).__mro__[:-1])
+    return any(each.__module__.partition(".")[0] in LIBRARIES for each in type(value).__mro__[:-1])
 
 
 def _frozen(value: object) -> object:

@@ -118,6 +118,8 @@ class PeerWatch:
         """Say good-bye, and stop watching. Safe to call twice."""
         if not self._over.is_set():
             self._over.set()
+            with suppress(OSError):  # it wakes the thread, which else waits for a datagram first
+                self._socket.sendto(b"", (LOOPBACK, self._socket.getsockname()[1]))
             self._thread.join()
             for _ in range(3):  # a datagram can be lost
                 self._send("left")

@@ -6,6 +6,7 @@ usage: run.py [--out FILE] [--strategy NAME ...] [--ranks N ...] [--case NAME ..
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import sys
@@ -198,7 +199,7 @@ def cases() -> dict[str, type[Case]]:
 
 
 def import_what_ranks_need(strategies: Iterable[str]) -> None:
-    """Import it once, before ranks are forked."""
+    """Import it once, before ranks are forked, which then share its pages: no collection writes to them."""
     import horovod.torch  # noqa: F401
     import torch._dynamo
     import torch._inductor.compile_fx  # PyTorch's optimizers import both
@@ -221,6 +222,8 @@ def import_what_ranks_need(strategies: Iterable[str]) -> None:
         from horovod_train.frameworks.torch.strategies.deepspeed import imported
 
         imported(torch.device("cpu"))
+    gc.collect()
+    gc.freeze()
 
 
 def main() -> None:

@@ -107,8 +107,8 @@ class LightningFramework(TorchDevice):
         if not bridge.is_done:
             strategy = self._strategy()
             source = _Source(bridge, self._train_reader, self._job.train.accumulation_steps)
-            moments = _Moments(bridge, strategy, self._replica, source)
-            moments.has_others = bool(self._callbacks)
+            has_others = bool(self._callbacks)
+            moments = _Moments(bridge, strategy, self._replica, source, has_others=has_others)
             ends = _Ends(moments, self._callbacks, self._replica.callbacks)
             trainer = self._trainer(
                 strategy=strategy,
@@ -238,14 +238,20 @@ class _Moments(lightning.Callback):
     """Prepares and times the steps of ``Trainer``; the first of all callbacks."""
 
     def __init__(
-        self, bridge: Bridge, strategy: HorovodStrategy, replica: LightningReplica, source: _Source
+        self,
+        bridge: Bridge,
+        strategy: HorovodStrategy,
+        replica: LightningReplica,
+        source: _Source,
+        *,
+        has_others: bool,
     ) -> None:
         self._bridge = bridge
         self._strategy = strategy
         self._replica = replica
         self._source = source
         self._lr = 0.0
-        self.has_others = False
+        self._has_others = has_others
         self._rates = GroupRates(replica.optimizer)
         self._begin_step()
 
@@ -329,7 +335,7 @@ class _Moments(lightning.Callback):
 
     def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Let the bridge compare weights before and after the callbacks of the end."""
-        if self.has_others:
+        if self._has_others:
             self._bridge.before_last_callbacks()
 
     def end_epoch(self, trainer: lightning.Trainer) -> None:

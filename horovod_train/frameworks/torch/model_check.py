@@ -7,6 +7,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from horovod_train.checkpoint.arrays import DTYPE_CODES, METADATA
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.own_gradients import num_hooks
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -60,7 +61,7 @@ def refuse_hooks_of_parameters(model: torch.nn.Module, strategy: str) -> None:
         UserError: A parameter has hooks; names the first.
     """
     for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):  # noqa: SLF001
+        if num_hooks(parameter, of_tensor=True):
             raise UserError(
                 f"strategy {strategy}: {name!r} has hooks of its gradient, which are lost where ranks "
                 "hold parts of it",

@@ -75,6 +75,11 @@ def twin_of(optimizer: torch.optim.Optimizer, param_groups: list[dict[str, Any]]
     return twin
 
 
+def rates_of_groups(optimizer: torch.optim.Optimizer, lr: float) -> list[float]:
+    """Return the learning rate of each group of an optimizer, from the job's."""
+    return [lr * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
+
+
 class GroupRates(JobsLearningRate):
     """The learning rates of an optimizer's groups, each relative to the job's."""
 
@@ -89,7 +94,7 @@ class GroupRates(JobsLearningRate):
         Raises:
             UserError: Somebody else has set others since the last.
         """
-        self.set([lr * group.get("lr_scale", 1.0) for group in self._optimizer.param_groups])
+        self.set(rates_of_groups(self._optimizer, lr))
 
     def _write(self, rates: list[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):

@@ -8,10 +8,24 @@ the gradient has left.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import is_
 
 import torch
 
 from horovod_train.errors import UserError
+
+Gradients = list[torch.Tensor | None]
+
+
+def num_hooks(parameter: torch.nn.Parameter, *, of_tensor: bool) -> int:
+    """Return how many hooks a parameter's gradient has.
+
+    Args:
+        parameter: The parameter.
+        of_tensor: Also those of ``register_hook``, and not only of ``register_post_accumulate_grad_hook``.
+    """
+    number = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+    return number + len(parameter._backward_hooks or ()) if of_tensor else number  # noqa: SLF001
 
 
 class GradientWatch:
@@ -26,12 +40,13 @@ class GradientWatch:
         self._model = model
         self._sees_hooks_of_tensors = sees_hooks_of_tensors
         self._num_hooks = 0
-        self._before: list[tuple[int, int]] = []
+        self._gradients: Gradients = []
+        self._versions: list[int] = []
 
     def before_loss(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Remember gradients and hooks of the parameters that may have them."""
-        has_none = all(parameter.grad is None for parameter in parameters)  # before the first micro-batch
-        self._before = [] if has_none else list(map(_identity, parameters))
+        self._gradients = [parameter.grad for parameter in parameters]
+        self._versions = _versions(self._gradients)
         self._num_hooks = self._hooks_of(parameters)
 
     def after_loss(self, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -40,11 +55,7 @@ class GradientWatch:
         Raises:
             UserError: The loss has changed a gradient, or registered a hook.
         """
-        if self._before:
-            found = zip(parameters, self._before, strict=True)
-            changed = next((p for p, before in found if _identity(p) != before), None)
-        else:
-            changed = next((p for p in parameters if p.grad is not None), None)
+        changed = self._changed(parameters)
         if changed is not None:
             raise UserError(
                 f"the task's loss makes or changes the gradient of {self._name_of(changed)!r} itself (a "
@@ -58,18 +69,24 @@ class GradientWatch:
                 hint="register it in the task's model()",
             )
 
+    def _changed(self, parameters: Sequence[torch.nn.Parameter]) -> torch.nn.Parameter | None:
+        """Return a parameter with another gradient, or other values in it; drop the remembered gradients."""
+        before, self._gradients = self._gradients, []
+        now = [parameter.grad for parameter in parameters]
+        versions = _versions(now)
+        # Each micro-batch comes here: comparing whole lists takes half the time of a loop over parameters.
+        if all(map(is_, before, now)) and versions == self._versions:
+            return None
+        same = (a is b and v == w for a, b, v, w in zip(before, now, self._versions, versions, strict=True))
+        return next(parameter for parameter, is_same in zip(parameters, same, strict=True) if not is_same)
+
     def _hooks_of(self, parameters: Iterable[torch.nn.Parameter]) -> int:
-        number = 0
-        for parameter in parameters:
-            number += len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-            if self._sees_hooks_of_tensors:
-                number += len(parameter._backward_hooks or ())  # noqa: SLF001
-        return number
+        return sum(num_hooks(each, of_tensor=self._sees_hooks_of_tensors) for each in parameters)
 
     def _name_of(self, parameter: torch.nn.Parameter) -> str:
         return next((name for name, each in self._model.named_parameters() if each is parameter), "")
 
 
-def _identity(parameter: torch.nn.Parameter) -> tuple[int, int]:
-    gradient = parameter.grad
-    return (0, 0) if gradient is None else (id(gradient), gradient._version)  # noqa: SLF001
+def _versions(gradients: Gradients) -> list[int]:
+    """Return how often each gradient was written to; 0 where there is none."""
+    return [0 if gradient is None else gradient._version for gradient in gradients]  # noqa: SLF001

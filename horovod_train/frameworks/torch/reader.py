@@ -184,9 +184,8 @@ class Placement:
             source = batch.pin_memory() if pin and batch.device.type == "cpu" else batch
             wanted = self.memory_format if batch.dim() == 4 else torch.preserve_format
             return source.to(self.device, non_blocking=True, memory_format=wanted)
-        if isinstance(batch, dict | list | tuple):
-            return _mapped(batch, partial(self.put, pin=pin))
-        if callable(move := getattr(batch, "to", None)) and not isinstance(batch, type):
+        moves_itself = not isinstance(batch, dict | list | tuple | type)
+        if moves_itself and callable(move := getattr(batch, "to", None)):
             return move(self.device)
         return _mapped(batch, partial(self.put, pin=pin))
 

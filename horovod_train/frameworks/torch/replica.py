@@ -25,6 +25,7 @@ from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import Recorder, StepGraphs, rate_of_graphs
 from horovod_train.frameworks.torch.late import LateOutcome, Number, Outcome, Packed, outcome_from, pack
 from horovod_train.frameworks.torch.local_model import LocalModel
+from horovod_train.frameworks.torch.optimizer import rates_of_groups
 from horovod_train.frameworks.torch.own_gradients import GradientWatch
 from horovod_train.frameworks.torch.saved_state import SavedState
 from horovod_train.frameworks.torch.statistics import RunningStatistics
@@ -386,8 +387,8 @@ class TorchReplica(LocalModel):
         yield from ((name, parameter.grad) for name, parameter in self.model.named_parameters())
 
     def _set_rates(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
-            rate = lr * group.get("lr_scale", 1.0)
+        rates = rates_of_groups(self.optimizer, lr)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate if self._graphs is None else rate_of_graphs(rate)
 
     def _complete(self, loss: torch.Tensor, want_norm: bool) -> Mapping[str, Number] | Packed:

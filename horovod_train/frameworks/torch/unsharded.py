@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from horovod_train.frameworks.torch.own_gradients import num_hooks
+
 Parameters = Mapping[torch.nn.Parameter, str]
 """The reason why each stays whole, as a clause after its name."""
 SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -26,7 +28,7 @@ def parameters_kept_whole(
     for parameter in model.parameters():
         if parameter.dim() == 0 or parameter.numel() == 0:
             found[parameter] = "has no elements to share"
-        elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):  # noqa: SLF001
+        elif num_hooks(parameter, of_tensor=True):
             found[parameter] = "has hooks of its gradient"
         elif not parameter.is_contiguous():
             found[parameter] = "is not contiguous"

@@ -128,8 +128,7 @@ class TransformersFramework(TorchDevice):
             trainer = self._trainer
             trainer.bridge = bridge
             trainer.source = _Source(bridge, self._train_reader, self._job, self._world)
-            moments = _Moments(trainer, bridge)
-            moments.has_others = bool(self._callbacks)
+            moments = _Moments(trainer, bridge, has_others=bool(self._callbacks))
             ends = _Ends(moments, Attributes(self._callbacks), self._replica.callbacks)
             for callback in [moments, *self._callbacks, ends]:
                 trainer.add_callback(callback)
@@ -285,11 +284,11 @@ class _Source:
 class _Moments(TrainerCallback):
     """Prepares and times the steps of ``Trainer``; the first of all callbacks."""
 
-    def __init__(self, trainer: _JobTrainer, bridge: Bridge) -> None:
+    def __init__(self, trainer: _JobTrainer, bridge: Bridge, *, has_others: bool) -> None:
         self._trainer = trainer
         self._bridge = bridge
         self._lr = 0.0
-        self.has_others = False
+        self._has_others = has_others
         self._rates = GroupRates(trainer.replica.optimizer)
 
     def on_step_begin(
@@ -318,7 +317,7 @@ class _Moments(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Let the bridge compare weights before and after the callbacks of the end."""
-        if self.has_others:
+        if self._has_others:
             self._bridge.before_last_callbacks()
 
     def end_step(self) -> None:
