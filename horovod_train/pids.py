@@ -26,7 +26,7 @@ def is_alive(pid: int) -> bool:
     return bool(fields) and fields[0] not in ("Z", "X")
 
 
-def waited_for_processor_s(pid: int) -> float:
+def cpu_wait_s(pid: int) -> float:
     """Return how long a process's main thread could have run and others did; 0: the system does not tell.
 
     Source: "schedstat" in Documentation/scheduler/sched-stats.rst of Linux, its second number.

@@ -108,7 +108,7 @@ def load_attribute(location: str, *, what: str) -> Any:
         raise UserError(f"{what}: module {module_name!r} has no {attribute!r}") from None
 
 
-def find_task_here(location: str) -> None:
+def check_task_exists(location: str) -> None:
     """Let a task's module be imported from the current folder, if it is there.
 
     Otherwise nothing is imported from there: a file that happens to be called like a module of ours, or

@@ -44,9 +44,9 @@ class DroppingStream(io.RawIOBase):
         super().__init__()
         self._handle = handle
         self._patience_s = patience_s
-        self._has_waited = False
+        self._is_reader_behind = False
         self._is_read_by_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ and _is_pipe(handle)
-        self._has_waited_for_mpirun = False
+        self._is_mpirun_behind = False
         self._num_lines_unread = 0
         self.num_dropped_bytes = 0
         """Since something was last shown."""
@@ -97,17 +97,17 @@ class DroppingStream(io.RawIOBase):
         Nothing is returned if mpirun does not read.
         """
         found = bytes(piece)
-        deadline_s = monotonic() + (0.0 if self._has_waited_for_mpirun else self._patience_s)
+        deadline_s = monotonic() + (0.0 if self._is_mpirun_behind else self._patience_s)
         num_lines = min(found.count(b"\n"), MAX_LINES_AT_ONCE)
         while self._num_lines_unread + num_lines > MAX_LINES_AT_ONCE:
             if _num_unread_bytes(self._handle) == 0:
                 self._num_lines_unread = 0
             elif monotonic() >= deadline_s:
-                self._has_waited_for_mpirun = True
+                self._is_mpirun_behind = True
                 return piece[:0]
             else:
                 sleep(PIPE_POLL_S)
-        self._has_waited_for_mpirun = False
+        self._is_mpirun_behind = False
         self._num_lines_unread += num_lines
         if num_lines < MAX_LINES_AT_ONCE:
             return piece
@@ -122,8 +122,8 @@ class DroppingStream(io.RawIOBase):
             return True
         poller = select.poll()
         poller.register(self._handle, select.POLLOUT)
-        is_ready = bool(poller.poll(0.0 if self._has_waited else self._patience_s * 1000))
-        self._has_waited = not is_ready
+        is_ready = bool(poller.poll(0.0 if self._is_reader_behind else self._patience_s * 1000))
+        self._is_reader_behind = not is_ready
         return is_ready
 
 

@@ -51,7 +51,7 @@ from horovod_train.health.world_check import check_world
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
-from horovod_train.registry import FRAMEWORKS, SCRIPT, find_task_here
+from horovod_train.registry import FRAMEWORKS, SCRIPT, check_task_exists
 from horovod_train.streams import drop_what_cannot_be_shown, leave_terminal_of_mpirun, num_dropped_bytes
 from horovod_train.telemetry.rank_metrics import (
     compare_with_one_rank,
@@ -114,7 +114,7 @@ def main(options: WorkerOptions) -> int:
     try:
         # What `run` resolved is final; the environment has had its say.
         job = load_job(options.job_file, environ={} if options.as_events else None)
-        find_task_here(job.task)
+        check_task_exists(job.task)
         bind(job.launch.cpu_binding)
         with ExitStack() as stack:
             if job.framework == SCRIPT:
@@ -185,19 +185,19 @@ def run_rank(
 
     parts = HookParts(
         job=job, run_id=run_id, world=world, framework=framework, manager=manager, recorder=recorder,
-        reporter=reporter, exchange=RegularExchange(world), is_asked_to_leave=lambda: request.is_made,
+        reporter=reporter, exchange=RegularExchange(world), is_preempted=lambda: request.is_made,
         report_interval_s=0.2 if options.as_events else 5.0, at_end=stack,
     )  # fmt: skip
     run.hooks += make_hooks(parts)
     if world.rank == 0:
-        tell_start(run, reporter)
+        report_started(run, reporter)
     before, started = run.progress.epochs_passed, monotonic()
     train_all(framework, run)
     manager.close()
     if world.rank == 0:
         seconds = monotonic() - started
         num_samples = (run.progress.epochs_passed - before) * len(run.train_reader)
-        tell_summary(run, reporter, addresses, manager, seconds, num_samples / seconds)
+        report_summary(run, reporter, addresses, manager, seconds, num_samples / seconds)
 
 
 def watch_this_rank(
@@ -343,7 +343,7 @@ def take_over(run: Run, resumed: Checkpointed, framework: Framework) -> None:
     )
 
 
-def tell_start(run: Run, reporter: Reporter) -> None:
+def report_started(run: Run, reporter: Reporter) -> None:
     """Tell what is about to be trained."""
     reporter.report(
         Started(
@@ -357,7 +357,7 @@ def tell_start(run: Run, reporter: Reporter) -> None:
     )
 
 
-def tell_summary(
+def report_summary(
     run: Run,
     reporter: Reporter,
     addresses: list[str],
@@ -401,7 +401,7 @@ def _explained_exit(left: SystemExit) -> UserError:
     )
 
 
-def _told_from_the_script_on(error: BaseException) -> traceback.TracebackException:
+def _traceback_from_script(error: BaseException) -> traceback.TracebackException:
     """Return an error's traceback; where a script runs, without what has started it."""
     told = traceback.TracebackException.from_exception(error)
     starts = [place for place, frame in enumerate(told.stack) if frame.filename == "<frozen runpy>"]
@@ -413,7 +413,7 @@ def _told_from_the_script_on(error: BaseException) -> traceback.TracebackExcepti
 def _report_failure(error: BaseException, reporter: Reporter) -> int:
     """Tell about a failure and return the exit code that belongs to it."""
     expected = isinstance(error, HorovodTrainError)
-    text = "" if expected else "".join(_told_from_the_script_on(error).format())
+    text = "" if expected else "".join(_traceback_from_script(error).format())
     message = str(error) if expected else f"{type(error).__name__}: {error}"
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[:MAX_MESSAGE_CHARS] + " ..."

@@ -51,7 +51,7 @@ class Holders:
         """Ranks that write to a checkpoint: of those that have something, the first; rank 0 always."""
         return tuple(sorted({0, *(ranks[0] for ranks in self.of.values())}))
 
-    def written_here(self, section: str, arrays: Mapping[str, ArrayBlob]) -> dict[str, ArrayBlob]:
+    def arrays_to_write(self, section: str, arrays: Mapping[str, ArrayBlob]) -> dict[str, ArrayBlob]:
         """Return what this rank writes of its arrays."""
         return {
             name: blob

@@ -251,7 +251,7 @@ class CheckpointManager:
         """Return what this rank writes."""
         arrays: dict[str, Mapping[str, ArrayBlob]] = {"model": state.model, "optimizer": state.optimizer}
         if holders is not None:
-            arrays = {section: holders.written_here(section, found) for section, found in arrays.items()}
+            arrays = {section: holders.arrays_to_write(section, found) for section, found in arrays.items()}
         if self._world.rank != 0:
             return Content(arrays, {}, {})
         arrays["rng"] = _by_rank(generators)

@@ -15,7 +15,7 @@ from horovod_train.cli.options import job_id_argument
 def command(job_id: str, *, as_json: bool) -> None:
     """Show how the job ID stands, how far it is, and which ranks are slow."""
     from horovod_train.launch.submit import submitted
-    from horovod_train.monitor.brief import in_brief, read_lately
+    from horovod_train.monitor.brief import summary_lines, read_recent
 
     launcher, job = submitted(job_id)
     status = launcher.status(job)
@@ -27,6 +27,6 @@ def command(job_id: str, *, as_json: bool) -> None:
     click.echo(f"{job.job_id}: {status.state}{code}")
     if status.message:
         click.echo(f"  {status.message}")
-    for line in in_brief(read_lately(job.log_dir)):
+    for line in summary_lines(read_recent(job.log_dir)):
         click.echo(f"  {line}")
     click.echo(f"  {job.log_dir}")

@@ -29,7 +29,7 @@ class Collective:
     size_bytes: int
     begun_s: float
     ended_s: float | None = None
-    waits_for_others: ClassVar[bool] = True
+    is_collective: ClassVar[bool] = True
 
     def __str__(self) -> str:
         """Return it for a person.
@@ -51,7 +51,7 @@ class DeviceWork:
     phase: Callable[[], str]
 
     @property
-    def waits_for_others(self) -> bool:
+    def is_collective(self) -> bool:
         """Whether the device itself waits, for data of other ranks."""
         return self.phase() == "allreduce_wait"
 

@@ -144,7 +144,7 @@ def read_tree(path: Path) -> Tree:
         raise _unreadable(path, _why_unreadable(error, path)) from error
     if not isinstance(tree, dict):
         raise _unreadable(path, "must be a mapping of field names to values", "start with 'name: my-job'")
-    if _is_monstrous(tree):
+    if _exceeds_limits(tree):
         raise _unreadable(path, "is nested too deeply, or unfolds to too much")
     return tree
 
@@ -178,7 +178,7 @@ def _read_yaml(text: str) -> object:
     return yaml.load(text, _YamlLoader)  # noqa: S506  (derived from SafeLoader)
 
 
-def _is_monstrous(root: object) -> bool:
+def _exceeds_limits(root: object) -> bool:
     """Whether a value is nested without end, or small only because its parts are shared (YAML aliases)."""
     level = [root]
     for _ in range(MAX_DEPTH + 1):
@@ -245,7 +245,7 @@ def _assign(tree: Tree, dotted: str, text: str, origin: str, problems: list[Prob
         reason = getattr(error, "problem", None) or error
         problems.append(Problem(dotted, shorten(text), f"{origin}: is not a YAML value: {reason}"))
         return
-    if _is_monstrous(value):
+    if _exceeds_limits(value):
         problems.append(Problem(dotted, shorten(text), f"{origin}: is nested too deeply"))
         return
     *parents, last = dotted.split(".")

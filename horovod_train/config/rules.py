@@ -83,7 +83,7 @@ def no_such_file(task: str, file: str) -> Problem:
     return Problem("task", repr(task), f"no such file: {file}", "paths start at the job file's folder")
 
 
-def learning_rate_is_not_set_twice(job: Job) -> Iterator[Problem]:
+def learning_rate_is_set_once(job: Job) -> Iterator[Problem]:
     """The optimizer gets its rate from ``lr`` in each step."""
     if "lr" in job.optimizer.args:
         yield Problem(
@@ -399,7 +399,7 @@ def script_can_be(job: Job) -> Iterator[Problem]:
 RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     names_are_known,
     task_file_exists,
-    learning_rate_is_not_set_twice,
+    learning_rate_is_set_once,
     decay_has_its_fields,
     warmup_fits,
     ranks_fit_the_hosts,

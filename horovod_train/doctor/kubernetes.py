@@ -178,12 +178,12 @@ def examine_pods(
         return [Finding("", "mpi job", error.message, "fail", error.hint)], AllreduceBenchmark()
     submitted = Submitted(asking.job_id, "mpijob", native_id, asking.log_dir, 0.0)
     try:
-        return _told_by(launcher, submitted, job, say)
+        return _check_pods(launcher, submitted, job, say)
     finally:
         launcher.remove(submitted)
 
 
-def _told_by(
+def _check_pods(
     launcher: MpiJobLauncher, submitted: Submitted, job: Job, say: Callable[[str], None]
 ) -> tuple[list[Finding], AllreduceBenchmark]:
     deadline_s, told = monotonic() + PODS_TIMEOUT_S, ""

@@ -91,14 +91,14 @@ def own_gpu(
             hint=why_none or "see `nvidia-smi` and `horovod-train doctor` there, or set train.device: cpu",
         )
     seen = [gpus for host, _, gpus, _ in known if host == world.host]
-    _tell_of_other_models(world, [names for *_, names in known])
+    _report_mixed_models(world, [names for *_, names in known])
     chosen = choose_gpu(world, seen, num_gpus, share=job.launch.share_gpus)
     if job.launch.share_gpus:
         share_over_nccl(world, known[world.rank][2][chosen], os.environ)
     return chosen
 
 
-def _tell_of_other_models(world: Communicator, models: Sequence[Sequence[str]]) -> None:
+def _report_mixed_models(world: Communicator, models: Sequence[Sequence[str]]) -> None:
     """Warn where ranks see different GPUs: their kernels may round differently."""
     if world.rank == 0 and any(names != models[0] for names in models):
         told = [", ".join(name or "an unknown one" for name in names) for names in models]

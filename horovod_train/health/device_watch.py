@@ -19,7 +19,7 @@ from horovod_train.health.wait_watch import Wait, WaitWatch
 INTERVAL_S = 1.0
 # Whoever is the cause says so before those that wait for it.
 COURTESY_S = 10.0
-NCCL_TELLS_MORE = "NCCL_DEBUG=INFO in launch.env shows more"
+NCCL_DEBUG_HINT = "NCCL_DEBUG=INFO in launch.env shows more"
 
 
 class DeviceWatch(WaitWatch):
@@ -51,28 +51,28 @@ class DeviceWatch(WaitWatch):
             return None
         return Wait(
             since_s,
-            self._shutdown_s + (COURTESY_S if work.waits_for_others else 0.0),
+            self._shutdown_s + (COURTESY_S if work.is_collective else 0.0),
             lambda waited_s: f"{_state_of(work, waited_s)}: {_reason_for(work)}",
             lambda waited_s: _error_of(work, waited_s),
         )
 
 
 def _state_of(work: DeviceWork, waited_s: float) -> str:
-    if work.waits_for_others:
+    if work.is_collective:
         return f"this rank's GPU has waited in an all-reduce for {waited_s:.0f} s"
     return f"this rank's GPU has been in one step's {work.phase() or 'end'} for {waited_s:.0f} s"
 
 
 def _reason_for(work: DeviceWork) -> str:
-    if work.waits_for_others:
-        return f"another rank's GPU has not come to it, or the network does not carry it ({NCCL_TELLS_MORE})"
+    if work.is_collective:
+        return f"another rank's GPU has not come to it, or the network does not carry it ({NCCL_DEBUG_HINT})"
     return "does a kernel hang, or is the step so long? see `nvidia-smi`, and XID in `dmesg`"
 
 
 def _error_of(work: DeviceWork, waited_s: float) -> HorovodTrainError:
     state = f"{_state_of(work, waited_s)}; ended after health.stall_shutdown_s"
-    if not work.waits_for_others:
+    if not work.is_collective:
         return GpuError(state, hint="see `nvidia-smi`, and XID in the kernel's log (`dmesg | grep -i xid`)")
-    error = PeerError(state, hint=f"a link or an interface between hosts, perhaps: {NCCL_TELLS_MORE}")
+    error = PeerError(state, hint=f"a link or an interface between hosts, perhaps: {NCCL_DEBUG_HINT}")
     error.cause = NcclError.cause
     return error

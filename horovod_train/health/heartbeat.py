@@ -109,7 +109,7 @@ class PeerWatch:
         before = [(world.rank - distance) % world.size for distance in distances]
         self._hosts = {rank: hosts[rank] for rank in before}
         self._processes = {rank: places[rank][2] for rank in before}
-        self._heard_s = dict.fromkeys(self._hosts, monotonic())
+        self._last_heartbeat_s = dict.fromkeys(self._hosts, monotonic())
         self._named: set[int] = set()
         self._thread = Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -133,7 +133,7 @@ class PeerWatch:
             now_s = monotonic()
             if now_s - looked_s > 4 * INTERVAL_S:
                 # This process was stopped itself: what the others have sent meanwhile comes first.
-                self._heard_s = dict.fromkeys(self._heard_s, now_s)
+                self._last_heartbeat_s = dict.fromkeys(self._last_heartbeat_s, now_s)
             looked_s = now_s
             self._judge(now_s)
 
@@ -143,8 +143,8 @@ class PeerWatch:
             return
         waiting_in = self._world.waiting_in
         where = f" in {waiting_in}" if waiting_in is not None else ""
-        for rank, heard_s in self._heard_s.items():
-            silent_s = now_s - max(heard_s, waiting_since_s)
+        for rank, last_answer_s in self._last_heartbeat_s.items():
+            silent_s = now_s - max(last_answer_s, waiting_since_s)
             what = f"rank {rank} on {self._hosts[rank]} has shown no sign of life for {silent_s:.0f} s"
             if silent_s > self._warning_s and rank not in self._named:
                 self._named.add(rank)
@@ -174,12 +174,12 @@ class PeerWatch:
                 continue
             except ValueError:
                 continue  # somebody else's
-            if token != self._token or int(rank) not in self._heard_s:
+            if token != self._token or int(rank) not in self._last_heartbeat_s:
                 continue
             if word == "left":
-                del self._heard_s[int(rank)]
+                del self._last_heartbeat_s[int(rank)]
             else:
-                self._heard_s[int(rank)] = monotonic()
+                self._last_heartbeat_s[int(rank)] = monotonic()
                 self._named.discard(int(rank))
 
 
@@ -212,12 +212,12 @@ class JoinWatch:
     def _watch(self) -> None:
         what = "this rank has waited for {:.0f} s for the others to join"
         warning_s = min(self._warning_s, self._shutdown_s)
-        if self._has_waited(warning_s):
+        if self._is_reader_behind(warning_s):
             self._tell(f"{what.format(warning_s)}: was each of them started, is one stopped, are hosts slow?")
-            if self._has_waited(self._shutdown_s - warning_s):
+            if self._is_reader_behind(self._shutdown_s - warning_s):
                 self._end(LostError(f"{what.format(self._shutdown_s)}; {ENDED}"))
 
-    def _has_waited(self, seconds: float) -> bool:
+    def _is_reader_behind(self, seconds: float) -> bool:
         """Whether so much time has passed while this process ran, and was not stopped itself."""
         return not any(self._over.wait(INTERVAL_S) for _ in range(math.ceil(seconds / INTERVAL_S)))
 

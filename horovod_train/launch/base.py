@@ -203,7 +203,7 @@ class Launcher(Protocol):
         has_files_here: Whether the folder of a run is one of this machine.
     """
 
-    has_files_here: bool
+    has_local_files: bool
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return what would start the ranks; has no effect.

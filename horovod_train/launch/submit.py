@@ -16,7 +16,7 @@ from horovod_train.launch.base import Launcher, LaunchPlan, LaunchRequest, Submi
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.hostlist import interface_towards
 from horovod_train.launch.jobs import find_job, remember, submitted_job
-from horovod_train.launch.supervise.signals import AskedTo, interrupted_by_signals
+from horovod_train.launch.supervise.signals import TerminationRequested, interrupted_by_signals
 from horovod_train.registry import LAUNCHERS
 
 
@@ -83,10 +83,10 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
     """
     launcher = launcher_named(request.job.launch.launcher)
     plan = launcher.plan(request)
-    own = {request.log_dir / "job.json": dump_job(request.job)} if launcher.has_files_here else {}
+    own = {request.log_dir / "job.json": dump_job(request.job)} if launcher.has_local_files else {}
     elastic = request.job.launch.elastic
     note = ""
-    if elastic is not None and elastic.discover is not None and launcher.has_files_here:
+    if elastic is not None and elastic.discover is not None and launcher.has_local_files:
         note = f"on the hosts that `{elastic.discover}` prints then, as they come and go"
     return replace(plan, files={**own, **plan.files}, note=note)
 
@@ -117,7 +117,7 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
     job = note_job(request, native_id, console.print)
     console.print(f"{job.job_id}: {request.job.launch.launcher} has it as {native_id}")
     try:
-        with interrupted_by_signals(AskedTo):
+        with interrupted_by_signals(TerminationRequested):
             for line in launcher.logs(job, follow=True):
                 parsed = parse_line(line)
                 if parsed.event is not None:
@@ -125,7 +125,7 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
                 else:
                     console.print(tagged(parsed.rank, parsed.text))
             status = launcher.wait(job)
-    except AskedTo as asked:
+    except TerminationRequested as asked:
         console.print(f"{job.job_id}: asked to save and leave")
         launcher.cancel(job, "drain" if asked.is_patient else "stop")
         status = launcher.wait(job)

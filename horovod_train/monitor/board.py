@@ -27,7 +27,7 @@ from horovod_train.monitor.live import (
     Access,
     RankReading,
     access_of,
-    ask_all,
+    scrape_all,
     by_rank,
     targets_of,
     window_between,
@@ -36,7 +36,7 @@ from horovod_train.monitor.runs import Run, Runs
 
 log = logging.getLogger(__name__)
 
-ASK_INTERVAL_S = 2.0
+SCRAPE_INTERVAL_S = 2.0
 MOST_OF_THE_TIME = 5
 """Asking takes at most a fifth of the time: of a thousand ranks it takes seconds."""
 
@@ -100,7 +100,7 @@ class Readings:
         return self.asked - self.of_ranks.keys()
 
 
-class AskedRun:
+class ScrapedRun:
     """A run that is known by its ranks alone.
 
     Args:
@@ -180,7 +180,7 @@ class Board:
         self._runs = Runs(places)
         self._sources = sources
         self._access = access
-        self._asked: dict[str, AskedRun] = {}
+        self._asked: dict[str, ScrapedRun] = {}
         self._targets: dict[str, list[Target]] = {}
         self._readings: dict[str, Readings] = {}
         self._looked_s: dict[str, float] = {}
@@ -219,17 +219,17 @@ class Board:
         while True:
             begun_s = monotonic()
             try:
-                self._ask_sources()
-                self._ask_runs()
+                self._scrape_sources()
+                self._scrape_runs()
             except Exception:
                 if self._over.is_set():
                     return
                 log.exception("ranks could not be asked")
             took_s = monotonic() - begun_s
-            if self._over.wait(max(ASK_INTERVAL_S - took_s, took_s * (MOST_OF_THE_TIME - 1))):
+            if self._over.wait(max(SCRAPE_INTERVAL_S - took_s, took_s * (MOST_OF_THE_TIME - 1))):
                 return
 
-    def _ask_sources(self) -> None:
+    def _scrape_sources(self) -> None:
         """Ask the ranks of all sources, run by run."""
         groups: dict[tuple[str, str], list[Target]] = {}
         for source in self._sources:
@@ -242,14 +242,14 @@ class Board:
         for run in self._asked.values():
             groups.setdefault(run.named, [])  # its ranks are no targets any more
         for named, targets in groups.items():
-            run = self._asked.get("/".join(named)) or AskedRun(*named)
+            run = self._asked.get("/".join(named)) or ScrapedRun(*named)
             ranks = by_rank(targets)
             before, now = self._ask(run.key, ranks, self._access)
             with self._lock:
                 run.take(ranks, before, now)
                 self._asked[run.key] = run
 
-    def _ask_runs(self) -> None:
+    def _scrape_runs(self) -> None:
         """Ask the ranks of runs that are looked at."""
         now_s = monotonic()
         for key in [key for key, looked_s in self._looked_s.items() if now_s - looked_s < LOOKED_AT_S]:
@@ -268,7 +268,7 @@ class Board:
         """Ask ranks; return what they had said before, and what they say now."""
         before = self._readings.get(key, Readings())
         addresses = {rank: target.address for rank, target in targets.items()}
-        found = ask_all(addresses, access, self._pool)
+        found = scrape_all(addresses, access, self._pool)
         now = Readings(found, set(addresses), time(), monotonic(), {**before.last, **found})
         self._readings[key] = now
         return before, now

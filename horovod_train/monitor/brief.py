@@ -14,12 +14,12 @@ TAIL_BYTES = 1 << 20
 """Of events no more than these are read: what is asked is how it stands now."""
 
 
-def read_lately(log_dir: Path) -> History:
+def read_recent(log_dir: Path) -> History:
     """Return what has happened in a run lately; nothing, where there are no events."""
     return HistoryReader(log_dir, last_bytes=TAIL_BYTES).read_on()
 
 
-def in_brief(history: History, now_unix_s: float | None = None) -> Iterator[str]:
+def summary_lines(history: History, now_unix_s: float | None = None) -> Iterator[str]:
     """Yield lines for a person; none where no step was told.
 
     Args:

@@ -205,7 +205,7 @@ class History:
         return next(filter(None, causes), "")
 
     @property
-    def has_said_its_end(self) -> bool:
+    def has_terminal_event(self) -> bool:
         """Whether ranks have told how the last attempt ended."""
         return self.summary is not None or bool(self.failures) or self._is_preempted or self.scripts_ended
 

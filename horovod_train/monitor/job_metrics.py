@@ -19,7 +19,7 @@ from horovod_train.monitor.history import History
 from horovod_train.monitor.runs import Run, Runs
 from horovod_train.telemetry.metric import JOB_LABELS, Metric
 
-LATELY_S = 3600.0
+RECENT_S = 3600.0
 """For so long every run that has ended is told of: alerts look back, and a job may have begun anew."""
 
 ENDED_FOR_S = 7 * 24 * 3600.0
@@ -145,7 +145,7 @@ JOB_CATALOG = (
 )
 
 
-def runs_told(runs: Iterable[Run]) -> Iterator[tuple[Run, JobReading]]:
+def reportable_runs(runs: Iterable[Run]) -> Iterator[tuple[Run, JobReading]]:
     """Yield the runs that go on or have ended lately, of each job the newest for longer, and how they stand.
 
     Args:
@@ -154,11 +154,11 @@ def runs_told(runs: Iterable[Run]) -> Iterator[tuple[Run, JobReading]]:
     seen: set[str] = set()
     for run in runs:
         changed_s = run.changed_unix_s()
-        if len(seen) >= MAX_JOBS or (run.job in seen and time() - changed_s > LATELY_S):
+        if len(seen) >= MAX_JOBS or (run.job in seen and time() - changed_s > RECENT_S):
             continue
         status = run.status()
         ended_s = changed_s if status.has_ended else None
-        if ended_s is None or time() - ended_s < (LATELY_S if run.job in seen else ENDED_FOR_S):
+        if ended_s is None or time() - ended_s < (RECENT_S if run.job in seen else ENDED_FOR_S):
             seen.add(run.job)
             history = run.history()
             begun_s = history.begun_unix_s
@@ -183,7 +183,7 @@ class JobCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Yield the metrics of all jobs."""
-        readings = list(runs_told(self._runs.all()))
+        readings = list(reportable_runs(self._runs.all()))
         for metric in self._metrics:
             labels = [*JOB_LABELS, *([metric.label] if metric.label else [])]
             kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily

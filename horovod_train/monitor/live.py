@@ -151,7 +151,7 @@ def parse(text: str) -> RankReading:
     return reading
 
 
-def ask_all(addresses: Mapping[int, str], access: Access, pool: ThreadPoolExecutor) -> dict[int, RankReading]:
+def scrape_all(addresses: Mapping[int, str], access: Access, pool: ThreadPoolExecutor) -> dict[int, RankReading]:
     """Return what ranks say, by rank; those that do not answer are absent."""
     answers = pool.map(lambda address: ask(address, access), addresses.values())
     return {rank: answer for rank, answer in zip(addresses, answers, strict=True) if answer is not None}

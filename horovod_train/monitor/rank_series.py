@@ -41,7 +41,7 @@ class Window:
         return found
 
     @property
-    def who_waits(self) -> tuple[Floats, Floats]:
+    def wait_times(self) -> tuple[Floats, Floats]:
         """Time that each rank waited for others, and was waited for; shape [ranks] each.
 
         Ranks of jobs tell it step by step. Scripts do not talk to each other: for theirs it follows from

@@ -153,7 +153,7 @@ _EVALUATES = (
 _LEFT_BEHIND = f"min by ({JOB}) ({_P}rank_ended_timestamp_seconds) > 0"
 """What ranks have pushed, or left in files, when they ended: it stays, and nothing becomes of it."""
 
-_IS_THERE = f"max by ({JOB}) ({_P}world_size_present)"
+_PRESENT = f"max by ({JOB}) ({_P}world_size_present)"
 """Rates look back, for an hour even: of a job that is no more they are of no use."""
 
 _AGE = "CHECKPOINT_AGE"  # stands for a number of seconds that a site chooses
@@ -291,7 +291,7 @@ def alerts(checkpoint_age_s: float = CHECKPOINT_AGE_S) -> tuple[Alert, ...]:
 def _completed(expr: str, checkpoint_age_s: float) -> str:
     expr = expr.replace(_AGE, f"{checkpoint_age_s:g}")
     is_of_job = expr.startswith(f"{_P}job_")
-    return expr if is_of_job else f"({expr}) and on ({JOB}) {_IS_THERE} unless on ({JOB}) ({_LEFT_BEHIND})"
+    return expr if is_of_job else f"({expr}) and on ({JOB}) {_PRESENT} unless on ({JOB}) ({_LEFT_BEHIND})"
 
 
 def anchor(alert: Alert) -> str:

@@ -73,7 +73,7 @@ class Run:
         if history.failures:
             _, failure = history.failures[0]
             return JobStatus("failed", failure.exit_code, failure.message)
-        if history.has_said_its_end:
+        if history.has_terminal_event:
             return JobStatus("preempted", 75)
         if time() - self.changed_unix_s() > SILENT_S:
             return JobStatus("failed", 137, f"its rank 0 has said nothing for {SILENT_S:.0f} s")

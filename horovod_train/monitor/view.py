@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MAX_CELLS = 60_000
 """So many cells a picture has at most: a thousand ranks are shown over sixty windows."""
 
-STAYS_AWAY_S = 20.0
+ABSENT_AFTER_S = 20.0
 """Who is waited for so long in one collective is named; evaluations on one rank may take as long."""
 
 LOG_TAIL_BYTES = 128 * 1024
@@ -94,7 +94,7 @@ def run_document(run: Watched, readings: Readings) -> Json:
         "ranks": _rank_table(history, readings, status),
         "findings": _findings(history.ranks),
         "last_step_unix_s": last.time_unix_s if last else None,
-        "stays_away": _staying_away(readings),
+        "stays_away": _absent_ranks(readings),
         "checkpoint_error": history.checkpoint_error,
         "min_window_s": MIN_WINDOW_S,
         "events": [as_json(record) for record in list(history.events)[-MAX_EVENTS_SHOWN:]],
@@ -166,7 +166,7 @@ def _times(window: Window, num_ranks: int) -> Json:
     def padded(numbers: np.ndarray) -> list[float | None]:
         return [*finite(numbers), *([None] * (num_ranks - len(numbers)))][:num_ranks]
 
-    waiting, waited_for = window.who_waits
+    waiting, waited_for = window.wait_times
     with np.errstate(divide="ignore", invalid="ignore"):
         steps = window["steps"]
         phases: Mapping[str, np.ndarray] = {phase: window[phase] / steps for phase in PHASES}
@@ -195,19 +195,19 @@ def _state(history: History, readings: Readings, rank: int, status: JobStatus) -
         return "ended"
     if status.has_ended:
         return "dead" if rank in status.lost_ranks else "ended"
-    if history.has_said_its_end:
+    if history.has_terminal_event:
         return "ended"
     if rank in readings.silent:
         return "dead"
     return "trains" if rank in readings.of_ranks else ""
 
 
-def _staying_away(readings: Readings) -> Json | None:
+def _absent_ranks(readings: Readings) -> Json | None:
     """Return the ranks that others wait for in a collective, for minutes; None: nobody does."""
     waiting = {rank: reading.values.get("waiting_now_seconds") for rank, reading in readings.of_ranks.items()}
     known = {rank: seconds for rank, seconds in waiting.items() if seconds is not None}
     longest_s = max(known.values(), default=0.0)
-    if longest_s < STAYS_AWAY_S:
+    if longest_s < ABSENT_AFTER_S:
         return None
     # A rank that does not answer says nothing of itself, and is not in a collective that others wait in.
     away = {rank for rank, seconds in known.items() if not seconds} | readings.silent
@@ -226,7 +226,7 @@ def _findings(series: RankSeries) -> list[Json]:
             "others_s": each.others_s,
             "phase": each.phase,
             "excess_s": each.excess_s,
-            "waited_for": _number(float(window.who_waits[1][each.rank]) / window.seconds),
+            "waited_for": _number(float(window.wait_times[1][each.rank]) / window.seconds),
         }
         for each in stragglers(window)
     ]

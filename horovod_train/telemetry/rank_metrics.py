@@ -171,7 +171,7 @@ def watch_waiting(recorder: Recorder, who: Waits) -> None:
     def read() -> WaitingNowRecord:
         since_s, entry = who.waiting_since_s, who.waiting_in
         # Whose own device has not come to the all-reduce yet lets others wait.
-        is_busy = entry is not None and not entry.waits_for_others
+        is_busy = entry is not None and not entry.is_collective
         return WaitingNowRecord(0.0 if since_s is None or is_busy else monotonic() - since_s)
 
     recorder.sample(read)

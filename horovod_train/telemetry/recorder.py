@@ -25,7 +25,7 @@ from horovod_train.telemetry.records import EndRecord, StepRecord, WorldRecord
 log = logging.getLogger(__name__)
 
 TAKES = {"counter": "inc", "gauge": "set", "clock": "set_function", "histogram": "observe"}
-MAX_ASIDE = 64
+MAX_DEFERRED = 64
 """Steps that are put aside at most."""
 
 Sampler = Callable[[], object | None]
@@ -75,7 +75,7 @@ class Recorder:
     def record(self, source: object) -> None:
         """Record a step, an evaluation, a write, whatever the catalog has a class for; from any thread."""
         self._aside.append(source)
-        if not isinstance(source, StepRecord) or len(self._aside) >= MAX_ASIDE:
+        if not isinstance(source, StepRecord) or len(self._aside) >= MAX_DEFERRED:
             self.count()
 
     def count(self) -> None:

@@ -38,7 +38,7 @@ def train(run: Run) -> None:
     try:
         leave = train_until_done(run)
     except BaseException:
-        tell_what_is_outstanding(run)
+        report_pending_steps_after_failure(run)
         raise
     if leave is not None:
         raise left(leave)
@@ -128,7 +128,7 @@ def first_answer(run: Run) -> Action | None:
     return answer
 
 
-def tell_what_is_outstanding(run: Run) -> None:
+def report_pending_steps_after_failure(run: Run) -> None:
     """Tell hooks of the last steps of a training that has failed; whatever goes wrong, it failed already."""
     with suppress(Exception):
         for report in run.readings.soon():

@@ -91,7 +91,7 @@ def resume_from(
     replica: Replica,
     progress: Progress,
     load_rng: Callable[[object, Mapping[str, ArrayBlob]], None],
-    seed_anew: Callable[[], None],
+    reseed: Callable[[], None],
 ) -> None:
     """Take over a checkpoint: where it stands, its state, and this rank's random generators.
 
@@ -121,7 +121,7 @@ def resume_from(
             f"{describe_ranks(failed)} cannot go on from {resumed.name}: {problems[failed[0]]}"
         )
     if resumed.rng is None:
-        seed_anew()
+        reseed()
 
 
 def _load(

@@ -15,7 +15,7 @@ from time import monotonic, sleep
 from horovod_train.data.shard import StepShare
 from horovod_train.frameworks.base import Reading, StepOutcome
 
-SOON_S = 5.0
+DRAIN_TIMEOUT_S = 5.0
 
 
 @dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
@@ -52,35 +52,35 @@ class Readings:
 
     def __init__(self, lag_steps: int = 0) -> None:
         self._lag_steps = lag_steps
-        self._outstanding: deque[StepReport] = deque()
+        self._pending: deque[StepReport] = deque()
 
     def add(self, report: StepReport) -> None:
         """Add a step that was just made."""
-        self._outstanding.append(report)
+        self._pending.append(report)
 
     def due(self) -> Iterator[StepReport]:
         """Yield the steps that are to be told now, in their order."""
-        while len(self._outstanding) > self._lag_steps:
-            yield self._outstanding.popleft()
+        while len(self._pending) > self._lag_steps:
+            yield self._pending.popleft()
 
     def all(self) -> Iterator[StepReport]:
         """Yield everything that is outstanding; wait for it."""
-        while self._outstanding:
-            yield self._outstanding.popleft()
+        while self._pending:
+            yield self._pending.popleft()
 
     def soon(self) -> Iterator[StepReport]:
         """Yield what is outstanding and there, or comes within some seconds.
 
         Of a training that has failed: a device may stand still, or wait for a rank that is gone.
         """
-        until_s = monotonic() + SOON_S
-        while self._outstanding:
-            while not self._outstanding[0].reading.is_there():
+        until_s = monotonic() + DRAIN_TIMEOUT_S
+        while self._pending:
+            while not self._pending[0].reading.is_there():
                 if monotonic() > until_s:
                     return
                 sleep(0.01)
-            yield self._outstanding.popleft()
+            yield self._pending.popleft()
 
     def forget(self) -> None:
         """Drop what is outstanding."""
-        self._outstanding.clear()
+        self._pending.clear()

@@ -14,7 +14,7 @@ from horovod_train.training.parts import record_step
 from horovod_train.training.readings import Readings, StepReport
 
 
-class GoesOn(Protocol):
+class ResumableReplica(Protocol):
     """A replica that holds updates back after a step that ends training."""
 
     def go_on(self) -> None:
@@ -26,7 +26,7 @@ class GoesOn(Protocol):
 class StepWatch:
     """Looks at each step of a replica when it is known what it turned out to be."""
 
-    _replica: GoesOn
+    _replica: ResumableReplica
     _guard: FiniteGuard
     _readings: Readings
 

@@ -75,7 +75,7 @@ def test_a_distributed_optimizer_is_seen_step_by_step(tmp_path):
     (slow,) = stragglers(history.ranks.recent(1e9))
     assert (slow.rank, slow.phase) == (1, "forward"), "it sleeps before the backward pass"
     assert slow.excess_s == pytest.approx(0.03, rel=0.3)
-    _, waited_for = history.ranks.recent(1e9).who_waits
+    _, waited_for = history.ranks.recent(1e9).wait_times
     assert waited_for[1] > 10 * waited_for[0]
     assert history.summary is None
     assert history.counts["script_done"] == 2

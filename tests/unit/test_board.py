@@ -22,8 +22,8 @@ from horovod_train.launch import jobs as jobs_module
 from horovod_train.launch.base import Submitted
 from horovod_train.launch.jobs import StateFile
 from horovod_train.monitor import ui_server
-from horovod_train.monitor.board import AskedRun, Board, Readings, _access_of
-from horovod_train.monitor.brief import in_brief, read_lately
+from horovod_train.monitor.board import ScrapedRun, Board, Readings, _access_of
+from horovod_train.monitor.brief import summary_lines, read_recent
 from horovod_train.monitor.history import HistoryReader
 from horovod_train.monitor.live import RankReading, ask, by_rank
 from horovod_train.monitor.runs import Run, Runs
@@ -139,7 +139,7 @@ class TestEnding:
 
     def test_is_not_of_one_that_is_known_by_its_ranks(self, cancelled):
         with pytest.raises(HorovodTrainError, match="was not started"):
-            ui_server.end(AskedRun("j", "r"), "stop")
+            ui_server.end(ScrapedRun("j", "r"), "stop")
 
         assert not cancelled
 
@@ -259,7 +259,7 @@ TARGETS = {rank: Target(address=f"h:{rank}", labels={}) for rank in range(2)}
 
 class TestRanksThatAreAsked:
     def test_their_samples_add_up_to_a_speed(self):
-        run = AskedRun("job", "h:0,h:1")
+        run = ScrapedRun("job", "h:0,h:1")
         first = readings(0.0, r0=reading(samples=100, steps=1), r1=reading(1, samples=300, steps=1))
         run.take(TARGETS, Readings(), first)
         run.take(
@@ -272,7 +272,7 @@ class TestRanksThatAreAsked:
         assert (run.job, run.run_id) == ("real", "r7")
 
     def test_one_that_was_started_again_counts_from_nothing(self):
-        run = AskedRun("job", "x")
+        run = ScrapedRun("job", "x")
         first = readings(0.0, r0=reading(samples=1000, steps=9))
         run.take(TARGETS, Readings(), first)
         run.take(TARGETS, first, readings(2.0, r0=reading(samples=50, steps=1)))
@@ -280,13 +280,13 @@ class TestRanksThatAreAsked:
         assert run.history().last.samples_per_s == pytest.approx(25)
 
     def test_the_step_is_that_of_the_whole_training(self):
-        run = AskedRun("job", "x")
+        run = ScrapedRun("job", "x")
         run.take(TARGETS, Readings(), readings(0.0, r0=reading(step=26_000, steps=15, epoch=4.2)))
 
         assert (run.history().last.step, run.history().last.epochs_begun) == (26_000, 5)
 
     def test_when_they_are_no_targets_any_more_nothing_is_said_of_them(self):
-        run = AskedRun("job", "x")
+        run = ScrapedRun("job", "x")
         before = readings(0.0, r0=reading(steps=1))
         run.take(TARGETS, Readings(), before)
         assert run.status().state == "running"
@@ -440,25 +440,25 @@ class TestInBrief:
     def test_says_how_far_it_is_and_how_long_ago_that_was(self, folder):
         add(folder, as_line(progress(7), time_unix_s=100.0))
 
-        (line,) = in_brief(read_lately(folder), now_unix_s=161.0)
+        (line,) = summary_lines(read_recent(folder), now_unix_s=161.0)
         assert line == "step 7 of 10, epoch 1 of 1, loss 0.5000, 100 samples/s; 1:01 ago"
 
     def test_leaves_out_what_is_not_known(self, folder):
         fields = {"num_steps": 0, "num_epochs": 0, "lr": None, "samples_per_s": None, "eta_s": None}
         add(folder, as_line(progress(7, **fields, loss_is_local=True), time_unix_s=100.0))
 
-        assert next(in_brief(read_lately(folder), 101.0)) == "step 7, loss of rank 0 0.5000; 1 s ago"
+        assert next(summary_lines(read_recent(folder), 101.0)) == "step 7, loss of rank 0 0.5000; 1 s ago"
 
     def test_names_the_slow_rank(self, folder):
         slow = times(4.0, 4.0, 4.0, data=(1.0, 3.0, 1.0), allreduce_wait=(2.5, 0.5, 2.5))
         add(folder, as_line(progress(7)), as_line(slow))
 
-        *_, line = in_brief(read_lately(folder))
+        *_, line = summary_lines(read_recent(folder))
         assert line.startswith("rank 1 is slow: 35.0 ms of its own for a step, the others 15.0 ms")
         assert line.endswith("in data")
 
     def test_of_a_run_without_steps_is_nothing(self, folder):
-        assert list(in_brief(read_lately(folder))) == []
+        assert list(summary_lines(read_recent(folder))) == []
 
 
 class TestAStateOfAnotherHost:

@@ -545,7 +545,7 @@ def test_who_looks_on_while_the_host_waits_sees_the_phase_that_the_device_is_in(
 
     def blocking():
         for timer.reached_s in (0.5, 1.0, 2.5, 3.0):
-            seen.append((world.waiting_in.phase(), world.waiting_in.waits_for_others))
+            seen.append((world.waiting_in.phase(), world.waiting_in.is_collective))
 
     world = ThreadCommunicator(0, Board(2))
     world.wait_in(DeviceWork(clock.phase), blocking)

@@ -19,7 +19,7 @@ from horovod_train.launch.submit import resolve
 from horovod_train.launch.supervise import membership as module
 from horovod_train.launch.supervise.elastic import on_hosts
 from horovod_train.launch.supervise.membership import Membership, answering, discover
-from horovod_train.launch.supervise.signals import interrupted_by_signals, remembered_signals
+from horovod_train.launch.supervise.signals import interrupted_by_signals, deferred_signals
 
 # In place of ssh: it gets -o, ConnectTimeout=..., the host and a command.
 SSH = ("sh", "-c", "case $2 in up*) exit 0;; slow) sleep 60;; *) exit 255;; esac")
@@ -290,7 +290,7 @@ def test_an_elastic_job_without_hosts_has_as_many_ranks_as_it_may(tmp_path):
 
 
 def test_a_signal_that_came_before_is_not_forgotten():
-    with remembered_signals() as asked:
+    with deferred_signals() as asked:
         os.kill(os.getpid(), signal.SIGTERM)
         with (
             pytest.raises(LaunchError, match="signal 15"),

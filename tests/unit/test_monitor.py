@@ -269,7 +269,7 @@ class TestSeries:
     def test_of_ranks_that_do_not_talk_waiting_follows_from_sums(self):
         series = RankSeries()
         series.add_event(1.0, rank_times([0.02, 0.04, 0.04, 0.02]))
-        waiting, waited_for = series.windows[0].who_waits
+        waiting, waited_for = series.windows[0].wait_times
 
         assert waiting == pytest.approx([0.2, 0.0, 0.0, 0.2], abs=1e-3)
         assert waited_for == pytest.approx([0.0, 0.2, 0.2, 0.0], abs=1e-3)

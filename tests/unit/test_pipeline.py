@@ -20,7 +20,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.pipeline.cut import best_cuts, cut_model
 from horovod_train.frameworks.torch.pipeline.messages import Kind, _head_of, _kinds_of
 from horovod_train.frameworks.torch.pipeline.orders import Pass, bubble, order_of
-from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, asked_for
+from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, inputs_of_call
 from horovod_train.frameworks.torch.strategies.pipeline import keep_only
 
 
@@ -313,7 +313,7 @@ class TestWhatATaskIsGivenInTheModelsPlace:
 
     def test_asks_for_the_inputs_and_gives_the_output_with_the_same_draws(self):
         batch = torch.ones(3)
-        inputs = asked_for(self.loss, self.MODEL, batch, seed=5)
+        inputs = inputs_of_call(self.loss, self.MODEL, batch, seed=5)
         found = answered_with(self.loss, self.MODEL, batch, inputs["x0"], seed=5)
 
         assert list(inputs) == ["x0", "targets"]
@@ -326,7 +326,7 @@ class TestWhatATaskIsGivenInTheModelsPlace:
 
     def test_leaves_generators_as_they_were(self):
         before = torch.get_rng_state(), random.getstate()
-        asked_for(self.loss, self.MODEL, torch.ones(3), seed=5)
+        inputs_of_call(self.loss, self.MODEL, torch.ones(3), seed=5)
 
         assert torch.equal(torch.get_rng_state(), before[0])
         assert random.getstate() == before[1]
@@ -338,11 +338,11 @@ class TestWhatATaskIsGivenInTheModelsPlace:
             except Exception:  # noqa: BLE001
                 return None
 
-        assert list(asked_for(careful, self.MODEL, torch.ones(3), 0)) == ["x0"]
+        assert list(inputs_of_call(careful, self.MODEL, torch.ones(3), 0)) == ["x0"]
 
     def test_has_to_be_called_once(self):
         with pytest.raises(UserError, match="without calling the model"):
-            asked_for(lambda model, batch: batch.sum(), self.MODEL, torch.ones(3), 0)
+            inputs_of_call(lambda model, batch: batch.sum(), self.MODEL, torch.ones(3), 0)
         with pytest.raises(UserError, match="calls the model 2 times"):
             answered_with(lambda model, batch: model(batch) + model(batch), self.MODEL, torch.ones(3), 1.0, 0)
 
@@ -352,7 +352,7 @@ class TestWhatATaskIsGivenInTheModelsPlace:
                 return inputs
 
         with pytest.raises(UserError, match=r"Any.forward takes \*inputs"):
-            asked_for(lambda model, batch: model(batch), Any(), torch.ones(3), 0)
+            inputs_of_call(lambda model, batch: model(batch), Any(), torch.ones(3), 0)
 
 
 class TestWhatARankKeeps:

@@ -23,7 +23,7 @@ from horovod_train.launch.supervise.process import (
     guarded,
     kill_descendants,
 )
-from horovod_train.launch.supervise.signals import AskedTo
+from horovod_train.launch.supervise.signals import TerminationRequested
 
 
 class TestAnAgent:
@@ -192,7 +192,7 @@ class TestTheGuard:
     [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGUSR1, True), (signal.SIGUSR2, True)],
 )
 def test_a_signal_that_is_caught_says_which(number, is_patient):
-    asked = AskedTo(number)
+    asked = TerminationRequested(number)
 
     assert str(asked) == f"signal {int(number)}"
     assert asked.is_patient == is_patient

@@ -71,7 +71,7 @@ def test_a_launcher_is_made_without_arguments_and_has_what_is_called(name):
             given = list(inspect.signature(getattr(type(launcher), method)).parameters.values())
             assert [parameter.name for parameter in given[: len(wanted)]] == wanted, method
             assert all(parameter.default is not parameter.empty for parameter in given[len(wanted) :]), method
-    assert isinstance(launcher.has_files_here, bool)
+    assert isinstance(launcher.has_local_files, bool)
 
 
 @pytest.mark.parametrize(

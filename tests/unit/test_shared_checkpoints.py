@@ -184,7 +184,7 @@ class TestWriters:
     def test_of_what_several_have_the_first_is_the_writer(self):
         def rank(world):
             holders = find_holders(world, state_of(world))
-            return holders.writers, sorted(holders.written_here("model", state_of(world).model))
+            return holders.writers, sorted(holders.arrays_to_write("model", state_of(world).model))
 
         assert on_ranks(3, rank) == [
             ((0, 1, 2), ["bias", "weight"]),

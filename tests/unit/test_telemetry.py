@@ -18,7 +18,7 @@ from horovod_train.frameworks.base import StepClock
 from horovod_train.telemetry.catalog import CATALOG
 from horovod_train.telemetry.exporter import PORT_STEP, Exporter
 from horovod_train.telemetry.metric import RANK_LABELS, Metric
-from horovod_train.telemetry.recorder import MAX_ASIDE, Recorder
+from horovod_train.telemetry.recorder import MAX_DEFERRED, Recorder
 from horovod_train.telemetry.records import StepRecord, WorldRecord
 
 
@@ -58,14 +58,14 @@ def test_whoever_asks_hears_of_the_last_step_and_in_between_no_more_than_some_ar
     counted = []
     plain = recorder._count
     recorder._count = lambda source: (counted.append(source), plain(source))
-    for number in range(MAX_ASIDE + 5):
+    for number in range(MAX_DEFERRED + 5):
         record(recorder, local_loss=float(number))
-    assert len(counted) == MAX_ASIDE
+    assert len(counted) == MAX_DEFERRED
 
     found = samples(recorder)
 
-    assert found["horovod_train_steps_total",] == MAX_ASIDE + 5
-    assert found["horovod_train_local_loss",] == MAX_ASIDE + 4
+    assert found["horovod_train_steps_total",] == MAX_DEFERRED + 5
+    assert found["horovod_train_local_loss",] == MAX_DEFERRED + 4
 
 
 def test_what_is_no_step_is_counted_at_once_and_after_the_steps_before_it(recorder):

@@ -209,7 +209,7 @@ def joined(states):
     def section(name):
         pieces = []
         for state, found in zip(states, holders, strict=True):
-            for key, blob in found.written_here(name, getattr(state, name)).items():
+            for key, blob in found.arrays_to_write(name, getattr(state, name)).items():
                 entry = Entry(key, blob.dtype, blob.shape, 0, len(blob.data), blob.part, None)
                 pieces.append(Piece(entry, lambda blob=blob: bytes(blob.data), "memory"))
         return StoredArrays(pieces)

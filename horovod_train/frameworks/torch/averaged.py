@@ -20,7 +20,7 @@ from horovod_train.checkpoint.tree import pack_tree
 from horovod_train.config.schema import Ema
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.exchange import wide_type
-from horovod_train.frameworks.torch.held import Cache, Held, load_model
+from horovod_train.frameworks.torch.held import Cache, LocalTensor, load_model
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
 KEY = "averaged"
@@ -71,7 +71,7 @@ class AveragedWeights:
         """Whether there are such weights."""
         return self._ema is not None or self._has_modes
 
-    def _trained(self) -> dict[str, Held]:
+    def _trained(self) -> dict[str, LocalTensor]:
         names = {
             name
             for name, parameter in self._model.named_parameters(remove_duplicate=False)
@@ -130,7 +130,7 @@ class AveragedWeights:
                     held.tensor.copy_(before[name])
 
     @torch.no_grad()
-    def _show(self, trained: Mapping[str, Held]) -> None:
+    def _show(self, trained: Mapping[str, LocalTensor]) -> None:
         if self._has_modes:
             self._optimizer.eval()  # type: ignore[attr-defined]
             self._strategy.gather_weights()
@@ -138,7 +138,7 @@ class AveragedWeights:
         for name, held in trained.items():
             held.tensor.copy_(self._averages[name])
 
-    def tensors(self) -> dict[str, Held]:
+    def tensors(self) -> dict[str, LocalTensor]:
         """Return what this rank has of the averaged weights, by the names of parameters."""
         if self._has_modes:
             with self.shown():
@@ -154,7 +154,7 @@ class AveragedWeights:
         if not (tensors := self.tensors()):
             return {}, {}
         tree = {KEY: {"number": self._num_updates, "is_default": self._has_modes, "weights": tensors}}
-        plain, arrays = pack_tree(tree, lambda leaf: isinstance(leaf, Held))
+        plain, arrays = pack_tree(tree, lambda leaf: isinstance(leaf, LocalTensor))
         assert isinstance(plain, dict)
         return plain, {key: held.blob(cache, key) for key, held in arrays.items()}
 

@@ -24,7 +24,7 @@ from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.collectives.log import Collective
 from horovod_train.config.schema import Health
 from horovod_train.errors import describe_ranks
-from horovod_train.frameworks.torch.path_agreement import PathAgreement, tell_position
+from horovod_train.frameworks.torch.path_agreement import PathAgreement, publish_position
 
 RECORDED = 128
 """So many collectives are remembered: more are not under way at once."""
@@ -82,7 +82,7 @@ class CollectiveWatch:
         self._warning_s = max(health.stall_warning_s, 2 * LOOK_INTERVAL_S)
         self._shown: Collective | None = None
         self._left_word: tuple[str, int] | None = None
-        self._said_s = 0.0
+        self._reported_s = 0.0
         self._over = Event()
         self._thread = Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -96,7 +96,7 @@ class CollectiveWatch:
         while not self._over.wait(LOOK_INTERVAL_S):
             try:
                 if self.paths is not None:
-                    tell_position(self.store, self._ranks.rank, self.paths.position)
+                    publish_position(self.store, self._ranks.rank, self.paths.position)
                 oldest = oldest_under_way()
                 self._show(oldest)
                 if oldest is None or oldest.age_s < self._warning_s / 2:
@@ -130,9 +130,9 @@ class CollectiveWatch:
             return  # all are in it: it takes long
         name = f"torch.distributed {oldest.name}"
         self.missing = f"{describe_ranks(away)} stayed away from {name}"
-        is_due = oldest.age_s >= self._warning_s and monotonic() - self._said_s >= self._warning_s
+        is_due = oldest.age_s >= self._warning_s and monotonic() - self._reported_s >= self._warning_s
         if is_due and self._ranks.rank == min(here):
-            self._said_s = monotonic()
+            self._reported_s = monotonic()
             self._say(report(name, away, oldest.age_s))
 
 

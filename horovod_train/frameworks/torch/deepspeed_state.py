@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from horovod_train.checkpoint.arrays import Part
-from horovod_train.frameworks.torch.held import Held, Optimized
+from horovod_train.frameworks.torch.held import LocalTensor, Optimized
 from horovod_train.frameworks.torch.optimizer import twin_of
 
 log = logging.getLogger(__name__)
@@ -75,27 +75,27 @@ class FlatState:
         find = pieces_of_stage_3 if stage == 3 else pieces_of_stages_1_and_2
         self._pieces = sorted(find(made, names, rank), key=lambda piece: piece.group)
 
-    def held(self) -> dict[str, Held]:
+    def held(self) -> dict[str, LocalTensor]:
         """Return weights and buffers by name: with stage 3 this rank's parts of weights."""
         self._give_back()
         tensors = self._model.state_dict(keep_vars=True)
-        return {name: self._held_of(tensor) for name, tensor in tensors.items()}
+        return {name: self._local_tensor_of(tensor) for name, tensor in tensors.items()}
 
     def _give_back(self) -> None:
         """Give back what passes have left gathered, or on its way."""
         if self._stage == 3:
             self._made._partition_all_parameters()  # noqa: SLF001  (there is no public way)
 
-    def _held_of(self, tensor: Any) -> Held:
+    def _local_tensor_of(self, tensor: Any) -> LocalTensor:
         if not hasattr(tensor, "ds_tensor"):
-            return Held(tensor.detach())
+            return LocalTensor(tensor.detach())
         own, whole = tensor.ds_tensor, tuple(tensor.ds_shape)
         start, length = own_part(tensor, self._rank)
-        return Held(own.detach()[:length], Part(whole, (start,)))
+        return LocalTensor(own.detach()[:length], Part(whole, (start,)))
 
     def optimized(self) -> Sequence[Optimized]:
         """Return this rank's parts of what is optimized."""
-        return [Optimized(p.name, Held(p.stand_in, Part(p.whole, (p.start,)))) for p in self._pieces]
+        return [Optimized(p.name, LocalTensor(p.stand_in, Part(p.whole, (p.start,)))) for p in self._pieces]
 
     def gradients(self) -> Iterator[tuple[str, Part, torch.Tensor]]:
         """Yield this rank's parts of the gradients, after backward and before the update.

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.plain_weights import FIELD
 from horovod_train.errors import CheckpointError, UserError
-from horovod_train.frameworks.torch.held import Held, load_model
+from horovod_train.frameworks.torch.held import LocalTensor, load_model
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def parameters_without_memory() -> Iterator[None]:
         torch.nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
-def load_initial(model: torch.nn.Module, held: Mapping[str, Held], weights: Mapping[str, ArrayBlob]) -> None:
+def load_initial(model: torch.nn.Module, held: Mapping[str, LocalTensor], weights: Mapping[str, ArrayBlob]) -> None:
     """Take over a file's weights.
 
     Args:

@@ -8,7 +8,7 @@ import torch
 
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.errors import UserError, describe_ranks
-from horovod_train.frameworks.torch.held import Held
+from horovod_train.frameworks.torch.held import LocalTensor
 from horovod_train.frameworks.torch.statistics import RunningStatistics
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
@@ -71,7 +71,7 @@ class Equality:
         check_buffers(self._all_ranks, held, self._weights())
 
 
-def check_weights(world: Communicator, held: Mapping[str, Held], names: Collection[str]) -> None:
+def check_weights(world: Communicator, held: Mapping[str, LocalTensor], names: Collection[str]) -> None:
     """Refuse weights that differ between ranks.
 
     Args:
@@ -91,7 +91,7 @@ def check_weights(world: Communicator, held: Mapping[str, Held], names: Collecti
         )
 
 
-def check_buffers(world: Communicator, held: Mapping[str, Held], weights: Collection[str]) -> None:
+def check_buffers(world: Communicator, held: Mapping[str, LocalTensor], weights: Collection[str]) -> None:
     """Refuse buffers that differ between ranks: each rank would go on from its own, or lose it.
 
     Args:
@@ -113,7 +113,7 @@ def check_buffers(world: Communicator, held: Mapping[str, Held], weights: Collec
         )
 
 
-def _first_difference(world: Communicator, held: Mapping[str, Held]) -> tuple[str, str] | None:
+def _first_difference(world: Communicator, held: Mapping[str, LocalTensor]) -> tuple[str, str] | None:
     """Return the first tensor that differs between ranks, and which ranks differ from which."""
     mine = {_key(name, each): value for (name, each), value in zip(held.items(), _sums(held), strict=True)}
     everyone: list[dict[str, object]] = allgather_json(world, mine)
@@ -126,11 +126,11 @@ def _first_difference(world: Communicator, held: Mapping[str, Held]) -> tuple[st
     return None
 
 
-def _key(name: str, held: Held) -> str:
+def _key(name: str, held: LocalTensor) -> str:
     return name if held.part is None else f"{name}\0{held.part.start}"
 
 
-def _sums(held: Mapping[str, Held]) -> list[object]:
+def _sums(held: Mapping[str, LocalTensor]) -> list[object]:
     """Return shape, type and sum of the bits of each tensor: no rounding, and the same in any order."""
     tensors = [each.tensor.detach() for each in held.values()]
     sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors]

@@ -108,9 +108,9 @@ def like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient, the same memory, in the form of a parameter, which ranks may share."""
     if not hasattr(parameter, "to_local"):
         return gradient
-    from horovod_train.frameworks.torch.shards import held_of  # takes a while to import
+    from horovod_train.frameworks.torch.shards import local_tensor_of  # takes a while to import
 
-    return held_of(parameter).like(gradient)
+    return local_tensor_of(parameter).like(gradient)
 
 
 def laid_out(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ def make_buckets(
     ]
 
 
-def came_twice() -> UserError:
+def gradient_arrived_twice() -> UserError:
     """Return the error of a parameter whose gradient has left, and that got another one."""
     return UserError(
         "a parameter got a gradient twice in one backward pass",

@@ -28,7 +28,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalTensor:
     """What a rank has of one tensor of the whole model.
 
     Attributes:
@@ -62,22 +62,22 @@ class Optimized:
     """
 
     name: str | int
-    held: Held
+    held: LocalTensor
 
 
-def whole_model(model: torch.nn.Module) -> dict[str, Held]:
+def whole_model(model: torch.nn.Module) -> dict[str, LocalTensor]:
     """Return a model's weights and buffers, all of which are here."""
-    return {name: Held(tensor) for name, tensor in model.state_dict().items()}
+    return {name: LocalTensor(tensor) for name, tensor in model.state_dict().items()}
 
 
 def whole_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Optimized]:
     """Return an optimizer's parameters in its order, all of which are here."""
     names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [Optimized(names.get(id(p), number), Held(p)) for number, p in enumerate(parameters)]
+    return [Optimized(names.get(id(p), number), LocalTensor(p)) for number, p in enumerate(parameters)]
 
 
-def model_blobs(held: Mapping[str, Held], cache: Cache) -> dict[str, ArrayBlob]:
+def model_blobs(held: Mapping[str, LocalTensor], cache: Cache) -> dict[str, ArrayBlob]:
     """Return weights and buffers as bytes."""
     return {name: each.blob(cache, f"model.{name}") for name, each in held.items()}
 
@@ -90,38 +90,38 @@ def optimizer_blobs(
     return tree, {key: held.blob(cache, f"optimizer.{key}") for key, held in arrays.items()}
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized]) -> dict[str, Held]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized]) -> dict[str, LocalTensor]:
     """Return the tensors of an optimizer's state, by the keys of the arrays of a checkpoint."""
     return _packed(optimizer, optimized, settings_only=False)[1]
 
 
 def _packed(
     optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized], *, settings_only: bool
-) -> tuple[object, dict[str, Held]]:
+) -> tuple[object, dict[str, LocalTensor]]:
     plain = optimizer.state_dict()
     document = _by_name({**plain, "state": {}} if settings_only else plain, optimized)
     return pack_tree(
-        {"class": type(optimizer).__qualname__, "state": document}, lambda leaf: isinstance(leaf, Held)
+        {"class": type(optimizer).__qualname__, "state": document}, lambda leaf: isinstance(leaf, LocalTensor)
     )
 
 
 def _by_name(document: Mapping[str, Any], optimized: Sequence[Optimized]) -> object:
     """Replace an optimizer's numbers of parameters by their names, and tensors by what is held of them."""
     if not _has_numbers(document):
-        return _map_leaves(document, Held)  # an optimizer with a way of its own
+        return _map_leaves(document, LocalTensor)  # an optimizer with a way of its own
     state = {
         optimized[number].name: _map_leaves(entry, partial(_leaf, parameter=optimized[number].held))
         for number, entry in document["state"].items()
         if isinstance(number, int)
     }
     own = {
-        key: _map_leaves(entry, Held) for key, entry in document["state"].items() if not isinstance(key, int)
+        key: _map_leaves(entry, LocalTensor) for key, entry in document["state"].items() if not isinstance(key, int)
     }
     groups = [
-        {**_map_leaves(group, Held), "params": [optimized[number].name for number in group["params"]]}
+        {**_map_leaves(group, LocalTensor), "params": [optimized[number].name for number in group["params"]]}
         for group in document["param_groups"]
     ]
-    rest = {key: _map_leaves(document[key], Held) for key in document.keys() - {"state", "param_groups"}}
+    rest = {key: _map_leaves(document[key], LocalTensor) for key in document.keys() - {"state", "param_groups"}}
     if own:
         rest[OWN] = own
     return {**rest, "state": state, "param_groups": groups}
@@ -132,11 +132,11 @@ def _has_numbers(document: Mapping[str, Any]) -> bool:
     return isinstance(document.get("state"), dict) and isinstance(document.get("param_groups"), list)
 
 
-def _leaf(leaf: torch.Tensor, parameter: Held) -> Held:
+def _leaf(leaf: torch.Tensor, parameter: LocalTensor) -> LocalTensor:
     """Return what is held of a tensor of a parameter's state: as of the parameter where it has its shape."""
     here: torch.Tensor = leaf.to_local() if hasattr(leaf, "to_local") else leaf
     is_like = here.shape == parameter.tensor.shape
-    return Held(here, parameter.part if is_like else None)
+    return LocalTensor(here, parameter.part if is_like else None)
 
 
 def _map_leaves(tree: Any, change: Callable[[torch.Tensor], object]) -> Any:
@@ -150,7 +150,7 @@ def _map_leaves(tree: Any, change: Callable[[torch.Tensor], object]) -> Any:
 
 
 @torch.no_grad()
-def load_model(held: Mapping[str, Held], arrays: Mapping[str, ArrayBlob]) -> None:
+def load_model(held: Mapping[str, LocalTensor], arrays: Mapping[str, ArrayBlob]) -> None:
     """Overwrite what is held of a model, one tensor at a time.
 
     Raises:
@@ -167,7 +167,7 @@ def _check_names(held: Iterable[str], arrays: Iterable[str]) -> None:
         raise ValueError(f"it has no {missing[0]!r}")
 
 
-def _own(arrays: Mapping[str, ArrayBlob], name: str, wanted: Held) -> ArrayBlob:
+def _own(arrays: Mapping[str, ArrayBlob], name: str, wanted: LocalTensor) -> ArrayBlob:
     """Return what is wanted of an array."""
     if isinstance(arrays, StoredArrays):
         return arrays.part(name, tuple(wanted.tensor.shape), wanted.part)
@@ -254,7 +254,7 @@ class _Whole(Mapping[str, Any]):
 class _Parts(_Whole):
     """Arrays of a parameter's state as tensors: of those that have its shape, what is held of it."""
 
-    def __init__(self, arrays: Mapping[str, ArrayBlob], parameter: Held) -> None:
+    def __init__(self, arrays: Mapping[str, ArrayBlob], parameter: LocalTensor) -> None:
         super().__init__(arrays)
         self._parameter = parameter
 

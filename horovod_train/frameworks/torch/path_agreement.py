@@ -96,13 +96,13 @@ class PathAgreement:
             return
         store, key = self._store, f"{PREFIX}/{self._num_passes}/{len(self._seen)}"
         store.set(f"{key}/{self._rank}", name)
-        num_here = store.add(f"{key}/{name}", 1)
+        num_arrived = store.add(f"{key}/{name}", 1)
         begun = asked = monotonic()
-        while num_here < self._num_ranks:
+        while num_arrived < self._num_ranks:
             now = monotonic()
             # Others come at about the same time; where they do not, a rank does not take a core from them.
             sleep(0 if now - begun < SPIN_S else min(now - begun, MAX_POLL_S))
-            num_here = store.add(f"{key}/{name}", 0)
+            num_arrived = store.add(f"{key}/{name}", 0)
             if now - asked > SILENCE_S:
                 asked = now
                 self._look_at_others(key, name, expected)
@@ -134,7 +134,7 @@ def place_of(rank: int) -> str:
     return f"{PREFIX}/position/{rank}"
 
 
-def tell_position(store: Any, rank: int, position: tuple[int, int, str]) -> None:
+def publish_position(store: Any, rank: int, position: tuple[int, int, str]) -> None:
     """Write where this rank is, if another one asks; called now and then by another thread."""
     if store.check([ALARM]):
         store.set(place_of(rank), json.dumps(position))

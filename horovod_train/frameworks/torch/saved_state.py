@@ -60,7 +60,7 @@ class SavedState:
     def take(self, *, copy: bool) -> ReplicaState:
         """Return the state; with ``copy`` it stays as it is until the next copy is taken."""
         cache = self._copies if copy else None
-        tells = self._strategy.tells_optimizer
+        tells = self._strategy.checkpoints_optimizer
         tree, arrays = optimizer_blobs(
             self._strategy.saved_optimizer, self._strategy.optimized(), cache, settings_only=not tells
         )
@@ -134,11 +134,11 @@ class SavedState:
         # The settings decide where an optimizer wants its state, and so come first.
         for saved, group in zip(document["param_groups"], groups, strict=True):
             own = {key: group[key] for key in (*optimizer.defaults, "lr_scale") if key in group}
-            self._tell_of_another_kernel(saved, own)
+            self._report_other_kernel(saved, own)
             saved.update(own)
         strategy.load_optimizer(optimizer, document)
 
-    def _tell_of_another_kernel(self, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
+    def _report_other_kernel(self, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
         if bool(saved.get("fused")) != bool(own.get("fused")) and self._tells:
             log.warning(
                 "the checkpoint was trained with fused: %s, and training goes on with fused: %s: as exact, "

@@ -16,20 +16,20 @@ from horovod_train.checkpoint.arrays import Part
 from horovod_train.checkpoint.plain_weights import FIELD
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.gradient_buckets import here
-from horovod_train.frameworks.torch.held import Held, Optimized, whole_parameters
+from horovod_train.frameworks.torch.held import LocalTensor, Optimized, whole_parameters
 
 
-def held_of(tensor: torch.Tensor) -> Held:
+def local_tensor_of(tensor: torch.Tensor) -> LocalTensor:
     """Return what this rank has of a tensor."""
     if not isinstance(tensor, DTensor):
-        return Held(tensor.detach())
+        return LocalTensor(tensor.detach())
     own, whole = here(tensor), tuple(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
     if tensor.numel() == 0:  # of nothing each rank has nothing, whatever the shape
-        return Held(own, None, partial(_like, tensor=tensor))
+        return LocalTensor(own, None, partial(_like, tensor=tensor))
     assert tuple(own.shape) == tuple(shape)
     part = None if tuple(shape) == whole else Part(whole, tuple(offset))
-    return Held(own, part, partial(_like, tensor=tensor))
+    return LocalTensor(own, part, partial(_like, tensor=tensor))
 
 
 def _like(own: torch.Tensor, tensor: DTensor) -> torch.Tensor:
@@ -56,14 +56,14 @@ def num_copies(tensor: torch.Tensor, num_ranks: int) -> int:
     return num_ranks // math.prod(sizes)
 
 
-def held_model(model: torch.nn.Module) -> dict[str, Held]:
+def local_tensors_of_model(model: torch.nn.Module) -> dict[str, LocalTensor]:
     """Return what this rank has of a model's weights and buffers, by their names in it."""
-    return {name: held_of(tensor) for name, tensor in model.state_dict().items()}
+    return {name: local_tensor_of(tensor) for name, tensor in model.state_dict().items()}
 
 
-def held_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Optimized]:
+def optimized_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Optimized]:
     """Return this rank's parts of an optimizer's parameters, in its order."""
-    return [Optimized(each.name, held_of(each.held.tensor)) for each in whole_parameters(model, optimizer)]
+    return [Optimized(each.name, local_tensor_of(each.held.tensor)) for each in whole_parameters(model, optimizer)]
 
 
 @contextmanager

@@ -175,8 +175,8 @@ def synchronize_batch_norm(model: torch.nn.Module, sum_over_ranks: Sum, *, every
     """
     num_found = 0
     for name, module in model.named_modules():
-        says_so = isinstance(module, torch.nn.SyncBatchNorm) or _is_of_horovod(module)
-        if not isinstance(module, _BatchNorm) or not (every or says_so):
+        is_synchronized = isinstance(module, torch.nn.SyncBatchNorm) or _is_of_horovod(module)
+        if not isinstance(module, _BatchNorm) or not (every or is_synchronized):
             continue
         if type(module) not in OF_PYTORCH and not _is_of_horovod(module):
             raise UserError(
@@ -184,7 +184,7 @@ def synchronize_batch_norm(model: torch.nn.Module, sum_over_ranks: Sum, *, every
                 "something of its own",
                 hint=f"use one of {', '.join(each.__name__ for each in OF_PYTORCH)}",
             )
-        base = AnyBatchNorm if says_so else type(module)
+        base = AnyBatchNorm if is_synchronized else type(module)
         module.__class__ = type("SynchronizedBatchNorm", (SyncBatchNormMixin, base), {})
         module.sum_over_ranks, module.sync_name = sum_over_ranks, f"{prefix}.{name}"  # type: ignore[assignment]
         num_found += 1

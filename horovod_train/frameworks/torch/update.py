@@ -132,19 +132,19 @@ class UpdateOnHost:
         self._note(is_loss_finite=math.isfinite(float(updated.loss)), is_used=bool(updated.is_used))
         return updated
 
-    def _updated(self, loss_here: float, *, want_norm: bool) -> Updated:
-        if not math.isfinite(loss_here):
-            return Updated(loss_here, None, is_used=False)
+    def _updated(self, local_loss_value: float, *, want_norm: bool) -> Updated:
+        if not math.isfinite(local_loss_value):
+            return Updated(local_loss_value, None, is_used=False)
         if self._strategy.updates_itself:
-            norm_here = self._strategy.update(self._limit)
-            return Updated(loss_here, norm_here, is_used=math.isfinite(norm_here))
+            local_norm = self._strategy.update(self._limit)
+            return Updated(local_loss_value, local_norm, is_used=math.isfinite(local_norm))
         scaler = self._scaler
         scaler.unscale_(self._optimizer)
         norm: float | None = None
         if want_norm or self._limit is not None:
             norm = float(self._strategy.norm())
             if not self._strategy.is_finite(norm) and not scaler.is_enabled():
-                return Updated(loss_here, norm, is_used=False)
+                return Updated(local_loss_value, norm, is_used=False)
             if self._limit is not None and norm > self._limit:
                 torch._foreach_mul_(self._strategy.gradients(), self._limit / norm)
         scale = scaler.get_scale()
@@ -152,7 +152,7 @@ class UpdateOnHost:
             scaler.step(self._optimizer)
         scaler.update()
         # A scaler that backs off has skipped the step: some gradient overflowed.
-        return Updated(loss_here, norm, is_used=not scaler.is_enabled() or scaler.get_scale() >= scale)
+        return Updated(local_loss_value, norm, is_used=not scaler.is_enabled() or scaler.get_scale() >= scale)
 
     def _note(self, *, is_loss_finite: bool, is_used: bool) -> None:
         """Note whether training ends with this step: what ``FiniteGuard`` says of it, later perhaps."""

@@ -25,7 +25,7 @@ from horovod_train.events.channel import ChannelReader
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.launch.hosts.description import HostDescription, describe_host
 from horovod_train.launch.hosts.readings import HostReadings, take_readings
-from horovod_train.pids import is_alive, waited_for_processor_s
+from horovod_train.pids import is_alive, cpu_wait_s
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
 RANK_VARIABLE = "HOROVOD_TRAIN_RANK_PID"
@@ -156,7 +156,7 @@ class HostActions:
     def _busy_until_s(self, process: psutil.Process, now_s: float) -> float:
         """Return when a process was last seen to compute, as far as the last look and this one tell."""
         times = process.cpu_times()
-        busy_s = times.user + times.system + waited_for_processor_s(process.pid)
+        busy_s = times.user + times.system + cpu_wait_s(process.pid)
         # Linux counts a wait when it is over. Who is ready and has not run at all since is still in it.
         is_waiting = process.status() == psutil.STATUS_RUNNING and self._last_look.get(process.pid) == busy_s
         self._last_look[process.pid] = busy_s

@@ -133,7 +133,7 @@ class RemoteHost:
 
     def __init__(self, host: Host, shell: Sequence[str], stage: str, silence_s: float) -> None:
         self.host = host
-        self.heard_s = monotonic()
+        self.last_answer_s = monotonic()
         self._lock = Lock()
         self._waiting: dict[int, Callable[[Reply | None], None]] = {}
         self._next = 0
@@ -159,7 +159,7 @@ class RemoteHost:
             self._end()
             said = "".join(self._said) or ("timed out" if isinstance(error, FutureTimeoutError) else "")
             if is_of_another_version(said):  # so much so that it has no agent where it is looked for
-                raise other_version(host.name, _version_there(shell, python)) from None
+                raise other_version(host.name, _remote_version(shell, python)) from None
             raise explain(host.name, self._process.returncode, said, python) from None
         if version != __version__:
             self._end()
@@ -246,7 +246,7 @@ class RemoteHost:
         assert self._process.stdout is not None
         with self._process.stdout as stream:
             for line in stream:
-                self.heard_s = monotonic()
+                self.last_answer_s = monotonic()
                 if not self._version.done():
                     # What a login script prints comes before.
                     text = line.decode(errors="replace")
@@ -277,7 +277,7 @@ class RemoteHost:
                 self._said = [*self._said[-20:], line.decode(errors="replace")]
 
 
-def _version_there(shell: Sequence[str], python: str) -> str:
+def _remote_version(shell: Sequence[str], python: str) -> str:
     """Return the version of this package behind a shell; empty: it does not say."""
     code = "import horovod_train; print(horovod_train.__version__)"
     try:

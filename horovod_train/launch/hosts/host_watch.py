@@ -34,10 +34,10 @@ def look_at_hosts(
             # ranks; one that has not is to be asked first.
             stood_still_s = gap_s
             for host in hosts:
-                host.heard_s = now_s
+                host.last_answer_s = now_s
         looked_s = now_s
         for host in hosts:
-            silent_s, is_cut = monotonic() - host.heard_s, host.is_cut
+            silent_s, is_cut = monotonic() - host.last_answer_s, host.is_cut
             if is_cut or silent_s > timeout_s:
                 host.abandon()
                 on_lost(host.host.name, _why_lost(silent_s, stood_still_s, is_cut=is_cut))

@@ -58,7 +58,7 @@ def explain(host: str, code: int, said: str, python: str) -> LostError:
         python: The Python that was to be started.
     """
     last = said.strip().splitlines()[-1] if said.strip() else f"exit code {code}"
-    for sign, what, fix in _SSH_SAYS if code == SSH_FAILED else _PROGRAM_SAYS:
+    for sign, what, fix in _SSH_MESSAGES if code == SSH_FAILED else _SHELL_MESSAGES:
         if sign in said:
             return LostError(
                 f"{host}: {what.format(host=host, python=python)} ({last})",
@@ -81,7 +81,7 @@ _ENVIRONMENT = (
     "launch.host_settings.{host}.python"
 )
 # What ssh says -> what it means, what to do.
-_SSH_SAYS = (
+_SSH_MESSAGES = (
     ("IDENTIFICATION HAS CHANGED", "its host key is not the one known", _NEW_KEYS),
     ("Host key verification failed", "its host key is not known", _KEYS),
     ("UNPROTECTED PRIVATE KEY", "the key may be read by others, so ssh ignores it", "chmod 600 the key"),
@@ -96,7 +96,7 @@ _SSH_SAYS = (
     ("No route to host", "it cannot be reached", "is it up? `ip route get {host}`"),
     ("Network is unreachable", "there is no way to its network", "`ip route get {host}`"),
 )
-_PROGRAM_SAYS = (
+_SHELL_MESSAGES = (
     ("No module named", "{python} has no horovod_train", _ENVIRONMENT),
     ("not found", "there is no {python}", _ENVIRONMENT),
     ("No such file", "there is no {python}", _ENVIRONMENT),

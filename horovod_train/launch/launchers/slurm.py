@@ -31,7 +31,7 @@ _CANCEL = {
 class SlurmLauncher(PolledLauncher):
     """Submits to Slurm with ``sbatch``."""
 
-    has_files_here = True
+    has_local_files = True
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan: a batch script and its submission."""
@@ -55,7 +55,7 @@ class SlurmLauncher(PolledLauncher):
     def status(self, job: Submitted) -> JobStatus:
         """Return how a job stands: Slurm's word while it has it, then the job's own."""
         own = StateFile(job.log_dir).read_elsewhere()
-        fields = _asked_of_slurm(job.native_id)
+        fields = _query_slurm(job.native_id)
         state = fields.get("JobState", "")
         if state in _WAITING:
             return JobStatus("waiting", message=f"in Slurm's queue: {fields.get('Reason', '')}")
@@ -121,7 +121,7 @@ def batch_script(request: LaunchRequest) -> str:
     )
 
 
-def _asked_of_slurm(native_id: str) -> dict[str, str]:
+def _query_slurm(native_id: str) -> dict[str, str]:
     """Return what Slurm says of a job; empty: it does not know it any more.
 
     Raises:

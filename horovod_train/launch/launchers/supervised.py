@@ -23,7 +23,7 @@ from horovod_train.launch.jobs import LOG_FILE, StateFile, mark_cancelled
 from horovod_train.launch.supervise.attempt import run_attempt
 from horovod_train.launch.supervise.elastic import run_elastic
 from horovod_train.launch.supervise.follow import WriteEvents
-from horovod_train.launch.supervise.signals import remembered_signals
+from horovod_train.launch.supervise.signals import deferred_signals
 from horovod_train.signals import SENT_TO_END
 
 POLL_S = 0.2
@@ -32,7 +32,7 @@ POLL_S = 0.2
 class SupervisedLauncher(PolledLauncher):
     """A launcher whose command runs here; a subclass says which command."""
 
-    has_files_here = True
+    has_local_files = True
     poll_s = POLL_S
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
@@ -61,7 +61,7 @@ class SupervisedLauncher(PolledLauncher):
         state.write("starting")
         followers = [WriteEvents(events)]
         try:
-            with remembered_signals() as asked, state.touched():
+            with deferred_signals() as asked, state.touched():
                 if (elastic := request.job.launch.elastic) is not None:
                     plan.write_files()  # each attempt has a plan of its own
                     run_elastic(self, request, elastic, console, state, asked, followers, events.write)

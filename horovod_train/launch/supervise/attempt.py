@@ -34,7 +34,7 @@ from horovod_train.launch.supervise.stalls import Stalls
 from horovod_train.launch.supervise.targets import TargetFiles, target_paths
 from horovod_train.registry import SCRIPT
 
-AlongsideRanks = Callable[[Callable[[], None]], AbstractContextManager[None]]
+DuringAttempt = Callable[[Callable[[], None]], AbstractContextManager[None]]
 """What goes on alongside the ranks; it gets a function that asks them to save and leave."""
 
 
@@ -56,7 +56,7 @@ def run_attempt(
     plan: LaunchPlan,
     console: JobConsole,
     state: StateFile,
-    alongside: AlongsideRanks = lambda _: nullcontext(),
+    alongside: DuringAttempt = lambda _: nullcontext(),
     asked: Sequence[int] = (),
     followers: Sequence[Follower] = (),
     record: Callable[[Event], None] = lambda _: None,

@@ -88,7 +88,7 @@ class Outcome:
         match line.event:
             case None:
                 if line.is_launchers and line.text.strip() and not CHATTER.search(line.text):
-                    self._hear_launcher(line.text)
+                    self._parse_launcher_line(line.text)
             case Started():
                 self._has_started = True
             case CheckpointWritten(error=""):
@@ -100,7 +100,7 @@ class Outcome:
             case Summary() | BenchmarkDone() | ScriptDone():
                 self._is_done = True
 
-    def _hear_launcher(self, text: str) -> None:
+    def _parse_launcher_line(self, text: str) -> None:
         # Launchers speak at length of what ranks have already said; kept for when they have not.
         self._last_words.append(text)
         self._killed = self._killed or killed_rank("\n".join(self._last_words))

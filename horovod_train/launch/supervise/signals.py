@@ -19,7 +19,7 @@ from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.process import kill_descendants
 from horovod_train.signals import (
-    ASK_RANKS,
+    PREEMPTION_SIGNAL,
     HURRIED_SIGNALS,
     KILLS_AT_ONCE,
     LAUNCH_SIGNALS,
@@ -27,7 +27,7 @@ from horovod_train.signals import (
     STAY_IGNORED,
 )
 
-ASK_AGAIN_S = 1.0
+RETRY_INTERVAL_S = 1.0
 
 LEAVING = "its ranks were asked to save and leave after their step"
 
@@ -52,7 +52,7 @@ def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterat
 
 
 @contextmanager
-def heard_at_once(note: Callable[[int], None]) -> Iterator[None]:
+def signal_listener_thread(note: Callable[[int], None]) -> Iterator[None]:
     """While the block runs, a thread of its own is told of every signal that ends a run; main thread only.
 
     A handler in Python runs in the main thread, and not before that comes back from the call it is in. If a
@@ -81,7 +81,7 @@ def heard_at_once(note: Callable[[int], None]) -> Iterator[None]:
 
 
 @contextmanager
-def remembered_signals() -> Iterator[list[int]]:
+def deferred_signals() -> Iterator[list[int]]:
     """While the block runs, signals that nobody handles are noted in the list that it yields."""
     asked: list[int] = []
     with handling_signals(lambda number, _: asked.append(number)):
@@ -108,7 +108,7 @@ def interrupted_by_signals(
         yield
 
 
-class AskedTo(BaseException):
+class TerminationRequested(BaseException):
     """A signal, as something that can be caught.
 
     Args:
@@ -143,7 +143,7 @@ class Stopper:
     def listening(self) -> Iterator[None]:
         """Act on signals while the block runs; main thread only."""
         worker = Thread(target=self._work)
-        with heard_at_once(self._note):
+        with signal_listener_thread(self._note):
             worker.start()
             try:
                 yield
@@ -180,7 +180,7 @@ class Stopper:
             else:
                 # Again and again: a rank that has just been started does not listen yet.
                 self._ask()
-            self._wake.wait(min(ASK_AGAIN_S, max(0.05, self._deadline_s - monotonic())))
+            self._wake.wait(min(RETRY_INTERVAL_S, max(0.05, self._deadline_s - monotonic())))
 
 
 class RunControl:
@@ -223,7 +223,7 @@ class RunControl:
 
     def _ask(self) -> None:
         self._state.write("leaving", message=LEAVING)
-        self._hosts.signal_ranks(ASK_RANKS)
+        self._hosts.signal_ranks(PREEMPTION_SIGNAL)
 
     def _kill(self) -> None:
         self._hosts.kill()

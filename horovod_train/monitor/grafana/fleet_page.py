@@ -6,7 +6,7 @@ from horovod_train.monitor.grafana.panels import Page, panel
 
 _JOB = "{{training_job}}"
 _MISSING = "(horovod_train_job_wanted_ranks - horovod_train_job_present_ranks)"
-_GOES_ON = 'horovod_train_job_state{state=~"starting|running"}'
+_RUNNING = 'horovod_train_job_state{state=~"starting|running"}'
 
 JOBS = (
     panel(
@@ -27,7 +27,7 @@ JOBS = (
         "bars",
         "Running for",
         "How long jobs that go on have been running.",
-        (f"(time() - horovod_train_job_begun_timestamp_seconds) and on (training_job, run) {_GOES_ON}", _JOB),
+        (f"(time() - horovod_train_job_begun_timestamp_seconds) and on (training_job, run) {_RUNNING}", _JOB),
         unit="s",
         span=8,
     ),
@@ -47,7 +47,7 @@ RANKS = (
         "Ranks that are missing",
         "Wanted by the job, and not there, while it goes on.",
         (
-            f"{_MISSING} and on (training_job, run) {_GOES_ON}",
+            f"{_MISSING} and on (training_job, run) {_RUNNING}",
             _JOB,
         ),
     ),

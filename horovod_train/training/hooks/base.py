@@ -45,7 +45,7 @@ class HookParts:
     recorder: Recorder
     reporter: Reporter
     exchange: RegularExchange
-    is_asked_to_leave: Callable[[], bool]
+    is_preempted: Callable[[], bool]
     report_interval_s: float
     at_end: ExitStack
 

@@ -71,7 +71,7 @@ class PreemptionAgreement:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._world = world
-        self._is_asked = is_asked
+        self._is_preempted = is_asked
         self._exchange = exchange or RegularExchange(world, clock)
         self._exchange.speakers.append(self)
         self._is_reached = False
@@ -88,11 +88,11 @@ class PreemptionAgreement:
             PeerError: Another rank was lost.
         """
         self._exchange.after_step()
-        return self._is_reached or (self._world.size == 1 and self._is_asked())
+        return self._is_reached or (self._world.size == 1 and self._is_preempted())
 
     def say(self) -> bytes:
         """Return this rank's flag."""
-        return bytes([self._is_asked()])
+        return bytes([self._is_preempted()])
 
     def hear(self, of_ranks: Sequence[bytes]) -> None:
         """Note whether any rank was asked."""
@@ -122,7 +122,7 @@ class StopWhenPreempted(Hook):
     @classmethod
     def of(cls, parts: HookParts) -> StopWhenPreempted:
         """Return the hook."""
-        agreement = PreemptionAgreement(parts.world, parts.is_asked_to_leave, parts.exchange)
+        agreement = PreemptionAgreement(parts.world, parts.is_preempted, parts.exchange)
         return cls(agreement, parts.manager, parts.framework, parts.recorder, parts.reporter)
 
     def on_reading(self, run: Run, report: StepReport) -> None:

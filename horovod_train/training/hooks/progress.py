@@ -12,7 +12,7 @@ from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.readings import StepReport
 from horovod_train.training.run import Run
 
-MAX_NOT_USED_TOLD = 20
+MAX_UNUSED_NAMES = 20
 """A metric counts them all; what a person is told has an end."""
 
 
@@ -45,7 +45,7 @@ class ReportProgress(Hook):
         """Report when the interval has passed."""
         self._samples += report.share.num_samples
         if not report.outcome.is_finite:
-            self._tell_not_used(run, report)
+            self._report_unused(run, report)
         now_s = monotonic()
         self._untold = now_s, report
         if now_s >= self._next and run.world.rank == 0:
@@ -57,12 +57,12 @@ class ReportProgress(Hook):
         if self._untold is not None and run.world.rank == 0:
             self._tell(run, *self._untold)
 
-    def _tell_not_used(self, run: Run, report: StepReport) -> None:
+    def _report_unused(self, run: Run, report: StepReport) -> None:
         """Tell, of the first such steps, that one was left out: rank 0, and the rank whose loss it was."""
         loss, local_loss = report.outcome.loss, report.outcome.local_loss
         is_ours, is_loss = not math.isfinite(local_loss), not math.isfinite(loss)
         is_search = run.job.train.precision == "fp16" and not is_loss  # of the scale, by trying
-        if is_search or not (run.world.rank == 0 or is_ours) or self._num_not_used >= MAX_NOT_USED_TOLD:
+        if is_search or not (run.world.rank == 0 or is_ours) or self._num_not_used >= MAX_UNUSED_NAMES:
             return
         self._num_not_used += 1
         what = "a gradient is not finite"

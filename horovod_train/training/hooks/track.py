@@ -99,7 +99,7 @@ class Track(Hook):
         Raises:
             UserError: A tracker cannot be made.
         """
-        job, say = parts.job, partial(say_to, parts.reporter)
+        job, say = parts.job, partial(report_notice, parts.reporter)
         if parts.world.rank != 0 or not job.metrics.trackers:
             return None
         made = [(section, make_tracker(section)) for section in job.metrics.trackers]
@@ -153,6 +153,6 @@ def make_tracker(section: Tracking) -> Tracker:
     return tracker
 
 
-def say_to(reporter: Reporter, text: str) -> None:
+def report_notice(reporter: Reporter, text: str) -> None:
     """Report what a person should know."""
     reporter.report(Notice(text=text))

@@ -128,7 +128,7 @@ class AttributeWaiting(Hook):
         if not table[:, 1].any():
             return
         seen = {phase: table[:, place] for place, phase in enumerate(PHASES, 3) if table[:, place].any()}
-        knows_waits = WAIT_PHASE in seen
+        has_wait_times = WAIT_PHASE in seen
         for begin in range(0, len(table), RANKS_PER_EVENT):
             part = slice(begin, begin + RANKS_PER_EVENT)
             self._reporter.report(
@@ -139,8 +139,8 @@ class AttributeWaiting(Hook):
                     samples=tuple(map(int, table[part, 2])),
                     step_s=_rounded(table[part, 0]),
                     phases_s={phase: _rounded(column[part]) for phase, column in seen.items()},
-                    waiting_s=_rounded(table[part, -2]) if knows_waits else (),
-                    waited_for_s=_rounded(table[part, -1]) if knows_waits else (),
+                    waiting_s=_rounded(table[part, -2]) if has_wait_times else (),
+                    waited_for_s=_rounded(table[part, -1]) if has_wait_times else (),
                 )
             )
 

@@ -16,7 +16,7 @@ class KeptBack:
     def __init__(self) -> None:
         self._waiting: dict[str, torch.Tensor] = {}
 
-    def set_aside(self, pieces: Pieces) -> None:
+    def store_residual(self, pieces: Pieces) -> None:
         """Take what messages have not sent, which they then send no more."""
         for name, piece in pieces.items():
             self._waiting[name] = piece.clone()

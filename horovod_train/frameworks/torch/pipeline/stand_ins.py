@@ -64,7 +64,7 @@ class _StandIn:
         )
 
 
-def asked_for(function: Function, model: torch.nn.Module, batch: Any, seed: int) -> dict[str, Any]:
+def inputs_of_call(function: Function, model: torch.nn.Module, batch: Any, seed: int) -> dict[str, Any]:
     """Return what a function of the task calls the model with, by the names of ``forward``'s parameters.
 
     Raises:

@@ -64,7 +64,7 @@ class Adasum(Strategy):
                 "strategy adasum: Horovod has it over MPI alone, and these ranks talk over Gloo",
                 hint="start them with launch.controller: mpi, or use strategy: allreduce",
             )
-        self.tells_optimizer = self._ranks.rank == 0
+        self.checkpoints_optimizer = self._ranks.rank == 0
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take up what is trained.
@@ -135,7 +135,7 @@ class Adasum(Strategy):
 
     def state(self) -> Mapping[str, torch.Tensor]:
         """Return the optimizer's state of this rank; that of rank 0 is in the checkpoint already."""
-        if self.tells_optimizer:
+        if self.checkpoints_optimizer:
             return {}
         return {
             f"{name}/{key}": value

@@ -40,7 +40,7 @@ from horovod_train.frameworks.torch.gradient_buckets import (
     Slot,
     aligned,
     as_reals,
-    came_twice,
+    gradient_arrived_twice,
     here,
     make_buckets,
 )
@@ -157,10 +157,10 @@ class AllreduceStrategy(Strategy):
         is_changed = self._trains_others_than_before()
         if is_changed:
             not_sent = self._not_sent(self.buckets)
-            self._kept_back.set_aside({n: p for n, p in not_sent.items() if not self._named[n].requires_grad})
-        comes_later = self._codec.has_memory  # of what is not used now, something may have been kept
+            self._kept_back.store_residual({n: p for n, p in not_sent.items() if not self._named[n].requires_grad})
+        has_residual = self._codec.has_memory  # of what is not used now, something may have been kept
         has_gradient = [
-            packed or parameter.grad is not None or (comes_later and parameter.requires_grad)
+            packed or parameter.grad is not None or (has_residual and parameter.requires_grad)
             for packed, parameter in zip(self._is_packed, self._trained, strict=True)
         ]
         all_used = all(has_gradient)
@@ -228,7 +228,7 @@ class AllreduceStrategy(Strategy):
         if not self._codec.has_memory:
             super().load_state(of_ranks)
             return
-        self._kept_back.set_aside(self._not_sent(self.buckets))  # of steps that are taken back
+        self._kept_back.store_residual(self._not_sent(self.buckets))  # of steps that are taken back
         self._kept_back.load_state(of_ranks, self._ranks.rank, self._ranks.size)
         self._kept_back.hand_out(self._not_sent(self.buckets))
 
@@ -295,7 +295,7 @@ class AllreduceStrategy(Strategy):
         for bucket in (*self.buckets, *late):
             bucket.message.settle(is_used=True)
         not_sent = self._not_sent([*self.buckets, *late])
-        self._kept_back.set_aside({name: piece for name, piece in not_sent.items() if name in trained})
+        self._kept_back.store_residual({name: piece for name, piece in not_sent.items() if name in trained})
         self._lay_out(named)
         self._summed = summed
 
@@ -330,12 +330,12 @@ class AllreduceStrategy(Strategy):
         number = self.buckets.index(bucket)
         is_last = bucket is self.buckets[-1]
 
-        def gradient_is_there(_: torch.Tensor) -> None:
+        def on_gradient(_: torch.Tensor) -> None:
             if not self._listening or slot.parameter.grad is None:
                 return  # a function of one's own may have no gradient for a parameter that it uses
             self.refuse_in_loss()
             if self._is_packed[slot.index]:
-                raise came_twice()
+                raise gradient_arrived_twice()
             self._pack(slot)
             self._is_packed[slot.index] = True
             slot.parameter.grad = None
@@ -344,7 +344,7 @@ class AllreduceStrategy(Strategy):
             if bucket.num_missing == 0 and not is_last:
                 self._send(number)
 
-        return gradient_is_there
+        return on_gradient
 
     def _pack(self, slot: Slot) -> None:
         gradient = slot.parameter.grad

@@ -44,7 +44,7 @@ from horovod_train.config.strategies import STRATEGY_SUPPORT
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.gradient_buckets import here
-from horovod_train.frameworks.torch.held import Held, Optimized, whole_model, whole_parameters
+from horovod_train.frameworks.torch.held import LocalTensor, Optimized, whole_model, whole_parameters
 from horovod_train.frameworks.torch.norm import total_norm
 from horovod_train.frameworks.torch.task import TorchTask
 from horovod_train.frameworks.torch.trained import OptimizedParameters
@@ -142,7 +142,7 @@ class Strategy:
     is_sharded: bool = False
     has_whole_weights: bool = True
     takes_after_update: bool = True
-    tells_optimizer: bool = True
+    checkpoints_optimizer: bool = True
     updates_itself: bool = False
     reads_weights: bool = False
     makes_passes: bool = False
@@ -194,7 +194,7 @@ class Strategy:
         """Return the optimizer whose state belongs into a checkpoint; ``optimized`` are its parameters."""
         return self._optimizer
 
-    def held(self) -> Mapping[str, Held]:
+    def held(self) -> Mapping[str, LocalTensor]:
         """Return what this rank has of the whole model's weights and buffers, by their names in it."""
         return whole_model(self._model)
 

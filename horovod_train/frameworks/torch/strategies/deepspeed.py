@@ -32,7 +32,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.deepspeed_state import FlatState
 from horovod_train.frameworks.torch.elementwise import check_elementwise
-from horovod_train.frameworks.torch.held import Held, Optimized
+from horovod_train.frameworks.torch.held import LocalTensor, Optimized
 from horovod_train.frameworks.torch.optimizer import twin_of
 from horovod_train.frameworks.torch.process_group import agree_on_paths
 from horovod_train.frameworks.torch.strategies.base import Placing
@@ -128,7 +128,7 @@ class DeepSpeed(TorchDistributed):
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:  # before DeepSpeed's hook, which reduces the gradient
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    partial(self._gradient_is_there, f"the gradient of {name}")
+                    partial(self._on_gradient, f"the gradient of {name}")
                 )
         # It is compared with what MPI says; later it is the number of the device.
         set_variable("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
@@ -154,7 +154,7 @@ class DeepSpeed(TorchDistributed):
         self._flat = FlatState(model, made, names, self._stage, self._data.rank)
         self._bytes_once = BYTES_OF_WEIGHT * self._num_parameters
 
-    def _gradient_is_there(self, event: str, _: torch.Tensor) -> None:
+    def _on_gradient(self, event: str, _: torch.Tensor) -> None:
         self._paths.event(event)
 
     def _announce_gathers(self, model: torch.nn.Module) -> None:
@@ -313,7 +313,7 @@ class DeepSpeed(TorchDistributed):
         """Return an optimizer over this rank's parts of the weights."""
         return self._flat.optimizer()
 
-    def held(self) -> Mapping[str, Held]:
+    def held(self) -> Mapping[str, LocalTensor]:
         """Return what this rank has of the whole model's weights and buffers."""
         return self._flat.held()
 

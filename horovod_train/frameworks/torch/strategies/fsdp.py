@@ -33,13 +33,13 @@ from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.empty_model import load_initial
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.gradient_buckets import here
-from horovod_train.frameworks.torch.held import Held, Optimized
+from horovod_train.frameworks.torch.held import LocalTensor, Optimized
 from horovod_train.frameworks.torch.path_agreement import PathAgreement
 from horovod_train.frameworks.torch.process_group import agree_on_paths, set_timeout
 from horovod_train.frameworks.torch.shards import (
     give_memory,
-    held_model,
-    held_parameters,
+    local_tensors_of_model,
+    optimized_parameters,
     made_whole,
     num_copies,
     squares_of,
@@ -143,7 +143,7 @@ class Fsdp(TorchDistributed):
         if placing.weights is not None:
             shared_on = torch.device("cpu") if self._offload else placing.device
             give_memory(model, shared_on, placing.device)
-            load_initial(model, held_model(model), placing.weights)
+            load_initial(model, local_tensors_of_model(model), placing.weights)
         sharded = [unit for unit in units.values() if isinstance(unit, FSDPModule)]
         self._set_up(model, sharded)
         return model
@@ -214,15 +214,15 @@ class Fsdp(TorchDistributed):
         take_no_two_kinds_at_once(optimizer)
         self._bytes_once = sum(p.numel() * p.element_size() for p in model.parameters())
 
-    def held(self) -> Mapping[str, Held]:
+    def held(self) -> Mapping[str, LocalTensor]:
         """Return what this rank has of the whole model's weights and buffers."""
         self._reshard_all()
-        return held_model(self._model)
+        return local_tensors_of_model(self._model)
 
     def optimized(self) -> Sequence[Optimized]:
         """Return this rank's parts of the optimizer's parameters, in its order."""
         self._reshard_all()
-        return held_parameters(self._model, self._optimizer)
+        return optimized_parameters(self._model, self._optimizer)
 
     def _reshard_all(self) -> None:
         """Give back what an evaluation has left gathered."""

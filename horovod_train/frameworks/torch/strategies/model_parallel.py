@@ -12,7 +12,7 @@ from horovod_train.frameworks.torch.collectives import with_tensors
 from horovod_train.frameworks.torch.gradient_buckets import here
 from horovod_train.frameworks.torch.held import Optimized
 from horovod_train.frameworks.torch.shards import (
-    held_parameters,
+    optimized_parameters,
     num_copies,
     squares_of,
     take_no_two_kinds_at_once,
@@ -51,7 +51,7 @@ class ModelParallel(Strategy):
 
     def optimized(self) -> Sequence[Optimized]:
         """Return this rank's parts of the optimizer's parameters, in its order."""
-        return held_parameters(self._model, self._optimizer)
+        return optimized_parameters(self._model, self._optimizer)
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Sum gradients over the ranks that have the same part of the model."""

@@ -29,7 +29,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import NumericError, UserError
 from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.held import Held, Optimized, whole_parameters
+from horovod_train.frameworks.torch.held import LocalTensor, Optimized, whole_parameters
 from horovod_train.frameworks.torch.parameter_server import Layout, Line, Server, shared_out
 from horovod_train.frameworks.torch.strategies.base import Strategy, log
 from horovod_train.frameworks.torch.trained import OptimizedParameters
@@ -203,7 +203,7 @@ class ParameterServer(Strategy):
         """Return the parameters that are served here."""
         names = {id(served): name for name, served in self._served.items()}
         groups = self._served_by.param_groups
-        return [Optimized(names[id(p)], Held(p)) for group in groups for p in group["params"]]
+        return [Optimized(names[id(p)], LocalTensor(p)) for group in groups for p in group["params"]]
 
     def numbering(self) -> Sequence[str | int]:
         """Return the names of parameters as an optimizer of the whole model numbers them."""

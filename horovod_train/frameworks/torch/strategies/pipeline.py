@@ -28,16 +28,16 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.elementwise import check_separable
 from horovod_train.frameworks.torch.gradient_buckets import here
-from horovod_train.frameworks.torch.held import Held, whole_parameters
+from horovod_train.frameworks.torch.held import LocalTensor, whole_parameters
 from horovod_train.frameworks.torch.pipeline.cut import cut_model
 from horovod_train.frameworks.torch.pipeline.messages import Messages
 from horovod_train.frameworks.torch.pipeline.orders import Pass, order_of
 from horovod_train.frameworks.torch.pipeline.passes import PipelinePasses, Place
 from horovod_train.frameworks.torch.pipeline.stages import Balance, Stage
-from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, asked_for, drawing_by_stage
+from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, inputs_of_call, drawing_by_stage
 from horovod_train.frameworks.torch.process_group import new_group, set_timeout, start_process_group
 from horovod_train.frameworks.torch.shards import (
-    held_of,
+    local_tensor_of,
 )
 from horovod_train.frameworks.torch.strategies.base import Loop, Placing
 from horovod_train.frameworks.torch.strategies.model_parallel import ModelParallel
@@ -118,7 +118,7 @@ class Pipeline(ModelParallel):
         stages = cut_model(
             model,
             None if parts_of is None else list(parts_of(model)),
-            lambda: tree_map(_on_cpu, asked_for(copy_of_task(task).loss, model, example(), 0)),
+            lambda: tree_map(_on_cpu, inputs_of_call(copy_of_task(task).loss, model, example(), 0)),
             self._axes.pipeline * self._num_chunks,
             self._world,
             self._balance,
@@ -127,7 +127,7 @@ class Pipeline(ModelParallel):
         self._firsts = [stage.first for stage in stages]
         self._place = self._placed(stages)
         self._tied = self._find_tied(model, stages)
-        self._owns = self._names_here(model, stages)
+        self._owns = self._names_of_stage(model, stages)
         keep_only(model, self._owns, placing.device)
         if self._axes.tensor > 1:
             self._share_layers(model, stages, placing)
@@ -186,7 +186,7 @@ class Pipeline(ModelParallel):
                     found.append(Tied(names[0], len(ranks), group))
         return found
 
-    def _names_here(self, model: torch.nn.Module, stages: Sequence[Stage]) -> frozenset[str]:
+    def _names_of_stage(self, model: torch.nn.Module, stages: Sequence[Stage]) -> frozenset[str]:
         """Return the names of parameters and buffers that this rank has; the first has what nobody uses."""
         tensors: dict[int, list[str]] = {}
         for found in (
@@ -222,10 +222,10 @@ class Pipeline(ModelParallel):
         super().bind(model, optimizer)
         self._required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
-    def held(self) -> Mapping[str, Held]:
+    def held(self) -> Mapping[str, LocalTensor]:
         """Return what this rank has of the whole model's weights and buffers."""
         found = self._model.state_dict().items()
-        return {name: held_of(tensor) for name, tensor in found if name in self._owns}
+        return {name: local_tensor_of(tensor) for name, tensor in found if name in self._owns}
 
     def numbering(self) -> Sequence[str | int]:
         """Return the names of parameters as an optimizer of the whole model numbers them."""
@@ -336,7 +336,7 @@ class Pipeline(ModelParallel):
             seed = draw_seed()
             with loop.autocast():
                 inputs = [
-                    asked_for(function, self._model, batch, seed + at) for at, batch in enumerate(batches)
+                    inputs_of_call(function, self._model, batch, seed + at) for at, batch in enumerate(batches)
                 ]
             kind = (torch.is_grad_enabled(), num_micro_batches, str(tree_map(_shape, inputs)))
             told = torch.tensor([self._signatures.setdefault(kind, len(self._signatures)), seed])

@@ -33,8 +33,8 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import with_tensors
 from horovod_train.frameworks.torch.elementwise import check_elementwise, move_state
-from horovod_train.frameworks.torch.gradient_buckets import Bucket, Slot, as_reals, came_twice, make_buckets
-from horovod_train.frameworks.torch.held import Held, Optimized
+from horovod_train.frameworks.torch.gradient_buckets import Bucket, Slot, as_reals, gradient_arrived_twice, make_buckets
+from horovod_train.frameworks.torch.held import LocalTensor, Optimized
 from horovod_train.frameworks.torch.norm import total_norm
 from horovod_train.frameworks.torch.scattered import Scattered, ScatteredMessage
 from horovod_train.frameworks.torch.strategies.base import Strategy
@@ -154,15 +154,15 @@ class Zero(Strategy):
     def optimized(self) -> Sequence[Optimized]:
         """Return the optimizer's parameters, in its order: pieces of those of the model."""
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
-        return [self._as_held(self._by_weight[id(weight)]) for weight in weights]
+        return [self._as_optimized(self._by_weight[id(weight)]) for weight in weights]
 
     def numbering(self) -> Sequence[str | int]:
         """Return the names of parameters as an optimizer of the whole model numbers them."""
         return self._numbering
 
-    def _as_held(self, piece: Piece) -> Optimized:
+    def _as_optimized(self, piece: Piece) -> Optimized:
         whole = tuple(piece.slot.parameter.shape)
-        return Optimized(self._names[piece.slot.index], Held(piece.weight, Part(whole, (piece.start,))))
+        return Optimized(self._names[piece.slot.index], LocalTensor(piece.weight, Part(whole, (piece.start,))))
 
     # -- one step
 
@@ -205,17 +205,17 @@ class Zero(Strategy):
         self._listening = True
 
     def _make_hook(self, number: int, slot: Slot) -> Callable[[torch.Tensor], None]:
-        def gradient_is_there(_: torch.Tensor) -> None:
+        def on_gradient(_: torch.Tensor) -> None:
             if not self._listening:
                 return
             self.refuse_in_loss()
             if self._is_packed[slot.index]:
-                raise came_twice()
+                raise gradient_arrived_twice()
             self._pack(number, slot)
             if self._buckets[number].num_missing == 0:
                 self._send(number)
 
-        return gradient_is_there
+        return on_gradient
 
     def _pack(self, number: int, slot: Slot) -> None:
         """Put a gradient, or zeros where there is none, into its bucket."""

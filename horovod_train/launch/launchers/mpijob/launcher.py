@@ -61,7 +61,7 @@ FINAL = {"succeeded", "failed", "cancelled"}
 class MpiJobLauncher(PolledLauncher):
     """Submits an MPIJob to the cluster of the current context."""
 
-    has_files_here = False
+    has_local_files = False
 
     def plan(self, request: LaunchRequest, verb: tuple[str, ...] = ("run",)) -> LaunchPlan:
         """Return the plan: manifests, and how a person would apply them.

@@ -135,10 +135,10 @@ def _why_waiting(cluster: Cluster, name: str, warned: Sequence[Warned]) -> str:
             or (warnings[0] if warnings and not is_running else "")
         )
     names = ", ".join(sorted(pod.name for pod in pods)[:3]) + (" ..." if len(pods) > 3 else "")
-    return "; ".join([f"{names} pending", *(_said_of_containers(pods) or warnings)])
+    return "; ".join([f"{names} pending", *(_container_messages(pods) or warnings)])
 
 
-def _said_of_containers(pods: Sequence[Pod]) -> list[str]:
+def _container_messages(pods: Sequence[Pod]) -> list[str]:
     """Return why a container does not start, as its kubelet says it, the name of the image in it."""
     for pod in pods:
         for container in pod.containers:
