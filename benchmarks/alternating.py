@@ -31,14 +31,14 @@ class InBlocks:
         self.is_on = True
         self._tell(RecordMetrics)
         self._tell(AttributeWaiting)
-        say, hear = AttributeWaiting.say, AttributeWaiting.hear
-        AttributeWaiting.say = lambda hook: say(hook) if self.is_on else b""  # type: ignore[method-assign]
+        payload, on_gathered = AttributeWaiting.payload, AttributeWaiting.on_gathered
+        AttributeWaiting.payload = lambda hook: payload(hook) if self.is_on else b""  # type: ignore[method-assign]
 
         def hear_if_on(hook: AttributeWaiting, of_ranks: Sequence[bytes]) -> None:
             if self.is_on:
-                hear(hook, of_ranks)
+                on_gathered(hook, of_ranks)
 
-        AttributeWaiting.hear = hear_if_on  # type: ignore[method-assign]
+        AttributeWaiting.on_gathered = hear_if_on  # type: ignore[method-assign]
 
     def _tell(self, kind: Any) -> None:
         plain: Callable[..., None] = kind.on_reading

@@ -15,12 +15,12 @@ class Mismatch:
 
     Attributes:
         lines: What differs, and who has which value.
-        odd: Who differs from most; of clocks, who is furthest off.
+        outliers: Holders of a value that differs from most; of clocks, the one furthest off.
         is_known: Whether most have the same, and so who is to change is known.
     """
 
     lines: tuple[str, ...]
-    odd: tuple[str, ...]
+    outliers: tuple[str, ...]
     is_known: bool = True
 
 
@@ -34,10 +34,10 @@ def fingerprint_mismatch(
         named: How some of them are called in a sentence.
 
     >>> fingerprint_mismatch({"a": {"torch": "2"}, "b": {"torch": "3"}, "c": {"torch": "2"}})
-    Mismatch(lines=('torch: 2 on a, c; 3 on b',), odd=('b',), is_known=True)
+    Mismatch(lines=('torch: 2 on a, c; 3 on b',), outliers=('b',), is_known=True)
     """
     lines: list[str] = []
-    odd: set[str] = set()
+    outliers: set[str] = set()
     is_known = True
     for what in dict.fromkeys(what for each in fingerprints.values() for what in each):
         holders: dict[str, list[str]] = {}
@@ -47,9 +47,9 @@ def fingerprint_mismatch(
             continue
         usual = max(holders.values(), key=len)
         is_known = is_known and 2 * len(usual) > len(fingerprints)
-        odd.update(who for some in holders.values() if some is not usual for who in some)
+        outliers.update(who for some in holders.values() if some is not usual for who in some)
         lines.append(f"{what}: " + "; ".join(f"{value} on {named(who)}" for value, who in holders.items()))
-    return Mismatch(tuple(lines), tuple(sorted(odd)), is_known) if lines else None
+    return Mismatch(tuple(lines), tuple(sorted(outliers)), is_known) if lines else None
 
 
 def clock_mismatch(
@@ -75,9 +75,9 @@ def clock_mismatch(
     if offset_s <= max_offset_s + apart_s:
         return None
     usual_s = statistics.median(times_s.values())
-    odd = max((latest, earliest), key=lambda who: abs(times_s[who] - usual_s))
+    outliers = max((latest, earliest), key=lambda who: abs(times_s[who] - usual_s))
     line = (
         f"the clock of {named(latest)} is {offset_s:.1f} s ahead of that of {named(earliest)}; "
         f"{max_offset_s:g} s are allowed"
     )
-    return Mismatch((line,), (odd,), is_known=len(times_s) > 2)
+    return Mismatch((line,), (outliers,), is_known=len(times_s) > 2)

@@ -8,7 +8,7 @@ from threading import Event, Thread
 
 
 @contextmanager
-def alongside(work: Callable[[Event], None]) -> Iterator[None]:
+def background_thread(work: Callable[[Event], None]) -> Iterator[None]:
     """Do work in a thread while the block runs.
 
     Args:

@@ -152,15 +152,15 @@ def run_rank(
     # TensorFlow tells every process about its compiler flags.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     framework: Framework = FRAMEWORKS.load(job.framework)()
-    tell, end = watchers(reporter)
-    with JoinWatch(job.health, tell, end):
+    warn, end = watchers(reporter)
+    with JoinWatch(job.health, warn, end):
         world = framework.connect(job)
     stack.callback(world.close)
     reporter.rank = world.rank
     environment = environment_fingerprint(job.task if ":" in job.task else None)
     check_world(job, world, environment)
     if world.size > 1 and beat_folder(os.environ) is None:
-        stack.callback(PeerWatch(world, job.health, tell, end).close)
+        stack.callback(PeerWatch(world, job.health, warn, end).close)
     run_id = broadcast_json(world, options.run_id or strftime("%Y%m%d-%H%M%S"))
     if world.rank == 0 and not options.as_events:
         keep_events(job, run_id, reporter, stack)
@@ -176,7 +176,7 @@ def run_rank(
     run = make_run(job, mesh, *framework.prepare(job, mesh))
     if isinstance(framework, KnowsItsDevice):
         watch_device(job, recorder, framework.gpu_uuid(), framework.device_memory)
-    watch_this_rank(job, framework, world, tell, end, stack)
+    watch_this_rank(job, framework, world, warn, end, stack)
     run.replica.broadcast()
     # What is random from here on (dropout) is each rank's own, and of those that share a model the same.
     framework.seed(job.train.seed, mesh.data.rank + 1, 0)
@@ -204,14 +204,14 @@ def watch_this_rank(
     job: Job,
     framework: Framework,
     world: Communicator,
-    tell: Callable[[str], None],
+    warn: Callable[[str], None],
     end: Callable[[HorovodTrainError], None],
     stack: ExitStack,
 ) -> None:
     """Report, and end, a rank whose GPU stands still or whose data does not come."""
     if isinstance(framework, KnowsItsDevice) and world.size > 1 and framework.gpu_uuid():
-        stack.callback(DeviceWatch(world, job.health, tell, end).close)
-    stack.callback(DataWatch(world, job.health, lambda: WAITING.since_s, tell, end).close)
+        stack.callback(DeviceWatch(world, job.health, warn, end).close)
+    stack.callback(DataWatch(world, job.health, lambda: WAITING.since_s, warn, end).close)
 
 
 def keep_events(job: Job, run_id: str, reporter: Reporter, stack: ExitStack) -> None:
@@ -240,10 +240,10 @@ def watchers(reporter: Reporter) -> tuple[Callable[[str], None], Callable[[Horov
         _report_failure(error, reporter)
         os._exit(error.exit_code)
 
-    def tell(text: str) -> None:
+    def warn(text: str) -> None:
         reporter.report(Notice(text=text))
 
-    return tell, end
+    return warn, end
 
 
 def make_run(job: Job, mesh: Mesh, replica: Replica, train_reader: Reader, eval_reader: Reader | None) -> Run:
@@ -403,11 +403,11 @@ def _explained_exit(left: SystemExit) -> UserError:
 
 def _traceback_from_script(error: BaseException) -> traceback.TracebackException:
     """Return an error's traceback; where a script runs, without what has started it."""
-    told = traceback.TracebackException.from_exception(error)
-    starts = [place for place, frame in enumerate(told.stack) if frame.filename == "<frozen runpy>"]
+    formatted = traceback.TracebackException.from_exception(error)
+    starts = [place for place, frame in enumerate(formatted.stack) if frame.filename == "<frozen runpy>"]
     if starts:
-        del told.stack[: starts[-1] + 1]
-    return told
+        del formatted.stack[: starts[-1] + 1]
+    return formatted
 
 
 def _report_failure(error: BaseException, reporter: Reporter) -> int:

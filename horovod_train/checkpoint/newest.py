@@ -57,11 +57,11 @@ def _listed(directory: Path, world: Communicator) -> tuple[list[store.StoredChec
 
 
 def _why_none(directory: Path, damaged: Sequence[Damaged]) -> str:
-    aside = store.list_damaged(directory)
-    if not damaged and not aside:
+    quarantined = store.list_damaged(directory)
+    if not damaged and not quarantined:
         return ""
-    count = len(damaged) + len(aside)
-    first = damaged[0][1][0] if damaged else f"{aside[-1].name} was set aside before"
+    count = len(damaged) + len(quarantined)
+    first = damaged[0][1][0] if damaged else f"{quarantined[-1].name} was set aside before"
     return f"all {count} checkpoints in {directory} are damaged, the newest: {first}"
 
 
@@ -106,5 +106,5 @@ def _verified(path: Path, files: Sequence[str]) -> tuple[list[str], str]:
 
 def _quarantine(damaged: Sequence[Damaged]) -> None:
     for checkpoint, problems in damaged:
-        aside = store.quarantine(checkpoint.path, store.DAMAGED)
-        log.warning("skipping %s (kept as %s): %s", checkpoint.name, aside.name, "; ".join(problems))
+        quarantined = store.quarantine(checkpoint.path, store.DAMAGED)
+        log.warning("skipping %s (kept as %s): %s", checkpoint.name, quarantined.name, "; ".join(problems))

@@ -153,10 +153,10 @@ def remove(checkpoint: StoredCheckpoint) -> None:
 def quarantine(path: Path, reason: str) -> Path:
     """Rename the folder of a checkpoint so that it is no longer listed, and return its new place."""
     number = 1
-    while (aside := path.with_name(f"{reason}-{number}-{path.name}")).exists():
+    while (target := path.with_name(f"{reason}-{number}-{path.name}")).exists():
         number += 1
-    path.rename(aside)
-    return aside
+    path.rename(target)
+    return target
 
 
 def read_manifest(path: Path) -> Manifest:

@@ -205,9 +205,9 @@ def gather_notes(
     pause_s = POLL_S
     while missing:
         # A list of a folder is new, where a name that was not there may be remembered as missing (NFS).
-        there = {path.name for path in folder.iterdir()}
+        present = {path.name for path in folder.iterdir()}
         for rank in sorted(missing):
-            if (name := f"{_NOTE}{rank}") in there:
+            if (name := f"{_NOTE}{rank}") in present:
                 note = json.loads((folder / name).read_text())
                 if note["error"]:
                     raise CheckpointError(f"{describe_ranks([rank])}: {note['error']}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from horovod_train.cli.options import say
+from horovod_train.cli.options import print_line
 
 
 @click.group(name="dashboards")
@@ -39,7 +39,7 @@ def export(folder: Path, runbook: str | None, checkpoint_age: float) -> None:
     texts = {**dashboards(), RULES: rules_file(runbook or RUNBOOK, checkpoint_age)}
     for name, text in texts.items():
         write_whole(folder / name, text, mode=0o644)
-        say(folder / name)
+        print_line(folder / name)
 
 
 @command.command(name="push")
@@ -57,4 +57,4 @@ def push(url: str, folder: str) -> None:
     if not token:
         hint = "export GRAFANA_TOKEN=..., the token of a service account that may edit dashboards"
         raise UserError("GRAFANA_TOKEN is not set", hint=hint)
-    push_dashboards(url, token, dashboards(), folder, say)
+    push_dashboards(url, token, dashboards(), folder, print_line)

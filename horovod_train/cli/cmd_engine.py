@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from horovod_train.cli.options import say
+from horovod_train.cli.options import print_line
 
 
 @click.group(name="engine")
@@ -28,12 +28,12 @@ def build(sdist: Path | None, *, force: bool, without_cuda: bool, no_install: bo
     """Build Horovod for the frameworks of this environment and install it."""
     from horovod_train.horovod import build as engine
 
-    plan = engine.make_plan(without_cuda=without_cuda, say=say)
-    wheel = engine.build(plan, sdist=sdist, force=force, say=say)
+    plan = engine.make_plan(without_cuda=without_cuda, report=print_line)
+    wheel = engine.build(plan, sdist=sdist, force=force, report=print_line)
     if no_install:
-        say(wheel)
+        print_line(wheel)
         return
-    engine.install(wheel, plan, force=force, say=say)
+    engine.install(wheel, plan, force=force, report=print_line)
 
 
 @command.command()
@@ -43,5 +43,5 @@ def check() -> None:
 
     findings = check_engine()
     for finding in findings:
-        say(finding)
+        print_line(finding)
     sys.exit(0 if all(finding.is_good for finding in findings) else 1)

@@ -15,7 +15,7 @@ from horovod_train.cli.options import job_id_argument
 def command(job_id: str, *, as_json: bool) -> None:
     """Show how the job ID stands, how far it is, and which ranks are slow."""
     from horovod_train.launch.submit import submitted
-    from horovod_train.monitor.brief import summary_lines, read_recent
+    from horovod_train.monitor.brief import read_recent, summary_lines
 
     launcher, job = submitted(job_id)
     status = launcher.status(job)

@@ -52,10 +52,10 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
 def where_it_is(host: str, port: int, token: str) -> list[str]:
     """Return what a person has to know to open the page."""
     name = socket.gethostname()
-    is_here = host in ("127.0.0.1", "localhost", "::1")
-    shown = "127.0.0.1" if is_here else name if host in ("0.0.0.0", "::") else host  # noqa: S104
+    is_loopback = host in ("127.0.0.1", "localhost", "::1")
+    shown = "127.0.0.1" if is_loopback else name if host in ("0.0.0.0", "::") else host  # noqa: S104
     lines = [f"page: http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={token}"]
-    if is_here:
+    if is_loopback:
         lines.append(f"from another machine: ssh -L {port}:127.0.0.1:{port} {name}, then the same address")
     else:
         lines.append("this is HTTP: who can read the network between can read the page, and the token")

@@ -95,7 +95,7 @@ def _refuse_script(name: str) -> None:
         raise UserError(f"{name} is a script, not a job", hint=f"run it with --script {name} -- ARGS")
 
 
-def say(text: object) -> None:
+def print_line(text: object) -> None:
     """Print a line at once, so that long steps can be followed through a pipe."""
     click.echo(text)
 

@@ -116,14 +116,14 @@ def explain_nccl(text: str, where: str) -> NcclError | PeerError | None:
         text: What it says.
         where: The collective, for a person.
     """
-    said = text.lower()
-    if "nccl" not in said:
+    lowered = text.lower()
+    if "nccl" not in lowered:
         return None
-    if NCCL_CONSEQUENCE in said:
+    if NCCL_CONSEQUENCE in lowered:
         error = PeerError(f"GPUs cannot exchange data any more, in {where}: {text}")
         error.cause = NcclError.cause
         return error
-    reasons = (reason for sign, reason in NCCL_REASONS.items() if sign in said)
+    reasons = (reason for sign, reason in NCCL_REASONS.items() if sign in lowered)
     likely = next(reasons, "see what NCCL itself tells")
     return NcclError(
         f"GPUs cannot exchange data, in {where}: {text}",

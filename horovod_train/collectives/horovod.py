@@ -153,14 +153,14 @@ class HorovodCommunicator:
 
 def explained(error: Exception, entry: Waiting, rank: int) -> HorovodTrainError:
     """Return our error for one that a collective of a rank raised."""
-    said = str(error)
-    if "mismatched" in said.lower():
+    message = str(error)
+    if "mismatched" in message.lower():
         return WorldError(
             f"ranks disagree about what they exchange: {error}",
             hint="models and code must be the same on every rank",
         )
     gone = PeerError(f"a collective was ended because another rank left, in {entry}: {error}")
-    return explain_nccl(said, str(entry)) or explain_cuda(said, rank) or gone
+    return explain_nccl(message, str(entry)) or explain_cuda(message, rank) or gone
 
 
 def connect(

@@ -169,9 +169,9 @@ def _deepspeed(sizes: Sizes, job: Job, num_ranks: int) -> Need:
     """Return the need of stage 3: as fsdp, and gradients stay, of which the update has a copy."""
     need = _fsdp(sizes, num_ranks, gathered=_gathered(sizes))
     gradients = sizes.trained / num_ranks
-    stays = need.weights + need.optimizer + gradients
+    resident = need.weights + need.optimizer + gradients
     in_passes = need.peak - sizes.gradients_by_then / num_ranks + gradients + _bucket(sizes, job)
-    peak = max(in_passes, stays + gradients + sizes.update / num_ranks)
+    peak = max(in_passes, resident + gradients + sizes.update / num_ranks)
     return replace(need, peak=peak, process=max(peak, sizes.weights) + sizes.process + DEEPSPEED_BYTES)
 
 

@@ -96,9 +96,9 @@ def _what_a_job_needs(cluster: Cluster, job: Job) -> Iterator[Finding]:
     if kubernetes.pod_monitor:
         group, version, _ = CUSTOM["PodMonitor"]
         fix = "install Prometheus' operator, or set launch.kubernetes.pod_monitor: false"
-        is_there = cluster.serves(group, version)
-        found = "is known" if is_there else "is not known"
-        yield Finding("", "pod monitor", f"{group}/{version} {found}", "ok" if is_there else "fail", fix)
+        is_served = cluster.serves(group, version)
+        found = "is known" if is_served else "is not known"
+        yield Finding("", "pod monitor", f"{group}/{version} {found}", "ok" if is_served else "fail", fix)
     if kubernetes.gpus_per_rank:
         yield _looked_at("gpus", kubernetes.gpu_resource, partial(_gpus, cluster, job))
 
@@ -117,11 +117,11 @@ def _claim(cluster: Cluster, name: str) -> Finding:
         fix = f"create a PersistentVolumeClaim {name} with accessModes: [ReadWriteMany]"
         return Finding("", "claim", f"there is no {name} in {cluster.namespace}", "fail", fix)
     modes = ", ".join(texts(found, "spec", "accessModes"))
-    said = f"{name}: {text(found, 'status', 'phase', default='unknown')}, {modes}"
+    summary = f"{name}: {text(found, 'status', 'phase', default='unknown')}, {modes}"
     if "ReadWriteMany" in modes:
-        return Finding("", "claim", said)
+        return Finding("", "claim", summary)
     fix = "use a claim with ReadWriteMany: pods on several nodes write it"
-    return Finding("", "claim", said, "warn", fix)
+    return Finding("", "claim", summary, "warn", fix)
 
 
 def _secret(cluster: Cluster, name: str, key: str, what: str = "secret") -> Finding:
@@ -157,13 +157,13 @@ def _gpus(cluster: Cluster, job: Job) -> Finding:
 
 
 def examine_pods(
-    request: LaunchRequest, say: Callable[[str], None]
+    request: LaunchRequest, report: Callable[[str], None]
 ) -> tuple[list[Finding], AllreduceBenchmark]:
     """Start the job's pods to examine themselves and the network between them, and remove them.
 
     Args:
         request: The job that is to run.
-        say: Told how the pods stand, whenever that changes.
+        report: Called with the state of the pods whenever it changes.
     """
     launcher = MpiJobLauncher()
     job = request.job
@@ -178,19 +178,19 @@ def examine_pods(
         return [Finding("", "mpi job", error.message, "fail", error.hint)], AllreduceBenchmark()
     submitted = Submitted(asking.job_id, "mpijob", native_id, asking.log_dir, 0.0)
     try:
-        return _check_pods(launcher, submitted, job, say)
+        return _check_pods(launcher, submitted, job, report)
     finally:
         launcher.remove(submitted)
 
 
 def _check_pods(
-    launcher: MpiJobLauncher, submitted: Submitted, job: Job, say: Callable[[str], None]
+    launcher: MpiJobLauncher, submitted: Submitted, job: Job, report: Callable[[str], None]
 ) -> tuple[list[Finding], AllreduceBenchmark]:
-    deadline_s, told = monotonic() + PODS_TIMEOUT_S, ""
+    deadline_s, last_status = monotonic() + PODS_TIMEOUT_S, ""
     while not (status := launcher.status(submitted)).has_ended and monotonic() < deadline_s:
-        if str(status) != told:
-            say(f"{submitted.native_id}: {status}")
-            told = str(status)
+        if str(status) != last_status:
+            report(f"{submitted.native_id}: {status}")
+            last_status = str(status)
         sleep(POLL_S)
     fix = "submit the job itself, and look at its pods: `kubectl describe pods`"
     if not status.has_ended:

@@ -43,7 +43,7 @@ def examine_hosts(request: LaunchRequest) -> tuple[list[Finding], int]:
     findings = [
         Finding(host.name, "ssh", result.message, "fail", result.hint)
         if isinstance(result, LostError)
-        else Finding(host.name, "ssh", "this machine" if host.is_here else "answers")
+        else Finding(host.name, "ssh", "this machine" if host.is_local else "answers")
         for host, result in zip(request.hosts, reached, strict=True)
     ]
     hosts = HostGroup([result for result in reached if not isinstance(result, LostError)])
@@ -61,11 +61,11 @@ def _examine_all(hosts: HostGroup, request: LaunchRequest) -> tuple[list[Finding
     names = [connection.host.name for connection in hosts.connections]
     ports = [job.metrics.port + number for number in range(max(h.num_ranks for h in request.hosts))]
 
-    def wishes(connection: HostConnection) -> dict[str, object]:
+    def arguments(connection: HostConnection) -> dict[str, object]:
         others = [name for name in names if name != connection.host.name]
         return {"folders": [request.job.run_dir], "names": others, "ports": ports}
 
-    readings = hosts.each(HostActions.examine, wishes)
+    readings = hosts.each(HostActions.examine, arguments)
     ranks = {connection.host.name: connection.host.num_ranks for connection in hosts.connections}
     findings = list(examine(readings, ranks, job.train.device, share_gpus=job.launch.share_gpus))
     findings += clock(_offsets_s(hosts), request.job.health.max_clock_offset_s)
@@ -90,8 +90,8 @@ def _offsets_s(hosts: HostGroup) -> dict[str, float]:
     offsets = {}
     for connection in hosts.connections:
         before = time.time()
-        there = connection.call(HostActions.describe, others=[]).time_s
-        offsets[connection.host.name] = there - (before + time.time()) / 2
+        remote_time_s = connection.call(HostActions.describe, others=[]).time_s
+        offsets[connection.host.name] = remote_time_s - (before + time.time()) / 2
     return offsets
 
 
@@ -142,5 +142,5 @@ def report(findings: Sequence[Finding]) -> Iterator[str]:
     for finding in findings:
         yield str(finding)
     failed = sum(finding.level == "fail" for finding in findings)
-    odd = sum(finding.level == "warn" for finding in findings)
-    yield f"{len(findings)} findings: {failed} that keep a job from running, {odd} that are odd"
+    num_warnings = sum(finding.level == "warn" for finding in findings)
+    yield f"{len(findings)} findings: {failed} that keep a job from running, {num_warnings} that are odd"

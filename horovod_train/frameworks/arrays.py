@@ -96,12 +96,13 @@ def check_fits(shapes: Mapping[str, tuple[int, ...]], blobs: Mapping[str, ArrayB
     Raises:
         CheckpointError: Names or shapes differ.
     """
-    there = {name: tuple(blob.shape) for name, blob in blobs.items()}
-    odd = sorted(name for name in shapes.keys() | there.keys() if shapes.get(name) != there.get(name))
-    if odd:
+    saved = {name: tuple(blob.shape) for name, blob in blobs.items()}
+    different = sorted(name for name in shapes.keys() | saved.keys() if shapes.get(name) != saved.get(name))
+    if different:
         raise CheckpointError(
-            f"the checkpoint belongs to another {what}: {odd[0]} has shape {there.get(odd[0], 'none')} there "
-            f"and {shapes.get(odd[0], 'none')} here, and {len(odd) - 1} others differ",
+            f"the checkpoint belongs to another {what}: {different[0]} has shape "
+            f"{saved.get(different[0], 'none')} in the checkpoint and {shapes.get(different[0], 'none')} "
+            f"in the job, and {len(different) - 1} others differ",
             hint="train under another name, or set checkpoint.resume: never",
         )
 

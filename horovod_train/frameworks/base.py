@@ -47,8 +47,8 @@ class StepClock:
     @property
     def own_s(self) -> float | None:
         """Time without waiting for the all-reduce; None: nobody knows how long that was."""
-        waited_s = self.seconds.get(WAIT_PHASE)
-        return None if waited_s is None else self.total_s - waited_s
+        wait_s = self.seconds.get(WAIT_PHASE)
+        return None if wait_s is None else self.total_s - wait_s
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap (or the start) to a phase."""
@@ -92,7 +92,7 @@ class StepOutcome:
         """Return it."""
         return self
 
-    def is_there(self) -> bool:
+    def is_ready(self) -> bool:
         """Return that it is."""
         return True
 
@@ -108,7 +108,7 @@ class Reading(Protocol):
         """
         ...
 
-    def is_there(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether it is known by now."""
         ...
 
@@ -414,7 +414,7 @@ def explained_by(framework: object, job: Job, rank: int) -> Iterator[None]:
     except HorovodTrainError:
         raise
     except Exception as error:
-        said = framework.explain(error, job, rank) if isinstance(framework, ExplainsErrors) else None
-        if said is None:
+        explained = framework.explain(error, job, rank) if isinstance(framework, ExplainsErrors) else None
+        if explained is None:
             raise
-        raise said from error
+        raise explained from error

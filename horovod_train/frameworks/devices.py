@@ -101,10 +101,10 @@ def own_gpu(
 def _report_mixed_models(world: Communicator, models: Sequence[Sequence[str]]) -> None:
     """Warn where ranks see different GPUs: their kernels may round differently."""
     if world.rank == 0 and any(names != models[0] for names in models):
-        told = [", ".join(name or "an unknown one" for name in names) for names in models]
+        shown = [", ".join(name or "an unknown one" for name in names) for names in models]
         found = "; ".join(
-            f"{name} on {describe_ranks([rank for rank, other in enumerate(told) if other == name])}"
-            for name in dict.fromkeys(told)
+            f"{name} on {describe_ranks([rank for rank, other in enumerate(shown) if other == name])}"
+            for name in dict.fromkeys(shown)
         )
         log.warning(
             "ranks have different GPUs (%s): weights may come to differ in the last bits, which "

@@ -24,7 +24,7 @@ class DataWatch(WaitWatch):
         world: The ranks. Where there are others, they come first: they know that this one is missing.
         health: When to report, and when to end.
         waiting_since_s: Returns when the wait of now began; None: data is not waited for.
-        tell: Reports to a person.
+        warn: Prints a warning.
         end: Ends this process with an error.
     """
 
@@ -33,28 +33,28 @@ class DataWatch(WaitWatch):
         world: Communicator,
         health: Health,
         waiting_since_s: Callable[[], float | None],
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
         end: Callable[[HorovodTrainError], None],
     ) -> None:
         self._rank = world.rank
         self._shutdown_s = health.stall_shutdown_s * (1.0 if world.size == 1 else 1.5)
         self._waiting_since_s = waiting_since_s
         super().__init__(
-            self._wait, interval_s=INTERVAL_S, warning_s=health.stall_warning_s, tell=tell, end=end
+            self._wait, interval_s=INTERVAL_S, warning_s=health.stall_warning_s, warn=warn, end=end
         )
 
     def _wait(self) -> Wait | None:
         since_s = self._waiting_since_s()
         return None if since_s is None else Wait(since_s, self._shutdown_s, self._report, self._error)
 
-    def _state(self, waited_s: float) -> str:
-        return f"rank {self._rank} has waited for its data for {waited_s:.0f} s"
+    def _state(self, elapsed_s: float) -> str:
+        return f"rank {self._rank} has waited for its data for {elapsed_s:.0f} s"
 
-    def _report(self, waited_s: float) -> str:
-        return f"{self._state(waited_s)}: perhaps {HANG}"
+    def _report(self, elapsed_s: float) -> str:
+        return f"{self._state(elapsed_s)}: perhaps {HANG}"
 
-    def _error(self, waited_s: float) -> LostError:
+    def _error(self, elapsed_s: float) -> LostError:
         return LostError(
-            f"{self._state(waited_s)}, and was ended after health.stall_shutdown_s",
+            f"{self._state(elapsed_s)}, and was ended after health.stall_shutdown_s",
             hint=f"{HANG}; set health.stall_shutdown_s higher if it is only slow",
         )

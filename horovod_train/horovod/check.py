@@ -153,8 +153,8 @@ def _probe_framework(framework: str) -> list[Finding]:
 def _gpus() -> list[Finding]:
     """Compare the GPUs of this machine with what the engine was built for, and tell what one of them did."""
     plan, torch = installed_plan(), torch_build()
-    here = sorted(gpu_architectures())
-    if plan is None or torch is None or not (here or plan["cuda"]):
+    present = sorted(gpu_architectures())
+    if plan is None or torch is None or not (present or plan["cuda"]):
         return []
     if not plan["cuda"]:
         fix = REBUILD
@@ -163,10 +163,10 @@ def _gpus() -> list[Finding]:
         elif find_toolkit(torch) is None:
             fix = f"{how_to_get_it(torch)}, then {REBUILD}"
         return [Finding("gpu", "there is one, and the engine is for CPUs alone", is_good=False, fix=fix)]
-    if not here:
+    if not present:
         return [Finding("gpu", "none here: whether NCCL works was not tried")]
     built = [int(architecture) for architecture in plan["cuda_architectures"]]
-    lacking = [arch for arch in here if int(arch) not in built and int(arch) < max(built)]
+    lacking = [arch for arch in present if int(arch) not in built and int(arch) < max(built)]
     if lacking:
         found = f"architecture {', '.join(lacking)}, and the engine has no kernels for it"
         all_of_them = ",".join(sorted({*plan["cuda_architectures"], *lacking}, key=int))

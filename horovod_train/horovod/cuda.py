@@ -294,8 +294,8 @@ def architectures(toolkit: Toolkit) -> tuple[str, ...]:
     if named := os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
         return tuple(sorted(named.split(","), key=int))
     known = _known_architectures(toolkit)
-    here = tuple(arch for arch in known if arch in gpu_architectures())
-    return here or tuple(arch for arch in known if int(arch) >= NOT_EMULATED)
+    present = tuple(arch for arch in known if arch in gpu_architectures())
+    return present or tuple(arch for arch in known if int(arch) >= NOT_EMULATED)
 
 
 def _known_architectures(toolkit: Toolkit) -> tuple[str, ...]:

@@ -81,7 +81,7 @@ class LaunchRequest:
     @property
     def is_remote(self) -> bool:
         """Whether other machines take part."""
-        return any(not host.is_here for host in self.hosts)
+        return any(not host.is_local for host in self.hosts)
 
     @property
     def ssh(self) -> tuple[str, ...]:
@@ -280,7 +280,7 @@ class PolledLauncher:
                     return status
             sleep(self.poll_s)
 
-    def goes_on(self, job: Submitted) -> bool:
+    def is_running(self, job: Submitted) -> bool:
         """Return whether a job may still write to its log; also when that cannot be known now."""
         try:
             return not self.status(job).has_ended

@@ -28,7 +28,7 @@ from horovod_train.files import state_dir, write_whole
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
 from horovod_train.pids import boot_id, is_alive, start_ticks
 from horovod_train.signals import exit_code_of
-from horovod_train.threads import alongside
+from horovod_train.threads import background_thread
 
 STATE_FILE = "state.json"
 CANCELLED_FILE = "cancelled"
@@ -135,19 +135,19 @@ class StateFile:
 
     Args:
         log_dir: Folder of the run.
-        tell: Told once when the file cannot be written.
+        warn: Called once if the file cannot be written.
         on_change: Told each state and its message, when either is another than before.
     """
 
     def __init__(
         self,
         log_dir: Path,
-        tell: Callable[[str], None] = lambda _: None,
+        warn: Callable[[str], None] = lambda _: None,
         on_change: Callable[[State, str], None] = lambda *_: None,
     ) -> None:
         self._path = log_dir / STATE_FILE
         self._cancelled = log_dir / CANCELLED_FILE
-        self._tell = tell
+        self._warn = warn
         self._on_change = on_change
         self._last_change: tuple[State, str] | None = None
         self._remarks: dict[str, str] = {}
@@ -191,7 +191,7 @@ class StateFile:
         except OSError as error:
             if not self._is_unwritable:
                 self._is_unwritable = True
-                self._tell(f"warning: {self._path} could not be written: {error.strerror}")
+                self._warn(f"warning: {self._path} could not be written: {error.strerror}")
 
     def end(self, error: BaseException) -> None:
         """Note an end other than a good one. Who has left, and was cancelled, is not to be run again."""
@@ -215,7 +215,7 @@ class StateFile:
         """Say something of a subject along with whatever is noted from now on."""
         if self._remarks.get(subject) != text:
             self._remarks[subject] = text
-            self._tell(f"warning: {text}")
+            self._warn(f"warning: {text}")
             if self._last is not None:
                 self.write(*self._last)
 
@@ -246,7 +246,7 @@ class StateFile:
                 with suppress(OSError):
                     os.utime(self._path)
 
-        return alongside(touch)
+        return background_thread(touch)
 
     def _silent_s(self) -> float:
         try:
@@ -283,8 +283,8 @@ class StateFile:
         document = self._document()
         if document is None:
             return None
-        is_here = document["host"] == socket.gethostname()
-        return int(document["pid"]) if is_here and _is_alive(document) else None
+        is_local = document["host"] == socket.gethostname()
+        return int(document["pid"]) if is_local and _is_alive(document) else None
 
     def _document(self) -> dict[str, Any] | None:
         """Return what is noted; None: nothing, or nothing that can be read."""

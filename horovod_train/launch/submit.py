@@ -125,9 +125,9 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
                 else:
                     console.print(tagged(parsed.rank, parsed.text))
             status = launcher.wait(job)
-    except TerminationRequested as asked:
+    except TerminationRequested as termination:
         console.print(f"{job.job_id}: asked to save and leave")
-        launcher.cancel(job, "drain" if asked.is_patient else "stop")
+        launcher.cancel(job, "drain" if termination.is_patient else "stop")
         status = launcher.wait(job)
     finally:
         console.close()
@@ -135,22 +135,22 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
     return 1 if status.exit_code is None else status.exit_code
 
 
-def submit_job(request: LaunchRequest, plan: LaunchPlan, tell: Callable[[str], None]) -> str:
+def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], None]) -> str:
     """Start a job and return its id at once.
 
     Raises:
         LaunchError: It was not accepted.
     """
     native_id = launcher_named(request.job.launch.launcher).submit(request, plan)
-    return note_job(request, native_id, tell).job_id
+    return note_job(request, native_id, warn).job_id
 
 
-def note_job(request: LaunchRequest, native_id: str, tell: Callable[[str], None]) -> Submitted:
+def note_job(request: LaunchRequest, native_id: str, warn: Callable[[str], None]) -> Submitted:
     """Remember a job that was started. Where that cannot be, it is told how to find the job without."""
     try:
         return remember(request, native_id)
     except OSError as error:
-        tell(
+        warn(
             f"warning: {error.filename}: {error.strerror}: `horovod-train status` and the like will not "
             f"know {request.job_id}; {request.job.launch.launcher} has it as {native_id}, and its folder is "
             f"{request.log_dir}"

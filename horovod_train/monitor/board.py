@@ -27,8 +27,8 @@ from horovod_train.monitor.live import (
     Access,
     RankReading,
     access_of,
-    scrape_all,
     by_rank,
+    scrape_all,
     targets_of,
     window_between,
 )
@@ -89,7 +89,7 @@ class Readings:
     """
 
     of_ranks: dict[int, RankReading] = field(default_factory=dict)
-    asked: set[int] = field(default_factory=set)
+    scraped: set[int] = field(default_factory=set)
     time_unix_s: float = 0.0
     time_s: float = 0.0
     last: dict[int, RankReading] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class Readings:
     @property
     def silent(self) -> set[int]:
         """Ranks that were asked and have not answered."""
-        return self.asked - self.of_ranks.keys()
+        return self.scraped - self.of_ranks.keys()
 
 
 class ScrapedRun:
@@ -117,7 +117,7 @@ class ScrapedRun:
         self.key = f"{job}/{run_id}"
         self._history = History()
         self._num_up = 0
-        self._num_asked = 0
+        self._num_scraped = 0
 
     def history(self) -> History:
         """Return what was learnt so far."""
@@ -125,27 +125,27 @@ class ScrapedRun:
 
     def status(self) -> JobStatus:
         """Return how it stands, as far as that is seen from its ranks."""
-        if not self._num_asked:
+        if not self._num_scraped:
             return JobStatus("unknown", message="none of its ranks is among the targets")
-        answers = f"{self._num_up} of {self._num_asked} ranks answer"
+        answers = f"{self._num_up} of {self._num_scraped} ranks answer"
         return JobStatus("running" if self._num_up else "unknown", message=answers)
 
     def take(self, targets: Mapping[int, Target], before: Readings, now: Readings) -> None:
         """Take what its ranks have said."""
         history = self._history
         history.targets = dict(targets)
-        self._num_up, self._num_asked = len(now.of_ranks), len(now.asked)
+        self._num_up, self._num_scraped = len(now.of_ranks), len(now.scraped)
         num_ranks = max(targets, default=-1) + 1
         seconds = now.time_s - before.time_s
         window = window_between(before.of_ranks, now.of_ranks, seconds, num_ranks)
         if before.of_ranks and now.of_ranks:
             history.ranks.add(window)
-        told = next(iter(now.of_ranks.values()), None)
-        if told is None:
+        reading = next(iter(now.of_ranks.values()), None)
+        if reading is None:
             return
-        self.job = told.labels.get("training_job", self.job)
-        self.run_id = told.labels.get("run", self.run_id)
-        values, older = told.values, next(iter(before.of_ranks.values()), told).values
+        self.job = reading.labels.get("training_job", self.job)
+        self.run_id = reading.labels.get("run", self.run_id)
+        values, older = reading.values, next(iter(before.of_ranks.values()), reading).values
         samples = float(np.nansum(window["samples"]))
         if values.get("steps") != older.get("steps") or not history.points:
             history.add_point(
@@ -180,7 +180,7 @@ class Board:
         self._runs = Runs(places)
         self._sources = sources
         self._access = access
-        self._asked: dict[str, ScrapedRun] = {}
+        self._scraped: dict[str, ScrapedRun] = {}
         self._targets: dict[str, list[Target]] = {}
         self._readings: dict[str, Readings] = {}
         self._looked_s: dict[str, float] = {}
@@ -204,12 +204,12 @@ class Board:
     def runs(self) -> list[Watched]:
         """Return everything there is, the newest first."""
         with self._lock:
-            return [*self._asked.values(), *self._runs.all()]
+            return [*self._scraped.values(), *self._runs.all()]
 
     def look_at(self, key: str) -> tuple[Watched, Readings] | None:
         """Return a run, and what its ranks have said last; from now on they are asked."""
         with self._lock:
-            run: Watched | None = self._asked.get(key) or self._runs.find(key)
+            run: Watched | None = self._scraped.get(key) or self._runs.find(key)
             if run is None:
                 return None
             self._looked_s[key] = monotonic()
@@ -239,15 +239,15 @@ class Board:
             for target in found:
                 names = target.labels.get("training_job", "job"), target.labels.get("run", source)
                 groups.setdefault(names, []).append(target)
-        for run in self._asked.values():
+        for run in self._scraped.values():
             groups.setdefault(run.named, [])  # its ranks are no targets any more
         for named, targets in groups.items():
-            run = self._asked.get("/".join(named)) or ScrapedRun(*named)
+            run = self._scraped.get("/".join(named)) or ScrapedRun(*named)
             ranks = by_rank(targets)
-            before, now = self._ask(run.key, ranks, self._access)
+            before, now = self._scrape(run.key, ranks, self._access)
             with self._lock:
                 run.take(ranks, before, now)
-                self._asked[run.key] = run
+                self._scraped[run.key] = run
 
     def _scrape_runs(self) -> None:
         """Ask the ranks of runs that are looked at."""
@@ -257,14 +257,14 @@ class Board:
                 run = self._runs.find(key)
                 targets = dict(run.history().targets) if run is not None else {}
                 has_ended = run is None or run.status().has_ended
-            if run is None or key in self._asked:
+            if run is None or key in self._scraped:
                 continue
             if has_ended:
                 self._readings[key] = Readings()
             else:
-                self._ask(key, targets, _access_of(run))
+                self._scrape(key, targets, _access_of(run))
 
-    def _ask(self, key: str, targets: Mapping[int, Target], access: Access) -> tuple[Readings, Readings]:
+    def _scrape(self, key: str, targets: Mapping[int, Target], access: Access) -> tuple[Readings, Readings]:
         """Ask ranks; return what they had said before, and what they say now."""
         before = self._readings.get(key, Readings())
         addresses = {rank: target.address for rank, target in targets.items()}

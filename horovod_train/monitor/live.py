@@ -56,7 +56,7 @@ SHOWN = (
 )
 """Metrics that are shown as they are."""
 
-ASKED = urlencode(
+QUERY = urlencode(
     [("name[]", name) for name in (*COUNTERS.values(), PHASE_SUM, *(_P + each for each in SHOWN))]
 )
 
@@ -113,10 +113,10 @@ def access_of(job: Mapping[str, object], environ: Mapping[str, str]) -> Access:
     return Access("https" if tls else "http", authorization, context)
 
 
-def ask(address: str, access: Access = Access()) -> RankReading | None:
+def scrape(address: str, access: Access = Access()) -> RankReading | None:
     """Return what a rank says; None: it does not answer."""
     headers = {"Authorization": access.authorization} if access.authorization else {}
-    url = f"{access.scheme}://{address}/metrics?{ASKED}"
+    url = f"{access.scheme}://{address}/metrics?{QUERY}"
     request = urllib.request.Request(url, headers=headers)  # noqa: S310  (http or https)
     try:
         with _opener(access.context).open(request, timeout=TIMEOUT_S) as answer:
@@ -151,9 +151,11 @@ def parse(text: str) -> RankReading:
     return reading
 
 
-def scrape_all(addresses: Mapping[int, str], access: Access, pool: ThreadPoolExecutor) -> dict[int, RankReading]:
+def scrape_all(
+    addresses: Mapping[int, str], access: Access, pool: ThreadPoolExecutor
+) -> dict[int, RankReading]:
     """Return what ranks say, by rank; those that do not answer are absent."""
-    answers = pool.map(lambda address: ask(address, access), addresses.values())
+    answers = pool.map(lambda address: scrape(address, access), addresses.values())
     return {rank: answer for rank, answer in zip(addresses, answers, strict=True) if answer is not None}
 
 

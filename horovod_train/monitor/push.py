@@ -22,7 +22,7 @@ MAX_ANSWER_BYTES = 2**20
 
 
 def push_dashboards(
-    url: str, token: str, dashboards: Mapping[str, str], folder: str, say: Callable[[str], None]
+    url: str, token: str, dashboards: Mapping[str, str], folder: str, report: Callable[[str], None]
 ) -> None:
     """Put dashboards into a folder of a Grafana; those that are there already are replaced.
 
@@ -31,7 +31,7 @@ def push_dashboards(
         token: Of a service account that may write dashboards and folders.
         dashboards: JSON by the names of files.
         folder: Title of the folder.
-        say: Told what was done.
+        report: Called with the address of each dashboard.
 
     Raises:
         UserError: The address is none of http or https.
@@ -50,7 +50,7 @@ def push_dashboards(
         for name, text in dashboards.items():
             document = {"dashboard": json.loads(text), "folderUid": FOLDER_UID, "overwrite": True}
             answer = _call(f"{base}/api/dashboards/db", token, document)
-            say(f"{name}: {base}{answer['url']}")
+            report(f"{name}: {base}{answer['url']}")
     except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
         raise OperationalError(
             f"{url} did not take the dashboards: {_explained(error)}",

@@ -47,10 +47,10 @@ class Window:
         Ranks of jobs tell it step by step. Scripts do not talk to each other: for theirs it follows from
         the sums, which leaves out what evens out within the window.
         """
-        waits = self[WAIT_PHASE]
-        if np.isfinite(self["waiting_s"]).any() or not np.isfinite(waits).all():
+        wait_s = self[WAIT_PHASE]
+        if np.isfinite(self["waiting_s"]).any() or not np.isfinite(wait_s).all():
             return self["waiting_s"], self["waited_for_s"]
-        waiting, waited_for, _ = share_out(waits[None, :].astype(np.float64))
+        waiting, waited_for, _ = share_out(wait_s[None, :].astype(np.float64))
         return waiting.astype(np.float32), waited_for.astype(np.float32)
 
     @property
@@ -76,13 +76,13 @@ class RankSeries:
         end = event.first_rank + len(event.steps)
         if end > self.num_ranks > 0:
             return  # a run has no such rank: a task can print anything
-        if not self.windows or self._is_told(event.first_rank):
+        if not self.windows or self._is_reported(event.first_rank):
             self._append(Window(time_unix_s, event.seconds, unknown(max(end, self.num_ranks))))
         window = self.windows[-1]
         if window.table.shape[1] < end:
             more = unknown(end - window.table.shape[1])
             window.table = np.concatenate([window.table, more], axis=1)
-        told: Mapping[str, Sequence[float]] = {
+        columns: Mapping[str, Sequence[float]] = {
             "steps": event.steps,
             "samples": event.samples,
             "step_s": event.step_s,
@@ -91,11 +91,11 @@ class RankSeries:
             **event.phases_s,
         }
         for row, column in enumerate(COLUMNS):
-            numbers = told.get(column, ())
+            numbers = columns.get(column, ())
             if len(numbers) == len(event.steps):
                 window.table[row, event.first_rank : end] = numbers
 
-    def _is_told(self, rank: int) -> bool:
+    def _is_reported(self, rank: int) -> bool:
         """Whether a rank is in the last window already: then another one begins."""
         steps = self.windows[-1]["steps"]
         return rank < len(steps) and bool(np.isfinite(steps[rank]))

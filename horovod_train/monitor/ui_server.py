@@ -138,9 +138,9 @@ class _End(Guarded):
         if not self.settings["may_end"] or self.request.headers.get("X-Requested-With") != "horovod_train":
             raise HTTPError(403, reason="the page may not end jobs: start it with --allow-ending")
         try:
-            asked = json.loads(self.request.body)
-            how: Literal["drain", "stop"] = asked["how"]
-            key = str(asked["key"])
+            request_body = json.loads(self.request.body)
+            how: Literal["drain", "stop"] = request_body["how"]
+            key = str(request_body["key"])
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise HTTPError(400) from error
         if not isinstance(how, str) or how not in HOW:

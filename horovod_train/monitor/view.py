@@ -39,9 +39,9 @@ def job_row(run: Watched) -> Json:
         return _job_row(run, run.status(), run.history())
     except Exception as error:  # one run that cannot be read is not to hide the others
         log.exception("%s cannot be shown", run.key)
-        told = {"state": "unknown", "message": f"it cannot be shown: {type(error).__name__}: {error}"}
+        summary = {"state": "unknown", "message": f"it cannot be shown: {type(error).__name__}: {error}"}
         nothing = dict.fromkeys(("begun_unix_s", "step", "num_steps"))
-        return {"key": run.key, "job": run.job, "run": run.run_id, **told, **nothing}
+        return {"key": run.key, "job": run.job, "run": run.run_id, **summary, **nothing}
 
 
 def _job_row(run: Watched, status: JobStatus, history: History) -> Json:
@@ -141,7 +141,7 @@ def _heat(series: RankSeries) -> Json:
 def _rank_table(history: History, readings: Readings, status: JobStatus) -> Json:
     """Return a column for each thing that is known of ranks."""
     window = history.ranks.recent(MIN_WINDOW_S)
-    known = [*readings.asked, *history.targets, *range(history.ranks.num_ranks)]
+    known = [*readings.scraped, *history.targets, *range(history.ranks.num_ranks)]
     num_ranks = max(known, default=-1) + 1
     columns: Json = {
         "rank": list(range(num_ranks)),
@@ -210,8 +210,8 @@ def _absent_ranks(readings: Readings) -> Json | None:
     if longest_s < ABSENT_AFTER_S:
         return None
     # A rank that does not answer says nothing of itself, and is not in a collective that others wait in.
-    away = {rank for rank, seconds in known.items() if not seconds} | readings.silent
-    return {"ranks": sorted(away), "seconds": longest_s}
+    absent = {rank for rank, seconds in known.items() if not seconds} | readings.silent
+    return {"ranks": sorted(absent), "seconds": longest_s}
 
 
 def _findings(series: RankSeries) -> list[Json]:

@@ -68,7 +68,7 @@ class StepMeter:
         self._clock = clock
         self._interval_s = max(MIN_REPORT_S, REPORT_S_PER_RANK * num_ranks)
         self._reported_s = monotonic()
-        self._told_s = 0.0
+        self._progress_reported_s = 0.0
         self._begun_s = self._mark_s = clock()
         self._phases: dict[str, float] = {}
         self._wait_s = 0.0
@@ -85,9 +85,9 @@ class StepMeter:
         self._thread: int | None = None  # that trains
         self._sums: dict[str, float] = {}
         self._since = (0, 0, 0.0)  # steps, samples, seconds since the last report
-        self._samples_told = 0
+        self._samples_since_report = 0
         self._samples_per_s: float | None = None
-        self._step_told = 0
+        self._reported_step = 0
         self.num_steps = 0
         self.is_off = False
         """Something went wrong: nothing is measured any more."""
@@ -133,16 +133,16 @@ class StepMeter:
         if num_samples is not None and self._given_samples is None:
             self._samples += num_samples
 
-    def aside(self, begun_s: float) -> None:
+    def exclude(self, begun_s: float) -> None:
         """Something was done from a time until now that is no part of a step: an evaluation, say."""
         if self._thread not in (None, get_ident()):
             return
         if not self._num_backward:
             self._begin(self._clock())
         else:
-            aside_s = self._clock() - max(begun_s, self._mark_s)
-            self._begun_s += aside_s
-            self._mark_s += aside_s
+            excluded_s = self._clock() - max(begun_s, self._mark_s)
+            self._begun_s += excluded_s
+            self._mark_s += excluded_s
 
     def begin(self, begun_s: float, num_samples: int | None) -> None:
         """A step was begun at a time, with so many samples; None: that cannot be seen."""
@@ -165,7 +165,7 @@ class StepMeter:
             self._loss, self._loss_s = loss, self._mark_s
             self._is_finite = math.isfinite(loss)
 
-    def waited(self, seconds: float) -> None:
+    def add_wait_s(self, seconds: float) -> None:
         """Horovod was waited for."""
         self._wait_s += seconds
         self._phases[WAIT_PHASE] = self._phases.get(WAIT_PHASE, 0.0) + seconds
@@ -213,8 +213,8 @@ class StepMeter:
             self._sums[phase] = self._sums.get(phase, 0.0) + seconds
         steps, samples, seconds = self._since
         self._since = steps + 1, samples + self._samples, seconds + total_s
-        self._samples_told += self._samples
-        self._tell()
+        self._samples_since_report += self._samples
+        self._report()
         self._begin(now_s)
 
     def begin_training(self, num_parameters: int, num_present: int, device: str) -> None:
@@ -235,9 +235,9 @@ class StepMeter:
 
     def end(self) -> None:
         """Nothing more will come: tell the rest."""
-        if self._rank == 0 and self.num_steps > self._step_told:
-            self._tell_progress(monotonic())
-        self._tell_times(monotonic())
+        if self._rank == 0 and self.num_steps > self._reported_step:
+            self._report_progress(monotonic())
+        self._report_times(monotonic())
 
     def _check_world(self) -> None:
         """Tell a person whose ranks do not know of each other: it looks as if all were well."""
@@ -281,17 +281,23 @@ class StepMeter:
         self._phases[phase] = self._phases.get(phase, 0.0) + max(0.0, seconds)
         self._mark_s, self._wait_s = now_s, 0.0
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         now_s = monotonic()
-        if self._rank == 0 and now_s - self._told_s >= PROGRESS_INTERVAL_S:
-            self._tell_progress(now_s)
+        if self._rank == 0 and now_s - self._progress_reported_s >= PROGRESS_INTERVAL_S:
+            self._report_progress(now_s)
         if now_s - self._reported_s >= self._interval_s:
-            self._tell_times(now_s)
+            self._report_times(now_s)
 
-    def _tell_progress(self, now_s: float) -> None:
-        if self._step_told and self._samples_told and now_s - self._told_s >= PROGRESS_INTERVAL_S:
-            self._samples_per_s = self._samples_told * self._num_ranks / (now_s - self._told_s)
-        self._told_s, self._samples_told, self._step_told = now_s, 0, self.num_steps
+    def _report_progress(self, now_s: float) -> None:
+        if (
+            self._reported_step
+            and self._samples_since_report
+            and now_s - self._progress_reported_s >= PROGRESS_INTERVAL_S
+        ):
+            self._samples_per_s = (
+                self._samples_since_report * self._num_ranks / (now_s - self._progress_reported_s)
+            )
+        self._progress_reported_s, self._samples_since_report, self._reported_step = now_s, 0, self.num_steps
         self._reporter.report(
             Progress(
                 step=self.num_steps,
@@ -306,7 +312,7 @@ class StepMeter:
             )
         )
 
-    def _tell_times(self, now_s: float) -> None:
+    def _report_times(self, now_s: float) -> None:
         steps, samples, step_s = self._since
         if not steps:
             return

@@ -124,8 +124,8 @@ def execute(script: Path, arguments: list[str]) -> None:
         if code == PreemptedError.exit_code:
             raise PreemptedError("the script has left, and says that everything is saved") from left
         if code:
-            said = left.code if isinstance(left.code, str) else ""
-            raise ScriptError(code, said) from left
+            exit_message = left.code if isinstance(left.code, str) else ""
+            raise ScriptError(code, exit_message) from left
     except Exception as error:
         if type(error).__name__ == "HorovodInternalError":
             raise PeerError(f"a collective was ended because another rank left: {error}") from error

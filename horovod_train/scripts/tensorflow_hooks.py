@@ -69,7 +69,7 @@ def watch_tensorflow(meter: StepMeter) -> None:
                 if _is_horovods(
                     self
                 ):  # where nothing is compiled, it sums gradients in a function of its own
-                    meter.waited(perf_counter() - begun_s)
+                    meter.add_wait_s(perf_counter() - begun_s)
                 else:
                     meter.begin(begun_s, length_of((args, kwargs)))
                     _step(meter)
@@ -121,7 +121,7 @@ def _counted(plain: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
             meter.waiting_since_s = None
             if not is_traced and not meter.is_off:
                 with meter.watching:
-                    meter.waited(perf_counter() - begun_s)
+                    meter.add_wait_s(perf_counter() - begun_s)
 
     return counted
 

@@ -50,14 +50,14 @@ def watch_torch(meter: StepMeter) -> None:
             found = plain_next(self)
         except StopIteration:
             with meter.watching:
-                meter.aside(begun_s)
+                meter.exclude(begun_s)
             raise
         if not meter.is_off:
             with meter.watching:
                 if torch.is_grad_enabled():
                     meter.batch(begun_s, batch_size(found), self)
                 else:
-                    meter.aside(begun_s)
+                    meter.exclude(begun_s)
         return found
 
     torch.autograd.backward = backward
@@ -186,7 +186,7 @@ def _timed(plain: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
             meter.waiting_since_s = None
             if not meter.is_off:
                 with meter.watching:
-                    meter.waited(perf_counter() - begun_s)
+                    meter.add_wait_s(perf_counter() - begun_s)
 
     return timed
 

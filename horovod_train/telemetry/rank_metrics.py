@@ -151,7 +151,7 @@ def watch_exchanges(recorder: Recorder, ranks: object) -> None:
     watch_exchange(recorder, getattr(ranks, "gpu_allreduce_counters", lambda: None), GpuExchangeRecord)
 
 
-class Waits(Protocol):
+class PendingCollective(Protocol):
     """Knows since when a rank waits, by ``monotonic``, and for what; None: it does not, or nobody knows."""
 
     @property
@@ -165,7 +165,7 @@ class Waits(Protocol):
         ...
 
 
-def watch_waiting(recorder: Recorder, who: Waits) -> None:
+def watch_waiting(recorder: Recorder, who: PendingCollective) -> None:
     """Have whoever asks learn for how long this rank waits: in a hang the one that does not is the cause."""
 
     def read() -> WaitingNowRecord:

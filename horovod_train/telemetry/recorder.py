@@ -52,7 +52,7 @@ class Recorder:
         metrics: tuple[Metric, ...] = CATALOG,
     ) -> None:
         self.registry = SampledRegistry(self.record, self.count)
-        self._aside: deque[object] = deque()
+        self._deferred: deque[object] = deque()
         self._counting = RLock()
         self._rank_labels = (job, run, str(world.rank), str(world.local_rank), world.host)
         self._families = {metric.name: self._make(metric) for metric in metrics}
@@ -74,15 +74,15 @@ class Recorder:
 
     def record(self, source: object) -> None:
         """Record a step, an evaluation, a write, whatever the catalog has a class for; from any thread."""
-        self._aside.append(source)
-        if not isinstance(source, StepRecord) or len(self._aside) >= MAX_DEFERRED:
+        self._deferred.append(source)
+        if not isinstance(source, StepRecord) or len(self._deferred) >= MAX_DEFERRED:
             self.count()
 
     def count(self) -> None:
         """Have the metrics say everything that was recorded."""
         with self._counting:  # else of two threads the one with the older loss may set it last
-            while self._aside:
-                self._count(self._aside.popleft())
+            while self._deferred:
+                self._count(self._deferred.popleft())
 
     def _count(self, source: object) -> None:
         for metric in self._fed_by.get(type(source), ()):

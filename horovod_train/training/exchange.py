@@ -21,14 +21,14 @@ _HEAD = struct.Struct("<d")
 _LENGTH = struct.Struct("<q")
 
 
-class Speaker(Protocol):
+class Contribution(Protocol):
     """Somebody who has something to tell to the same of other ranks."""
 
-    def say(self) -> bytes:
+    def payload(self) -> bytes:
         """Return what this rank has to tell."""
         ...
 
-    def hear(self, of_ranks: Sequence[bytes]) -> None:
+    def on_gathered(self, of_ranks: Sequence[bytes]) -> None:
         """Take what each rank has told, by rank."""
         ...
 
@@ -51,7 +51,7 @@ class RegularExchange:
         self._last_s = clock()
         self._num_steps = 0
         self._next_after = 1
-        self.speakers: list[Speaker] = []
+        self.contributions: list[Contribution] = []
         self.interval_s = 0.0
 
     def after_step(self) -> bool:
@@ -81,15 +81,15 @@ class RegularExchange:
         return True
 
     def _message(self) -> bytes:
-        said = [speaker.say() for speaker in self.speakers]
-        return b"".join([_HEAD.pack(self.interval_s), *(_LENGTH.pack(len(each)) + each for each in said)])
+        payloads = [contribution.payload() for contribution in self.contributions]
+        return b"".join([_HEAD.pack(self.interval_s), *(_LENGTH.pack(len(each)) + each for each in payloads)])
 
     def _hand_out(self, messages: Sequence[bytes]) -> None:
         places = [_HEAD.size] * len(messages)
-        for speaker in self.speakers:
+        for contribution in self.contributions:
             of_ranks = []
             for rank, message in enumerate(messages):
                 begin = places[rank] + _LENGTH.size
                 places[rank] = begin + _LENGTH.unpack_from(message, places[rank])[0]
                 of_ranks.append(message[begin : places[rank]])
-            speaker.hear(of_ranks)
+            contribution.on_gathered(of_ranks)

@@ -111,7 +111,7 @@ def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Acti
     progress = run.progress
     progress.advance(step.share.num_samples)
     run.readings.add(StepReport(progress.step, progress.epochs_passed, step.share, lr, reading))
-    run.tell(run.readings.due())
+    run.deliver(run.readings.due())
     run.answers += filter(None, [hook.on_step(run) for hook in run.hooks])
     return first_answer(run)
 
@@ -131,7 +131,7 @@ def first_answer(run: Run) -> Action | None:
 def report_pending_steps_after_failure(run: Run) -> None:
     """Tell hooks of the last steps of a training that has failed; whatever goes wrong, it failed already."""
     with suppress(Exception):
-        for report in run.readings.soon():
+        for report in run.readings.drain():
             if not report.outcome.is_made:
                 return
             for hook in run.hooks:
@@ -153,7 +153,7 @@ def go_back(run: Run, step: int, why: str) -> None:
     if run.restore is None:
         raise UserError(f"training is to go back to step {step} ({why}), and has no checkpoints")
     log.warning("training goes back from step %d to step %d: %s", run.progress.step, step, why)
-    run.tell_all()
+    run.deliver_all()
     run.answers.clear()
     run.restore(step)
     run.guard.reset()
@@ -161,7 +161,7 @@ def go_back(run: Run, step: int, why: str) -> None:
 
 def finish_epoch(run: Run) -> bool:
     """Count an epoch, evaluate when that is due, and consider stopping; return whether it was due."""
-    run.tell_all()
+    run.deliver_all()
     run.progress.finish_epoch()
     evaluated = is_evaluation_due(run)
     if evaluated:
@@ -178,7 +178,7 @@ def after_epoch(run: Run, *, evaluated: bool) -> Action | None:
 
 def end(run: Run) -> None:
     """Note the end of training: evaluate what will be kept."""
-    run.tell_all()
+    run.deliver_all()
     if not run.progress.current_metrics and run.eval_reader is not None:
         take_metrics(run)
     for hook in run.hooks:

@@ -68,14 +68,14 @@ class Readings:
         while self._pending:
             yield self._pending.popleft()
 
-    def soon(self) -> Iterator[StepReport]:
+    def drain(self) -> Iterator[StepReport]:
         """Yield what is outstanding and there, or comes within some seconds.
 
         Of a training that has failed: a device may stand still, or wait for a rank that is gone.
         """
         until_s = monotonic() + DRAIN_TIMEOUT_S
         while self._pending:
-            while not self._pending[0].reading.is_there():
+            while not self._pending[0].reading.is_ready():
                 if monotonic() > until_s:
                     return
                 sleep(0.01)

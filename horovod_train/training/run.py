@@ -81,7 +81,7 @@ class Run:
         """Whether every sample of the current epoch was used."""
         return self.progress.cursor >= len(self.train_reader)
 
-    def tell(self, reports: Iterable[StepReport]) -> None:
+    def deliver(self, reports: Iterable[StepReport]) -> None:
         """Tell hooks what steps did, in their order.
 
         Raises:
@@ -94,9 +94,9 @@ class Run:
             )
             self.answers += filter(None, [hook.on_reading(self, report) for hook in self.hooks])
 
-    def tell_all(self) -> None:
+    def deliver_all(self) -> None:
         """Tell hooks what all steps did that were made; waits until it is known."""
-        self.tell(self.readings.all())
+        self.deliver(self.readings.all())
 
     def planned_steps(self) -> int:
         """Return the step at which the job will end, if nothing stops it early."""

@@ -84,7 +84,7 @@ class StepRecords:
         """Record the last steps, those that come; whatever goes wrong, what is going on has the word."""
         if self._readings is not None:
             with suppress(Exception):
-                self._record(self._readings.soon())
+                self._record(self._readings.drain())
 
     def _record(self, reports: Iterator[StepReport]) -> None:
         for report in reports:

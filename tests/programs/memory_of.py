@@ -42,7 +42,7 @@ replica = run.replica
 replica.broadcast()
 steps = iter(rest_of_epoch(run))
 replica.step(next(steps), 1e-3, want_norm=False)
-own = [held.tensor for held in replica.strategy.held().values()]
+own = [local.tensor for local in replica.strategy.local_tensors().values()]
 state = replica.strategy.saved_optimizer.state.values()
 kept = [v.to_local() if hasattr(v, "to_local") else v for entry in state for v in entry.values()]
 tracker = MemTracker()

@@ -58,7 +58,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weights(run: Run) -> list[float]:
-    run.replica.strategy.held()  # gives back what an evaluation has gathered
+    run.replica.strategy.local_tensors()  # gives back what an evaluation has gathered
     found = {name: whole(p).flatten() for name, p in run.replica.model.named_parameters()}
     mine = {name: tensor.tolist() for name, tensor in found.items() if not tensor.is_meta}
     everyone = {name: values for of_rank in allgather_json(world, mine) for name, values in of_rank.items()}
@@ -78,9 +78,9 @@ def kept(run: Run) -> dict[str, int]:
 def seen_to_be_finite(run: Run) -> dict[str, bool]:
     """Whether weights are finite, and when one that the last rank holds is not."""
     before = run.replica.is_finite()
-    held = [each.tensor for each in run.replica.strategy.held().values() if each.tensor.numel()]
+    local = [each.tensor for each in run.replica.strategy.local_tensors().values() if each.tensor.numel()]
     if world.rank == world.size - 1:
-        held[-1].fill_(torch.nan)
+        local[-1].fill_(torch.nan)
     return {"finite": before, "finite_when_spoiled": run.replica.is_finite()}
 
 

@@ -16,7 +16,7 @@ from support.running import is_rank, launched
 
 from horovod_train.monitor.history import HistoryReader
 from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
-from horovod_train.threads import alongside
+from horovod_train.threads import background_thread
 
 pytestmark = pytest.mark.ranks
 WARM_UP_STEPS = 10
@@ -111,7 +111,7 @@ def stopped_now_and_then(pid):
             time.sleep(0.06)
             os.kill(pid, signal.SIGCONT)
 
-    return alongside(stop)
+    return background_thread(stop)
 
 
 @pytest.mark.campaign

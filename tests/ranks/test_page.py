@@ -52,7 +52,7 @@ def ended(tmp_path_factory):
 @pytest.fixture
 def served(tmp_path, monkeypatch):
     """Four ranks that serve metrics, one of them slow, and the page on them."""
-    monkeypatch.setattr(board_module, "ASK_INTERVAL_S", 0.2)
+    monkeypatch.setattr(board_module, "SCRAPE_INTERVAL_S", 0.2)
     monkeypatch.setattr(view_module, "MIN_WINDOW_S", 1.0)
     ranks = ServedRanks([0.02, 0.02, 0.045, 0.02], free_port())
     server = serve_page(

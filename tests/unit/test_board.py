@@ -22,10 +22,10 @@ from horovod_train.launch import jobs as jobs_module
 from horovod_train.launch.base import Submitted
 from horovod_train.launch.jobs import StateFile
 from horovod_train.monitor import ui_server
-from horovod_train.monitor.board import ScrapedRun, Board, Readings, _access_of
-from horovod_train.monitor.brief import summary_lines, read_recent
+from horovod_train.monitor.board import Board, Readings, ScrapedRun, _access_of
+from horovod_train.monitor.brief import read_recent, summary_lines
 from horovod_train.monitor.history import HistoryReader
-from horovod_train.monitor.live import RankReading, ask, by_rank
+from horovod_train.monitor.live import RankReading, scrape, by_rank
 from horovod_train.monitor.runs import Run, Runs
 from horovod_train.monitor.view import job_row, log_tail, run_document
 
@@ -298,7 +298,7 @@ class TestRanksThatAreAsked:
 class TestABoard:
     @pytest.fixture
     def board(self, monkeypatch):
-        monkeypatch.setattr("horovod_train.monitor.board.ASK_INTERVAL_S", 0.1)
+        monkeypatch.setattr("horovod_train.monitor.board.SCRAPE_INTERVAL_S", 0.1)
         made = []
 
         def make(places=(), sources=()):
@@ -339,7 +339,7 @@ class TestABoard:
         state.write("succeeded", 0)
         time.sleep(0.5)  # a round that has begun
         asked.clear()
-        wait_until(lambda: looked.look_at("j/r")[1].asked == set())
+        wait_until(lambda: looked.look_at("j/r")[1].scraped == set())
         time.sleep(0.5)
         server.shutdown()
         server.server_close()
@@ -348,7 +348,7 @@ class TestABoard:
 
     def test_goes_on_when_something_goes_wrong(self, board, monkeypatch):
         calls = []
-        monkeypatch.setattr(Board, "_ask_sources", lambda self: calls.append(1) or 1 / 0)
+        monkeypatch.setattr(Board, "_scrape_sources", lambda self: calls.append(1) or 1 / 0)
         board()
         wait_until(lambda: len(calls) > 2)
 
@@ -390,7 +390,7 @@ class TestAsking:
 
         server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        found = ask(f"127.0.0.1:{server.server_address[1]}")
+        found = scrape(f"127.0.0.1:{server.server_address[1]}")
         server.shutdown()
         server.server_close()
 
@@ -408,7 +408,7 @@ class TestAsking:
         thread = threading.Thread(target=greet)
         thread.start()
 
-        assert ask(f"127.0.0.1:{listener.getsockname()[1]}") is None
+        assert scrape(f"127.0.0.1:{listener.getsockname()[1]}") is None
         thread.join()
         listener.close()
 

@@ -145,9 +145,9 @@ def test_a_compiler_that_fails_is_used_nowhere_and_refused_where_a_gpu_is(monkey
 
     if has_gpu:
         with pytest.raises(EngineError, match=r"nvcc cannot compile:\nunsupported"):
-            build.make_plan(say=said.append)
+            build.make_plan(report=said.append)
     else:
-        assert not build.make_plan(say=said.append).cuda
+        assert not build.make_plan(report=said.append).cuda
         assert "for CPUs alone, as this machine has no GPU and" in said[0]
 
 

@@ -148,9 +148,9 @@ class TestWhatARankHas:
         seen = {name: torch.zeros(shape.numel()) for name, shape in shapes.items()}
         for state, _, _ in ranks:
             for each in state.optimized():
-                (start,) = each.held.part.start
-                assert each.held.part.whole == tuple(shapes[each.name])
-                seen[each.name][start : start + len(each.held.tensor)] += 1
+                (start,) = each.local.part.start
+                assert each.local.part.whole == tuple(shapes[each.name])
+                seen[each.name][start : start + len(each.local.tensor)] += 1
 
         assert all(bool((count == 1).all()) for count in seen.values())
 
@@ -161,7 +161,7 @@ class TestWhatARankHas:
             shown = state.optimizer()
             weights = [w for group in shown.param_groups for w in group["params"]]
             for each, weight in zip(state.optimized(), weights, strict=True):
-                (start,) = each.held.part.start
+                (start,) = each.local.part.start
                 before = whole[each.name].detach().flatten()[start : start + len(weight)]
                 assert torch.allclose(shown.state[weight]["exp_avg"], 0.1 * 2 * before)
                 assert float(shown.state[weight]["step"]) == 1

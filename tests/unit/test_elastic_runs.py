@@ -46,12 +46,14 @@ class Plans:
 def train(tmp_path, monkeypatch):
     """Train an elastic job on this machine; each start ends as the list says, the last one well."""
 
-    def run(*ends, asked=(), discover="echo localhost:3", **wishes):
+    def run(*ends, pending_signals=(), discover="echo localhost:3", **wishes):
         starts, ends = [], list(ends)
 
-        def run_attempt(launcher, attempt, plan, console, state, alongside, asked, followers, record):
+        def run_attempt(
+            launcher, attempt, plan, console, state, during_attempt, pending_signals, followers, record
+        ):
             assert plan.argv == (attempt.rank_command,)
-            with alongside(lambda: None):  # as while ranks run
+            with during_attempt(lambda: None):  # as while ranks run
                 starts.append(attempt)
             if ends:
                 raise ends.pop(0)
@@ -64,7 +66,7 @@ def train(tmp_path, monkeypatch):
         run.request = request = resolve(job, "run-1")
         request.log_dir.mkdir(parents=True, exist_ok=True)
         run.console, run.state, run.starts = Shown(), StateFile(request.log_dir), starts
-        run_elastic(Plans(), request, elastic, run.console, run.state, asked)
+        run_elastic(Plans(), request, elastic, run.console, run.state, pending_signals)
         return starts
 
     return run
@@ -146,7 +148,7 @@ def test_what_it_waits_for_stands_in_its_state(train):
 
 def test_a_signal_that_came_before_is_heard_while_it_waits(train):
     with pytest.raises(PreemptedError, match="while no ranks were running") as caught:
-        train(asked=[signal.SIGTERM])
+        train(pending_signals=[signal.SIGTERM])
 
     assert (caught.value.stopped_by, train.starts) == (signal.SIGTERM, [])
 

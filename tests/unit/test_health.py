@@ -298,8 +298,8 @@ class TestPeers:
 
         def rank(world):
             world.waiting_since_s = time.monotonic()
-            tell = told.append if world.rank == 0 else print
-            watch = PeerWatch(world, Health(stall_warning_s=0.6, stall_shutdown_s=60), tell, pytest.fail)
+            warn = told.append if world.rank == 0 else print
+            watch = PeerWatch(world, Health(stall_warning_s=0.6, stall_shutdown_s=60), warn, pytest.fail)
             send = watch._send
             for number in (1, 2):
                 if world.rank == 1:

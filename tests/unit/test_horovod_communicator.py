@@ -28,18 +28,18 @@ class Binding(ModuleType):
     def __init__(self, fails=None):
         super().__init__("horovod.binding")
         self.fails = fails
-        self.is_there = False
+        self.is_ready = False
 
     def init(self):
         if self.fails is not None:
             raise self.fails
-        self.is_there = True
+        self.is_ready = True
 
     def shutdown(self):
-        self.is_there = False
+        self.is_ready = False
 
     def is_initialized(self):
-        return self.is_there
+        return self.is_ready
 
     def rank(self):
         return 0
@@ -193,13 +193,13 @@ def test_the_world_is_left_once(installed):
     binding = installed()
     ranks = Communicator({})
     closed = []
-    ranks.at_close.callback(lambda: closed.append(binding.is_there))
+    ranks.at_close.callback(lambda: closed.append(binding.is_ready))
 
     ranks.close()
     ranks.close()
 
     assert closed == [True]
-    assert not binding.is_there
+    assert not binding.is_ready
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,12 @@ class TestHosts:
         assert (host.name, host.num_ranks) == ("localhost", 1)
         (host,) = hosts_of(Launch(num_ranks=3))
 
-        assert (host.name, host.num_ranks, host.is_here) == ("localhost", 3, True)
+        assert (host.name, host.num_ranks, host.is_local) == ("localhost", 3, True)
 
     def test_this_machine_is_known_by_its_own_name(self):
         (host,) = hosts_of(Launch(hosts=[f"{os.uname().nodename}:2"], num_ranks=2))
 
-        assert host.is_here
+        assert host.is_local
 
     @pytest.mark.parametrize(
         ("line", "expected"),
@@ -141,7 +141,7 @@ class TestInterface:
         assert choose(host, "eth0", DESCRIPTION, []).name == "ib0"
 
     def test_of_this_machine_is_the_way_to_the_others(self):
-        assert choose(Host("a", 1, is_here=True), None, DESCRIPTION, []).name == "ib0"
+        assert choose(Host("a", 1, is_local=True), None, DESCRIPTION, []).name == "ib0"
 
     def test_that_is_missing_is_told_with_those_there_are(self):
         with pytest.raises(LaunchError, match=r"no network interface 'ib1' .*ib0 \(10.1.0.1\)") as caught:
@@ -307,11 +307,11 @@ class TestCores:
         return rank_variables(job, LocalHost(host, "no-stage"), found, None, {})
 
     def test_are_shared_by_the_ranks_of_a_host(self):
-        assert self.variables(Host("a", 4, is_here=True))["OMP_NUM_THREADS"] == "2"
-        assert self.variables(Host("a", 9, is_here=True))["OMP_NUM_THREADS"] == "1"
+        assert self.variables(Host("a", 4, is_local=True))["OMP_NUM_THREADS"] == "2"
+        assert self.variables(Host("a", 9, is_local=True))["OMP_NUM_THREADS"] == "1"
 
     def test_are_what_the_job_says(self):
-        assert self.variables(Host("a", 4, is_here=True), threads_per_rank=3)["OMP_NUM_THREADS"] == "3"
+        assert self.variables(Host("a", 4, is_local=True), threads_per_rank=3)["OMP_NUM_THREADS"] == "3"
 
     def test_of_a_pod_are_what_its_ranks_ask_for(self):
         launch = {"launcher": "mpijob", "kubernetes": {"image": "i:1", "cpus_per_rank": "2500m"}}
@@ -322,11 +322,11 @@ class TestCores:
     def test_messages_between_ranks_are_copied_where_memory_cannot_be_read(self):
         name = "OMPI_MCA_btl_vader_single_copy_mechanism"
 
-        assert name not in self.variables(Host("a", 2, is_here=True))
-        assert self.variables(Host("a", 2, is_here=True), reads_memory=False)[name] == "none"
+        assert name not in self.variables(Host("a", 2, is_local=True))
+        assert self.variables(Host("a", 2, is_local=True), reads_memory=False)[name] == "none"
 
     def test_ranks_of_one_machine_do_not_listen_for_each_other(self):
-        here = self.variables(Host("a", 2, is_here=True))
+        here = self.variables(Host("a", 2, is_local=True))
         chosen = Chosen("eth0", "10.0.0.1", "asked for")
         there = rank_variables(
             Job(name="j", task="digits"),
@@ -344,14 +344,14 @@ class TestCores:
         there = Host("digits-worker-0.digits.default.svc", 1)
 
         assert self.variables(there)["HOROVOD_TRAIN_HOST"] == there.name
-        assert "HOROVOD_TRAIN_HOST" not in self.variables(Host("localhost", 1, is_here=True))
+        assert "HOROVOD_TRAIN_HOST" not in self.variables(Host("localhost", 1, is_local=True))
 
     @pytest.mark.parametrize(
         ("num_ranks", "free_bytes", "is_refused"),
         [(2, 10 * 2**20, False), (2, 10 * 2**20 - 1, True), (1, 0, False), (2, None, False)],
     )
     def test_share_memory_that_has_to_have_room(self, num_ranks, free_bytes, is_refused):
-        hosts = HostGroup([LocalHost(Host("a", num_ranks, is_here=True), "no-stage")])
+        hosts = HostGroup([LocalHost(Host("a", num_ranks, is_local=True), "no-stage")])
         with pytest.raises(LostError) if is_refused else nullcontext() as caught:
             check_shared_memory(hosts, {"a": described(shared_memory_bytes=free_bytes)})
 
@@ -427,7 +427,7 @@ class TestSignsOfLife:
     @pytest.mark.parametrize("is_counted", [True, False])
     def test_a_rank_that_would_compute_if_others_let_it_is_not_either(self, host, monkeypatch, is_counted):
         if not is_counted:  # as while it has not run at all since it began to wait
-            monkeypatch.setattr(host_actions, "waited_for_processor_s", lambda _: 0.0)
+            monkeypatch.setattr(host_actions, "cpu_wait_s", lambda _: 0.0)
         place = {min(os.sched_getaffinity(0))}
         spin = "import os; os.sched_setaffinity(0, {0}); os.nice({1})\nwhile True: pass".format
         with self.sleeper(spin(place, 0)) as other, self.sleeper(spin(place, 19)) as process:
@@ -622,7 +622,7 @@ class TestHostGroup:
     def test_whether_all_answer_now_can_be_asked(self, tmp_path):
         connections = [RemoteHost(Host(name, 1), A_SHELL, str(tmp_path / name), 20) for name in "ab"]
         hosts = HostGroup(
-            [LocalHost(Host("localhost", 1, is_here=True), str(tmp_path / "here")), *connections]
+            [LocalHost(Host("localhost", 1, is_local=True), str(tmp_path / "here")), *connections]
         )
         assert hosts.silent(5) == ""
         assert hosts.pids == {connection.pid for connection in connections}
@@ -705,7 +705,7 @@ class TestHostGroup:
         host = RemoteHost(Host("a", 1), shell, str(tmp_path / "stage"), 20)
         now.touch()
 
-        wait_until(lambda: any(line in said for said in host._said))
+        wait_until(lambda: any(line in said for said in host._stderr_lines))
 
         assert host.call(HostActions.ping)
         host.close()
@@ -718,7 +718,7 @@ class TestHostGroup:
 
     def test_this_machine_takes_part_directly(self, tmp_path):
         hosts = connect_all(
-            [Host("localhost", 2, is_here=True)], lambda _: ["/bin/false"], str(tmp_path / "s"), 20
+            [Host("localhost", 2, is_local=True)], lambda _: ["/bin/false"], str(tmp_path / "s"), 20
         )
 
         assert isinstance(hosts.connections[0], LocalHost)
@@ -1184,13 +1184,13 @@ class TestWhatAHostSaysOfItself:
 
     def test_a_failure_of_this_machine_is_a_lost_host(self, tmp_path):
         (tmp_path / "stage").mkdir()
-        here = LocalHost(Host("localhost", 1, is_here=True), str(tmp_path / "stage"))
+        here = LocalHost(Host("localhost", 1, is_local=True), str(tmp_path / "stage"))
 
         with pytest.raises(LostError, match="localhost: put: .*File exists") as caught:
             here.call(HostActions.put, files={})
         assert caught.value.hosts == ("localhost",)
         with pytest.raises(LostError, match="localhost: put"):
-            here.ask(HostActions.put, files={}).result()
+            here.submit(HostActions.put, files={}).result()
 
     def test_an_agent_that_does_not_answer_in_time_is_a_lost_host(self, tmp_path, monkeypatch):
         connection = RemoteHost(Host("a", 1), A_SHELL, str(tmp_path / "stage"), 20)

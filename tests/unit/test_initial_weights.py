@@ -16,7 +16,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.empty_model import load_initial, parameters_without_memory
 from horovod_train.frameworks.torch.framework import TorchFramework
-from horovod_train.frameworks.torch.held import whole_model
+from horovod_train.frameworks.torch.local_tensors import whole_model
 from horovod_train.frameworks.torch.shards import give_memory
 
 

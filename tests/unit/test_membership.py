@@ -19,7 +19,7 @@ from horovod_train.launch.submit import resolve
 from horovod_train.launch.supervise import membership as module
 from horovod_train.launch.supervise.elastic import on_hosts
 from horovod_train.launch.supervise.membership import Membership, answering, discover
-from horovod_train.launch.supervise.signals import interrupted_by_signals, deferred_signals
+from horovod_train.launch.supervise.signals import deferred_signals, interrupted_by_signals
 
 # In place of ssh: it gets -o, ConnectTimeout=..., the host and a command.
 SSH = ("sh", "-c", "case $2 in up*) exit 0;; slow) sleep 60;; *) exit 255;; esac")
@@ -127,7 +127,7 @@ def rested(membership):
 
 def test_a_host_that_has_failed_is_used_all_the_same_when_there_are_too_few(membership):
     found = membership(["up1:1", "up2:1"], min_ranks=2, cooldown_s=60.0)
-    found.lose(["up2"])
+    found.mark_lost(["up2"])
 
     assert found.wait(print) == ["up1:1", "up2:1"]
 
@@ -137,11 +137,11 @@ def test_a_host_that_fails_again_is_left_alone_twice_as_long(membership, monkeyp
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
     found = membership(["up1:1", "up2:1"], cooldown_s=10.0)
 
-    found.lose(["up2"])
+    found.mark_lost(["up2"])
     assert rested(found) == ["up1:1"]
     now[0] += 10
     assert rested(found) == ["up1:1", "up2:1"]
-    found.lose(["up2"])
+    found.mark_lost(["up2"])
     now[0] += 19
     assert rested(found) == ["up1:1"]
     now[0] += 1
@@ -150,19 +150,19 @@ def test_a_host_that_fails_again_is_left_alone_twice_as_long(membership, monkeyp
 
 def test_this_machine_alone_is_never_left_alone(membership):
     found, said = membership([]), []
-    found._say = said.append
+    found._report = said.append
 
-    found.lose(["localhost"])
+    found.mark_lost(["localhost"])
 
     assert (said, found._not_before_s) == ([], {})
 
 
 def test_a_host_that_was_lost_is_told_with_its_pause(membership):
     found, said = membership(["up1:1", "up2:1"], cooldown_s=10.0), []
-    found._say = said.append
+    found._report = said.append
 
-    found.lose(["up2"])
-    found.lose(["up2"])
+    found.mark_lost(["up2"])
+    found.mark_lost(["up2"])
 
     assert said == [f"elastic: up2 is left alone for {pause_s} s" for pause_s in (10, 20)]
 
@@ -171,7 +171,7 @@ def test_a_host_that_always_fails_is_left_alone_for_a_bounded_time(membership, m
     monkeypatch.setattr(module, "monotonic", lambda: 0.0)
     found = membership(["up1:1"], cooldown_s=1.0)
     for _ in range(module.MAX_DOUBLINGS + 5):
-        found.lose(["up1"])
+        found.mark_lost(["up1"])
 
     assert found._not_before_s == {"up1": 2.0 ** (module.MAX_DOUBLINGS - 1)}
 
@@ -180,9 +180,9 @@ def test_losses_are_forgotten_when_ranks_have_got_on(membership, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(module, "monotonic", lambda: now[0])
     found = membership(["up1:1", "up2:1"], cooldown_s=10.0)
-    found.lose(["up2"])
+    found.mark_lost(["up2"])
     found.forget_losses()
-    found.lose(["up2"])
+    found.mark_lost(["up2"])
     now[0] += 10
 
     assert rested(found) == ["up1:1", "up2:1"]
@@ -202,7 +202,7 @@ class TestWhileRanksRun:
         said = []
         wishes = {"discover": f"cat {listed}", "max_ranks": 3, "cooldown_s": 0.01, **wishes}
         found = membership([], **wishes)
-        found._say = said.append
+        found._report = said.append
         attempt = on_hosts(membership.request, list(used), 0)
         leave = Event()
         with found.watching(attempt, leave.set):

@@ -36,7 +36,7 @@ from horovod_train.launch.jobs import StateFile
 from horovod_train.monitor.board import Board
 from horovod_train.monitor.history import MAX_POINTS, HistoryReader
 from horovod_train.monitor.job_metrics import JobCollector
-from horovod_train.monitor.live import access_of, ask, finite, parse, targets_of, window_between
+from horovod_train.monitor.live import access_of, finite, parse, scrape, targets_of, window_between
 from horovod_train.monitor.rank_series import COLUMNS, MAX_WINDOWS, RankSeries, Window, joined, unknown
 from horovod_train.monitor.runs import Runs, places_of
 from horovod_train.monitor.stragglers import stragglers
@@ -434,12 +434,12 @@ class TestAsking:
         try:
             while ranks.num_steps < 2:
                 time.sleep(STEP_S)
-            before = {rank: ask(address) for rank, address in enumerate(ranks.addresses)}
+            before = {rank: scrape(address) for rank, address in enumerate(ranks.addresses)}
             time.sleep(5 * STEP_S)
             ranks.stop()
             made = ranks.num_steps
             time.sleep(1.1)  # an answer is good for a second
-            now = {rank: ask(address) for rank, address in enumerate(ranks.addresses)}
+            now = {rank: scrape(address) for rank, address in enumerate(ranks.addresses)}
         finally:
             ranks.close()
         window = window_between(before, now, 1.0, 2)
@@ -457,7 +457,7 @@ class TestAsking:
         assert window["steps"].tolist() == [7.0]
 
     def test_who_does_not_answer_or_answers_nonsense_is_told_apart_by_nothing(self):
-        assert ask(f"127.0.0.1:{free_port()}") is None
+        assert scrape(f"127.0.0.1:{free_port()}") is None
 
     def test_passwords_and_certificates_follow_from_the_job(self):
         job = {

@@ -118,7 +118,7 @@ def test_an_operator_that_stops_in_the_middle_of_a_job_is_noticed_at_its_end(api
 
 
 @pytest.mark.parametrize(
-    ("ended_s_ago", "keep_s", "is_ours", "is_there"),
+    ("ended_s_ago", "keep_s", "is_ours", "is_kept"),
     [
         (7200, 3600, True, False),
         (1800, 3600, True, True),
@@ -128,7 +128,7 @@ def test_an_operator_that_stops_in_the_middle_of_a_job_is_noticed_at_its_end(api
     ],
     ids=["its time is over", "its time is not over", "kept for ever", "of somebody else", "still running"],
 )
-def test_a_submit_removes_what_has_ended_and_is_not_to_be_kept(api, ended_s_ago, keep_s, is_ours, is_there):
+def test_a_submit_removes_what_has_ended_and_is_not_to_be_kept(api, ended_s_ago, keep_s, is_ours, is_kept):
     api.operator = trains if ended_s_ago is None else succeeds
     request = resolve(Job.model_validate({**described("cpu"), "name": "before"}), "run-1")
     MpiJobLauncher().submit(request, make_plan(request))
@@ -142,10 +142,10 @@ def test_a_submit_removes_what_has_ended_and_is_not_to_be_kept(api, ended_s_ago,
 
     submit(api)
 
-    if not is_there:
+    if not is_kept:
         wait_until(lambda: ("mpijobs", "before") not in api.objects)
     all_it_has = {("mpijobs", "before"), ("configmaps", "before-job"), ("networkpolicies", "before")}
-    assert all_it_has & api.objects.keys() == (all_it_has if is_there else set())
+    assert all_it_has & api.objects.keys() == (all_it_has if is_kept else set())
 
 
 def test_who_may_not_list_mpijobs_can_submit_all_the_same(api):

@@ -101,7 +101,7 @@ class TestAServer:
         server.pull(1, 0, lambda _: answered.append("second"))
 
         assert answered == ["second"]
-        assert server.waits_for(1) == [1]
+        assert server.ranks_behind(1) == [1]
         server.push(1, nothing)
         assert answered == ["second", "first"]
 

@@ -365,7 +365,7 @@ class TestOfATrainingThatHasFailed:
         def __init__(self, number, comes_s):
             self.number, self.there_s = number, time.monotonic() + comes_s
 
-        def is_there(self):
+        def is_ready(self):
             return time.monotonic() >= self.there_s
 
         def outcome(self):
@@ -375,14 +375,14 @@ class TestOfATrainingThatHasFailed:
         readings = Readings(2)
         for number, seconds in enumerate(comes_s):
             readings.add(StepReport(number, 0.0, None, 0.1, self.Reading(number, seconds)))
-        return [report.step for report in readings.soon()]
+        return [report.step for report in readings.drain()]
 
     def test_what_comes_soon_is_told(self, monkeypatch):
-        monkeypatch.setattr(readings_module, "SOON_S", 60.0)
+        monkeypatch.setattr(readings_module, "DRAIN_TIMEOUT_S", 60.0)
 
         assert self.told(0.0, 0.05, 0.1) == [0, 1, 2]
 
     def test_what_a_device_that_stands_still_will_never_tell_is_not_waited_for(self, monkeypatch):
-        monkeypatch.setattr(readings_module, "SOON_S", 0.1)
+        monkeypatch.setattr(readings_module, "DRAIN_TIMEOUT_S", 0.1)
 
         assert self.told(0.0, 1e6, 0.0) == [0]

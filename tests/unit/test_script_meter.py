@@ -67,7 +67,7 @@ def step(meter, does, loss=0.5, *, batch=8, reader="train"):
     does(0.02)
     meter.backward(does(0.04), loss)
     does(0.003)
-    meter.waited(0.003)
+    meter.add_wait_s(0.003)
     does(0.001)
     meter.step(0.1)
 
@@ -90,7 +90,7 @@ def test_what_is_between_steps_is_no_part_of_one(make, told, does):
     for _ in range(3):
         meter.batch(does(0.5), 100, "an evaluation that keeps gradients on")
         does(1.0)
-    meter.aside(does(0.1))  # the loader has ended
+    meter.exclude(does(0.1))  # the loader has ended
     does(5.0)
     step(meter, does)
 
@@ -102,7 +102,7 @@ def test_an_evaluation_without_gradients_is_left_out_even_within_a_step(make, to
     meter = make()
     meter.batch(does(0.01), 8, "train")
     meter.backward(does(0.04), 0.5)
-    meter.aside(does(0.5))
+    meter.exclude(does(0.5))
     meter.batch(does(0.01), 8, "train")
     meter.backward(does(0.04), 0.5)
     meter.step(0.1)
@@ -114,7 +114,7 @@ def test_an_evaluation_without_gradients_is_left_out_even_within_a_step(make, to
 def test_what_was_before_the_first_step_is_no_part_of_it(make, told, does):
     meter = make()
     does(30.0)
-    meter.waited(20.0)  # a broadcast
+    meter.add_wait_s(20.0)  # a broadcast
     begun_s = does(0.04)
     meter.sent(1000)  # within the backward pass
     meter.backward(begun_s, 0.5)
@@ -144,7 +144,7 @@ def test_a_thread_that_reads_ahead_takes_no_time_from_a_step(make, told, does):
     thread = threading.Thread(target=lambda: meter.batch(does(0.5), 8, "ahead"))
     thread.start()
     thread.join()
-    meter.waited(0.5)
+    meter.add_wait_s(0.5)
     meter.backward(does(0.04), 0.5)
     meter.step(0.1)
 

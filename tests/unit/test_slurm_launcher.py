@@ -164,7 +164,7 @@ class TestStatus:
         with pytest.raises(LaunchError, match="scontrol is not installed here") as caught:
             SlurmLauncher().status(job)
         assert "login node" in caught.value.hint
-        assert SlurmLauncher().goes_on(job), "it may"
+        assert SlurmLauncher().is_running(job), "it may"
 
 
 class TestWaiting:

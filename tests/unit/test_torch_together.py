@@ -212,7 +212,7 @@ class TestJoining:
         watches = []
 
         class Watch:
-            def __init__(self, world, health, tell, end):
+            def __init__(self, world, health, warn, end):
                 self.world, self.health, self.is_closed = world, health, False
                 watches.append(self)
 

@@ -113,7 +113,7 @@ def trained(own_s, monkeypatch, communication_s=0.0, epochs=20):
         recorder = Recorder("line", "run", world, world.size)
         exchange = RegularExchange(world, clock=lambda: 0.3 * run.progress.step)
         hook = AttributeWaiting(world.size, world.rank, recorder, told.reporter)
-        exchange.speakers.append(hook)
+        exchange.contributions.append(hook)
         run.hooks = [hook, Exchanging(exchange)]
         train(run)
         return run.progress.step, recorder, told.events("rank_times")
@@ -178,9 +178,9 @@ def test_after_training_has_gone_back_steps_are_compared_with_those_of_the_same_
     for rank, steps in enumerate(([(3, 0.0), (4, 0.0)], [(3, 9.0), (4, 9.0), (3, 0.25), (4, 0.25)])):
         for number, wait_s in steps:
             ranks[rank].on_reading(None, reading_of(number, wait_s))
-    said = [rank.say() for rank in ranks]
+    payloads = [rank.payload() for rank in ranks]
     for rank in ranks:
-        rank.hear(said)
+        rank.on_gathered(payloads)
 
     assert recorded(ranks[0]._recorder, "waited_for_seconds_total")["0"] == pytest.approx(0.5)
     assert recorded(ranks[1]._recorder, "waiting_seconds_total")["1"] == pytest.approx(0.5)
@@ -220,7 +220,7 @@ def test_where_waiting_is_not_known_nothing_is_said_of_it(monkeypatch):
 
     run.replica.step = step
     exchange = RegularExchange(SingleRank(), clock=lambda: 1.0 * run.progress.step)
-    exchange.speakers.append(hook)
+    exchange.contributions.append(hook)
     run.hooks = [hook, Exchanging(exchange)]
     train(run)
 
@@ -234,23 +234,27 @@ def test_where_waiting_is_not_known_nothing_is_said_of_it(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_exchange_gives_everybody_what_everybody_said(size):
-    class Speaker:
-        def __init__(self, said):
-            self.said, self.heard = said, None
+    class Contribution:
+        def __init__(self, payloads):
+            self.payloads, self.heard = payloads, None
 
-        def say(self):
-            return self.said
+        def payload(self):
+            return self.payloads
 
-        def hear(self, of_ranks):
+        def on_gathered(self, of_ranks):
             self.heard = list(of_ranks)
 
     def rank(world):
         now = [0.0]
         exchange = RegularExchange(world, clock=lambda: now[0])
-        exchange.speakers += [Speaker(b"a" * world.rank), Speaker(b""), Speaker(bytes([world.rank]))]
+        exchange.contributions += [
+            Contribution(b"a" * world.rank),
+            Contribution(b""),
+            Contribution(bytes([world.rank])),
+        ]
         now[0] = 1.0
         assert exchange.after_step()
-        return [speaker.heard for speaker in exchange.speakers]
+        return [contribution.heard for contribution in exchange.contributions]
 
     ranks = range(size)
     expected = [[b"a" * rank for rank in ranks], [b""] * size, [bytes([rank]) for rank in ranks]]

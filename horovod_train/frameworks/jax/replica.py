@@ -313,8 +313,8 @@ def filled(tree: Tree, blobs: Mapping[str, ArrayBlob], what: str) -> Tree:
     Raises:
         CheckpointError: Paths or shapes differ.
     """
-    here = named_leaves(tree)
-    check_fits({name: tuple(np.shape(leaf)) for name, leaf in here.items()}, blobs, what)
+    by_name = named_leaves(tree)
+    check_fits({name: tuple(np.shape(leaf)) for name, leaf in by_name.items()}, blobs, what)
     return jax.tree.unflatten(
-        jax.tree.structure(tree), [jnp.asarray(from_blob(blobs[name])) for name in here]
+        jax.tree.structure(tree), [jnp.asarray(from_blob(blobs[name])) for name in by_name]
     )

@@ -35,17 +35,19 @@ def as_dataset(batches: Iterator[tuple[object, ...]]) -> tf.data.Dataset:
 
     def next_batch() -> list[Array | np.bool_]:
         batch = next(source, None)
-        is_there = batch is not None
-        return [np.bool_(is_there), *map(np.asarray, keras.tree.flatten(batch if is_there else first[0]))]
+        has_batch = batch is not None
+        return [np.bool_(has_batch), *map(np.asarray, keras.tree.flatten(batch if has_batch else first[0]))]
 
     def read(_: tf.Tensor) -> tuple[tf.Tensor, Any]:
-        is_there, *arrays = tf.numpy_function(next_batch, [], [tf.bool, *(spec.dtype for spec in flat_specs)])
+        has_batch, *arrays = tf.numpy_function(
+            next_batch, [], [tf.bool, *(spec.dtype for spec in flat_specs)]
+        )
         shaped = [tf.ensure_shape(array, spec.shape) for array, spec in zip(arrays, flat_specs, strict=True)]
-        return tf.ensure_shape(is_there, []), keras.tree.pack_sequence_as(specs, shaped)
+        return tf.ensure_shape(has_batch, []), keras.tree.pack_sequence_as(specs, shaped)
 
     # A dataset cannot end while it reads: it ends at the first batch that is not there.
     found = tf.data.Dataset.counter().map(read)
-    return found.take_while(lambda is_there, _: is_there).map(lambda _, batch: batch)
+    return found.take_while(lambda has_batch, _: has_batch).map(lambda _, batch: batch)
 
 
 def _spec(*arrays: Any) -> tf.TensorSpec:

@@ -58,7 +58,7 @@ def broadcast(world: Communicator, params: Any) -> None:
     """
     if world.size == 1:
         return
-    held = {str(number): param for number, param in enumerate(params.values())}
-    check_same_layout(world, {name: param.data().asnumpy() for name, param in held.items()})
-    for param in held.values():
+    by_name = {str(number): param for number, param in enumerate(params.values())}
+    check_same_layout(world, {name: param.data().asnumpy() for name, param in by_name.items()})
+    for param in by_name.values():
         param.set_data(mx.nd.array(from_rank_0(world, param.data().asnumpy()), dtype=param.dtype))

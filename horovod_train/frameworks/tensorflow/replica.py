@@ -104,19 +104,19 @@ class TensorflowReplica(IdenticalReplica):
         scale = tf.constant(self.scale.scale)
         looks = tf.constant(want_norm)
         gradients: list[tf.Tensor] = []
-        told: tf.Tensor = None
+        numbers: tf.Tensor = None
         for place, (micro_batch, batch) in enumerate(step):
             clock.lap("data")
             weight = tf.constant(micro_batch.share)
             if place == len(step) - 1:
                 loss_before = tf.constant(local_loss)
-                gradients, told = self._with_loss(self._last, batch, weight, scale, loss_before, looks)
+                gradients, numbers = self._with_loss(self._last, batch, weight, scale, loss_before, looks)
             else:
                 local_loss += float(self._with_loss(self._add, batch, weight, scale))
                 clock.lap("compute")
-        if told is None:
-            gradients, told = self._call(self._exchange_nothing)
-        local, loss, norm, *num_users = told.numpy().tolist()
+        if numbers is None:
+            gradients, numbers = self._call(self._exchange_nothing)
+        local, loss, norm, *num_users = numbers.numpy().tolist()
         if gradients:
             used = tuple(place for place, users in enumerate(num_users) if users > 0)
             gradients = [gradients[place] for place in used]

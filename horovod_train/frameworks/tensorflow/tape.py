@@ -87,9 +87,9 @@ def broadcast(world: Communicator, variables: Iterable[tf.Variable | keras.Varia
     """
     if world.size == 1:
         return
-    held = {str(number): variable for number, variable in enumerate(variables)}
-    check_same_layout(world, state.arrays_of(held))
-    for variable in held.values():
+    by_name = {str(number): variable for number, variable in enumerate(variables)}
+    check_same_layout(world, state.arrays_of(by_name))
+    for variable in by_name.values():
         variable.assign(from_rank_0(world, variable.numpy()))
 
 

@@ -47,8 +47,10 @@ class Kept:
 
     def peak(self, recomputed: set[str]) -> int:
         """Return what is there at the peak, if some layers recompute."""
-        there = sum(self.inputs[name] if name in recomputed else size for name, size in self.layers.items())
-        return self.elsewhere + there + max((self.layers[name] for name in recomputed), default=0)
+        kept_bytes = sum(
+            self.inputs[name] if name in recomputed else size for name, size in self.layers.items()
+        )
+        return self.elsewhere + kept_bytes + max((self.layers[name] for name in recomputed), default=0)
 
 
 def what_is_kept(model: torch.nn.Module, loss: Callable[[], object]) -> Kept:

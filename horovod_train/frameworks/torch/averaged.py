@@ -20,7 +20,7 @@ from horovod_train.checkpoint.tree import pack_tree
 from horovod_train.config.schema import Ema
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.exchange import wide_type
-from horovod_train.frameworks.torch.held import Cache, LocalTensor, load_model
+from horovod_train.frameworks.torch.local_tensors import Cache, LocalTensor, load_model
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
 KEY = "averaged"
@@ -77,7 +77,7 @@ class AveragedWeights:
             for name, parameter in self._model.named_parameters(remove_duplicate=False)
             if parameter.is_floating_point() or parameter.is_complex()
         }
-        return {name: held for name, held in self._strategy.held().items() if name in names}
+        return {name: local for name, local in self._strategy.local_tensors().items() if name in names}
 
     @torch.no_grad()
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
@@ -86,7 +86,7 @@ class AveragedWeights:
             return
         trained = self._trained()
         if not self._averages:
-            self._averages = {name: _wide(held.tensor).clone() for name, held in trained.items()}
+            self._averages = {name: _wide(local.tensor).clone() for name, local in trained.items()}
             # The first step's average is of the weights before it, which are gone: it begins with those
             # after it.
             self._num_updates += 1
@@ -101,8 +101,8 @@ class AveragedWeights:
             self._averages[name] = _wide(trained[name].tensor).clone()
         averages = [self._averages[name] for name in trained]
         weights = [
-            held.tensor.detach().to(average.dtype)
-            for held, average in zip(trained.values(), averages, strict=True)
+            local.tensor.detach().to(average.dtype)
+            for local, average in zip(trained.values(), averages, strict=True)
         ]
         if is_used is True:
             torch._foreach_lerp_(averages, weights, 1 - decay)
@@ -118,7 +118,7 @@ class AveragedWeights:
             yield
             return
         trained = self._trained()
-        before = {name: held.tensor.detach().clone() for name, held in trained.items()}
+        before = {name: local.tensor.detach().clone() for name, local in trained.items()}
         self._show(trained)
         try:
             yield
@@ -126,8 +126,8 @@ class AveragedWeights:
             if self._has_modes:
                 self._optimizer.train()  # type: ignore[attr-defined]
             with torch.no_grad():
-                for name, held in self._trained().items():
-                    held.tensor.copy_(before[name])
+                for name, local in self._trained().items():
+                    local.tensor.copy_(before[name])
 
     @torch.no_grad()
     def _show(self, trained: Mapping[str, LocalTensor]) -> None:
@@ -135,19 +135,20 @@ class AveragedWeights:
             self._optimizer.eval()  # type: ignore[attr-defined]
             self._strategy.gather_weights()
             return
-        for name, held in trained.items():
-            held.tensor.copy_(self._averages[name])
+        for name, local in trained.items():
+            local.tensor.copy_(self._averages[name])
 
     def tensors(self) -> dict[str, LocalTensor]:
         """Return what this rank has of the averaged weights, by the names of parameters."""
         if self._has_modes:
             with self.shown():
                 return {
-                    name: replace(held, tensor=held.tensor.clone()) for name, held in self._trained().items()
+                    name: replace(local, tensor=local.tensor.clone())
+                    for name, local in self._trained().items()
                 }
         if not self._averages:
             return {}
-        return {name: replace(held, tensor=self._averages[name]) for name, held in self._trained().items()}
+        return {name: replace(local, tensor=self._averages[name]) for name, local in self._trained().items()}
 
     def packed(self, cache: Cache) -> tuple[dict[str, Any], dict[str, ArrayBlob]]:
         """Return them for a checkpoint: a JSON tree and the arrays it refers to."""
@@ -156,7 +157,7 @@ class AveragedWeights:
         tree = {KEY: {"number": self._num_updates, "is_default": self._has_modes, "weights": tensors}}
         plain, arrays = pack_tree(tree, lambda leaf: isinstance(leaf, LocalTensor))
         assert isinstance(plain, dict)
-        return plain, {key: held.blob(cache, key) for key, held in arrays.items()}
+        return plain, {key: local.blob(cache, key) for key, local in arrays.items()}
 
     def load(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
         """Restore what ``packed`` returned; without it, the average begins with the weights of now.
@@ -173,7 +174,7 @@ class AveragedWeights:
         if self._ema is None:
             return
         trained = self._trained()
-        self._averages = {name: _wide(held.tensor).clone() for name, held in trained.items()}
+        self._averages = {name: _wide(local.tensor).clone() for name, local in trained.items()}
         if saved is not None:
             self._num_updates = int(saved["number"])
             own = {

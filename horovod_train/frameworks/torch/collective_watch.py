@@ -61,7 +61,7 @@ class CollectiveWatch:
         ranks: All ranks of the job.
         store: Of the process group; used by nobody else at the same time.
         health: When to speak.
-        say: Told whom the others wait for.
+        write: Writes the report of ranks that have not started a collective.
 
     Attributes:
         missing: Who stays away, and from what, for a person; empty: nobody.
@@ -74,10 +74,10 @@ class CollectiveWatch:
         ranks: HorovodCommunicator,
         store: Any,
         health: Health,
-        say: Callable[[str], object] = sys.stderr.write,
+        write: Callable[[str], object] = sys.stderr.write,
     ) -> None:
         self.missing = ""
-        self._ranks, self.store, self._say = ranks, store, say
+        self._ranks, self.store, self._write = ranks, store, write
         self.paths: PathAgreement | None = None
         self._warning_s = max(health.stall_warning_s, 2 * LOOK_INTERVAL_S)
         self._shown: Collective | None = None
@@ -124,19 +124,19 @@ class CollectiveWatch:
             self.store.set(oldest.key_of(self._ranks.rank), "here")
             self._left_word = oldest.group
             return  # others leave theirs within a moment
-        here = [rank for rank in oldest.ranks if self.store.check([oldest.key_of(rank)])]
-        away = [rank for rank in oldest.ranks if rank not in here]
-        if not away:
+        present = [rank for rank in oldest.ranks if self.store.check([oldest.key_of(rank)])]
+        absent = [rank for rank in oldest.ranks if rank not in present]
+        if not absent:
             return  # all are in it: it takes long
         name = f"torch.distributed {oldest.name}"
-        self.missing = f"{describe_ranks(away)} stayed away from {name}"
+        self.missing = f"{describe_ranks(absent)} stayed away from {name}"
         is_due = oldest.age_s >= self._warning_s and monotonic() - self._reported_s >= self._warning_s
-        if is_due and self._ranks.rank == min(here):
+        if is_due and self._ranks.rank == min(present):
             self._reported_s = monotonic()
-            self._say(report(name, away, oldest.age_s))
+            self._write(report(name, absent, oldest.age_s))
 
 
-def report(name: str, away: list[int], age_s: float) -> str:
+def report(name: str, absent: list[int], age_s: float) -> str:
     """Return the words in which Horovod's stall inspector would say it.
 
     >>> print(report("torch.distributed gloo:all_reduce", [1], 60.0), end="")
@@ -147,7 +147,7 @@ def report(name: str, away: list[int], age_s: float) -> str:
     lines = [
         f"One or more collectives are waiting for the remainder of ranks for more than {age_s:.0f} seconds.",
         "Missing ranks:",
-        *(f"{rank}: [{name}]" for rank in away),
+        *(f"{rank}: [{name}]" for rank in absent),
     ]
     return "".join(f"{line}\n" for line in lines)
 

@@ -324,9 +324,9 @@ def let_stream_follow(result: torch.Tensor) -> None:
     """
     if not result.is_cuda:
         return
-    current, told = torch.cuda.current_stream(result.device), torch.cuda.default_stream(result.device)
-    if current != told:
-        current.wait_stream(told)
+    current, default = torch.cuda.current_stream(result.device), torch.cuda.default_stream(result.device)
+    if current != default:
+        current.wait_stream(default)
 
 
 def size_bytes_of(tensor: torch.Tensor) -> int:

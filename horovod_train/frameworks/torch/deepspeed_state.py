@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from horovod_train.checkpoint.arrays import Part
-from horovod_train.frameworks.torch.held import LocalTensor, Optimized
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized
 from horovod_train.frameworks.torch.optimizer import twin_of
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class FlatState:
         find = pieces_of_stage_3 if stage == 3 else pieces_of_stages_1_and_2
         self._pieces = sorted(find(made, names, rank), key=lambda piece: piece.group)
 
-    def held(self) -> dict[str, LocalTensor]:
+    def local_tensors(self) -> dict[str, LocalTensor]:
         """Return weights and buffers by name: with stage 3 this rank's parts of weights."""
         self._give_back()
         tensors = self._model.state_dict(keep_vars=True)
@@ -149,10 +149,10 @@ class FlatState:
             weights = self._made.parallel_partitioned_bit16_groups[number][self._rank]
         return weights.data
 
-    def _by_flat(self, beside: Sequence[Any]) -> list[list[tuple[Piece, Any]]]:
+    def _by_flat(self, others: Sequence[Any]) -> list[list[tuple[Piece, Any]]]:
         """Return the pieces of each flat tensor, each with what belongs to it."""
         found: dict[int, list[tuple[Piece, Any]]] = defaultdict(list)
-        for piece, other in zip(self._pieces, beside, strict=True):
+        for piece, other in zip(self._pieces, others, strict=True):
             found[piece.number].append((piece, other))
         return list(found.values())
 

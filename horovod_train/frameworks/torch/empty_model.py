@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.plain_weights import FIELD
 from horovod_train.errors import CheckpointError, UserError
-from horovod_train.frameworks.torch.held import LocalTensor, load_model
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, load_model
 
 log = logging.getLogger(__name__)
 
@@ -42,21 +42,25 @@ def parameters_without_memory() -> Iterator[None]:
         torch.nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
-def load_initial(model: torch.nn.Module, held: Mapping[str, LocalTensor], weights: Mapping[str, ArrayBlob]) -> None:
+def load_initial(
+    model: torch.nn.Module, local_tensors: Mapping[str, LocalTensor], weights: Mapping[str, ArrayBlob]
+) -> None:
     """Take over a file's weights.
 
     Args:
         model: Knows which names are of one weight: a file may have one of them.
-        held: What is wanted of the model.
+        local_tensors: This rank's part of the model, by name.
         weights: Of the file.
 
     Raises:
         UserError: They are of another model.
     """
     one = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    there = {one[name] for name in weights if name in one}
-    wanted = {name: each for name, each in held.items() if name in weights or one.get(name) not in there}
-    if unused := sorted(set(weights) - set(held) - set(one)):
+    loaded = {one[name] for name in weights if name in one}
+    wanted = {
+        name: each for name, each in local_tensors.items() if name in weights or one.get(name) not in loaded
+    }
+    if unused := sorted(set(weights) - set(local_tensors) - set(one)):
         log.warning(
             "%s: the file has %d tensors that the model does not have, first %r: they are not used",
             FIELD,
@@ -66,7 +70,7 @@ def load_initial(model: torch.nn.Module, held: Mapping[str, LocalTensor], weight
     try:
         load_model(wanted, weights)
     except (CheckpointError, ValueError, KeyError) as error:
-        others = sorted(set(weights) - set(held))
+        others = sorted(set(weights) - set(local_tensors))
         raise UserError(
             f"{FIELD}: they are of another model: {error}",
             hint=f"the file has {', '.join(others[:5])} besides; names must be those of the model"

@@ -8,7 +8,7 @@ import torch
 
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.errors import UserError, describe_ranks
-from horovod_train.frameworks.torch.held import LocalTensor
+from horovod_train.frameworks.torch.local_tensors import LocalTensor
 from horovod_train.frameworks.torch.statistics import RunningStatistics
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
@@ -53,7 +53,7 @@ class Equality:
             mine = (buffer.detach().double().flatten() / self._data_ranks.size).tolist()
             mean = torch.tensor(self._data_ranks.allreduce_sum(mine), dtype=torch.float64)
             buffer.copy_(mean.view(buffer.shape))
-        check_buffers(self._all_ranks, self._strategy.held(), self._weights())
+        check_buffers(self._all_ranks, self._strategy.local_tensors(), self._weights())
 
     def check(self) -> None:
         """Check weights and buffers after the first step.
@@ -66,23 +66,31 @@ class Equality:
         averaged = {id(buffer) for buffer in self._statistics.buffers}
         named = self._model.named_buffers(remove_duplicate=False)
         own = {name for name, buffer in named if id(buffer) in averaged}
-        held = {name: each for name, each in self._strategy.held().items() if name not in own}
-        check_weights(self._all_ranks, held, self._weights())
-        check_buffers(self._all_ranks, held, self._weights())
+        local_tensors = {
+            name: each for name, each in self._strategy.local_tensors().items() if name not in own
+        }
+        check_weights(self._all_ranks, local_tensors, self._weights())
+        check_buffers(self._all_ranks, local_tensors, self._weights())
 
 
-def check_weights(world: Communicator, held: Mapping[str, LocalTensor], names: Collection[str]) -> None:
+def check_weights(
+    world: Communicator, local_tensors: Mapping[str, LocalTensor], names: Collection[str]
+) -> None:
     """Refuse weights that differ between ranks.
 
     Args:
         world: All ranks.
-        held: What this rank has of the model.
+        local_tensors: This rank's part of the model, by name.
         names: Of parameters.
 
     Raises:
         UserError: They differ.
     """
-    if (found := _first_difference(world, {name: held[name] for name in held if name in names})) is not None:
+    if (
+        found := _first_difference(
+            world, {name: local_tensors[name] for name in local_tensors if name in names}
+        )
+    ) is not None:
         name, ranks = found
         raise UserError(
             f"the weight {name!r} differs between ranks after the first step: {ranks}",
@@ -91,19 +99,23 @@ def check_weights(world: Communicator, held: Mapping[str, LocalTensor], names: C
         )
 
 
-def check_buffers(world: Communicator, held: Mapping[str, LocalTensor], weights: Collection[str]) -> None:
+def check_buffers(
+    world: Communicator, local_tensors: Mapping[str, LocalTensor], weights: Collection[str]
+) -> None:
     """Refuse buffers that differ between ranks: each rank would go on from its own, or lose it.
 
     Args:
         world: All ranks.
-        held: What this rank has of the model: buffers that are saved, besides weights.
+        local_tensors: This rank's part of the model, by name: weights and saved buffers.
         weights: Names of parameters.
 
     Raises:
         UserError: They differ.
     """
     if (
-        found := _first_difference(world, {name: held[name] for name in held if name not in weights})
+        found := _first_difference(
+            world, {name: local_tensors[name] for name in local_tensors if name not in weights}
+        )
     ) is not None:
         name, ranks = found
         raise UserError(
@@ -113,9 +125,14 @@ def check_buffers(world: Communicator, held: Mapping[str, LocalTensor], weights:
         )
 
 
-def _first_difference(world: Communicator, held: Mapping[str, LocalTensor]) -> tuple[str, str] | None:
+def _first_difference(
+    world: Communicator, local_tensors: Mapping[str, LocalTensor]
+) -> tuple[str, str] | None:
     """Return the first tensor that differs between ranks, and which ranks differ from which."""
-    mine = {_key(name, each): value for (name, each), value in zip(held.items(), _sums(held), strict=True)}
+    mine = {
+        _key(name, each): value
+        for (name, each), value in zip(local_tensors.items(), _sums(local_tensors), strict=True)
+    }
     everyone: list[dict[str, object]] = allgather_json(world, mine)
     first: dict[str, tuple[int, object]] = {}
     for rank, of_rank in enumerate(everyone):
@@ -126,13 +143,13 @@ def _first_difference(world: Communicator, held: Mapping[str, LocalTensor]) -> t
     return None
 
 
-def _key(name: str, held: LocalTensor) -> str:
-    return name if held.part is None else f"{name}\0{held.part.start}"
+def _key(name: str, local: LocalTensor) -> str:
+    return name if local.part is None else f"{name}\0{local.part.start}"
 
 
-def _sums(held: Mapping[str, LocalTensor]) -> list[object]:
+def _sums(local_tensors: Mapping[str, LocalTensor]) -> list[object]:
     """Return shape, type and sum of the bits of each tensor: no rounding, and the same in any order."""
-    tensors = [each.tensor.detach() for each in held.values()]
+    tensors = [each.tensor.detach() for each in local_tensors.values()]
     sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors]
     numbers = torch.stack([each.cpu() for each in sums]).tolist() if sums else []
     return [

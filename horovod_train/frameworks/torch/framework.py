@@ -40,7 +40,7 @@ from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.empty_model import load_initial, parameters_without_memory
 from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import CudaRecorder, Recorder
-from horovod_train.frameworks.torch.held import whole_model
+from horovod_train.frameworks.torch.local_tensors import whole_model
 from horovod_train.frameworks.torch.model_check import check_model
 from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.process_group import (

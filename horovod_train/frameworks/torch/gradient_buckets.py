@@ -55,8 +55,8 @@ class Bucket:
                 self.slots.append(Slot(parameter, index, gradient, body[piece].view(pairs)))
             else:
                 gradient, packed = (
-                    laid_out(self.gradients[piece], here(parameter)),
-                    laid_out(body[piece], here(parameter)),
+                    laid_out(self.gradients[piece], to_local(parameter)),
+                    laid_out(body[piece], to_local(parameter)),
                 )
                 self.slots.append(Slot(parameter, index, like(parameter, gradient), packed))
         self.num_missing = len(self.slots)
@@ -86,10 +86,10 @@ class Bucket:
 
 
 def _num_reals(parameter: torch.Tensor) -> int:
-    return here(parameter).numel() * (2 if parameter.is_complex() else 1)
+    return to_local(parameter).numel() * (2 if parameter.is_complex() else 1)
 
 
-def here(tensor: torch.Tensor) -> torch.Tensor:
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what is here of a tensor that ranks share (a ``DTensor``), and any other as it is."""
     to_local: Callable[[], torch.Tensor] | None = getattr(tensor.detach(), "to_local", None)
     return tensor if to_local is None else to_local()
@@ -131,7 +131,7 @@ def laid_out(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def as_reals(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient densely, complex numbers as pairs."""
-    own = here(gradient)
+    own = to_local(gradient)
     dense = own.to_dense() if own.is_sparse else own
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
 
@@ -144,7 +144,7 @@ def make_buckets(
     A bucket holds one type on one device; the last one carries what rides along.
     """
     kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
-    sizes_bytes = [here(parameter).numel() * parameter.element_size() for parameter in parameters]
+    sizes_bytes = [to_local(parameter).numel() * parameter.element_size() for parameter in parameters]
     plan = plan_buckets(kinds, sizes_bytes, bucket_size_bytes, in_a_row=True)
     # After the flags of all: whether this rank has changed what it trains, and the loss.
     num_extra = len(parameters) + 2
@@ -156,7 +156,7 @@ def make_buckets(
     ]
 
 
-def gradient_arrived_twice() -> UserError:
+def gradient_reduced_already() -> UserError:
     """Return the error of a parameter whose gradient has left, and that got another one."""
     return UserError(
         "a parameter got a gradient twice in one backward pass",

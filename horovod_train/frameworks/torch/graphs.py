@@ -210,7 +210,7 @@ class StepGraphs:
         self._made_with: Hashable = None
         self._num_steps = self._num_recorded = 0
         self._is_off = self._has_changed = False
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._rates: list[torch.Tensor] = []
 
     @property
@@ -287,7 +287,7 @@ class StepGraphs:
             elif isinstance(leaf, PLAIN):
                 parts.append((type(leaf), leaf))
             else:
-                self._tell_once(f"batches hold a {type(leaf).__name__}: such are computed without graphs")
+                self._report_once(f"batches hold a {type(leaf).__name__}: such are computed without graphs")
                 return None
         return tuple(parts)
 
@@ -296,7 +296,7 @@ class StepGraphs:
         if self._race is not None:
             self._race.is_plain = False
         if len(self._kinds) >= MAX_KINDS:
-            self._tell_once(
+            self._report_once(
                 f"steps come in more than {MAX_KINDS} kinds, by shapes or by what is not a tensor: others "
                 "are made without graphs"
             )
@@ -316,7 +316,7 @@ class StepGraphs:
         if is_dense:
             self._attach(list(trained))
         else:
-            self._tell_once("gradients are sparse: steps are made without graphs")
+            self._report_once("gradients are sparse: steps are made without graphs")
         self._kinds[key] = _Kind(list(trained) if is_dense else [], is_refused=not is_dense)
         return result
 
@@ -344,7 +344,7 @@ class StepGraphs:
         if self._race is not None:
             self._race.is_plain = False
         if self._num_recorded >= MAX_GRAPHS:
-            self._tell_once(f"more than {MAX_GRAPHS} kinds of steps: others are made without graphs")
+            self._report_once(f"more than {MAX_GRAPHS} kinds of steps: others are made without graphs")
             kind.is_refused = True
             return False
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -353,7 +353,7 @@ class StepGraphs:
                 replay, result = self._recorder.record(lambda: work(pytree.tree_unflatten(static, structure)))
         except Exception as error:  # noqa: BLE001  (whatever it is, the step can be made without)
             kind.is_refused = True
-            self._tell_once(
+            self._report_once(
                 f"a step cannot be recorded ({type(error).__name__}: {str(error).partition(chr(10))[0]}): "
                 "such are made without"
             )
@@ -400,9 +400,9 @@ class StepGraphs:
         self._num_recorded = 0
         self._recorder.forget()
 
-    def _tell_once(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _report_once(self, text: str) -> None:
+        if text not in self._reported:
+            self._reported.add(text)
             log.warning("train.cuda_graph: %s", text)
 
 

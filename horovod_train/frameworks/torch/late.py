@@ -43,7 +43,7 @@ class Sent:
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def is_there(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether they have come."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
@@ -135,9 +135,9 @@ class LateOutcome:
             self._found = outcome_from(found, self._clock, self._bytes_reduced, self._flops)
         return self._found
 
-    def is_there(self) -> bool:
+    def is_ready(self) -> bool:
         """Return whether that is known by now."""
-        return self._found is not None or self._sent.is_there()
+        return self._found is not None or self._sent.is_ready()
 
     @property
     def bytes_reduced(self) -> int:

@@ -128,9 +128,13 @@ class LocalModel:
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers: the same on every rank."""
         weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        own = [held.tensor for name, held in self.strategy.held().items() if name in weights]
-        here = all(bool(tensor.isfinite().all()) for tensor in [*own, *self.statistics.buffers])
-        return not any_rank(self.all_ranks, flag=not here) if self.strategy.is_sharded else here
+        own = [local.tensor for name, local in self.strategy.local_tensors().items() if name in weights]
+        is_local_finite = all(bool(tensor.isfinite().all()) for tensor in [*own, *self.statistics.buffers])
+        return (
+            not any_rank(self.all_ranks, flag=not is_local_finite)
+            if self.strategy.is_sharded
+            else is_local_finite
+        )
 
     def state(self, *, copy: bool) -> ReplicaState:
         """Return the state; with ``copy`` it stays as it is until the next copy is taken."""

@@ -90,15 +90,15 @@ def _sizes(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> Siz
     optimized = [p for group in optimizer.param_groups for p in group["params"]]
     trained = sum(p.nbytes for p in optimized if p.requires_grad)
     state, gradients = _state_bytes(optimizer), passes.get("GRAD", 0)
-    stays = weights + buffers + state
+    resident = weights + buffers + state
     return Sizes(
         weights=weights,
         trained=trained,
         buffers=buffers,
         optimizer=state,
-        activations=max(0, passes["Total"] - stays - gradients),
+        activations=max(0, passes["Total"] - resident - gradients),
         gradients_by_then=gradients,
-        update=max(0, update["Total"] - stays - trained),
+        update=max(0, update["Total"] - resident - trained),
         largest=max(p.nbytes for p in model.parameters()),
         units=[sum(p.nbytes for p in unit.parameters()) for unit in _units(job, model)],
         process=PROCESS_BYTES,

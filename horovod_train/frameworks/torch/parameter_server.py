@@ -126,7 +126,7 @@ class Server:
         self._weights = [weights[name] for name in layout.names]
         self._optimizer = optimizer
         self._counts = [0] * num_workers
-        self._asked: list[tuple[int, int, Callable[[Bytes], None]]] = []
+        self._requests: list[tuple[int, int, Callable[[Bytes], None]]] = []
         self._changed = threading.Condition()
 
     def push(self, worker: int, message: Bytes) -> None:
@@ -148,19 +148,19 @@ class Server:
     def pull(self, worker: int, at_least: int, answer: Callable[[Bytes], None]) -> None:
         """Answer with the weights when each worker has sent so many messages; any thread."""
         with self._changed:
-            self._asked.append((worker, at_least, answer))
+            self._requests.append((worker, at_least, answer))
             self._answer()
 
     def _answer(self) -> None:
         slowest = min(self._counts)
-        due = [asked for asked in self._asked if asked[1] <= slowest]
-        self._asked = [asked for asked in self._asked if asked[1] > slowest]
+        due = [pending for pending in self._requests if pending[1] <= slowest]
+        self._requests = [pending for pending in self._requests if pending[1] > slowest]
         for _, _, answer in due:
             weights = np.empty(self._layout.size_bytes, np.uint8)
             self._layout.pack(list(self._weights), weights)
             answer(weights)
 
-    def waits_for(self, at_least: int) -> list[int]:
+    def ranks_behind(self, at_least: int) -> list[int]:
         """Return the workers that have not sent so many messages."""
         return [worker for worker, count in enumerate(self._counts) if count < at_least]
 
@@ -239,7 +239,7 @@ class Line:
             if self._failure is not None:
                 raise self._failure
             if monotonic() - begun > self._timeout_s:
-                absent = self._server.waits_for(at_least)
+                absent = self._server.ranks_behind(at_least)
                 who = f"; {describe_ranks(absent)} came no further" if absent else ""
                 raise LostError(
                     f"strategy parameter_server: rank {self._rank} {doing} for {self._timeout_s:.0f} s{who}; "

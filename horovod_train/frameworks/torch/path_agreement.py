@@ -97,14 +97,14 @@ class PathAgreement:
         store, key = self._store, f"{PREFIX}/{self._num_passes}/{len(self._seen)}"
         store.set(f"{key}/{self._rank}", name)
         num_arrived = store.add(f"{key}/{name}", 1)
-        begun = asked = monotonic()
+        begun = last_poll = monotonic()
         while num_arrived < self._num_ranks:
             now = monotonic()
             # Others come at about the same time; where they do not, a rank does not take a core from them.
             sleep(0 if now - begun < SPIN_S else min(now - begun, MAX_POLL_S))
             num_arrived = store.add(f"{key}/{name}", 0)
-            if now - asked > SILENCE_S:
-                asked = now
+            if now - last_poll > SILENCE_S:
+                last_poll = now
                 self._look_at_others(key, name, expected)
             if now - begun > self._timeout_s:
                 raise PeerError(f"another rank did not come to {name} within {self._timeout_s:g} s")

@@ -117,8 +117,10 @@ class TorchReplica(LocalModel):
         self.scaler: torch.amp.GradScaler = DeviceScaler(self.device.type, enabled=train.precision == "fp16")
         self.equality = Equality(model, strategy, self.statistics, world, self.all_ranks)
         self.averaged = AveragedWeights(model, optimizer, strategy, ema)
-        tells = self.all_ranks.rank == 0
-        self.saved_state = SavedState(model, optimizer, strategy, self.scaler, self.averaged, tells=tells)
+        prints_notices = self.all_ranks.rank == 0
+        self.saved_state = SavedState(
+            model, optimizer, strategy, self.scaler, self.averaged, prints_notices=prints_notices
+        )
         self._updates = self._make_updates()
         self.is_training = False
         self._has_made_steps = False
@@ -427,8 +429,8 @@ class TorchReplica(LocalModel):
                 packed, clock, self.data_ranks, bytes_reduced=strategy.bytes_per_step, flops=flops
             )
         assert not isinstance(numbers, Packed)
-        here = {name: None if value is None else float(value) for name, value in numbers.items()}
-        return outcome_from(here, clock, strategy.bytes_per_step, flops)
+        local_numbers = {name: None if value is None else float(value) for name, value in numbers.items()}
+        return outcome_from(local_numbers, clock, strategy.bytes_per_step, flops)
 
     def go_on(self) -> None:
         """Make updates again, though a step that was not finite has ended training."""

@@ -11,7 +11,7 @@ import torch
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.torch.averaged import AveragedWeights
-from horovod_train.frameworks.torch.held import (
+from horovod_train.frameworks.torch.local_tensors import (
     load_model,
     model_blobs,
     optimizer_blobs,
@@ -47,27 +47,30 @@ class SavedState:
         scaler: torch.amp.GradScaler,
         averaged: AveragedWeights,
         *,
-        tells: bool,
+        prints_notices: bool,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._strategy = strategy
         self._scaler = scaler
         self._averaged = averaged
-        self._tells = tells
+        self._prints_notices = prints_notices
         self._copies: dict[str, torch.Tensor] = {}
 
     def take(self, *, copy: bool) -> ReplicaState:
         """Return the state; with ``copy`` it stays as it is until the next copy is taken."""
         cache = self._copies if copy else None
-        tells = self._strategy.checkpoints_optimizer
+        with_state = self._strategy.checkpoints_optimizer
         tree, arrays = optimizer_blobs(
-            self._strategy.saved_optimizer, self._strategy.optimized(), cache, settings_only=not tells
+            self._strategy.saved_optimizer,
+            self._strategy.optimized(),
+            cache,
+            settings_only=not with_state,
         )
         assert isinstance(tree, dict)
         averaged_tree, averaged = self._averaged.packed(cache)
         return ReplicaState(
-            model=model_blobs(self._strategy.held(), cache),
+            model=model_blobs(self._strategy.local_tensors(), cache),
             optimizer={**arrays, **averaged},
             optimizer_tree={**tree, **averaged_tree},
             scaler={key: float(value) for key, value in self._scaler.state_dict().items()},
@@ -115,7 +118,7 @@ class SavedState:
         if self._strategy.is_sharded:
             if unknown := sorted(set(arrays) - set(self._model.state_dict())):
                 raise ValueError(f"it has {unknown[0]!r}, which this model does not have")
-            load_model(self._strategy.held(), arrays)
+            load_model(self._strategy.local_tensors(), arrays)
         else:  # a model may take over what had other names
             self._model.load_state_dict({name: from_blob(blob) for name, blob in arrays.items()})
 
@@ -139,7 +142,7 @@ class SavedState:
         strategy.load_optimizer(optimizer, document)
 
     def _report_other_kernel(self, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
-        if bool(saved.get("fused")) != bool(own.get("fused")) and self._tells:
+        if bool(saved.get("fused")) != bool(own.get("fused")) and self._prints_notices:
             log.warning(
                 "the checkpoint was trained with fused: %s, and training goes on with fused: %s: as exact, "
                 "and not the same in the last bits",

@@ -15,15 +15,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from horovod_train.checkpoint.arrays import Part
 from horovod_train.checkpoint.plain_weights import FIELD
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.gradient_buckets import here
-from horovod_train.frameworks.torch.held import LocalTensor, Optimized, whole_parameters
+from horovod_train.frameworks.torch.gradient_buckets import to_local
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized, whole_parameters
 
 
 def local_tensor_of(tensor: torch.Tensor) -> LocalTensor:
     """Return what this rank has of a tensor."""
     if not isinstance(tensor, DTensor):
         return LocalTensor(tensor.detach())
-    own, whole = here(tensor), tuple(tensor.shape)
+    own, whole = to_local(tensor), tuple(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
     if tensor.numel() == 0:  # of nothing each rank has nothing, whatever the shape
         return LocalTensor(own, None, partial(_like, tensor=tensor))
@@ -63,7 +63,10 @@ def local_tensors_of_model(model: torch.nn.Module) -> dict[str, LocalTensor]:
 
 def optimized_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Optimized]:
     """Return this rank's parts of an optimizer's parameters, in its order."""
-    return [Optimized(each.name, local_tensor_of(each.held.tensor)) for each in whole_parameters(model, optimizer)]
+    return [
+        Optimized(each.name, local_tensor_of(each.local.tensor))
+        for each in whole_parameters(model, optimizer)
+    ]
 
 
 @contextmanager
@@ -100,7 +103,7 @@ def made_whole(model: torch.nn.Module) -> Iterator[None]:
                 tuple(whole.shape), parameter.device_mesh, parameter.placements
             )
             part = tuple(slice(at, at + length) for at, length in zip(offset, shape, strict=True))
-            here(parameter).copy_(whole[part])
+            to_local(parameter).copy_(whole[part])
 
 
 def _whole(parameter: Any) -> torch.nn.Parameter:
@@ -131,10 +134,10 @@ def squares_of(
         copies: Returns on how many ranks the same of a parameter lies.
     """
     found = list(parameters)
-    squares = torch.zeros(1, dtype=torch.float64, device=here(found[0]).device)
+    squares = torch.zeros(1, dtype=torch.float64, device=to_local(found[0]).device)
     for parameter in found:
         if parameter.grad is not None:
-            squares += here(parameter.grad).abs().double().square().sum() / copies(parameter)
+            squares += to_local(parameter.grad).abs().double().square().sum() / copies(parameter)
     return squares
 
 
@@ -157,8 +160,8 @@ def give_memory(model: torch.nn.Module, weights_on: torch.device, rest_on: torch
             if id(parameter) not in placed:
                 data = parameter.detach()
                 device = weights_on if isinstance(data, DTensor) else rest_on
-                there = torch.empty_like(data, device=device) if data.is_meta else data.to(device)
-                placed[id(parameter)] = torch.nn.Parameter(there, parameter.requires_grad)
+                moved = torch.empty_like(data, device=device) if data.is_meta else data.to(device)
+                placed[id(parameter)] = torch.nn.Parameter(moved, parameter.requires_grad)
             module._parameters[name] = placed[id(parameter)]  # noqa: SLF001
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             if buffer.is_meta:

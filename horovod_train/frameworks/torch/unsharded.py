@@ -85,8 +85,10 @@ def move(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None
         if parameter.device == device:
             continue
         storage = moved.setdefault(_storage(parameter), parameter.untyped_storage().to(device=device))
-        there = torch.empty(0, dtype=parameter.dtype, device=device)
-        parameter.data = there.set_(storage, parameter.storage_offset(), parameter.shape, parameter.stride())
+        placeholder = torch.empty(0, dtype=parameter.dtype, device=device)
+        parameter.data = placeholder.set_(
+            storage, parameter.storage_offset(), parameter.shape, parameter.stride()
+        )
 
 
 def _storage(parameter: torch.nn.Parameter) -> int:

@@ -38,7 +38,7 @@ from horovod_train.errors import HorovodTrainError, UserError, describe_ranks
 from horovod_train.frameworks.base import StepClock
 from horovod_train.frameworks.torch.collectives import broadcast_model, with_tensors
 from horovod_train.frameworks.torch.exchange import wide_type
-from horovod_train.frameworks.torch.held import optimizer_tensors
+from horovod_train.frameworks.torch.local_tensors import optimizer_tensors
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
 from horovod_train.frameworks.torch.task_copy import SharedState, counted_state
 
@@ -250,27 +250,27 @@ class StrategyVerifier:
         return None
 
     def _differing_state(self, lr: float) -> Difference | None:
-        expected = {name: held.tensor for name, held in self.reference.strategy.held().items()}
+        expected = {name: local.tensor for name, local in self.reference.strategy.local_tensors().items()}
         names = {name for name, _ in self.reference.model.named_parameters(remove_duplicate=False)}
         clip_error = self._clip_error()
         rounding = clip_error * lr * max(1.0, self._job.train.clip_grad_norm or 0.0)
-        for name, held in self._replica.strategy.held().items():
-            wanted = part_of(expected[name], held.part, held.tensor)
+        for name, local in self._replica.strategy.local_tensors().items():
+            wanted = part_of(expected[name], local.part, local.tensor)
             if name in names:
-                if not _are_alike(held.tensor, wanted, absolute=rounding):
-                    return _difference_at(f"the weight {name}", held.tensor, wanted, "update")
-            elif not self._is_close_buffer(held.tensor, wanted):
-                return _difference_at(f"the buffer {name}", held.tensor, wanted, "buffer")
+                if not _are_alike(local.tensor, wanted, absolute=rounding):
+                    return _difference_at(f"the weight {name}", local.tensor, wanted, "update")
+            elif not self._is_close_buffer(local.tensor, wanted):
+                return _difference_at(f"the buffer {name}", local.tensor, wanted, "buffer")
         state = optimizer_tensors(
             self.reference.strategy.saved_optimizer, self.reference.strategy.optimized()
         )
         own = self._replica.strategy
-        for name, held in optimizer_tensors(own.saved_optimizer, own.optimized()).items():
+        for name, local in optimizer_tensors(own.saved_optimizer, own.optimized()).items():
             if name not in state:
                 return Difference(f"the optimizer's {name}", "there", "absent", "update")
-            wanted = part_of(state[name].tensor, held.part, held.tensor)
-            if not _are_alike(held.tensor, wanted, relative=clip_error):
-                return _difference_at(f"the optimizer's {name}", held.tensor, wanted, "update")
+            wanted = part_of(state[name].tensor, local.part, local.tensor)
+            if not _are_alike(local.tensor, wanted, relative=clip_error):
+                return _difference_at(f"the optimizer's {name}", local.tensor, wanted, "update")
         return None
 
     def _clip_error(self) -> float:

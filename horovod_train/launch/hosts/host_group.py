@@ -80,7 +80,7 @@ class HostConnection(Protocol):
         """
         ...
 
-    def ask(self, do: Callable[..., Result], /, **args: object) -> Future[Result]:
+    def submit(self, do: Callable[..., Result], /, **args: object) -> Future[Result]:
         """Begin to do it."""
         ...
 
@@ -103,7 +103,7 @@ class LocalHost:
         except OSError as error:
             raise LostError(f"{self.host.name}: {do.__name__}: {error}", hosts=[self.host.name]) from error
 
-    def ask(self, do: Callable[..., Result], /, **args: object) -> Future[Result]:
+    def submit(self, do: Callable[..., Result], /, **args: object) -> Future[Result]:
         """Do it in this process."""
         answer: Future[Result] = Future()
         try:
@@ -149,7 +149,7 @@ class RemoteHost:
             start_new_session=True,  # Ctrl-C is for the launcher to handle
         )
         self._version: Future[str] = Future()
-        self._said: list[str] = []
+        self._stderr_lines: list[str] = []
         self._threads = [Thread(target=task, daemon=True) for task in (self._read_answers, self._read_errors)]
         for thread in self._threads:
             thread.start()
@@ -157,17 +157,19 @@ class RemoteHost:
             version = self._version.result(CONNECT_TIMEOUT_S + CALL_TIMEOUT_S / 2)
         except (EOFError, FutureTimeoutError) as error:
             self._end()
-            said = "".join(self._said) or ("timed out" if isinstance(error, FutureTimeoutError) else "")
-            if is_of_another_version(said):  # so much so that it has no agent where it is looked for
+            output = "".join(self._stderr_lines) or (
+                "timed out" if isinstance(error, FutureTimeoutError) else ""
+            )
+            if is_of_another_version(output):  # so much so that it has no agent where it is looked for
                 raise other_version(host.name, _remote_version(shell, python)) from None
-            raise explain(host.name, self._process.returncode, said, python) from None
+            raise explain(host.name, self._process.returncode, output, python) from None
         if version != __version__:
             self._end()
             raise other_version(host.name, version)
 
     def call(self, do: Callable[..., Result], /, **args: object) -> Result:
         """Do it there."""
-        answer = self.ask(do, **args)
+        answer = self.submit(do, **args)
         try:
             return answer.result(CALL_TIMEOUT_S)
         except FutureTimeoutError:
@@ -179,7 +181,7 @@ class RemoteHost:
                 f"{self.host.name}: the connection ended: {self._last_words()}", hosts=[self.host.name]
             ) from None
 
-    def ask(self, do: Callable[..., Result], /, **args: object) -> Future[Result]:
+    def submit(self, do: Callable[..., Result], /, **args: object) -> Future[Result]:
         """Begin to do it there."""
         answer: Future[Result] = Future()
 
@@ -239,7 +241,7 @@ class RemoteHost:
             thread.join(5)
 
     def _last_words(self) -> str:
-        lines = "".join(self._said).strip().splitlines()
+        lines = "".join(self._stderr_lines).strip().splitlines()
         return lines[-1] if lines else f"ssh ended with code {self._process.poll()}"
 
     def _read_answers(self) -> None:
@@ -259,7 +261,7 @@ class RemoteHost:
                         settle = self._waiting.pop(reply.id)
                 except (ValueError, TypeError, KeyError):
                     # Something that a login script has left running prints, too: no answer is lost by it.
-                    self._said = [*self._said[-20:], line.decode(errors="replace")]
+                    self._stderr_lines = [*self._stderr_lines[-20:], line.decode(errors="replace")]
                     continue
                 settle(reply)
         if not self._version.done():
@@ -274,7 +276,7 @@ class RemoteHost:
         assert self._process.stderr is not None
         with self._process.stderr as stream:
             for line in stream:
-                self._said = [*self._said[-20:], line.decode(errors="replace")]
+                self._stderr_lines = [*self._stderr_lines[-20:], line.decode(errors="replace")]
 
 
 def _remote_version(shell: Sequence[str], python: str) -> str:
@@ -323,7 +325,9 @@ class HostGroup:
         """Return the name of a host that does not answer now; empty: all do."""
         others = [connection for connection in self.connections if isinstance(connection, RemoteHost)]
         deadline_s = monotonic() + timeout_s
-        for connection, answer in [(connection, connection.ask(HostActions.ping)) for connection in others]:
+        for connection, answer in [
+            (connection, connection.submit(HostActions.ping)) for connection in others
+        ]:
             try:
                 answer.result(max(0.0, deadline_s - monotonic()))
             except (EOFError, FutureTimeoutError):
@@ -350,7 +354,7 @@ class HostGroup:
 
     def _of_each(self, do: Callable[..., Result], /, **args: object) -> dict[str, Result]:
         found = {}
-        answers = [(connection, connection.ask(do, **args)) for connection in self.connections]
+        answers = [(connection, connection.submit(do, **args)) for connection in self.connections]
         for connection, answer in answers:
             # A host that does not answer is another matter: see ``watch``.
             with suppress(EOFError, FutureTimeoutError, LaunchError):
@@ -394,7 +398,9 @@ def reach_all(
 
     def reach(host: Host) -> HostConnection | LostError:
         try:
-            return LocalHost(host, stage) if host.is_here else RemoteHost(host, shell(host), stage, silence_s)
+            return (
+                LocalHost(host, stage) if host.is_local else RemoteHost(host, shell(host), stage, silence_s)
+            )
         except LostError as error:
             return error
 

@@ -42,7 +42,7 @@ def look_at_hosts(
                 host.abandon()
                 on_lost(host.host.name, _why_lost(silent_s, stood_still_s, is_cut=is_cut))
                 return
-            host.ask(HostActions.ping)
+            host.submit(HostActions.ping)
 
 
 def _why_lost(silent_s: float, stood_still_s: float, *, is_cut: bool) -> str:

@@ -40,7 +40,7 @@ class Host:
 
     name: str
     num_ranks: int
-    is_here: bool = False
+    is_local: bool = False
     settings: HostSettings = field(default_factory=HostSettings)
 
 
@@ -50,11 +50,11 @@ def hosts_of(launch: Launch) -> list[Host]:
     hosts, own = [], own_names()
     for entry in launch.hosts or [f"localhost:{num_ranks}"]:
         name, _, slots = entry.rpartition(":")
-        here = min(int(slots), num_ranks)
-        num_ranks -= here
-        if here:
+        num_on_host = min(int(slots), num_ranks)
+        num_ranks -= num_on_host
+        if num_on_host:
             settings = launch.host_settings.get(name, HostSettings())
-            hosts.append(Host(name, here, name in own, settings))
+            hosts.append(Host(name, num_on_host, name in own, settings))
     return hosts
 
 
@@ -68,7 +68,7 @@ def own_names() -> set[str]:
 
 def interface_towards(launch: Launch) -> str | None:
     """Return this machine's interface on the way to the first other host; None: there is none, or no way."""
-    others = [host.name for host in hosts_of(launch) if not host.is_here]
+    others = [host.name for host in hosts_of(launch) if not host.is_local]
     if not others:
         return None
     address = source_towards(others[0])

@@ -38,22 +38,22 @@ def choose(host: Host, wanted: str | None, description: HostDescription, others:
         LostError: There is no such interface, or none that can be told.
     """
     usable = {name: found for name, found in description.addresses.items() if found}
-    asked = host.settings.network_interface or wanted
-    if asked is not None:
-        if asked not in usable:
+    requested = host.settings.network_interface or wanted
+    if requested is not None:
+        if requested not in usable:
             listed = ", ".join(f"{name} ({found[0]})" for name, found in usable.items()) or "none"
             raise LostError(
-                f"{host.name}: there is no network interface {asked!r} that is up and has an IPv4 address; "
-                f"there are {listed}",
-                hint=did_you_mean(asked, usable) or _SET.format(host=host.name),
+                f"{host.name}: no network interface {requested!r} is up and has an IPv4 address; "
+                f"those that have: {listed}",
+                hint=did_you_mean(requested, usable) or _SET.format(host=host.name),
                 hosts=[host.name],
             )
-        return Chosen(asked, usable[asked][0], "asked for")
+        return Chosen(requested, usable[requested][0], "asked for")
     candidates = [(way, f"the way to {other}") for other, way in description.ways.items()]
     # What this process itself was reached through says nothing about the way to the others.
-    if description.reached_at and not host.is_here:
+    if description.reached_at and not host.is_local:
         candidates.insert(0, (description.reached_at, "ssh came in through it"))
-    elif host.is_here:
+    elif host.is_local:
         candidates += [(way, f"the way to {other}") for other in others if (way := source_towards(other))]
     for address, reason in candidates:
         for name, found in usable.items():

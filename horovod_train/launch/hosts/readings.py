@@ -159,9 +159,9 @@ def _engine() -> EngineReading:
 
 
 def _mpi_version() -> str:
-    beside = Path(sys.executable).with_name("mpirun")
+    sibling = Path(sys.executable).with_name("mpirun")
     found = re.search(
-        r"\(Open MPI\) (\S+)", _output(str(beside if beside.exists() else "mpirun"), "--version")
+        r"\(Open MPI\) (\S+)", _output(str(sibling if sibling.exists() else "mpirun"), "--version")
     )
     return found[1] if found else ""
 

@@ -18,7 +18,7 @@ def ssh_config(ssh: Ssh) -> str:
     A connection that was cut is noticed within 15 seconds. Host keys are checked as the user's
     configuration says.
     """
-    wishes = {
+    ssh_options = {
         "BatchMode": "yes",
         "ConnectTimeout": str(CONNECT_TIMEOUT_S),
         "ServerAliveInterval": "5",
@@ -27,39 +27,39 @@ def ssh_config(ssh: Ssh) -> str:
         **({"User": ssh.user} if ssh.user is not None else {}),
         **({"IdentityFile": ssh.identity_file, "IdentitiesOnly": "yes"} if ssh.identity_file else {}),
     }
-    lines = [f"{name} {value}" for name, value in {**wishes, **ssh.options}.items()]
+    lines = [f"{name} {value}" for name, value in {**ssh_options, **ssh.options}.items()]
     return "\n".join(["Host *", *lines, "Include ~/.ssh/config", "Include /etc/ssh/ssh_config", ""])
 
 
-def is_of_another_version(said: str) -> bool:
+def is_of_another_version(stderr: str) -> bool:
     """Whether what Python wrote means that its horovod_train has no agent, or has it elsewhere."""
     # Not there, or a module there that is a package here.
-    return re.search(r"(No module named|not found on) '?horovod_train\.", said) is not None
+    return re.search(r"(No module named|not found on) '?horovod_train\.", stderr) is not None
 
 
 def other_version(host: str, version: str) -> LostError:
     """Return the error of a host that has another version of this package."""
-    there = version or "of another version"
+    remote = version or "of another version"
     return LostError(
-        f"{host}: horovod_train is {there} there and {__version__} here, and the two do not understand "
+        f"{host}: horovod_train is {remote} there and {__version__} here, and the two do not understand "
         "each other",
         hint="install the same version on all hosts",
         hosts=[host],
     )
 
 
-def explain(host: str, code: int, said: str, python: str) -> LostError:
+def explain(host: str, code: int, stderr: str, python: str) -> LostError:
     """Return what it means that a program could not be started on a host.
 
     Args:
         host: Which host.
         code: Exit code of ssh: 255 is its own, others are the program's.
-        said: What it wrote.
+        stderr: Its standard error.
         python: The Python that was to be started.
     """
-    last = said.strip().splitlines()[-1] if said.strip() else f"exit code {code}"
+    last = stderr.strip().splitlines()[-1] if stderr.strip() else f"exit code {code}"
     for sign, what, fix in _SSH_MESSAGES if code == SSH_FAILED else _SHELL_MESSAGES:
-        if sign in said:
+        if sign in stderr:
             return LostError(
                 f"{host}: {what.format(host=host, python=python)} ({last})",
                 hint=fix.format(host=host, python=python),

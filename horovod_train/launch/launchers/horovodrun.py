@@ -71,8 +71,8 @@ def find_program(name: str) -> str:
     Raises:
         LaunchError: There is none.
     """
-    beside = Path(sys.executable).with_name(name)
-    found = str(beside) if beside.exists() else shutil.which(name)
+    sibling = Path(sys.executable).with_name(name)
+    found = str(sibling) if sibling.exists() else shutil.which(name)
     if found is None:
         raise LaunchError(
             f"{name} is not installed in this environment",

@@ -68,7 +68,7 @@ class SlurmLauncher(PolledLauncher):
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
         """Yield the lines of a job's output."""
         log = job.log_dir / LOG_FILE
-        yield from read_log(log, lambda: follow and self.goes_on(job))
+        yield from read_log(log, lambda: follow and self.is_running(job))
         if not log.exists():  # it did not come as far as that
             yield from read_log(job.log_dir / SCRIPT_LOG, lambda: False)
 
@@ -143,8 +143,8 @@ def _without_own_word(slurm_state: str, own: JobStatus, log: Path) -> JobStatus:
     if slurm_state == "COMPLETED":
         return JobStatus("failed", 1, "Slurm says COMPLETED, but the job never said that it was done")
     state: State = "failed"
-    said = slurm_state or "that it does not know this job any more"
-    return JobStatus(state, 1, f"Slurm says {said}; see {log}")
+    shown = slurm_state or "that it does not know this job any more"
+    return JobStatus(state, 1, f"Slurm says {shown}; see {log}")
 
 
 def call_slurm(*command: str, check: bool = True) -> str:

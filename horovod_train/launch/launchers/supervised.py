@@ -61,10 +61,12 @@ class SupervisedLauncher(PolledLauncher):
         state.write("starting")
         followers = [WriteEvents(events)]
         try:
-            with deferred_signals() as asked, state.touched():
+            with deferred_signals() as pending_signals, state.touched():
                 if (elastic := request.job.launch.elastic) is not None:
                     plan.write_files()  # each attempt has a plan of its own
-                    run_elastic(self, request, elastic, console, state, asked, followers, events.write)
+                    run_elastic(
+                        self, request, elastic, console, state, pending_signals, followers, events.write
+                    )
                 else:
                     run_attempt(
                         self,
@@ -72,7 +74,7 @@ class SupervisedLauncher(PolledLauncher):
                         plan,
                         console,
                         state,
-                        asked=asked,
+                        pending_signals=pending_signals,
                         followers=followers,
                         record=events.write,
                     )
@@ -106,10 +108,10 @@ class SupervisedLauncher(PolledLauncher):
         deadline_s = monotonic() + 30
         while StateFile(request.log_dir).read().state == "waiting":
             if process.poll() is not None or monotonic() > deadline_s:
-                said = (request.log_dir / "launcher.log").read_text(encoding="utf-8").strip()
+                text = (request.log_dir / "launcher.log").read_text(encoding="utf-8").strip()
                 process.kill()  # it would train, and nobody could ask for it
                 process.wait()
-                raise LaunchError(f"the job could not be started: {said or 'no word for 30 s'}")
+                raise LaunchError(f"the job could not be started: {text or 'no word for 30 s'}")
             sleep(POLL_S / 4)
         return str(process.pid)
 
@@ -119,7 +121,7 @@ class SupervisedLauncher(PolledLauncher):
 
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
         """Yield the lines of a job's output."""
-        yield from read_log(job.log_dir / LOG_FILE, lambda: follow and self.goes_on(job))
+        yield from read_log(job.log_dir / LOG_FILE, lambda: follow and self.is_running(job))
 
     def cancel(self, job: Submitted, how: Literal["drain", "stop", "kill"]) -> None:
         """Ask the process that carries out the job to end it."""
@@ -154,9 +156,9 @@ def read_log(path: Path, is_going_on: Callable[[], bool]) -> Iterator[str]:
     with path.open(encoding="utf-8", errors="replace") as log:
         while True:
             # Asked before reading: what was written until the end is read.
-            goes_on = is_going_on()
+            is_running = is_going_on()
             for line in log:
                 yield line.rstrip("\n")
-            if not goes_on:
+            if not is_running:
                 return
             sleep(POLL_S)

@@ -56,8 +56,8 @@ def run_attempt(
     plan: LaunchPlan,
     console: JobConsole,
     state: StateFile,
-    alongside: DuringAttempt = lambda _: nullcontext(),
-    asked: Sequence[int] = (),
+    during_attempt: DuringAttempt = lambda _: nullcontext(),
+    pending_signals: Sequence[int] = (),
     followers: Sequence[Follower] = (),
     record: Callable[[Event], None] = lambda _: None,
 ) -> None:
@@ -69,8 +69,8 @@ def run_attempt(
         plan: How.
         console: Where to show it.
         state: Where to note how it stands.
-        alongside: What goes on while the ranks run.
-        asked: Signals that came before.
+        during_attempt: Context that is entered while the ranks run.
+        pending_signals: Signals that arrived before.
         followers: Who wants to see the output besides those who always do.
         record: Told what happens to the ranks as a whole.
 
@@ -88,7 +88,7 @@ def run_attempt(
             console.print(f"warning: launch.secrets.{name} is too short to be hidden in logs")
         follow = Following(request, console, state, Mask(secrets.values()), followers)
         stack.callback(follow.close)
-        with interrupted_by_signals(lambda number: stopped_early(number, request.attempt), asked):
+        with interrupted_by_signals(lambda number: stopped_early(number, request.attempt), pending_signals):
             shell = partial(launcher.shell, request)
             hosts = connect_all(request.hosts, shell, request.stage, launch.host_timeout_s)
             stack.callback(hosts.close)
@@ -97,9 +97,9 @@ def run_attempt(
         control = RunControl(hosts, state, guard, launch.grace_s)
         watch = watching_ranks(hosts, request.job.health, follow.report_frozen, control.give_up)
         events = fetching_events(hosts, follow.output.see)
-        with control.stopper.listening(), alongside(control.stopper.drain), watch, events:
+        with control.stopper.listening(), during_attempt(control.stopper.drain), watch, events:
             follow.note("")
-            hosts.watch(launch.host_timeout_s, control.lose)
+            hosts.watch(launch.host_timeout_s, control.abort_lost_host)
             marked = {**environ, RUN_VARIABLE: request.stage}
             code = execute(plan, marked, follow.output.see, keep={guard, *hosts.pids})
             if code and not control.has_ended_them and (host := hosts.silent(launch.host_timeout_s)):
@@ -114,7 +114,7 @@ def run_attempt(
 
 def attempt_of(request: LaunchRequest) -> Attempt:
     """Return the event that ranks are started."""
-    hosts = tuple(host.name for host in request.hosts if not host.is_here)
+    hosts = tuple(host.name for host in request.hosts if not host.is_local)
     num_wanted = request.num_wanted or request.num_ranks
     return Attempt(number=request.attempt, num_ranks=request.num_ranks, num_wanted=num_wanted, hosts=hosts)
 

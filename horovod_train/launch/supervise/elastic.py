@@ -39,7 +39,7 @@ def run_elastic(
     elastic: Elastic,
     console: JobConsole,
     state: StateFile,
-    asked: Sequence[int],
+    pending_signals: Sequence[int],
     followers: Sequence[Follower] = (),
     record: Callable[[Event], None] = lambda _: None,
 ) -> None:
@@ -51,7 +51,7 @@ def run_elastic(
         elastic: Its wishes.
         console: Where to show it.
         state: Where to note how it stands.
-        asked: Signals that came while nobody else listened.
+        pending_signals: Signals that arrived before their handler was installed.
         followers: Who wants to see the output of all ranks.
         record: Told what happens to the ranks as a whole.
 
@@ -61,22 +61,24 @@ def run_elastic(
     """
     log = LogFile(request.log_dir / LOG_FILE)
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         console.print(text)
         log.write(text)
         log.close()  # until the next time: ranks' output goes there, too
 
-    membership = Membership(request, elastic, say)
+    membership = Membership(request, elastic, report)
     failures = 0
     for number in count():
-        with interrupted_by_signals(stopped_between, asked):
+        with interrupted_by_signals(stopped_between, pending_signals):
             hosts = membership.wait(lambda text: state.write("starting", message=f"waits for hosts: {text}"))
         attempt = on_hosts(request, hosts, number)
-        say(f"elastic: {attempt.num_ranks} ranks on {', '.join(host.name for host in attempt.hosts)}")
-        alongside = partial(membership.watching, attempt)
+        report(f"elastic: {attempt.num_ranks} ranks on {', '.join(host.name for host in attempt.hosts)}")
+        during_attempt = partial(membership.watching, attempt)
         plan = launcher.plan(attempt)
         try:
-            run_attempt(launcher, attempt, plan, console, state, alongside, asked, followers, record)
+            run_attempt(
+                launcher, attempt, plan, console, state, during_attempt, pending_signals, followers, record
+            )
         except PreemptedError as error:
             # Whoever asks the launcher means the job. Who asks a rank means its host.
             if error.stopped_by is not None:
@@ -85,7 +87,7 @@ def run_elastic(
             membership.forget_losses()
         except LostError as error:
             failures = 0 if error.has_saved else failures + 1
-            _go_on(error, failures, elastic, membership, say)
+            _go_on(error, failures, elastic, membership, report)
         else:
             return
 
@@ -116,7 +118,7 @@ def on_hosts(request: LaunchRequest, hosts: Sequence[str], number: int) -> Launc
 
 
 def _go_on(
-    error: LostError, failures: int, elastic: Elastic, membership: Membership, say: Callable[[str], None]
+    error: LostError, failures: int, elastic: Elastic, membership: Membership, report: Callable[[str], None]
 ) -> None:
     """Go on without the hosts that were lost.
 
@@ -127,9 +129,9 @@ def _go_on(
         raise _gave_up(error, failures) from error
     if error.has_saved:
         membership.forget_losses()
-    say(f"elastic: {error}")
-    membership.lose(error.hosts)
-    say(f"elastic: going on from the newest checkpoint ({failures} losses in a row without a new one)")
+    report(f"elastic: {error}")
+    membership.mark_lost(error.hosts)
+    report(f"elastic: going on from the newest checkpoint ({failures} losses in a row without a new one)")
 
 
 def _gave_up(error: LostError, failures: int) -> LostError:

@@ -9,7 +9,7 @@ from threading import Event
 
 from horovod_train.config.schema import Health
 from horovod_train.launch.hosts.host_group import HostGroup
-from horovod_train.threads import alongside
+from horovod_train.threads import background_thread
 
 LOOK_INTERVAL_S = 1.0
 # Signs of life come twice a second, and late now and then.
@@ -66,7 +66,7 @@ def find_frozen(hosts: HostGroup, limit_s: float) -> list[Frozen]:
 def watching_ranks(
     hosts: HostGroup,
     health: Health,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     give_up: Callable[[Sequence[Frozen]], None],
 ) -> AbstractContextManager[None]:
     """While the block runs: look at the ranks of all hosts, once a second.
@@ -74,21 +74,21 @@ def watching_ranks(
     Args:
         hosts: The hosts.
         health: When to speak, and when to give up.
-        tell: Told which ranks are frozen, whenever that changes; nothing: they go on.
+        report: Called with the frozen ranks whenever they change; with an empty text when all respond.
         give_up: Told once which ranks have been for too long.
     """
     warning_s = max(health.stall_warning_s, MIN_SILENCE_S)
     shutdown_s = max(health.stall_shutdown_s, 2 * MIN_SILENCE_S)
 
     def look(over: Event) -> None:
-        told = ""
+        last_text = ""
         while not over.wait(LOOK_INTERVAL_S):
             frozen = find_frozen(hosts, warning_s)
             text = "; ".join(map(str, frozen))
-            if text != told:
-                tell(told := text)
+            if text != last_text:
+                report(last_text := text)
             if lost := [each for each in frozen if each.silent_s >= shutdown_s]:
                 give_up(lost)
                 return
 
-    return alongside(look)
+    return background_thread(look)

@@ -22,7 +22,7 @@ DISCOVER_TIMEOUT_S = 10.0
 MAX_DOUBLINGS = 4
 POLL_S = 0.2
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class Membership:
@@ -31,20 +31,20 @@ class Membership:
     Args:
         request: The job.
         elastic: Its wishes.
-        say: Tells a person, and the log.
+        report: Prints a line and writes it to the log.
     """
 
-    def __init__(self, request: LaunchRequest, elastic: Elastic, say: Say) -> None:
+    def __init__(self, request: LaunchRequest, elastic: Elastic, report: Report) -> None:
         self._launch = request.job.launch
         self._ssh = request.ssh
         self._elastic = elastic
-        self._say = say
+        self._report = report
         self._not_before_s: dict[str, float] = {}
         self._losses: dict[str, int] = {}
         # ssh is called before the first plan is carried out.
         request.ssh_config.write_text(ssh_config(self._launch.ssh), encoding="utf-8")
 
-    def lose(self, names: Collection[str]) -> None:
+    def mark_lost(self, names: Collection[str]) -> None:
         """Leave hosts alone for a while, longer each time: one may answer and always fail."""
         if not self._launch.hosts and self._elastic.discover is None:
             return  # there is this machine alone
@@ -52,13 +52,13 @@ class Membership:
             losses = self._losses[name] = min(self._losses.get(name, 0) + 1, MAX_DOUBLINGS)
             pause_s = self._elastic.cooldown_s * 2 ** (losses - 1)
             self._not_before_s[name] = monotonic() + pause_s
-            self._say(f"elastic: {name} is left alone for {pause_s:g} s")
+            self._report(f"elastic: {name} is left alone for {pause_s:g} s")
 
     def forget_losses(self) -> None:
         """Note that ranks have got on: what was lost before is no sign of a host that always fails."""
         self._losses.clear()
 
-    def wait(self, note: Say) -> list[str]:
+    def wait(self, note: Report) -> list[str]:
         """Return the hosts to start on, as ``host:slots``, when there are enough.
 
         All that are listed and not left alone; or, a while later, as many of them as answer. Empty: the
@@ -72,7 +72,7 @@ class Membership:
         """
         if not self._launch.hosts and self._elastic.discover is None:
             return []
-        started_s, told = monotonic(), ""
+        started_s, last_reason = monotonic(), ""
         while True:
             listed, why = self._wanted()
             found = answering(listed, self._ssh, Event())
@@ -83,8 +83,8 @@ class Membership:
             missing = [name for name in map(name_of, listed) if name not in set(map(name_of, found))]
             silent = f"; no answer from {', '.join(missing)}" if missing else ""
             text = f"room for {ranks} of at least {self._elastic.min_ranks} ranks{silent}" + why
-            if text != told:
-                note(told := text)
+            if text != last_reason:
+                note(last_reason := text)
             if waited_s >= self._elastic.wait_s:
                 raise LaunchError(
                     f"for {self._elastic.wait_s:g} s there was {text}",
@@ -128,21 +128,21 @@ class Membership:
     def _look(self, attempt: LaunchRequest, leave: Callable[[], None], over: Event) -> None:
         used = {host.name for host in attempt.hosts}
         is_full = attempt.num_ranks >= self._launch.most_ranks
-        started_s, told = monotonic(), ""
+        started_s, last_reason = monotonic(), ""
         gone_before: set[str] = set()
         if not attempt.job.launch.hosts:
             return
         while not over.wait(self._elastic.poll_s):
             listed, why = self._everybody()
-            if why != told:
-                self._say(f"elastic: {why or 'hosts are listed again'}")
-                told = why
+            if why != last_reason:
+                self._report(f"elastic: {why or 'hosts are listed again'}")
+                last_reason = why
             if why:
                 continue  # nothing is known, so nothing has changed
             gone = used - set(map(name_of, listed))
             # Twice the same: a list may be looked at while it is written.
             if gone & gone_before:
-                self._say(f"elastic: {', '.join(sorted(gone))} is to go; saving")
+                self._report(f"elastic: {', '.join(sorted(gone))} is to go; saving")
                 leave()
                 return
             gone_before = gone
@@ -152,7 +152,7 @@ class Membership:
             others = [entry for entry in self._rested(listed) if name_of(entry) not in used]
             new = answering(others, self._ssh, over)
             if new and not over.is_set():
-                self._say(f"elastic: {', '.join(map(name_of, new))} can take part; saving")
+                self._report(f"elastic: {', '.join(map(name_of, new))} can take part; saving")
                 leave()
                 return
 
@@ -173,8 +173,8 @@ def discover(command: str, ranks_per_host: int) -> list[str]:
             check=False,
         )
         if done.returncode:
-            said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-            raise LaunchError(f"launch.elastic.discover: {command}: {said}")
+            reason = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+            raise LaunchError(f"launch.elastic.discover: {command}: {reason}")
         listed = parse_hosts(done.stdout, f"the output of {command}", ranks_per_host)
     except (OSError, ValueError, IndexError, subprocess.SubprocessError, UserError) as error:
         raise LaunchError(f"launch.elastic.discover: {error}") from error

@@ -138,12 +138,16 @@ def check_fingerprints(fingerprints: Mapping[str, Mapping[str, str]]) -> None:
     """
     found = fingerprint_mismatch(fingerprints)
     if found is not None:
-        who = f"{', '.join(found.odd)} to the state of the others" if found.is_known else "all to one state"
+        who = (
+            f"{', '.join(found.outliers)} to the state of the others"
+            if found.is_known
+            else "all to one state"
+        )
         raise LostError(
             "the hosts do not have the same:\n" + "\n".join(f"  {line}" for line in found.lines),
             hint=f"bring {who}: same packages, `horovod-train engine build`, same code "
             "(or launch.ship_code: true)",
-            hosts=found.odd,
+            hosts=found.outliers,
         )
 
 
@@ -161,7 +165,7 @@ def check_clocks(descriptions: Mapping[str, HostDescription], max_offset_s: floa
     times_s = {name: found.time_s for name, found in descriptions.items()}
     found = clock_mismatch(times_s, max_offset_s, ANSWERS_APART_S)
     if found is not None:
-        raise LostError(found.lines[0], hint=CLOCK_HINT, hosts=found.odd)
+        raise LostError(found.lines[0], hint=CLOCK_HINT, hosts=found.outliers)
 
 
 def check_reach(hosts: HostGroup, chosen: Mapping[str, Chosen]) -> None:
@@ -216,7 +220,7 @@ def rank_variables(
     host = connection.host
     threads = job.launch.threads_per_rank or max(1, description.cores // host.num_ranks)
     variables = {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
-    if not host.is_here:
+    if not host.is_local:
         variables |= {name: value for name, value in environ.items() if name.startswith(FORWARDED)}
         variables["PATH"] = f"{description.prefix}/bin:{description.path}"
     if interface is not None:
@@ -231,7 +235,7 @@ def rank_variables(
     if not description.reads_memory:
         # Else Open MPI tries again with each message, and says each time that it may not.
         variables["OMPI_MCA_btl_vader_single_copy_mechanism"] = "none"
-    if not host.is_here:
+    if not host.is_local:
         # By this name the host was reached; what it calls itself may be known to nobody else.
         variables["HOROVOD_TRAIN_HOST"] = host.name
     if description.has_mpi:

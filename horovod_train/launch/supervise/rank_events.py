@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from threading import Event
 
 from horovod_train.launch.hosts.host_group import HostGroup
-from horovod_train.threads import alongside
+from horovod_train.threads import background_thread
 
 INTERVAL_S = 0.1
 INTERVAL_PER_HOST_S = 0.005
@@ -30,4 +30,4 @@ def fetching_events(hosts: HostGroup, see: Callable[[str], None]) -> AbstractCon
                 for line in lines:
                     see(line)
 
-    return alongside(fetch)
+    return background_thread(fetch)

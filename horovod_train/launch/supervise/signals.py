@@ -19,11 +19,11 @@ from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.process import kill_descendants
 from horovod_train.signals import (
-    PREEMPTION_SIGNAL,
     HURRIED_SIGNALS,
     KILLS_AT_ONCE,
     LAUNCH_SIGNALS,
     PATIENT_SIGNALS,
+    PREEMPTION_SIGNAL,
     STAY_IGNORED,
 )
 
@@ -61,13 +61,13 @@ def signal_listener_thread(note: Callable[[int], None]) -> Iterator[None]:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
 
-    def hear() -> None:
+    def listen() -> None:
         while numbers := os.read(reading, 64):  # nothing: the other end is closed
             for number in numbers:
                 if number in LAUNCH_SIGNALS:
                     note(number)
 
-    thread = Thread(target=hear, daemon=True)
+    thread = Thread(target=listen, daemon=True)
     with handling_signals(lambda *_: None):
         before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         thread.start()
@@ -83,28 +83,28 @@ def signal_listener_thread(note: Callable[[int], None]) -> Iterator[None]:
 @contextmanager
 def deferred_signals() -> Iterator[list[int]]:
     """While the block runs, signals that nobody handles are noted in the list that it yields."""
-    asked: list[int] = []
-    with handling_signals(lambda number, _: asked.append(number)):
-        yield asked
+    pending_signals: list[int] = []
+    with handling_signals(lambda number, _: pending_signals.append(number)):
+        yield pending_signals
 
 
 @contextmanager
 def interrupted_by_signals(
-    error_of: Callable[[int], BaseException], asked: Sequence[int] = ()
+    error_of: Callable[[int], BaseException], pending_signals: Sequence[int] = ()
 ) -> Iterator[None]:
     """While the block runs, a signal ends it: no rank has been started that would have to save.
 
     Args:
         error_of: The error to raise, by the number of the signal.
-        asked: Signals that came before; the first of them ends the block at once.
+        pending_signals: Signals that arrived before; the first of them ends the block at once.
     """
 
     def interrupt(number: int, _frame: FrameType | None = None) -> None:
         raise error_of(number)
 
     with handling_signals(interrupt):
-        if asked:
-            interrupt(asked[0])
+        if pending_signals:
+            interrupt(pending_signals[0])
         yield
 
 
@@ -124,15 +124,17 @@ class Stopper:
     """Turns signals to this process into an orderly end of the run.
 
     Args:
-        ask: Asks all ranks to save and leave.
+        request_stop: Requests all ranks to save and exit.
         kill: Kills all processes of the run.
         grace_s: Time between the two, in seconds.
     """
 
-    def __init__(self, ask: Callable[[], object], kill: Callable[[], object], grace_s: float) -> None:
+    def __init__(
+        self, request_stop: Callable[[], object], kill: Callable[[], object], grace_s: float
+    ) -> None:
         self.received: int | None = None
         """The first signal; None: none came."""
-        self._ask = ask
+        self._request_stop = request_stop
         self._kill = kill
         self._grace_s = grace_s
         self._deadline_s = float("inf")
@@ -179,7 +181,7 @@ class Stopper:
                 self._kill()
             else:
                 # Again and again: a rank that has just been started does not listen yet.
-                self._ask()
+                self._request_stop()
             self._wake.wait(min(RETRY_INTERVAL_S, max(0.05, self._deadline_s - monotonic())))
 
 
@@ -202,7 +204,7 @@ class RunControl:
         self._hosts = hosts
         self._state = state
         self._guard = guard
-        self.stopper = Stopper(self._ask, self._kill, grace_s)
+        self.stopper = Stopper(self._request_stop, self._kill, grace_s)
         self.lost: tuple[str, str] | None = None
         self.frozen: list[Frozen] = []
 
@@ -211,7 +213,7 @@ class RunControl:
         """Whether the ranks were ended for a reason that is known."""
         return self.lost is not None or bool(self.frozen)
 
-    def lose(self, host: str, why: str) -> None:
+    def abort_lost_host(self, host: str, why: str) -> None:
         """End the ranks because a host has stopped answering; from any thread."""
         self.lost = self.lost or (host, why)
         self.stopper.stop()
@@ -221,7 +223,7 @@ class RunControl:
         self.frozen.extend(ranks)
         self.stopper.stop()
 
-    def _ask(self) -> None:
+    def _request_stop(self) -> None:
         self._state.write("leaving", message=LEAVING)
         self._hosts.signal_ranks(PREEMPTION_SIGNAL)
 

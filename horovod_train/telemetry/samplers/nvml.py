@@ -60,21 +60,21 @@ class GpuSampler:
             return None
         self._read_s = now_s
         nvml, gpu = self._nvml, self._handle
-        memory = self._told(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
+        memory = self._read_or_none(lambda: nvml.nvmlDeviceGetMemoryInfo(gpu))
         return GpuRecord(
-            utilization=self._told(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
+            utilization=self._read_or_none(lambda: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100),
             memory_used_bytes=None if memory is None else int(memory.used),
             memory_total_bytes=None if memory is None else int(memory.total),
-            power_w=self._told(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
-            temperature_c=self._told(
+            power_w=self._read_or_none(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+            temperature_c=self._read_or_none(
                 lambda: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU))
             ),
-            clock_hz=self._told(lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6),
-            throttled=self._told(self._throttled),
+            clock_hz=self._read_or_none(lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM) * 1e6),
+            throttled=self._read_or_none(self._throttled),
             ecc_errors=self._new_ecc_errors(),
         )
 
-    def _told(self, read: Callable[[], Value]) -> Value | None:
+    def _read_or_none(self, read: Callable[[], Value]) -> Value | None:
         """Return a value, or None where the GPU does not tell it."""
         with suppress(self._nvml.NVMLError):
             return read()
@@ -93,7 +93,7 @@ class GpuSampler:
             "uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
         }
         found = {
-            kind: self._told(
+            kind: self._read_or_none(
                 lambda number=number: int(  # type: ignore[misc]
                     nvml.nvmlDeviceGetTotalEccErrors(self._handle, number, nvml.NVML_VOLATILE_ECC)
                 )

@@ -32,7 +32,7 @@ class HookParts:
         recorder: Of this rank's metrics.
         reporter: Tells people.
         exchange: What ranks tell each other now and then.
-        is_asked_to_leave: Whether this rank was asked to.
+        is_preempted: Whether this rank was preempted.
         report_interval_s: Time between two reports of progress, in seconds.
         at_end: What is done when the rank ends, however it does.
     """

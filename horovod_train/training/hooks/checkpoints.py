@@ -44,6 +44,6 @@ class SaveCheckpoints(Hook):
 
 def save(run: Run, manager: CheckpointManager, framework: Framework, *, wait: bool = False) -> None:
     """Save now; with ``wait`` it is on disk afterwards. All steps have turned out to be usable."""
-    run.tell_all()
+    run.deliver_all()
     rng = dump_state(*framework.rng_state())
     save_checkpoint(manager, run.world, run.replica, run.progress, rng, wait=wait)

@@ -59,21 +59,21 @@ class PreemptionAgreement:
 
     Args:
         world: The ranks.
-        is_asked: Whether this rank was asked to leave.
+        is_preempted: Whether this rank was asked to leave.
         exchange: Tells all ranks; None: one of its own.
     """
 
     def __init__(
         self,
         world: Communicator,
-        is_asked: Callable[[], bool],
+        is_preempted: Callable[[], bool],
         exchange: RegularExchange | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._world = world
-        self._is_preempted = is_asked
+        self._is_preempted = is_preempted
         self._exchange = exchange or RegularExchange(world, clock)
-        self._exchange.speakers.append(self)
+        self._exchange.contributions.append(self)
         self._is_reached = False
 
     @property
@@ -90,11 +90,11 @@ class PreemptionAgreement:
         self._exchange.after_step()
         return self._is_reached or (self._world.size == 1 and self._is_preempted())
 
-    def say(self) -> bytes:
+    def payload(self) -> bytes:
         """Return this rank's flag."""
         return bytes([self._is_preempted()])
 
-    def hear(self, of_ranks: Sequence[bytes]) -> None:
+    def on_gathered(self, of_ranks: Sequence[bytes]) -> None:
         """Note whether any rank was asked."""
         self._is_reached = any(flag == b"\1" for flag in of_ranks)
 

@@ -29,7 +29,7 @@ class ReportProgress(Hook):
         self._samples = 0
         self._num_steps = 0
         self._num_not_used = 0
-        self._untold: tuple[float, StepReport] | None = None
+        self._unreported: tuple[float, StepReport] | None = None
 
     @classmethod
     def of(cls, parts: HookParts) -> ReportProgress:
@@ -47,15 +47,15 @@ class ReportProgress(Hook):
         if not report.outcome.is_finite:
             self._report_unused(run, report)
         now_s = monotonic()
-        self._untold = now_s, report
+        self._unreported = now_s, report
         if now_s >= self._next and run.world.rank == 0:
             self._next = now_s + self._interval_s
-            self._tell(run, now_s, report)
+            self._report(run, now_s, report)
 
     def on_end(self, run: Run) -> None:
         """Report the last step, however long ago the one before it was told."""
-        if self._untold is not None and run.world.rank == 0:
-            self._tell(run, *self._untold)
+        if self._unreported is not None and run.world.rank == 0:
+            self._report(run, *self._unreported)
 
     def _report_unused(self, run: Run, report: StepReport) -> None:
         """Tell, of the first such steps, that one was left out: rank 0, and the rank whose loss it was."""
@@ -70,8 +70,8 @@ class ReportProgress(Hook):
             what = f"the loss is {loss:g}, this rank's part of it {local_loss:g}"
         self._reporter.report(Notice(text=f"step {report.step} was not used: {what}"))
 
-    def _tell(self, run: Run, now_s: float, report: StepReport) -> None:
-        self._untold = None
+    def _report(self, run: Run, now_s: float, report: StepReport) -> None:
+        self._unreported = None
         self._recent.append((now_s, self._samples))
         while len(self._recent) > 2 and now_s - self._recent[0][0] > self.WINDOW_S:
             self._recent.popleft()

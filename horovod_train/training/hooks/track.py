@@ -30,19 +30,19 @@ class TrackerThread:
     Args:
         name: Its name, for messages.
         tracker: Who is told.
-        say: Gets what a person should know.
+        print_notice: Prints a line for the user.
     """
 
-    def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, tracker: Tracker, print_notice: Callable[[str], None]) -> None:
         self.tracker = tracker
         self._name = name
-        self._say = say
+        self._print_notice = print_notice
         self._num_dropped = 0
         self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, daemon=True)
         self._thread.start()
 
-    def tell(self, call: Callable[[], None]) -> None:
+    def enqueue(self, call: Callable[[], None]) -> None:
         """Have the tracker called; returns at once."""
         if self._waiting.qsize() >= MAX_WAITING:
             self._num_dropped += 1
@@ -57,11 +57,11 @@ class TrackerThread:
             num_waiting = self._waiting.qsize()  # the last one is the end
             self._num_dropped += max(0, num_waiting - 1)
             if not num_waiting:
-                self._say(
+                self._print_notice(
                     f"tracker {self._name} has not closed after {CLOSE_S:g} s: what it did not store is lost"
                 )
         if self._num_dropped:
-            self._say(f"tracker {self._name} is too slow: it was not told {self._num_dropped} time(s)")
+            self._print_notice(f"tracker {self._name} is too slow: {self._num_dropped} call(s) were dropped")
 
     def _work(self) -> None:
         try:
@@ -69,7 +69,7 @@ class TrackerThread:
                 call()
             self.tracker.end()
         except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever it is, training goes on)
-            self._say(f"tracker {self._name} is left out from now on: {type(error).__name__}: {error}")
+            self._print_notice(f"tracker {self._name} is disabled: {type(error).__name__}: {error}")
             self._forget_all()
 
     def _forget_all(self) -> None:
@@ -99,11 +99,11 @@ class Track(Hook):
         Raises:
             UserError: A tracker cannot be made.
         """
-        job, say = parts.job, partial(report_notice, parts.reporter)
+        job, print_notice = parts.job, partial(report_notice, parts.reporter)
         if parts.world.rank != 0 or not job.metrics.trackers:
             return None
         made = [(section, make_tracker(section)) for section in job.metrics.trackers]
-        threads = [(section, TrackerThread(section.name, tracker, say)) for section, tracker in made]
+        threads = [(section, TrackerThread(section.name, tracker, print_notice)) for section, tracker in made]
         for _, thread in threads:
             parts.at_end.callback(thread.close)
         tracked = partial(
@@ -119,7 +119,7 @@ class Track(Hook):
         """Tell where it begins."""
         tracked = self._run(run.progress.step)
         for _, thread in self._trackers:
-            thread.tell(partial(thread.tracker.start, tracked))
+            thread.enqueue(partial(thread.tracker.start, tracked))
 
     def on_reading(self, run: Run, report: StepReport) -> None:
         """Tell what a step did, as often as wanted."""
@@ -129,7 +129,7 @@ class Track(Hook):
             values["grad_norm"] = outcome.grad_norm
         for section, thread in self._trackers:
             if report.step % section.every_steps == 0:
-                thread.tell(partial(thread.tracker.log, report.step, report.epochs_passed, values))
+                thread.enqueue(partial(thread.tracker.log, report.step, report.epochs_passed, values))
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
         """Tell what an evaluation has found."""
@@ -138,7 +138,7 @@ class Track(Hook):
         progress = run.progress
         values = {f"eval/{name}": value for name, value in progress.metrics.items()}
         for _, thread in self._trackers:
-            thread.tell(partial(thread.tracker.log, progress.step, progress.epochs_passed, values))
+            thread.enqueue(partial(thread.tracker.log, progress.step, progress.epochs_passed, values))
 
 
 def make_tracker(section: Tracking) -> Tracker:

@@ -45,7 +45,7 @@ class AttributeWaiting(Hook):
         self._recorder = recorder
         self._reporter = reporter
         self._first_step = 0
-        self._waits_s: list[float] = []
+        self._wait_times_s: list[float] = []
         self._sums = np.zeros(3 + len(PHASES))
         self._interval_s = max(MIN_REPORT_S, REPORT_S_PER_RANK * num_ranks)
         self._reported_s = monotonic()
@@ -58,7 +58,7 @@ class AttributeWaiting(Hook):
         if not parts.job.metrics.enabled:
             return None
         hook = cls(parts.world.size, parts.world.rank, parts.recorder, parts.reporter)
-        parts.exchange.speakers.append(hook)
+        parts.exchange.contributions.append(hook)
         return hook
 
     def on_reading(self, run: Run, report: StepReport) -> None:
@@ -73,38 +73,42 @@ class AttributeWaiting(Hook):
             if phase in phases:
                 sums[place] += phases[phase]
         wait_s = phases.get(WAIT_PHASE)
-        if report.step != self._first_step + len(self._waits_s) or wait_s is None:
+        if report.step != self._first_step + len(self._wait_times_s) or wait_s is None:
             # The first step of all, or training has gone back.
-            self._first_step, self._waits_s = report.step, []
+            self._first_step, self._wait_times_s = report.step, []
         if wait_s is not None:
-            self._waits_s.append(wait_s)
+            self._wait_times_s.append(wait_s)
 
-    def say(self) -> bytes:
+    def payload(self) -> bytes:
         """Return the sums since the last exchange, and the waits of steps."""
-        waits = np.array(self._waits_s, np.float32).tobytes()
-        said = _SUMS.pack(*self._sums) + _FIRST.pack(self._first_step) + waits
+        wait_times = np.array(self._wait_times_s, np.float32).tobytes()
+        header = _SUMS.pack(*self._sums) + _FIRST.pack(self._first_step) + wait_times
         self._sums[:] = 0
-        return said
+        return header
 
-    def hear(self, of_ranks: Sequence[bytes]) -> None:
+    def on_gathered(self, of_ranks: Sequence[bytes]) -> None:
         """Share out the waiting of the steps that all ranks know of."""
         if self._rank == 0:
             for rank, message in enumerate(of_ranks):
                 self._of_ranks[rank, :-2] += _SUMS.unpack_from(message)
         firsts = [_FIRST.unpack_from(message, _SUMS.size)[0] for message in of_ranks]
-        waits = [np.frombuffer(message, np.float32, offset=_SUMS.size + _FIRST.size) for message in of_ranks]
+        wait_times = [
+            np.frombuffer(message, np.float32, offset=_SUMS.size + _FIRST.size) for message in of_ranks
+        ]
         begin = max(firsts)
-        end = min(first + len(each) for first, each in zip(firsts, waits, strict=True))
+        end = min(first + len(each) for first, each in zip(firsts, wait_times, strict=True))
         if end > begin:
-            known = [each[begin - first : end - first] for first, each in zip(firsts, waits, strict=True)]
+            known = [
+                each[begin - first : end - first] for first, each in zip(firsts, wait_times, strict=True)
+            ]
             self._share_out(np.stack(known, axis=1).astype(np.float64))
-            self._waits_s = self._waits_s[end - self._first_step :]
+            self._wait_times_s = self._wait_times_s[end - self._first_step :]
             self._first_step = end
         if self._rank == 0 and monotonic() - self._reported_s >= self._interval_s:
             self._report()
 
-    def _share_out(self, waits_s: npt.NDArray[np.float64]) -> None:
-        waiting, waited_for, communication = share_out(waits_s)
+    def _share_out(self, wait_times_s: npt.NDArray[np.float64]) -> None:
+        waiting, waited_for, communication = share_out(wait_times_s)
         self._recorder.record(
             WaitRecord(
                 waiting_s=float(waiting[self._rank]),

@@ -29,7 +29,7 @@ Function = Callable[[Any, Any], Any]
 """A task's ``loss`` or ``metrics``: takes a model and a batch."""
 
 
-class _Asked(BaseException):  # no Exception: a task may catch those
+class _ModelCalled(BaseException):  # no Exception: a task may catch those
     """The model was called."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
@@ -73,12 +73,12 @@ def inputs_of_call(function: Function, model: torch.nn.Module, batch: Any, seed:
     signature = inspect.signature(model.forward)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        raise _Asked(dict(signature.bind(*args, **kwargs).arguments))
+        raise _ModelCalled(dict(signature.bind(*args, **kwargs).arguments))
 
     try:
         with seeded(seed):
             function(_StandIn(model, call), batch)
-    except _Asked as asked:
+    except _ModelCalled as asked:
         many = [name for name in asked.inputs if signature.parameters[name].kind.name.startswith("VAR_")]
         if many:
             raise UserError(

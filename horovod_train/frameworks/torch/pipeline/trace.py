@@ -192,9 +192,9 @@ def _join_modes(model: torch.nn.Module, training: fx.Graph, evaluation: fx.Graph
         same = same and all(mode or one == other for mode, (one, other) in zip(is_mode, pairs, strict=True))
         if same and any(is_mode):
             with training.inserting_before(own):
-                asked = training.get_attr("training")
-            asked.meta[VALUE] = True
-            own.args, own.kwargs = _replaced((own.args, own.kwargs), is_mode, asked)
+                flag = training.get_attr("training")
+            flag.meta[VALUE] = True
+            own.args, own.kwargs = _replaced((own.args, own.kwargs), is_mode, flag)
     if not same:
         raise UserError(
             f"strategy pipeline: {type(model).__name__} calls other modules in training than in evaluation",

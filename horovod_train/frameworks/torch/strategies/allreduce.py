@@ -40,9 +40,9 @@ from horovod_train.frameworks.torch.gradient_buckets import (
     Slot,
     aligned,
     as_reals,
-    gradient_arrived_twice,
-    here,
+    gradient_reduced_already,
     make_buckets,
+    to_local,
 )
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import Named, Optimized, OptimizedParameters, check_same_trained
@@ -133,7 +133,7 @@ class AllreduceStrategy(Strategy):
         self._removers: list[RemovableHandle] = []
         self._is_packed: list[bool] = []
         self.layout = -1
-        self._has_told = False
+        self._has_reported = False
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take up what is trained."""
@@ -157,7 +157,9 @@ class AllreduceStrategy(Strategy):
         is_changed = self._trains_others_than_before()
         if is_changed:
             not_sent = self._not_sent(self.buckets)
-            self._kept_back.store_residual({n: p for n, p in not_sent.items() if not self._named[n].requires_grad})
+            self._kept_back.store_residual(
+                {n: p for n, p in not_sent.items() if not self._named[n].requires_grad}
+            )
         has_residual = self._codec.has_memory  # of what is not used now, something may have been kept
         has_gradient = [
             packed or parameter.grad is not None or (has_residual and parameter.requires_grad)
@@ -335,7 +337,7 @@ class AllreduceStrategy(Strategy):
                 return  # a function of one's own may have no gradient for a parameter that it uses
             self.refuse_in_loss()
             if self._is_packed[slot.index]:
-                raise gradient_arrived_twice()
+                raise gradient_reduced_already()
             self._pack(slot)
             self._is_packed[slot.index] = True
             slot.parameter.grad = None
@@ -352,7 +354,7 @@ class AllreduceStrategy(Strategy):
             gradient = aligned(slot.parameter, gradient)
         if gradient is None:
             slot.packed.zero_()
-        elif gradient.is_sparse or here(gradient).data_ptr() != slot.packed.data_ptr():
+        elif gradient.is_sparse or to_local(gradient).data_ptr() != slot.packed.data_ptr():
             slot.packed.copy_(as_reals(gradient))
 
     def _send(self, number: int) -> None:
@@ -377,8 +379,8 @@ class AllreduceStrategy(Strategy):
         self._is_packed = [False] * len(self._trained)
 
     def _used_anywhere(self, flags: torch.Tensor) -> list[bool]:
-        if self.reads_later and not self._has_told:
-            self._has_told = True
+        if self.reads_later and not self._has_reported:
+            self._has_reported = True
             log.warning(
                 "rank %d has parameters without a gradient: it waits for the GPU in each such step, to learn "
                 "whether other ranks have one",

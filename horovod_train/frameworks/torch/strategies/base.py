@@ -20,7 +20,7 @@ and one row in the table. The replica calls it in this order:
         or, of one that updates itself, update: in place of these three and of the optimizer
       after_update the optimizer has made its step, or has left it out
     between steps
-      held, optimized, saved_optimizer: what this rank has of what all share, for a checkpoint
+      local_tensors, optimized, saved_optimizer: what this rank has of what all share, for a checkpoint
       load_optimizer: takes over an optimizer's state, when weights were
       state, load_state: what this rank alone has, for a checkpoint and from one
     close        where the model is used further in this process, by Lightning
@@ -43,8 +43,8 @@ from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import STRATEGY_SUPPORT
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.gradient_buckets import here
-from horovod_train.frameworks.torch.held import LocalTensor, Optimized, whole_model, whole_parameters
+from horovod_train.frameworks.torch.gradient_buckets import to_local
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized, whole_model, whole_parameters
 from horovod_train.frameworks.torch.norm import total_norm
 from horovod_train.frameworks.torch.task import TorchTask
 from horovod_train.frameworks.torch.trained import OptimizedParameters
@@ -194,7 +194,7 @@ class Strategy:
         """Return the optimizer whose state belongs into a checkpoint; ``optimized`` are its parameters."""
         return self._optimizer
 
-    def held(self) -> Mapping[str, LocalTensor]:
+    def local_tensors(self) -> Mapping[str, LocalTensor]:
         """Return what this rank has of the whole model's weights and buffers, by their names in it."""
         return whole_model(self._model)
 
@@ -302,7 +302,11 @@ class Strategy:
         """
         parameters = (p for group in self._optimizer.param_groups for p in group["params"])
         for parameter, each in zip(parameters, self.optimized(), strict=True):
-            yield str(each.name), each.held.part, None if parameter.grad is None else here(parameter.grad)
+            yield (
+                str(each.name),
+                each.local.part,
+                None if parameter.grad is None else to_local(parameter.grad),
+            )
 
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient, shape []."""

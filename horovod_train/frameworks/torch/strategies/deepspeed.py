@@ -32,7 +32,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.deepspeed_state import FlatState
 from horovod_train.frameworks.torch.elementwise import check_elementwise
-from horovod_train.frameworks.torch.held import LocalTensor, Optimized
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized
 from horovod_train.frameworks.torch.optimizer import twin_of
 from horovod_train.frameworks.torch.process_group import agree_on_paths
 from horovod_train.frameworks.torch.strategies.base import Placing
@@ -313,9 +313,9 @@ class DeepSpeed(TorchDistributed):
         """Return an optimizer over this rank's parts of the weights."""
         return self._flat.optimizer()
 
-    def held(self) -> Mapping[str, LocalTensor]:
+    def local_tensors(self) -> Mapping[str, LocalTensor]:
         """Return what this rank has of the whole model's weights and buffers."""
-        return self._flat.held()
+        return self._flat.local_tensors()
 
     def optimized(self) -> Sequence[Optimized]:
         """Return this rank's parts of the optimizer's parameters, in its order."""

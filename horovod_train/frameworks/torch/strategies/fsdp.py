@@ -32,16 +32,16 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.empty_model import load_initial
 from horovod_train.frameworks.torch.exchange import Exchange
-from horovod_train.frameworks.torch.gradient_buckets import here
-from horovod_train.frameworks.torch.held import LocalTensor, Optimized
+from horovod_train.frameworks.torch.gradient_buckets import to_local
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized
 from horovod_train.frameworks.torch.path_agreement import PathAgreement
 from horovod_train.frameworks.torch.process_group import agree_on_paths, set_timeout
 from horovod_train.frameworks.torch.shards import (
     give_memory,
     local_tensors_of_model,
-    optimized_parameters,
     made_whole,
     num_copies,
+    optimized_parameters,
     squares_of,
     take_no_two_kinds_at_once,
 )
@@ -214,7 +214,7 @@ class Fsdp(TorchDistributed):
         take_no_two_kinds_at_once(optimizer)
         self._bytes_once = sum(p.numel() * p.element_size() for p in model.parameters())
 
-    def held(self) -> Mapping[str, LocalTensor]:
+    def local_tensors(self) -> Mapping[str, LocalTensor]:
         """Return what this rank has of the whole model's weights and buffers."""
         self._reshard_all()
         return local_tensors_of_model(self._model)
@@ -278,7 +278,7 @@ class Fsdp(TorchDistributed):
 
     def gradients(self) -> list[torch.Tensor]:
         """Return what is here of the gradients."""
-        return [here(gradient) for gradient in super().gradients()]
+        return [to_local(gradient) for gradient in super().gradients()]
 
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient: each part counts once."""

@@ -75,6 +75,6 @@ class ShardedLayers(Fsdp):
         )
         for name in (*names, "tensor"):
             set_timeout(whole.get_group(name), self._job.health)
-        there = placing(model) if placing.weights is None else model  # weights have no memory yet
-        share_layers(there, whole["tensor"], modules_of_plan(model, self._plan or plan_of(model)))
+        placed = placing(model) if placing.weights is None else model  # weights have no memory yet
+        share_layers(placed, whole["tensor"], modules_of_plan(model, self._plan or plan_of(model)))
         return whole[names]

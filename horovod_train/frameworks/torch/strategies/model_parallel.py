@@ -9,11 +9,11 @@ import torch
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.gradient_buckets import here
-from horovod_train.frameworks.torch.held import Optimized
+from horovod_train.frameworks.torch.gradient_buckets import to_local
+from horovod_train.frameworks.torch.local_tensors import Optimized
 from horovod_train.frameworks.torch.shards import (
-    optimized_parameters,
     num_copies,
+    optimized_parameters,
     squares_of,
     take_no_two_kinds_at_once,
 )
@@ -66,7 +66,7 @@ class ModelParallel(Strategy):
 
     def gradients(self) -> list[torch.Tensor]:
         """Return what is here of the gradients."""
-        return [here(gradient) for gradient in self._data.gradients()]
+        return [to_local(gradient) for gradient in self._data.gradients()]
 
     def norm(self) -> torch.Tensor:
         """Return the L2 norm of the whole gradient: each part counts once."""

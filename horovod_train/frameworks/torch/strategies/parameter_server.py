@@ -29,7 +29,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import NumericError, UserError
 from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.held import LocalTensor, Optimized, whole_parameters
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized, whole_parameters
 from horovod_train.frameworks.torch.parameter_server import Layout, Line, Server, shared_out
 from horovod_train.frameworks.torch.strategies.base import Strategy, log
 from horovod_train.frameworks.torch.trained import OptimizedParameters

@@ -27,14 +27,14 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.elementwise import check_separable
-from horovod_train.frameworks.torch.gradient_buckets import here
-from horovod_train.frameworks.torch.held import LocalTensor, whole_parameters
+from horovod_train.frameworks.torch.gradient_buckets import to_local
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, whole_parameters
 from horovod_train.frameworks.torch.pipeline.cut import cut_model
 from horovod_train.frameworks.torch.pipeline.messages import Messages
 from horovod_train.frameworks.torch.pipeline.orders import Pass, order_of
 from horovod_train.frameworks.torch.pipeline.passes import PipelinePasses, Place
 from horovod_train.frameworks.torch.pipeline.stages import Balance, Stage
-from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, inputs_of_call, drawing_by_stage
+from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, drawing_by_stage, inputs_of_call
 from horovod_train.frameworks.torch.process_group import new_group, set_timeout, start_process_group
 from horovod_train.frameworks.torch.shards import (
     local_tensor_of,
@@ -222,7 +222,7 @@ class Pipeline(ModelParallel):
         super().bind(model, optimizer)
         self._required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
-    def held(self) -> Mapping[str, LocalTensor]:
+    def local_tensors(self) -> Mapping[str, LocalTensor]:
         """Return what this rank has of the whole model's weights and buffers."""
         found = self._model.state_dict().items()
         return {name: local_tensor_of(tensor) for name, tensor in found if name in self._owns}
@@ -236,13 +236,13 @@ class Pipeline(ModelParallel):
     @contextmanager
     def drawing_alike(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
         """Yield a step with which the plain model draws the random numbers of the stages."""
-        told = torch.tensor(draw_seed())  # the first rank draws the same again, when the step is made
+        message = torch.tensor(draw_seed())  # the first rank draws the same again, when the step is made
         if self._axes.pipeline > 1:
-            dist.broadcast(told, self._place.ranks[0], group=self._place.groups["activations"])
+            dist.broadcast(message, self._place.ranks[0], group=self._place.groups["activations"])
 
         def batches(begin: Callable[[int], None]) -> Iterator[Any]:
             for at, (_, batch) in enumerate(step):
-                begin(int(told) + at)
+                begin(int(message) + at)
                 yield batch
 
         with drawing_by_stage(model, self._firsts) as begin:
@@ -330,19 +330,20 @@ class Pipeline(ModelParallel):
 
         The first rank numbers kinds of micro-batches as they come, and draws a seed. It tells both.
         """
-        told = torch.zeros(2, dtype=torch.int64)
+        message = torch.zeros(2, dtype=torch.int64)
         inputs: list[dict[str, Any]] = []
         if self._place.rank == 0:
             seed = draw_seed()
             with loop.autocast():
                 inputs = [
-                    inputs_of_call(function, self._model, batch, seed + at) for at, batch in enumerate(batches)
+                    inputs_of_call(function, self._model, batch, seed + at)
+                    for at, batch in enumerate(batches)
                 ]
             kind = (torch.is_grad_enabled(), num_micro_batches, str(tree_map(_shape, inputs)))
-            told = torch.tensor([self._signatures.setdefault(kind, len(self._signatures)), seed])
+            message = torch.tensor([self._signatures.setdefault(kind, len(self._signatures)), seed])
         if self._axes.pipeline > 1:
-            dist.broadcast(told, self._place.ranks[0], group=self._place.groups["activations"])
-        number, seed = told.tolist()
+            dist.broadcast(message, self._place.ranks[0], group=self._place.groups["activations"])
+        number, seed = message.tolist()
         self._messages.begin(number)
 
         def made_of(at: int, output: Any) -> Any:
@@ -368,11 +369,11 @@ class Pipeline(ModelParallel):
             parameter = self._model.get_parameter(tied.name)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(here(parameter.grad), group=tied.group)
+            dist.all_reduce(to_local(parameter.grad), group=tied.group)
         # Ranks with the last stage have it; all are told by the first of them.
         has_it = self._axes.place(self._world.rank) == (0, self._axes.pipeline - 1, 0)
-        told = (loss if has_it else torch.zeros_like(loss)).reshape(1)
-        return self._world.wait(self._world.start_allreduce(told, "horovod_train.loss"))[0]
+        message = (loss if has_it else torch.zeros_like(loss)).reshape(1)
+        return self._world.wait(self._world.start_allreduce(message, "horovod_train.loss"))[0]
 
     def _num_copies(self, parameter: torch.nn.Parameter) -> int:
         """Return on how many ranks the same of a parameter lies; several stages may use it."""

@@ -26,7 +26,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
-from horovod_train.frameworks.torch.held import LocalTensor
+from horovod_train.frameworks.torch.local_tensors import LocalTensor
 from horovod_train.frameworks.torch.model_check import refuse_hooks_of_parameters
 from horovod_train.frameworks.torch.process_group import set_timeout, start_process_group
 from horovod_train.frameworks.torch.shards import (
@@ -111,7 +111,7 @@ class TensorParallel(ModelParallel):
         set_timeout(mesh.get_group("tensor"), self._job.health)
         return mesh["tensor"]
 
-    def held(self) -> Mapping[str, LocalTensor]:
+    def local_tensors(self) -> Mapping[str, LocalTensor]:
         """Return what this rank has of the whole model's weights and buffers."""
         return local_tensors_of_model(self._model)
 

@@ -33,8 +33,14 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import with_tensors
 from horovod_train.frameworks.torch.elementwise import check_elementwise, move_state
-from horovod_train.frameworks.torch.gradient_buckets import Bucket, Slot, as_reals, gradient_arrived_twice, make_buckets
-from horovod_train.frameworks.torch.held import LocalTensor, Optimized
+from horovod_train.frameworks.torch.gradient_buckets import (
+    Bucket,
+    Slot,
+    as_reals,
+    gradient_reduced_already,
+    make_buckets,
+)
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized
 from horovod_train.frameworks.torch.norm import total_norm
 from horovod_train.frameworks.torch.scattered import Scattered, ScatteredMessage
 from horovod_train.frameworks.torch.strategies.base import Strategy
@@ -162,7 +168,9 @@ class Zero(Strategy):
 
     def _as_optimized(self, piece: Piece) -> Optimized:
         whole = tuple(piece.slot.parameter.shape)
-        return Optimized(self._names[piece.slot.index], LocalTensor(piece.weight, Part(whole, (piece.start,))))
+        return Optimized(
+            self._names[piece.slot.index], LocalTensor(piece.weight, Part(whole, (piece.start,)))
+        )
 
     # -- one step
 
@@ -210,7 +218,7 @@ class Zero(Strategy):
                 return
             self.refuse_in_loss()
             if self._is_packed[slot.index]:
-                raise gradient_arrived_twice()
+                raise gradient_reduced_already()
             self._pack(number, slot)
             if self._buckets[number].num_missing == 0:
                 self._send(number)

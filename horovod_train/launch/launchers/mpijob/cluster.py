@@ -223,8 +223,8 @@ class Cluster:
             "kind": "SelfSubjectAccessReview",
             "spec": {"resourceAttributes": {**attributes, **({"subresource": part} if part else {})}},
         }
-        ask = partial(self._authorization.create_self_subject_access_review, review)
-        return bool(self._call("permissions", self._patiently(ask)).status.allowed)
+        request = partial(self._authorization.create_self_subject_access_review, review)
+        return bool(self._call("permissions", self._patiently(request)).status.allowed)
 
     def read(self, kind: str, name: str) -> Manifest | None:
         """Return an object of this namespace; None: there is none of this name.
@@ -240,12 +240,12 @@ class Cluster:
             group, version, plural = CUSTOM[kind]
             where = (group, version, self.namespace, plural, name)
             return self._found(name, partial(self._custom.get_namespaced_custom_object, *where))
-        ask = {
+        request = {
             "ConfigMap": self._core.read_namespaced_config_map,
             "PersistentVolumeClaim": self._core.read_namespaced_persistent_volume_claim,
             "Secret": self._core.read_namespaced_secret,
         }[kind]
-        return self._found(name, partial(ask, name, self.namespace))
+        return self._found(name, partial(request, name, self.namespace))
 
     def mpi_jobs(self, selector: str) -> list[Manifest]:
         """Return MPIJobs by a label selector.
@@ -253,8 +253,10 @@ class Cluster:
         Raises:
             LaunchError: We may not look.
         """
-        ask = partial(self._custom.list_namespaced_custom_object, GROUP, VERSION, self.namespace, PLURAL)
-        return list(self._call("MPIJobs", self._patiently(partial(ask, label_selector=selector)))["items"])
+        request = partial(self._custom.list_namespaced_custom_object, GROUP, VERSION, self.namespace, PLURAL)
+        return list(
+            self._call("MPIJobs", self._patiently(partial(request, label_selector=selector)))["items"]
+        )
 
     def preferred_version(self, group: str) -> str | None:
         """Return the version of a group of resources that the server prefers; None: it has none.
@@ -316,8 +318,8 @@ class Cluster:
         name, uid = text(mpi_job, "metadata", "name"), field(mpi_job, "metadata", "uid")
         created = datetime.fromisoformat(text(mpi_job, "metadata", "creationTimestamp", default=BEGINNING))
         pods = re.compile(rf"{re.escape(name)}-(worker-\d+|launcher(-\w+)?)")
-        ask = partial(self._core.list_namespaced_event, self.namespace)
-        found = self._call("events", self._patiently(ask))
+        request = partial(self._core.list_namespaced_event, self.namespace)
+        found = self._call("events", self._patiently(request))
         mine = []
         for event in found.items:
             who, when = event.involved_object, _time_of(event)
@@ -330,8 +332,8 @@ class Cluster:
 
     def pods(self, selector: str) -> list[Pod]:
         """Return pods by a label selector."""
-        ask = partial(self._core.list_namespaced_pod, self.namespace, label_selector=selector)
-        return [_pod_of(found) for found in self._call("pods", self._patiently(ask)).items]
+        request = partial(self._core.list_namespaced_pod, self.namespace, label_selector=selector)
+        return [_pod_of(found) for found in self._call("pods", self._patiently(request)).items]
 
     def log(self, pod: str, skip: int, *, follow: bool) -> Iterator[str]:
         """Yield the lines of a pod's log, with ``follow`` until the pod ends.
@@ -370,15 +372,15 @@ class Cluster:
         """Let go of connections."""
         self._api.close()
 
-    def _patiently(self, ask: Callable[..., Result]) -> Callable[[], Result]:
-        return partial(ask, _request_timeout=self._timeout_s)
+    def _patiently(self, request: Callable[..., Result]) -> Callable[[], Result]:
+        return partial(request, _request_timeout=self._timeout_s)
 
-    def _found(self, what: str, ask: Callable[..., object]) -> Manifest | None:
+    def _found(self, what: str, request: Callable[..., object]) -> Manifest | None:
         """Return what the server has, as plain data; None: it has no such thing."""
 
         def look() -> Manifest | None:
             try:
-                found: Manifest = self._api.sanitize_for_serialization(self._patiently(ask)())
+                found: Manifest = self._api.sanitize_for_serialization(self._patiently(request)())
             except self._api_error as error:
                 if error.status == 404:
                     return None

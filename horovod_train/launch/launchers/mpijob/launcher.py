@@ -136,7 +136,7 @@ class MpiJobLauncher(PolledLauncher):
 
         Following, also what the job waits for. A connection that breaks is made again.
         """
-        reader, told = _Reader(), ""
+        reader, last_message = _Reader(), ""
         known_s = monotonic()
         with closing(Cluster(_Place(job).namespace, API_TIMEOUT_S)) as cluster:
             while True:
@@ -150,8 +150,8 @@ class MpiJobLauncher(PolledLauncher):
                     continue
                 known_s = monotonic()
                 has_ended = not follow or status.has_ended
-                if status.message not in ("", told) and not has_ended:
-                    told = status.message
+                if status.message not in ("", last_message) and not has_ended:
+                    last_message = status.message
                     yield f"{status}"
                 for pod in pods:
                     try:

@@ -161,9 +161,11 @@ def _port_problems(path: str, ports: list[Mapping[str, object]]) -> Iterator[Pro
 
 def _resource_problems(path: str, resources: Mapping[str, object]) -> Iterator[Problem]:
     limits = section(resources, "limits")
-    for name, asked in section(resources, "requests").items():
-        if name in limits and amount(str(asked)) > amount(text(limits, name)):
-            yield Problem(f"{path}.requests.{name}", repr(asked), f"is more than its limit {limits[name]!r}")
+    for name, requested in section(resources, "requests").items():
+        if name in limits and amount(str(requested)) > amount(text(limits, name)):
+            yield Problem(
+                f"{path}.requests.{name}", repr(requested), f"is more than its limit {limits[name]!r}"
+            )
 
 
 def amount(quantity: str) -> float:
@@ -208,8 +210,8 @@ def silent_problems(manifest: Mapping[str, object]) -> Iterator[Problem]:
         )
     gang = section(spec, "runPolicy", "schedulingPolicy")
     workers = number(replicas, "Worker", "replicas", default=1)
-    waited_for = number(gang, "minAvailable", default=workers + 1)
-    if gang and creation == "WaitForWorkersReady" and waited_for > workers:
+    gang_size = number(gang, "minAvailable", default=workers + 1)
+    if gang and creation == "WaitForWorkersReady" and gang_size > workers:
         yield Problem(
             "spec.runPolicy.schedulingPolicy.minAvailable",
             text(gang, "minAvailable", default="unset"),

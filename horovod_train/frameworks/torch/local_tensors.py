@@ -58,11 +58,11 @@ class Optimized:
 
     Attributes:
         name: In the whole model; a number, if it is not of the model.
-        held: What is here.
+        local: This rank's part of it.
     """
 
     name: str | int
-    held: LocalTensor
+    local: LocalTensor
 
 
 def whole_model(model: torch.nn.Module) -> dict[str, LocalTensor]:
@@ -77,9 +77,9 @@ def whole_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     return [Optimized(names.get(id(p), number), LocalTensor(p)) for number, p in enumerate(parameters)]
 
 
-def model_blobs(held: Mapping[str, LocalTensor], cache: Cache) -> dict[str, ArrayBlob]:
+def model_blobs(local_tensors: Mapping[str, LocalTensor], cache: Cache) -> dict[str, ArrayBlob]:
     """Return weights and buffers as bytes."""
-    return {name: each.blob(cache, f"model.{name}") for name, each in held.items()}
+    return {name: each.blob(cache, f"model.{name}") for name, each in local_tensors.items()}
 
 
 def optimizer_blobs(
@@ -87,10 +87,12 @@ def optimizer_blobs(
 ) -> tuple[object, dict[str, ArrayBlob]]:
     """Return an optimizer's state by the names of parameters: a JSON tree and the arrays it refers to."""
     tree, arrays = _packed(optimizer, optimized, settings_only=settings_only)
-    return tree, {key: held.blob(cache, f"optimizer.{key}") for key, held in arrays.items()}
+    return tree, {key: local.blob(cache, f"optimizer.{key}") for key, local in arrays.items()}
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized]) -> dict[str, LocalTensor]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized]
+) -> dict[str, LocalTensor]:
     """Return the tensors of an optimizer's state, by the keys of the arrays of a checkpoint."""
     return _packed(optimizer, optimized, settings_only=False)[1]
 
@@ -106,22 +108,26 @@ def _packed(
 
 
 def _by_name(document: Mapping[str, Any], optimized: Sequence[Optimized]) -> object:
-    """Replace an optimizer's numbers of parameters by their names, and tensors by what is held of them."""
+    """Replace parameter numbers in an optimizer's state by names, and tensors by local tensors."""
     if not _has_numbers(document):
         return _map_leaves(document, LocalTensor)  # an optimizer with a way of its own
     state = {
-        optimized[number].name: _map_leaves(entry, partial(_leaf, parameter=optimized[number].held))
+        optimized[number].name: _map_leaves(entry, partial(_leaf, parameter=optimized[number].local))
         for number, entry in document["state"].items()
         if isinstance(number, int)
     }
     own = {
-        key: _map_leaves(entry, LocalTensor) for key, entry in document["state"].items() if not isinstance(key, int)
+        key: _map_leaves(entry, LocalTensor)
+        for key, entry in document["state"].items()
+        if not isinstance(key, int)
     }
     groups = [
         {**_map_leaves(group, LocalTensor), "params": [optimized[number].name for number in group["params"]]}
         for group in document["param_groups"]
     ]
-    rest = {key: _map_leaves(document[key], LocalTensor) for key in document.keys() - {"state", "param_groups"}}
+    rest = {
+        key: _map_leaves(document[key], LocalTensor) for key in document.keys() - {"state", "param_groups"}
+    }
     if own:
         rest[OWN] = own
     return {**rest, "state": state, "param_groups": groups}
@@ -133,10 +139,10 @@ def _has_numbers(document: Mapping[str, Any]) -> bool:
 
 
 def _leaf(leaf: torch.Tensor, parameter: LocalTensor) -> LocalTensor:
-    """Return what is held of a tensor of a parameter's state: as of the parameter where it has its shape."""
-    here: torch.Tensor = leaf.to_local() if hasattr(leaf, "to_local") else leaf
-    is_like = here.shape == parameter.tensor.shape
-    return LocalTensor(here, parameter.part if is_like else None)
+    """Return this rank's part of a state tensor; sharded as its parameter if it has the same shape."""
+    local: torch.Tensor = leaf.to_local() if hasattr(leaf, "to_local") else leaf
+    is_like = local.shape == parameter.tensor.shape
+    return LocalTensor(local, parameter.part if is_like else None)
 
 
 def _map_leaves(tree: Any, change: Callable[[torch.Tensor], object]) -> Any:
@@ -150,19 +156,19 @@ def _map_leaves(tree: Any, change: Callable[[torch.Tensor], object]) -> Any:
 
 
 @torch.no_grad()
-def load_model(held: Mapping[str, LocalTensor], arrays: Mapping[str, ArrayBlob]) -> None:
-    """Overwrite what is held of a model, one tensor at a time.
+def load_model(local_tensors: Mapping[str, LocalTensor], arrays: Mapping[str, ArrayBlob]) -> None:
+    """Overwrite the local tensors of a model, one at a time.
 
     Raises:
         ValueError: The arrays are of another model.
     """
-    _check_names(held, arrays)
-    for name, each in held.items():
+    _check_names(local_tensors, arrays)
+    for name, each in local_tensors.items():
         each.tensor.copy_(from_blob(_own(arrays, name, each)))
 
 
-def _check_names(held: Iterable[str], arrays: Iterable[str]) -> None:
-    missing = sorted(set(held) - set(arrays))
+def _check_names(local_tensors: Iterable[str], arrays: Iterable[str]) -> None:
+    missing = sorted(set(local_tensors) - set(arrays))
     if missing:
         raise ValueError(f"it has no {missing[0]!r}")
 
@@ -171,7 +177,7 @@ def _own(arrays: Mapping[str, ArrayBlob], name: str, wanted: LocalTensor) -> Arr
     """Return what is wanted of an array."""
     if isinstance(arrays, StoredArrays):
         return arrays.part(name, tuple(wanted.tensor.shape), wanted.part)
-    found = arrays[name]  # of a replica in this process: as it is held here
+    found = arrays[name]  # of a replica in this process: sharded in the same way
     if (found.shape, found.part) != (tuple(wanted.tensor.shape), wanted.part):
         raise ValueError(f"{name} has shape {list(found.shape)}, and {list(wanted.tensor.shape)} here")
     return found
@@ -216,7 +222,7 @@ def optimizer_document(
         raise ValueError(f"its optimizer trains {unknown[0]!r}")
     entries = {numbering[key] if by_number else key: entry for key, entry in _entries(tree["state"])}
     state = {
-        number: unpack_tree(entries[each.name], _Parts(arrays, each.held))
+        number: unpack_tree(entries[each.name], _Parts(arrays, each.local))
         for number, each in enumerate(optimized)
         if each.name in entries
     }
@@ -252,7 +258,7 @@ class _Whole(Mapping[str, Any]):
 
 
 class _Parts(_Whole):
-    """Arrays of a parameter's state as tensors: of those that have its shape, what is held of it."""
+    """Arrays of a parameter's state as tensors: this rank's part of those that have the parameter's shape."""
 
     def __init__(self, arrays: Mapping[str, ArrayBlob], parameter: LocalTensor) -> None:
         super().__init__(arrays)
