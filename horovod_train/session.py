@@ -39,8 +39,8 @@ from horovod_train.errors import PreemptedError, UserError
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.deferred import Outcome
 from horovod_train.frameworks.torch.framework import choose_device, seed_generators
-from horovod_train.frameworks.torch.late import Outcome
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.state import load_rng_state, rng_state
@@ -53,9 +53,9 @@ from horovod_train.telemetry.exporter import Exporter
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest
 from horovod_train.training.parts import changes_since, resume_from, save_checkpoint
+from horovod_train.training.pending_steps import PendingSteps, StepReport
 from horovod_train.training.plan import plan_epoch
 from horovod_train.training.progress import DataOrder, Progress
-from horovod_train.training.readings import Readings, StepReport
 from horovod_train.training.watch import StepRecords, StepWatch
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             for watch in self._watches.values() if kind is None else ():
-                watch.settle()
+                watch.flush()
         finally:
             self.close()
 
@@ -150,7 +150,7 @@ class Session:
             health=health,
         )
         guard = FiniteGuard(health, self.world, scaler_skips=precision == "fp16")
-        self._watches[replica] = StepWatch(replica, guard, Readings(replica.lag_steps))
+        self._watches[replica] = StepWatch(replica, guard, PendingSteps(replica.lag_steps))
         replica.broadcast()
         check_replicas_identical(self.world, replica.state(copy=False), "at the start")
         # From here on, what is random (dropout) is the rank's own.
@@ -198,7 +198,7 @@ class Session:
         Raises:
             NumericError: A step before was not finite: as ``Step.finish``.
         """
-        self._watches[replica].settle()
+        self._watches[replica].flush()
         replica.sync_buffers()
         reader = TorchReader(dataset, Data(), self._job.train.seed, Placement(self.device))
         mine = eval_micro_batches(len(reader), batch_size, self.rank, self.size)
@@ -247,7 +247,7 @@ class Session:
         """
         request = PreemptionRequest()
         request.listen()
-        return SessionPreemption(checkpoints, PreemptionAgreement(self.world, lambda: request.is_made))
+        return SessionPreemption(checkpoints, PreemptionAgreement(self.world, lambda: request.is_received))
 
     def leaving(self, *_: object) -> NoReturn:
         """Tell the name that this method has now."""
@@ -355,7 +355,7 @@ class ShardedLoader:
         )
         for step in planned:
             yield Step(step, replica, self.progress, self._watches[replica])
-        self._watches[replica].settle()
+        self._watches[replica].flush()
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,7 @@ class SessionCheckpoints:
         Raises:
             NumericError: A step before was not finite: as ``Step.finish``.
         """
-        self._watch.settle()
+        self._watch.flush()
         rng = dump_state(*rng_state())
         save_checkpoint(
             self._manager,
@@ -422,7 +422,7 @@ class SessionCheckpoints:
             lambda: seed_generators(seed, self._world.rank + 1, progress.step),
         )
         check_replicas_identical(self._world, self._replica.state(copy=False), "after the resume")
-        self._manager.note_resumed(resumed.name, changes)
+        self._manager.mark_resumed(resumed.name, changes)
         for change in changes if self._world.rank == 0 else ():
             log.warning("changed since %s: %s", resumed.name, change)
         return True

@@ -169,7 +169,7 @@ def num_dropped_bytes() -> int:
     return num_bytes
 
 
-def drop_what_cannot_be_shown() -> None:
+def ignore_unencodable_output() -> None:
     """Let this process's standard output and error never raise, at its end neither."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic, strftime
 
 from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.checkpoint.manager import Resumed as Checkpointed
+from horovod_train.checkpoint.manager import Resumed as CheckpointContent
 from horovod_train.checkpoint.write_report import WriteReport
 from horovod_train.children import end_children
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
@@ -42,20 +42,20 @@ from horovod_train.events.types import (
 )
 from horovod_train.events.wire import Reporter
 from horovod_train.files import make_folder
-from horovod_train.frameworks.base import Framework, KnowsItsDevice, Reader, Replica, explained_by
+from horovod_train.frameworks.base import Framework, HasDevice, Reader, Replica, explained_by
 from horovod_train.health.data_watch import DataWatch
 from horovod_train.health.device_watch import DeviceWatch
 from horovod_train.health.finite import FiniteGuard
-from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder, give_signs_of_life
+from horovod_train.health.heartbeat import JoinWatch, PeerWatch, heartbeat_dir, start_heartbeat
 from horovod_train.health.world_check import check_world
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import FRAMEWORKS, SCRIPT, check_task_exists
-from horovod_train.streams import drop_what_cannot_be_shown, leave_terminal_of_mpirun, num_dropped_bytes
+from horovod_train.streams import ignore_unencodable_output, leave_terminal_of_mpirun, num_dropped_bytes
 from horovod_train.telemetry.rank_metrics import (
-    compare_with_one_rank,
     open_recorder,
+    record_scaling_baseline,
     serve,
     watch_device,
     watch_exchanges,
@@ -63,7 +63,7 @@ from horovod_train.telemetry.rank_metrics import (
 )
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.bridge import LoopBridge
-from horovod_train.training.exchange import RegularExchange
+from horovod_train.training.exchange import PeriodicExchange
 from horovod_train.training.hooks.base import HookParts, make_hooks
 from horovod_train.training.hooks.preemption import PreemptionRequest
 from horovod_train.training.loop import train
@@ -71,7 +71,7 @@ from horovod_train.training.parts import changes_since, resume_from
 from horovod_train.training.progress import DataOrder, Progress
 from horovod_train.training.run import Run
 
-# Together under the 4 KiB that launchers pass on in one piece.
+# Together below 4 KiB: launchers may split longer lines.
 MAX_TRACEBACK_CHARS = 1800
 MAX_MESSAGE_CHARS = 1000
 MAX_CHANGES = 20
@@ -95,24 +95,23 @@ class WorkerOptions:
 def main(options: WorkerOptions) -> int:
     """Run this rank and return its exit code; never raises.
 
-    A failure is told once, by the rank it happened on. A rank that only notices that another one
-    is gone says so in one line and leaves.
+    The rank on which a failure occurred reports it. A rank that only lost a peer reports that in one line.
     """
     if options.as_events:
         leave_terminal_of_mpirun()
-    drop_what_cannot_be_shown()
+    ignore_unencodable_output()
     os.environ.update(from_slurm(os.environ))
-    guess = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
+    rank_hint = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     channel = channel_of(os.environ) if options.as_events else None
-    reporter = Reporter(guess, as_json=options.as_events, channel=channel)
+    reporter = Reporter(rank_hint, as_json=options.as_events, channel=channel)
     request = PreemptionRequest()
     request.listen()
     _log_to(reporter)
-    folder = beat_folder(os.environ)
+    folder = heartbeat_dir(os.environ)
     if folder is not None:
-        give_signs_of_life(folder, guess)
+        start_heartbeat(folder, rank_hint)
     try:
-        # What `run` resolved is final; the environment has had its say.
+        # `run` has applied the environment's overrides already.
         job = load_job(options.job_file, environ={} if options.as_events else None)
         check_task_exists(job.task)
         bind(job.launch.cpu_binding)
@@ -129,37 +128,36 @@ def main(options: WorkerOptions) -> int:
         return _report_failure(_explained_exit(left), reporter)
     except KeyboardInterrupt:
         return _report_failure(InterruptedByUserError("interrupted by SIGINT"), reporter)
-    except BaseException as error:  # noqa: BLE001  (whatever a task raises, it is told once and in one place)
+    except BaseException as error:  # noqa: BLE001  (a task may raise anything; it is reported here)
         return _report_failure(error, reporter)
     finally:
         end_children()
         if lost_bytes := num_dropped_bytes():
-            text = f"the last {lost_bytes:,} bytes of this rank's output are lost: nobody read them in time"
-            reporter.report(Notice(text=text))
+            reporter.report(Notice(text=f"the last {lost_bytes:,} bytes of this rank's output are lost"))
     return 0
 
 
 def run_rank(
     job: Job, options: WorkerOptions, request: PreemptionRequest, reporter: Reporter, stack: ExitStack
 ) -> None:
-    """Join the world, train, and tell how it went. What has to be closed goes onto the stack.
+    """Join the world, train, and report the result. The stack closes what was opened.
 
     Raises:
-        PreemptedError: The ranks were asked to leave, and have saved.
-        HorovodTrainError: Anything that this package knows to explain.
-        Exception: Anything that the user's task raises.
+        PreemptedError: The job was preempted, and has saved a checkpoint.
+        HorovodTrainError: A failure that this package explains.
+        Exception: Any exception of the user's task.
     """
-    # TensorFlow tells every process about its compiler flags.
+    # TensorFlow logs its compiler flags in each process.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     framework: Framework = FRAMEWORKS.load(job.framework)()
-    warn, end = watchers(reporter)
+    warn, end = watchdog_callbacks(reporter)
     with JoinWatch(job.health, warn, end):
         world = framework.connect(job)
     stack.callback(world.close)
     reporter.rank = world.rank
     environment = environment_fingerprint(job.task if ":" in job.task else None)
     check_world(job, world, environment)
-    if world.size > 1 and beat_folder(os.environ) is None:
+    if world.size > 1 and heartbeat_dir(os.environ) is None:
         stack.callback(PeerWatch(world, job.health, warn, end).close)
     run_id = broadcast_json(world, options.run_id or strftime("%Y%m%d-%H%M%S"))
     if world.rank == 0 and not options.as_events:
@@ -167,25 +165,25 @@ def run_rank(
     recorder = open_recorder(job, run_id, world)
     manager = open_checkpoints(job, world, environment, recorder, reporter, stack)
     addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
-    compare_with_one_rank(job, world, recorder)
+    record_scaling_baseline(job, world, recorder)
     watch_exchanges(recorder, world)
     watch_waiting(recorder, world)
 
     stack.enter_context(explained_by(framework, job, world.rank))
     mesh = Mesh.of(world, axes_of(job.strategy, world.size))
     run = make_run(job, mesh, *framework.prepare(job, mesh))
-    if isinstance(framework, KnowsItsDevice):
+    if isinstance(framework, HasDevice):
         watch_device(job, recorder, framework.gpu_uuid(), framework.device_memory)
     watch_this_rank(job, framework, world, warn, end, stack)
     run.replica.broadcast()
-    # What is random from here on (dropout) is each rank's own, and of those that share a model the same.
+    # Random numbers from here on (dropout) differ between ranks, but not within a model-parallel group.
     framework.seed(job.train.seed, mesh.data.rank + 1, 0)
     resume(run, manager, framework, reporter)
-    run.restore = lambda step: take_over(run, manager.at(step), framework)
+    run.restore = lambda step: restore_from(run, manager.at(step), framework)
 
     parts = HookParts(
         job=job, run_id=run_id, world=world, framework=framework, manager=manager, recorder=recorder,
-        reporter=reporter, exchange=RegularExchange(world), is_preempted=lambda: request.is_made,
+        reporter=reporter, exchange=PeriodicExchange(world), is_preempted=lambda: request.is_received,
         report_interval_s=0.2 if options.as_events else 5.0, at_end=stack,
     )  # fmt: skip
     run.hooks += make_hooks(parts)
@@ -208,14 +206,14 @@ def watch_this_rank(
     end: Callable[[HorovodTrainError], None],
     stack: ExitStack,
 ) -> None:
-    """Report, and end, a rank whose GPU stands still or whose data does not come."""
-    if isinstance(framework, KnowsItsDevice) and world.size > 1 and framework.gpu_uuid():
+    """Watch this rank for a hung GPU and for data that does not arrive."""
+    if isinstance(framework, HasDevice) and world.size > 1 and framework.gpu_uuid():
         stack.callback(DeviceWatch(world, job.health, warn, end).close)
     stack.callback(DataWatch(world, job.health, lambda: WAITING.since_s, warn, end).close)
 
 
 def keep_events(job: Job, run_id: str, reporter: Reporter, stack: ExitStack) -> None:
-    """Write this rank's events to the run's folder: nobody else does where ranks are launched by hand."""
+    """Write this rank's events to the run's folder, as `horovod-train run` does for ranks that it starts."""
 
     def warn(problem: str) -> None:
         reporter.report(Notice(text=problem))
@@ -233,8 +231,11 @@ def keep_events(job: Job, run_id: str, reporter: Reporter, stack: ExitStack) -> 
     reporter.file = events
 
 
-def watchers(reporter: Reporter) -> tuple[Callable[[str], None], Callable[[HorovodTrainError], None]]:
-    """Return what tells of a wait that is long, and what ends this rank, whose main thread waits."""
+Callbacks = tuple[Callable[[str], None], Callable[[HorovodTrainError], None]]
+
+
+def watchdog_callbacks(reporter: Reporter) -> Callbacks:
+    """Return two callbacks for watchdog threads: print a warning, and end this rank with an error."""
 
     def end(error: HorovodTrainError) -> None:
         _report_failure(error, reporter)
@@ -318,8 +319,8 @@ def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter:
     if resumed is None:
         return
     changes = changes_since(resumed, run.progress.order)
-    take_over(run, resumed, framework)
-    manager.note_resumed(resumed.name, changes)
+    restore_from(run, resumed, framework)
+    manager.mark_resumed(resumed.name, changes)
     if run.world.rank == 0:
         progress = run.progress
         reporter.report(
@@ -331,7 +332,7 @@ def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter:
             reporter.report(Notice(text=f"and {len(changes) - MAX_CHANGES} other changes"))
 
 
-def take_over(run: Run, resumed: Checkpointed, framework: Framework) -> None:
+def restore_from(run: Run, resumed: CheckpointContent, framework: Framework) -> None:
     """Go on where a checkpoint stands."""
     resume_from(
         run.world,
@@ -393,16 +394,15 @@ class InterruptedByUserError(HorovodTrainError):
 
 
 def _explained_exit(left: SystemExit) -> UserError:
-    """Return the error of a task that ends its rank: the others would wait for it, or end without a word."""
+    """Return the error of a task that calls ``sys.exit``: other ranks would wait for this rank."""
     return UserError(
         f"the task ended this rank with sys.exit({left.code!r}) before training was done",
-        hint="return from the task's methods, or raise an error that says what is wrong; to end training "
-        "early on all ranks, use train.max_steps or evaluation.early_stopping",
+        hint="return, or raise an exception; to stop all ranks early, use train.max_steps or early_stopping",
     )
 
 
 def _traceback_from_script(error: BaseException) -> traceback.TracebackException:
-    """Return an error's traceback; where a script runs, without what has started it."""
+    """Return an error's traceback, without the frames that started the user's script."""
     formatted = traceback.TracebackException.from_exception(error)
     starts = [place for place, frame in enumerate(formatted.stack) if frame.filename == "<frozen runpy>"]
     if starts:
@@ -411,7 +411,7 @@ def _traceback_from_script(error: BaseException) -> traceback.TracebackException
 
 
 def _report_failure(error: BaseException, reporter: Reporter) -> int:
-    """Tell about a failure and return the exit code that belongs to it."""
+    """Report a failure; return its exit code."""
     expected = isinstance(error, HorovodTrainError)
     text = "" if expected else "".join(_traceback_from_script(error).format())
     message = str(error) if expected else f"{type(error).__name__}: {error}"
@@ -433,8 +433,8 @@ def _report_failure(error: BaseException, reporter: Reporter) -> int:
     return code
 
 
-class _ToReporter(logging.Handler):
-    """Warnings become notices."""
+class _ReporterHandler(logging.Handler):
+    """Reports warnings of the package's loggers as notices."""
 
     def __init__(self, reporter: Reporter) -> None:
         super().__init__(logging.WARNING)
@@ -446,5 +446,5 @@ class _ToReporter(logging.Handler):
 
 def _log_to(reporter: Reporter) -> None:
     logger = logging.getLogger("horovod_train")
-    logger.addHandler(_ToReporter(reporter))
+    logger.addHandler(_ReporterHandler(reporter))
     logger.propagate = False

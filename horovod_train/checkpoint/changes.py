@@ -38,11 +38,11 @@ def document_changes(before: object, now: object, path: str = "") -> Iterator[st
 
 def job_changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
     """Return what differs between two resolved jobs in what they compute."""
-    old = _as_of_today(before)
+    old = _migrated(before)
     return [line for name in COMPARED for line in document_changes(old.get(name), now.get(name), name)]
 
 
-def _as_of_today(job: Mapping[str, object]) -> Mapping[str, object]:
+def _migrated(job: Mapping[str, object]) -> Mapping[str, object]:
     """Return a job with the fields that it did not have when it was written."""
     try:
         return Job.model_validate(dict(job)).model_dump(mode="json")

@@ -90,7 +90,7 @@ class CheckpointManager:
         self._on_written = on_written
         self._environment = dict(environment or {})
         self._history: list[dict[str, object]] = []
-        self._writer = ThreadPoolExecutor(max_workers=1, initializer=_give_way)
+        self._writer = ThreadPoolExecutor(max_workers=1, initializer=_lower_priority)
         self._pending: Future[str] | None = None
         self._writing: Writing | None = None
         self._last_report: WriteReport | None = None
@@ -204,7 +204,7 @@ class CheckpointManager:
             )
         return resumed, history
 
-    def note_resumed(self, name: str, changes: Sequence[str]) -> None:
+    def mark_resumed(self, name: str, changes: Sequence[str]) -> None:
         """Write into the checkpoints to come that training has gone on from one, and what was changed."""
         entry = {
             "checkpoint": name,
@@ -220,7 +220,7 @@ class CheckpointManager:
             self._writing.give_up_after(MAX_WAIT_AT_THE_END_S)
         self._collect()
         self._writer.shutdown()
-        self._let_go()
+        self._release_lock()
 
     # -- writing
 
@@ -365,7 +365,7 @@ class CheckpointManager:
             content = store.read_checkpoint(self.directory / name)
             document = content.documents["state"]
             known = checked(StateDocument, document, f"{name}/state.json")
-            rng = self._own_generators(content)
+            rng = self._rank_generators(content)
         except (CheckpointError, OSError) as error:
             return None, [], str(error)
         state = ReplicaState(
@@ -379,7 +379,7 @@ class CheckpointManager:
         own = tuple(bytes(blob.data) for blob in content.arrays.get("own", {}).values())
         return Resumed(name, state, document["progress"], rng, own, changes), history, ""
 
-    def _own_generators(self, content: store.Stored) -> bytes | None:
+    def _rank_generators(self, content: store.Stored) -> bytes | None:
         """Return this rank's generators. They belong to a rank of a world; another world starts fresh."""
         if content.summary["world_size"] != self._world.size:
             return None
@@ -411,10 +411,10 @@ class CheckpointManager:
                 problem = f"cannot use {self.directory} for checkpoints: {error.strerror}"
         problem = broadcast_json(self._world, problem)
         if problem:
-            self._let_go()
+            self._release_lock()
             raise OperationalError(problem, hint="wait for it, or give this job another name")
 
-    def _let_go(self) -> None:
+    def _release_lock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -432,6 +432,6 @@ def _by_rank(pieces: Sequence[bytes]) -> dict[str, ArrayBlob]:
     return {f"rank.{rank}": ArrayBlob("uint8", (len(data),), data) for rank, data in enumerate(pieces)}
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Let training have the processor first: on Linux a thread has a priority of its own."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -139,9 +139,9 @@ class Writing:
             files = write_files(self.folder, content, rank)
         except CheckpointError as error:
             with suppress(OSError):  # if the disk refuses this, too, the ranks tell each other
-                leave_note(self.folder, rank, {}, error.message)
+                write_note(self.folder, rank, {}, error.message)
             raise
-        leave_note(self.folder, rank, files)
+        write_note(self.folder, rank, files)
 
     def complete(self, content: Content) -> store.Manifest:
         """Write rank 0's files, wait for those of other writers, and give the checkpoint its name.
@@ -174,7 +174,7 @@ class Writing:
         return self._problem
 
 
-def leave_note(folder: Path, rank: int, files: Mapping[str, Digest], error: str = "") -> None:
+def write_note(folder: Path, rank: int, files: Mapping[str, Digest], error: str = "") -> None:
     """Note that a rank has written its files, or that it could not.
 
     Raises:

@@ -44,7 +44,7 @@ def command(
     else:
         for line in [*(measured.table() if measured.times else ()), *report(findings)]:
             click.echo(line)
-    sys.exit(1 if _is_hopeless(findings) else 0)
+    sys.exit(1 if _cannot_run(findings) else 0)
 
 
 def _examine_hosts(
@@ -68,7 +68,7 @@ def _examine_hosts(
         if elastic is not None and elastic.discover is not None:
             request = on_hosts(request, discover(elastic.discover, elastic.ranks_per_host), 0)
         findings, link_mbit_s = examine_hosts(request)
-        if not is_measured or _is_hopeless(findings):
+        if not is_measured or _cannot_run(findings):
             return findings, AllreduceBenchmark()
         found, measured = examine_network(request, link_mbit_s, JobConsole(Console(quiet=True)))
     return [*findings, *found], measured
@@ -86,11 +86,11 @@ def _examine_kubernetes(
     options["launcher"] = "mpijob"
     request = make_request([job], **options)
     findings = list(examine_cluster(request.job, request.job.launch.kubernetes))
-    if not is_measured or _is_hopeless(findings):
+    if not is_measured or _cannot_run(findings):
         return findings, AllreduceBenchmark()
     found, measured = examine_pods(request, lambda text: click.echo(text, err=True))
     return [*findings, *found], measured
 
 
-def _is_hopeless(findings: list[Finding]) -> bool:
+def _cannot_run(findings: list[Finding]) -> bool:
     return any(finding.level == "fail" for finding in findings)

@@ -52,11 +52,11 @@ def command(job: str, *, memory: bool, device_memory: float | None, **options: U
     if not memory and device_memory is None:
         click.echo(in_words(request, make_plan(request)))
         return
-    for line in memory_in_words(request.job, request.num_ranks, device_memory):
+    for line in format_memory(request.job, request.num_ranks, device_memory):
         click.echo(line)
 
 
-def memory_in_words(job: Job, num_ranks: int, limit_bytes: float | None) -> list[str]:
+def format_memory(job: Job, num_ranks: int, limit_bytes: float | None) -> list[str]:
     """Return what a rank of a job needs, as lines."""
     from horovod_train.config.memory import fastest_that_fits, needs
 

@@ -46,9 +46,9 @@ def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[
     from rich.console import Console
 
     from horovod_train.launch.console import JobConsole
-    from horovod_train.streams import drop_what_cannot_be_shown
+    from horovod_train.streams import ignore_unencodable_output
 
-    drop_what_cannot_be_shown()
+    ignore_unencodable_output()
     launcher = request.job.launch.launcher
     click.echo(f"run {request.run_id}: {launcher} starts {request.num_ranks} rank(s); {request.run_dir}")
     with page_of(request.run_dir) if ui else nullcontext():
@@ -83,7 +83,7 @@ def page_of(folder: Path) -> Iterator[None]:
     Args:
         folder: Where they lie.
     """
-    from horovod_train.cli.cmd_ui import where_it_is
+    from horovod_train.cli.cmd_ui import page_addresses
     from horovod_train.errors import UserError
     from horovod_train.monitor.ui_server import PORT, serve_page
     from horovod_train.monitor.web import make_token, token_of_environment
@@ -93,7 +93,7 @@ def page_of(folder: Path) -> Iterator[None]:
         server = serve_page([folder], [], host=host, port=PORT, token=token, may_end=False)
     except UserError:  # another job has the usual port
         server = serve_page([folder], [], host=host, port=0, token=token, may_end=False)
-    for line in where_it_is(host, server.port, token):
+    for line in page_addresses(host, server.port, token):
         click.echo(line)
     try:
         yield

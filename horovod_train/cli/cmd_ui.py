@@ -37,7 +37,7 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
     server = serve_page(places, sources, host=host, port=port, token=token, may_end=allow_ending)
     try:
         with interrupted_by_signals(lambda _: KeyboardInterrupt()):
-            for line in where_it_is(host, server.port, token):
+            for line in page_addresses(host, server.port, token):
                 click.echo(line)
             if places and not any(any(folders_of_runs(place)) for place in places):
                 nowhere = ", ".join(map(str, places))
@@ -49,7 +49,7 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
         server.close()
 
 
-def where_it_is(host: str, port: int, token: str) -> list[str]:
+def page_addresses(host: str, port: int, token: str) -> list[str]:
     """Return what a person has to know to open the page."""
     name = socket.gethostname()
     is_loopback = host in ("127.0.0.1", "localhost", "::1")

@@ -175,11 +175,11 @@ def make_request(job: Sequence[str], **options: Unpack[LaunchOptions]) -> Launch
     if (script := options.get("script")) is not None:
         loaded = job_from(script_job(script, job), Path(), f"--script {script}", changes, environ)
     else:
-        loaded = load_job(find_job(the_one_job(job)), changes, environ)
+        loaded = load_job(find_job(require_one_job(job)), changes, environ)
     return resolve(loaded, options["run_id"])
 
 
-def the_one_job(names: Sequence[str]) -> str:
+def require_one_job(names: Sequence[str]) -> str:
     """Return the job that a command line names.
 
     Raises:

@@ -26,7 +26,7 @@ from horovod_train.errors import EngineError, HorovodTrainError, PeerError, Worl
 from horovod_train.horovod.counters import allreduce_counters, gpu_allreduce_counters
 from horovod_train.horovod.environment import (
     horovod_settings,
-    refuse_to_train_alone,
+    require_launcher,
     started_as_one_of_many,
 )
 
@@ -180,7 +180,7 @@ def connect(
         UserError: It was started as one of several processes that Horovod does not know.
     """
     if not started_as_one_of_many(environ):
-        refuse_to_train_alone(environ)
+        require_launcher(environ)
         return SingleRank()
     job = job or Job(name="library", task="own:Loop")
     settings = horovod_settings(job)
@@ -188,5 +188,5 @@ def connect(
         settings["OMP_NUM_THREADS"] = str(job.launch.threads_per_rank)  # else a world may share the cores
     world = communicator_class(settings)
     if world.size == 1:
-        refuse_to_train_alone(environ)
+        require_launcher(environ)
     return world

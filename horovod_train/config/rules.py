@@ -153,7 +153,7 @@ def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
         yield Problem("launch.launcher", "'local'", "starts one rank only", "use launcher: horovodrun")
 
 
-def elastic_can_be(job: Job) -> Iterator[Problem]:
+def elastic_is_supported(job: Job) -> Iterator[Problem]:
     """Bounds that fit each other, and checkpoints to go on from."""
     launch, elastic = job.launch, job.launch.elastic
     if elastic is None:
@@ -250,7 +250,7 @@ def determinism_is_possible(job: Job) -> Iterator[Problem]:
         )
 
 
-def compiled_as_it_can_be(job: Job) -> Iterator[Problem]:
+def compile_is_supported(job: Job) -> Iterator[Problem]:
     """Modes are inductor's; and steps are recorded once."""
     compiled = job.train.compile
     if compiled is None:
@@ -294,7 +294,7 @@ def bfloat16_travels_in_pytorch(job: Job) -> Iterator[Problem]:
         )
 
 
-def framework_can_do_it(job: Job) -> Iterator[Problem]:
+def framework_supports_job(job: Job) -> Iterator[Problem]:
     """What a framework cannot honour is refused, never ignored."""
     support = SUPPORT.get(job.framework)
     if support is not None:
@@ -313,7 +313,7 @@ def _refused(job: Job, fields: Iterable[Refused], who: str) -> Iterator[Problem]
             yield Problem(refused.field, shown, message, refused.instead)
 
 
-def strategy_can_be_chosen(job: Job) -> Iterator[Problem]:
+def strategy_is_available(job: Job) -> Iterator[Problem]:
     """Strategies are PyTorch's; other frameworks sum gradients in each step."""
     if job.framework != "torch" and job.strategy != Strategy():
         yield Problem(
@@ -324,7 +324,7 @@ def strategy_can_be_chosen(job: Job) -> Iterator[Problem]:
         )
 
 
-def strategy_can_do_it(job: Job) -> Iterator[Problem]:
+def strategy_supports_job(job: Job) -> Iterator[Problem]:
     """A strategy has its arguments, and what it cannot honour is refused."""
     support = STRATEGY_SUPPORT.get(job.strategy.name)
     if support is None:
@@ -337,7 +337,7 @@ def strategy_can_do_it(job: Job) -> Iterator[Problem]:
     yield from _refused(job, support.refused, f"strategy: {job.strategy.name}")
 
 
-def codec_can_be_chosen(job: Job) -> Iterator[Problem]:
+def codec_is_available(job: Job) -> Iterator[Problem]:
     """A codec is PyTorch's, and says itself in which type numbers travel."""
     codec = job.allreduce.codec
     if codec is None:
@@ -370,7 +370,7 @@ SCRIPT_ARGS = {"arguments", "batch_size"}
 OF_JOBS = ("train", "optimizer", "lr", "data", "allreduce", "strategy", "evaluation", "checkpoint")
 
 
-def script_can_be(job: Job) -> Iterator[Problem]:
+def script_is_supported(job: Job) -> Iterator[Problem]:
     """A script trains by itself: what only jobs can be told is refused, never ignored."""
     is_script = job.task.endswith(".py:__main__")
     if job.framework != SCRIPT:
@@ -403,20 +403,20 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
     decay_has_its_fields,
     warmup_fits,
     ranks_fit_the_hosts,
-    elastic_can_be,
+    elastic_is_supported,
     host_settings_belong_to_hosts,
     variables_are_set_once,
     ports_fit,
     stalls_are_reported_before_they_end_the_job,
     determinism_is_possible,
     activations_are_chosen_once,
-    compiled_as_it_can_be,
+    compile_is_supported,
     bfloat16_travels_in_pytorch,
-    framework_can_do_it,
-    strategy_can_be_chosen,
-    strategy_can_do_it,
-    codec_can_be_chosen,
-    script_can_be,
+    framework_supports_job,
+    strategy_is_available,
+    strategy_supports_job,
+    codec_is_available,
+    script_is_supported,
     kubernetes_rules,
 )
 

@@ -179,7 +179,7 @@ class DeepSpeedArguments(Section):
     """Further settings of DeepSpeed's section of that name."""
 
     @model_validator(mode="after")
-    def _is_one_story(self) -> Self:
+    def _is_consistent(self) -> Self:
         both = sorted(self.zero_optimization.keys() & {"stage", "offload_optimizer", "offload_param"})
         if both:
             raise ValueError(f"zero_optimization: {both[0]} is a field beside it: set that one")

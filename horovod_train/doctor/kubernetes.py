@@ -69,7 +69,9 @@ def _permissions(cluster: Cluster, settings: Kubernetes) -> Finding:
         *([("create", "networking.k8s.io", "networkpolicies")] if settings.network_policy else []),
         *([("create", group, plural)] if settings.pod_monitor else []),
     ]
-    missing = [f"{verb} {what}" for verb, group, what in needed if not cluster.may(verb, group, what)]
+    missing = [
+        f"{verb} {what}" for verb, group, what in needed if not cluster.has_permission(verb, group, what)
+    ]
     if not missing:
         return Finding("", "permissions", f"all {len(needed)} that are needed in {cluster.namespace}")
     fix = f"ask for a Role in {cluster.namespace} that allows it, or use another launch.kubernetes.namespace"

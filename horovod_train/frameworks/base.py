@@ -71,12 +71,12 @@ class StepOutcome:
         local_loss: This rank's part of that mean: its sum of share x loss.
         grad_norm: L2 norm of the gradient that the update uses, before clipping; None when it was not
             taken.
-        is_finite: False when loss or gradient is not finite. The weights were then left alone.
-        bytes_reduced: Bytes this rank put on the wire.
-        clock: Where the time went.
-        flops: Floating-point operations of this rank's forward and backward; None: they were not counted.
-        is_made: False: an earlier step has ended training. This one was under way by then, and has changed
-            nothing.
+        is_finite: False: loss or gradient was not finite, and the weights were not updated.
+        bytes_reduced: Bytes that this rank passed to collectives.
+        clock: Time of each phase.
+        flops: Floating-point operations of this rank's forward and backward; None: not counted.
+        was_executed: False: an earlier step had stopped training when this one, already enqueued, ran; it
+            changed nothing.
     """
 
     loss: float
@@ -86,7 +86,7 @@ class StepOutcome:
     bytes_reduced: int
     clock: StepClock
     flops: float | None = None
-    is_made: bool = True
+    was_executed: bool = True
 
     def outcome(self) -> StepOutcome:
         """Return it."""
@@ -149,7 +149,7 @@ class Replica(Protocol):
         ...
 
     @property
-    def needs_equally_many(self) -> bool:
+    def requires_equal_micro_batches(self) -> bool:
         """Whether all ranks have to read as many micro-batches in a step."""
         ...
 
@@ -196,12 +196,12 @@ class Replica(Protocol):
         """
         ...
 
-    def own_state(self) -> Mapping[str, ArrayBlob]:
+    def rank_state(self) -> Mapping[str, ArrayBlob]:
         """Return what this rank alone has, and a checkpoint has to keep; most have nothing."""
         ...
 
-    def load_own_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
-        """Take over what ``own_state`` returned on each rank, of as many ranks as there were then.
+    def load_rank_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
+        """Take over what ``rank_state`` returned on each rank, of as many ranks as there were then.
 
         Raises:
             LookupError: It belongs to another model.
@@ -226,14 +226,14 @@ class IdenticalReplica:
 
     lag_steps = 0
     replicas_identical = True
-    needs_equally_many = False
+    requires_equal_micro_batches = False
     passes_are_collective = False
 
-    def own_state(self) -> Mapping[str, ArrayBlob]:
+    def rank_state(self) -> Mapping[str, ArrayBlob]:
         """Return nothing: no rank has something of its own."""
         return {}
 
-    def load_own_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
+    def load_rank_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
         """Do nothing."""
 
 
@@ -312,7 +312,7 @@ class Bridge(Protocol):
 
 
 @runtime_checkable
-class KnowsItsDevice(Protocol):
+class HasDevice(Protocol):
     """A framework that can tell what it computes on."""
 
     def gpu_uuid(self) -> str:
@@ -340,7 +340,7 @@ class Framework(Protocol):
     """Makes everything above for one job.
 
     A framework that owns its loop has a method ``fit(bridge)`` as well, which trains to the end of
-    the job; the others are stepped by ours. One that knows its device is ``KnowsItsDevice``, too, and one
+    the job; the others are stepped by ours. One that knows its device is ``HasDevice``, too, and one
     that can tell what is wrong with it ``ExplainsErrors``.
     """
 

@@ -83,7 +83,7 @@ class CallbackState:
         self._world = world
         self._loaded: dict[str, Any] = {}
 
-    def own_state(self) -> dict[str, ArrayBlob]:
+    def rank_state(self) -> dict[str, ArrayBlob]:
         """Return the state as arrays.
 
         Raises:
@@ -96,7 +96,7 @@ class CallbackState:
         text = np.frombuffer(json.dumps(tree).encode(), np.uint8)
         return {TREE: to_blob(text)} | {f"{OWN_STATE}{name}": to_blob(each) for name, each in arrays.items()}
 
-    def load_own_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
+    def load_rank_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
         """Hold this rank's state until callbacks ask for it; a rank that had none loads that of rank 0."""
         blobs = (
             dict(of_ranks[self._world.rank if self._world.rank < len(of_ranks) else 0]) if of_ranks else {}
@@ -162,15 +162,15 @@ class SavesCallbacks:
 
     callbacks: CallbackState
 
-    def own_state(self) -> Mapping[str, ArrayBlob]:
+    def rank_state(self) -> Mapping[str, ArrayBlob]:
         """Return what this rank saves for itself, the state of its callbacks included."""
-        of_strategy: Mapping[str, ArrayBlob] = super().own_state()  # type: ignore[misc]
-        return {**of_strategy, **self.callbacks.own_state()}
+        of_strategy: Mapping[str, ArrayBlob] = super().rank_state()  # type: ignore[misc]
+        return {**of_strategy, **self.callbacks.rank_state()}
 
-    def load_own_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
-        """Load what ``own_state`` returned on each rank."""
-        self.callbacks.load_own_states(of_ranks)
-        super().load_own_states(  # type: ignore[misc]
+    def load_rank_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
+        """Load what ``rank_state`` returned on each rank."""
+        self.callbacks.load_rank_states(of_ranks)
+        super().load_rank_states(  # type: ignore[misc]
             [
                 {name: blob for name, blob in blobs.items() if not name.startswith(OWN_STATE)}
                 for blobs in of_ranks

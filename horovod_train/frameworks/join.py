@@ -13,8 +13,8 @@ from horovod_train.config.schema import Health, Job
 from horovod_train.errors import HorovodTrainError
 from horovod_train.frameworks.devices import gpu_uuid
 from horovod_train.health.device_watch import DeviceWatch
-from horovod_train.health.heartbeat import JoinWatch, PeerWatch, beat_folder
-from horovod_train.horovod.environment import refuse_to_train_alone, started_as_one_of_many
+from horovod_train.health.heartbeat import JoinWatch, PeerWatch, heartbeat_dir
+from horovod_train.horovod.environment import require_launcher, started_as_one_of_many
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def join(
         UserError: It was started as one of several processes that Horovod does not know.
     """
     if not started_as_one_of_many(environ):
-        refuse_to_train_alone(environ)
+        require_launcher(environ)
         return SingleRank()
     if (joined := _joined.get(communicator_class)) is not None:
         if joined.hvd.is_initialized():
@@ -53,7 +53,7 @@ def join(
     assert isinstance(world, HorovodCommunicator)
     _joined[communicator_class] = world
     world.at_close.callback(_joined.pop, communicator_class)
-    if world.size > 1 and beat_folder(environ) is None:
+    if world.size > 1 and heartbeat_dir(environ) is None:
         world.at_close.callback(PeerWatch(world, health, log.warning, _end).close)
         atexit.register(world.at_close.close)  # few scripts close it, and no one is to miss this rank then
     if world.size > 1 and gpu_uuid(0):

@@ -40,7 +40,7 @@ ENDED = "ended after health.stall_shutdown_s"
 EVERYWHERE = "0.0.0.0"  # noqa: S104  (hosts see each other by addresses that only they know)
 
 
-def give_signs_of_life(folder: Path, rank: int) -> None:
+def start_heartbeat(folder: Path, rank: int) -> None:
     """Note in a file, again and again until this process has ended, that it lives.
 
     It is for the agent to remove the file: a process can be stopped while it ends, too.
@@ -49,7 +49,7 @@ def give_signs_of_life(folder: Path, rank: int) -> None:
         folder: The run's folder on this host.
         rank: This rank.
     """
-    path = folder / beat_name(rank, os.getpid())
+    path = folder / heartbeat_file(rank, os.getpid())
 
     def beat() -> None:
         # Without a folder or room in it, nobody watches this rank; that is no reason to stop it.
@@ -62,10 +62,10 @@ def give_signs_of_life(folder: Path, rank: int) -> None:
     Thread(target=beat, daemon=True).start()
 
 
-def beat_name(rank: int, pid: int) -> str:
+def heartbeat_file(rank: int, pid: int) -> str:
     """Return the name of a rank's file.
 
-    >>> beat_name(3, 4711)
+    >>> heartbeat_file(3, 4711)
     'alive-3-4711'
     """
     return f"alive-{rank}-{pid}"
@@ -232,7 +232,7 @@ def _addresses(hosts: list[str]) -> list[str]:
     return [address for address in found if not address.startswith("127.")]
 
 
-def beat_folder(environ: Mapping[str, str]) -> Path | None:
+def heartbeat_dir(environ: Mapping[str, str]) -> Path | None:
     """Return where a launch of ours wants signs of life; None: nobody looks."""
     stage = environ.get("HOROVOD_TRAIN_RUN")
     return Path(stage) if stage is not None else None

@@ -70,7 +70,7 @@ def started_by(environ: Mapping[str, str]) -> Started | None:
     return None
 
 
-def refuse_to_train_alone(environ: Mapping[str, str]) -> None:
+def require_launcher(environ: Mapping[str, str]) -> None:
     """Call it where Horovod has one rank: several processes must not train the same job side by side.
 
     Raises:

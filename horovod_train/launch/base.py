@@ -200,7 +200,7 @@ class Launcher(Protocol):
     environment has ``hosts(environ)``, which returns them for jobs that name none.
 
     Attributes:
-        has_files_here: Whether the folder of a run is one of this machine.
+        has_local_files: Whether the folder of a run is one of this machine.
     """
 
     has_local_files: bool

@@ -67,7 +67,7 @@ def remember(request: LaunchRequest, native_id: str) -> Submitted:
     return job
 
 
-def note_end(job_id: str, status: JobStatus) -> None:
+def record_end(job_id: str, status: JobStatus) -> None:
     """Remember how a job ended, for when the system that carried it out has forgotten it."""
     with suppress(OSError):  # whoever asks is told now all the same
         write_whole(_end_file(job_id), json.dumps(asdict(status)))
@@ -211,7 +211,7 @@ class StateFile:
         """The state that was noted last; None: none was."""
         return None if self._last is None else self._last[0]
 
-    def remark(self, subject: str, text: str) -> None:
+    def set_warning(self, subject: str, text: str) -> None:
         """Say something of a subject along with whatever is noted from now on."""
         if self._remarks.get(subject) != text:
             self._remarks[subject] = text

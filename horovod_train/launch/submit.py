@@ -106,7 +106,7 @@ def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is
     launcher = launcher_named(request.job.launch.launcher)
     if hasattr(launcher, "run"):
         if is_new:
-            note_job(request, str(os.getpid()), console.print)
+            record_job(request, str(os.getpid()), console.print)
         code: int = launcher.run(request, plan, console)
         return code
     return follow(request, launcher, launcher.submit(request, plan), console)
@@ -114,7 +114,7 @@ def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is
 
 def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: JobConsole) -> int:
     """Show a submitted job's log until it ends; return its exit code. A signal ends the job."""
-    job = note_job(request, native_id, console.print)
+    job = record_job(request, native_id, console.print)
     console.print(f"{job.job_id}: {request.job.launch.launcher} has it as {native_id}")
     try:
         with interrupted_by_signals(TerminationRequested):
@@ -142,10 +142,10 @@ def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], N
         LaunchError: It was not accepted.
     """
     native_id = launcher_named(request.job.launch.launcher).submit(request, plan)
-    return note_job(request, native_id, warn).job_id
+    return record_job(request, native_id, warn).job_id
 
 
-def note_job(request: LaunchRequest, native_id: str, warn: Callable[[str], None]) -> Submitted:
+def record_job(request: LaunchRequest, native_id: str, warn: Callable[[str], None]) -> Submitted:
     """Remember a job that was started. Where that cannot be, it is told how to find the job without."""
     try:
         return remember(request, native_id)

@@ -15,6 +15,7 @@ from horovod_train.checkpoint.write_report import WriteReport
 from horovod_train.telemetry.catalog_machine import MACHINE
 from horovod_train.telemetry.metric import Metric
 from horovod_train.telemetry.records import (
+    CurrentWaitRecord,
     EndRecord,
     EvaluatingRecord,
     EvaluationRecord,
@@ -23,7 +24,6 @@ from horovod_train.telemetry.records import (
     GraceRecord,
     ReferenceRecord,
     StepRecord,
-    WaitingNowRecord,
     WaitRecord,
     WorldRecord,
 )
@@ -104,7 +104,7 @@ STEPS = (
         "gauge",
         "For how long this rank has been waiting in the collective that it is in; 0 when it is in none.",
         "The job hangs: which rank has not come to the collective that the others wait in?",
-        WaitingNowRecord,
+        CurrentWaitRecord,
         lambda waiting: waiting.seconds,
     ),
     Metric(

@@ -170,7 +170,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Request, client_address: Address) -> None:
         """Answer in a thread, if one is free."""
         assert isinstance(request, socket.socket)  # it is no server of datagrams
-        if not (self._free.acquire(blocking=False) or self._takes_the_place_of_the_oldest()):
+        if not (self._free.acquire(blocking=False) or self._replaces_oldest()):
             self.shutdown_request(request)
             return
         self._begun_s[request] = monotonic()
@@ -180,7 +180,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._forget(request)
             raise
 
-    def _takes_the_place_of_the_oldest(self) -> bool:
+    def _replaces_oldest(self) -> bool:
         """Close the oldest connection, if it is old; return whether its place is free by now."""
         oldest, begun_s = min(self._begun_s.copy().items(), key=lambda item: item[1], default=(None, 0.0))
         if oldest is None or monotonic() - begun_s < LONG_S:

@@ -23,12 +23,12 @@ from horovod_train.telemetry.metric import Metric
 from horovod_train.telemetry.peaks import peak_flops
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.records import (
+    CurrentWaitRecord,
     DeviceMemoryRecord,
     EndRecord,
     ExchangeRecord,
     GpuExchangeRecord,
     ReferenceRecord,
-    WaitingNowRecord,
 )
 from horovod_train.telemetry.samplers.nvml import gpu_sampler
 from horovod_train.telemetry.samplers.process import read_memory
@@ -168,16 +168,16 @@ class PendingCollective(Protocol):
 def watch_waiting(recorder: Recorder, who: PendingCollective) -> None:
     """Have whoever asks learn for how long this rank waits: in a hang the one that does not is the cause."""
 
-    def read() -> WaitingNowRecord:
+    def read() -> CurrentWaitRecord:
         since_s, entry = who.waiting_since_s, who.waiting_in
         # Whose own device has not come to the all-reduce yet lets others wait.
         is_busy = entry is not None and not entry.is_collective
-        return WaitingNowRecord(0.0 if since_s is None or is_busy else monotonic() - since_s)
+        return CurrentWaitRecord(0.0 if since_s is None or is_busy else monotonic() - since_s)
 
     recorder.sample(read)
 
 
-def compare_with_one_rank(job: Job, world: Communicator, recorder: Recorder) -> None:
+def record_scaling_baseline(job: Job, world: Communicator, recorder: Recorder) -> None:
     """Look, on rank 0 of several, for what one rank achieves; it may take as long as file systems do."""
     if world.rank != 0 or world.size == 1:
         return

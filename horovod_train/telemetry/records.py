@@ -57,7 +57,7 @@ class WaitRecord:
 
 
 @dataclass(frozen=True)
-class WaitingNowRecord:
+class CurrentWaitRecord:
     """For how long this rank has been in the collective that it waits in now; 0: it waits in none."""
 
     seconds: float

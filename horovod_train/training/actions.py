@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Leave:
+class ExitPreempted:
     """End this process with exit code 75: everything is saved, and another start goes on.
 
     Attributes:
@@ -35,7 +35,7 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class GoBack:
+class RestoreCheckpoint:
     """Go on from a checkpoint of this run.
 
     Attributes:
@@ -47,4 +47,4 @@ class GoBack:
     why: str
 
 
-Action = Leave | Stop | GoBack
+Action = ExitPreempted | Stop | RestoreCheckpoint

@@ -11,7 +11,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Reading
 from horovod_train.health.desync import digest
 from horovod_train.training import loop
-from horovod_train.training.actions import Action, GoBack, Leave, Stop
+from horovod_train.training.actions import Action, ExitPreempted, RestoreCheckpoint, Stop
 from horovod_train.training.run import Run
 
 log = logging.getLogger(__name__)
@@ -89,14 +89,14 @@ class LoopBridge:
         """The last step was made; callbacks of the end of training follow, and may change weights."""
         self._last_weights = self._weights()
 
-    def _follow(self, answer: Action | None) -> None:
-        match answer:
-            case Leave():
-                raise loop.left(answer)
-            case GoBack() | Stop():
+    def _follow(self, action: Action | None) -> None:
+        match action:
+            case ExitPreempted():
+                raise loop.preempted_error(action)
+            case RestoreCheckpoint() | Stop():
                 raise UserError(
-                    f"training is to {'stop' if isinstance(answer, Stop) else 'go back'} at step "
-                    f"{answer.step} ({answer.why}), which {self.run.job.framework}'s own loop cannot",
+                    f"training is to {'stop' if isinstance(action, Stop) else 'go back'} at step "
+                    f"{action.step} ({action.why}), which {self.run.job.framework}'s own loop cannot",
                     hint="use framework: torch",
                 )
 

@@ -33,7 +33,7 @@ class Contribution(Protocol):
         ...
 
 
-class RegularExchange:
+class PeriodicExchange:
     """An all-gather after some of the steps, the same ones on all ranks.
 
     Args:
@@ -77,14 +77,14 @@ class RegularExchange:
         self._next_after = max(1, min(wanted, 2 * self._next_after))
         self._num_steps = 0
         self._last_s = now
-        self._hand_out(messages)
+        self._dispatch(messages)
         return True
 
     def _message(self) -> bytes:
         payloads = [contribution.payload() for contribution in self.contributions]
         return b"".join([_HEAD.pack(self.interval_s), *(_LENGTH.pack(len(each)) + each for each in payloads)])
 
-    def _hand_out(self, messages: Sequence[bytes]) -> None:
+    def _dispatch(self, messages: Sequence[bytes]) -> None:
         places = [_HEAD.size] * len(messages)
         for contribution in self.contributions:
             of_ranks = []

@@ -17,9 +17,9 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch, eval_micro_batches, spare_eval_micro_batches
 from horovod_train.errors import PreemptedError, UserError, did_you_mean
 from horovod_train.frameworks.base import Reading
-from horovod_train.training.actions import Action, GoBack, Leave, Stop
+from horovod_train.training.actions import Action, ExitPreempted, RestoreCheckpoint, Stop
+from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.plan import plan_epoch
-from horovod_train.training.readings import StepReport
 from horovod_train.training.run import Run
 
 log = logging.getLogger(__name__)
@@ -41,18 +41,18 @@ def train(run: Run) -> None:
         report_pending_steps_after_failure(run)
         raise
     if leave is not None:
-        raise left(leave)
+        raise preempted_error(leave)
     end(run)
 
 
-def train_until_done(run: Run) -> Leave | None:
+def train_until_done(run: Run) -> ExitPreempted | None:
     """Train epoch after epoch, and follow what hooks answer; return that this process is to leave."""
     while not run.is_done:
         match train_epoch(run):
-            case Leave() as leave:
+            case ExitPreempted() as leave:
                 return leave
-            case GoBack(step, why):
-                go_back(run, step, why)
+            case RestoreCheckpoint(step, why):
+                restore_checkpoint(run, step, why)
             case Stop(step, why):
                 log.warning("training ends after step %d: %s", step, why)
                 run.is_stopped = True
@@ -64,8 +64,8 @@ def train_epoch(run: Run) -> Action | None:
     for step in rest_of_epoch(run):
         lr = run.policy.at(run.progress.epochs_passed)
         reading = run.replica.step(step, lr, want_norm=wants_norm(run))
-        if (answer := after_step(run, step, reading, lr)) is not None:
-            return answer
+        if (action := after_step(run, step, reading, lr)) is not None:
+            return action
     return after_epoch(run, evaluated=finish_epoch(run)) if run.is_epoch_complete else None
 
 
@@ -92,7 +92,7 @@ def rest_of_epoch(run: Run) -> list[PlannedStep]:
         batch_size_per_rank=run.job.train.batch_size_per_rank,
         accumulation_steps=run.job.train.accumulation_steps,
         max_steps=run.num_steps_left,
-        equally_many=run.replica.needs_equally_many,
+        equally_many=run.replica.requires_equal_micro_batches,
     )
 
 
@@ -110,40 +110,40 @@ def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Acti
     """
     progress = run.progress
     progress.advance(step.share.num_samples)
-    run.readings.add(StepReport(progress.step, progress.epochs_passed, step.share, lr, reading))
-    run.deliver(run.readings.due())
-    run.answers += filter(None, [hook.on_step(run) for hook in run.hooks])
-    return first_answer(run)
+    run.pending_steps.add(StepReport(progress.step, progress.epochs_passed, step.share, lr, reading))
+    run.deliver(run.pending_steps.ready())
+    run.pending_actions += filter(None, [hook.on_step(run) for hook in run.hooks])
+    return next_action(run)
 
 
-def first_answer(run: Run) -> Action | None:
+def next_action(run: Run) -> Action | None:
     """Return what the first hook has answered since it was last asked; None: go on.
 
     An answer waits until replicas are identical: what is evaluated, saved or left behind is all ranks'.
     """
-    if not run.answers or not run.replica.replicas_identical:
+    if not run.pending_actions or not run.replica.replicas_identical:
         return None
-    answer = run.answers[0]
-    run.answers.clear()
-    return answer
+    action = run.pending_actions[0]
+    run.pending_actions.clear()
+    return action
 
 
 def report_pending_steps_after_failure(run: Run) -> None:
     """Tell hooks of the last steps of a training that has failed; whatever goes wrong, it failed already."""
     with suppress(Exception):
-        for report in run.readings.drain():
-            if not report.outcome.is_made:
+        for report in run.pending_steps.drain():
+            if not report.outcome.was_executed:
                 return
             for hook in run.hooks:
                 hook.on_reading(run, report)
 
 
-def left(leave: Leave) -> PreemptedError:
+def preempted_error(leave: ExitPreempted) -> PreemptedError:
     """Return what ends this process with its exit code."""
     return PreemptedError(f"asked to leave after step {leave.step}")
 
 
-def go_back(run: Run, step: int, why: str) -> None:
+def restore_checkpoint(run: Run, step: int, why: str) -> None:
     """Go on from the checkpoint of a step.
 
     Raises:
@@ -154,7 +154,7 @@ def go_back(run: Run, step: int, why: str) -> None:
         raise UserError(f"training is to go back to step {step} ({why}), and has no checkpoints")
     log.warning("training goes back from step %d to step %d: %s", run.progress.step, step, why)
     run.deliver_all()
-    run.answers.clear()
+    run.pending_actions.clear()
     run.restore(step)
     run.guard.reset()
 
@@ -166,14 +166,14 @@ def finish_epoch(run: Run) -> bool:
     evaluated = is_evaluation_due(run)
     if evaluated:
         take_metrics(run)
-        consider_stopping(run)
+        apply_early_stopping(run)
     return evaluated
 
 
 def after_epoch(run: Run, *, evaluated: bool) -> Action | None:
     """Call the hooks of the end of an epoch, which save it; return their answer."""
-    run.answers += filter(None, [hook.on_epoch(run, evaluated=evaluated) for hook in run.hooks])
-    return first_answer(run)
+    run.pending_actions += filter(None, [hook.on_epoch(run, evaluated=evaluated) for hook in run.hooks])
+    return next_action(run)
 
 
 def end(run: Run) -> None:
@@ -253,7 +253,7 @@ def wanted_metrics(run: Run) -> dict[str, str]:
     }
 
 
-def consider_stopping(run: Run) -> None:
+def apply_early_stopping(run: Run) -> None:
     """Stop early on all ranks when the metric has not improved for long enough."""
     rule, progress = run.job.evaluation.early_stopping, run.progress
     if rule is None:

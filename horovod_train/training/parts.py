@@ -68,7 +68,7 @@ def save_checkpoint(
     holders = None
     if world.size > 1:
         holders = check_before_saving(world, replica.state(copy=False), progress.step)
-    own = replica.own_state()
+    own = replica.rank_state()
     manager.save(
         progress.step,
         take_state=lambda copy: replica.state(copy=copy),
@@ -129,7 +129,7 @@ def _load(
 ) -> None:
     replica.load_state(resumed.state)
     # A rank that kept nothing for itself left nothing.
-    replica.load_own_states([parse_state(data)[1] if data else {} for data in resumed.own])
+    replica.load_rank_states([parse_state(data)[1] if data else {} for data in resumed.own])
     if resumed.rng is not None:
         load_rng(*parse_state(resumed.rng))
 

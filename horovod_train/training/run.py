@@ -14,8 +14,8 @@ from horovod_train.frameworks.base import Reader, Replica
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.training.actions import Action
+from horovod_train.training.pending_steps import PendingSteps, StepReport
 from horovod_train.training.progress import Progress
-from horovod_train.training.readings import Readings, StepReport
 
 if TYPE_CHECKING:
     from horovod_train.training.hooks.base import Hook
@@ -42,13 +42,13 @@ class Run:
     guard: FiniteGuard
     progress: Progress
     hooks: list[Hook] = field(default_factory=list)
-    readings: Readings = field(init=False)
+    pending_steps: PendingSteps = field(init=False)
     restore: Callable[[int], None] | None = None
     is_stopped: bool = False
-    answers: list[Action] = field(default_factory=list)
+    pending_actions: list[Action] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.readings = Readings(self.replica.lag_steps)
+        self.pending_steps = PendingSteps(self.replica.lag_steps)
 
     @property
     def world(self) -> Communicator:
@@ -92,11 +92,11 @@ class Run:
             self.guard.check(
                 report.step, is_finite=outcome.is_finite, loss=outcome.loss, local_loss=outcome.local_loss
             )
-            self.answers += filter(None, [hook.on_reading(self, report) for hook in self.hooks])
+            self.pending_actions += filter(None, [hook.on_reading(self, report) for hook in self.hooks])
 
     def deliver_all(self) -> None:
         """Tell hooks what all steps did that were made; waits until it is known."""
-        self.deliver(self.readings.all())
+        self.deliver(self.pending_steps.all())
 
     def planned_steps(self) -> int:
         """Return the step at which the job will end, if nothing stops it early."""

@@ -11,13 +11,13 @@ from horovod_train.errors import NumericError
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.parts import record_step
-from horovod_train.training.readings import Readings, StepReport
+from horovod_train.training.pending_steps import PendingSteps, StepReport
 
 
 class ResumableReplica(Protocol):
     """A replica that holds updates back after a step that ends training."""
 
-    def go_on(self) -> None:
+    def resume_updates(self) -> None:
         """Make updates again."""
         ...
 
@@ -28,7 +28,7 @@ class StepWatch:
 
     _replica: ResumableReplica
     _guard: FiniteGuard
-    _readings: Readings
+    _pending_steps: PendingSteps
 
     def add(self, report: StepReport) -> None:
         """Add a step, and look at those that are due.
@@ -36,16 +36,16 @@ class StepWatch:
         Raises:
             NumericError: One was not finite, and may not be skipped.
         """
-        self._readings.add(report)
-        self._look_at(self._readings.due())
+        self._pending_steps.add(report)
+        self._look_at(self._pending_steps.ready())
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Look at all steps; raises as ``add`` does."""
-        self._look_at(self._readings.all())
+        self._look_at(self._pending_steps.all())
 
     def start_again(self) -> None:
         """Training goes on from elsewhere: look at all steps before, and count anew."""
-        self.settle()
+        self.flush()
         self._guard.reset()
 
     def _look_at(self, reports: Iterator[StepReport]) -> None:
@@ -57,8 +57,8 @@ class StepWatch:
                 )
             except NumericError:
                 # Who goes on nevertheless does so from here: the steps behind it were left out.
-                self._replica.go_on()
-                self._readings.forget()
+                self._replica.resume_updates()
+                self._pending_steps.clear()
                 raise
 
 
@@ -71,23 +71,23 @@ class StepRecords:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._readings: Readings | None = None
+        self._pending_steps: PendingSteps | None = None
 
     def add(self, report: StepReport, *, lag_steps: int) -> None:
         """Add a step; record those that are due."""
-        if self._readings is None:
-            self._readings = Readings(lag_steps)
-        self._readings.add(report)
-        self._record(self._readings.due())
+        if self._pending_steps is None:
+            self._pending_steps = PendingSteps(lag_steps)
+        self._pending_steps.add(report)
+        self._record(self._pending_steps.ready())
 
     def close(self) -> None:
         """Record the last steps, those that come; whatever goes wrong, what is going on has the word."""
-        if self._readings is not None:
+        if self._pending_steps is not None:
             with suppress(Exception):
-                self._record(self._readings.drain())
+                self._record(self._pending_steps.drain())
 
     def _record(self, reports: Iterator[StepReport]) -> None:
         for report in reports:
-            if report.outcome.is_made:
+            if report.outcome.was_executed:
                 step, epochs = report.step, report.epochs_passed
                 record_step(self._recorder, report.share, report.outcome, report.lr, step, epochs)

@@ -9,7 +9,7 @@ from time import perf_counter
 
 import pytest
 import torch
-from support.late import ADAMW, NUM_STEPS, SGD, WAYS, Task, assert_equal, everything, planned, replica_of
+from support.deferred import ADAMW, NUM_STEPS, SGD, WAYS, Task, assert_equal, everything, planned, replica_of
 from support.launching import cli
 from torch import nn
 

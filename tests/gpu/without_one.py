@@ -16,7 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from support.late import BATCH_SIZE, WAYS, Task
+from support.deferred import BATCH_SIZE, WAYS, Task
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,8 +27,8 @@ from horovod_train.data.shard import share_of_step
 from horovod_train.frameworks.torch import replica as replica_module
 from horovod_train.frameworks.torch.codecs.base import make_codec
 from horovod_train.frameworks.torch.collectives import TorchSingleRank
+from horovod_train.frameworks.torch.deferred import DeferredOutcome, Sent
 from horovod_train.frameworks.torch.device_clock import HostTimer
-from horovod_train.frameworks.torch.late import LateOutcome, Sent
 from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, SingleRankStrategy
@@ -94,7 +94,7 @@ def steps(fields: dict[str, Any], wire_dtype: str | None) -> None:
     for number in range(4):
         batch = torch.randn(BATCH_SIZE, 3, device=GPU)
         outcome = replica.step(PlannedStep(share, iter([batch])), 0.1, want_norm=number % 2 == 0)
-        assert isinstance(outcome, LateOutcome)
+        assert isinstance(outcome, DeferredOutcome)
 
 
 def main() -> None:

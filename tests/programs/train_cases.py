@@ -21,7 +21,7 @@ from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.health.desync import fingerprints
 from horovod_train.registry import FRAMEWORKS
 from horovod_train.training.loop import evaluate
-from horovod_train.worker import make_run, take_over, train_all
+from horovod_train.worker import make_run, restore_from, train_all
 
 name, folder = sys.argv[1], Path(sys.argv[2])
 task = import_module(f"frameworks.{name}_task")
@@ -37,7 +37,7 @@ def train(job: Job, checkpoints: Path | None = None):
     replica.broadcast()
     if checkpoints is not None:
         manager = CheckpointManager(checkpoints, job.checkpoint, world, job.model_dump(mode="json"))
-        take_over(run, manager.latest(), framework)
+        restore_from(run, manager.latest(), framework)
         manager.close()
     error = ""
     try:

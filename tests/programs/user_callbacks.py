@@ -20,7 +20,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.registry import FRAMEWORKS
 from horovod_train.training.hooks.checkpoints import SaveCheckpoints
-from horovod_train.worker import make_run, take_over, train_all
+from horovod_train.worker import make_run, restore_from, train_all
 
 name, folder = sys.argv[1], Path(sys.argv[2])
 task = import_module(f"frameworks.{name}_task")
@@ -56,7 +56,7 @@ def train(epochs: int, brought: list[Any], checkpoints: str) -> dict[str, Any]:
     )
     run.hooks.append(SaveCheckpoints(manager, framework))
     if (resumed := manager.latest()) is not None:
-        take_over(run, resumed, framework)
+        restore_from(run, resumed, framework)
     try:
         train_all(framework, run)
     finally:

@@ -39,7 +39,7 @@ HOSTS = {
     "worker.py:run_rank": "cmd_worker.py:command",
 }
 SIGTERM = {
-    "supervise/signals.py:Stopper._note": "heard_at_once.<locals>.hear",
+    "supervise/signals.py:Stopper._note": "signal_listener_thread.<locals>.hear",
     "host_group.py:HostGroup.signal_ranks": "Stopper._work",
     "host_actions.py:HostActions.signal_ranks": "agent.py:answer",
     "preemption.py:PreemptionRequest._note": "PreemptionRequest._note",

@@ -13,7 +13,7 @@ from horovod_train.events.wire import to_line
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.secrets import Mask
-from horovod_train.launch.supervise.attempt import Following
+from horovod_train.launch.supervise.attempt import AttemptOutput
 from horovod_train.launch.supervise.follow import Follower
 from horovod_train.launch.supervise.outcome import Ended
 
@@ -72,7 +72,7 @@ class Noted:
         self.state = state
         self.messages.append(message.partition("; ")[2])  # the number of ranks comes first
 
-    def remark(self, _subject: str, text: str) -> None:
+    def set_warning(self, _subject: str, text: str) -> None:
         self.remarks.append(text)
 
 
@@ -94,8 +94,8 @@ class Followed:
         self.log = request.log_dir / "run.log"
         self._output = io.StringIO()
         console = JobConsole(Console(file=self._output, force_terminal=False, width=200))
-        self.following = Following(request, console, self.state, Mask(secrets), others)  # type: ignore[arg-type]
-        self.see = self.following.output.see
+        self.following = AttemptOutput(request, console, self.state, Mask(secrets), others)  # type: ignore[arg-type]
+        self.handle = self.following.output.handle
         self.close = self.following.close
 
     @property
@@ -106,7 +106,7 @@ class Followed:
     def say(self, rank: int, *lines: str) -> None:
         """Let a rank write lines."""
         for line in lines:
-            self.see(f"[1,{rank}]<stderr>:{line}")
+            self.handle(f"[1,{rank}]<stderr>:{line}")
 
     def end(self, code: int, **how: Any) -> None:
         """Let it end; raises what explains the end."""

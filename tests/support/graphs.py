@@ -101,5 +101,5 @@ class CpuRecorder:
 
         return replay, result
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         pass

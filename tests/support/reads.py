@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import horovod_train
-from horovod_train.frameworks.torch.late import Sent
+from horovod_train.frameworks.torch.deferred import Sent
 
 PACKAGE = Path(horovod_train.__file__).parent
 SITE = Path(torch.__file__).parents[1]

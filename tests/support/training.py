@@ -20,7 +20,7 @@ from horovod_train.events.wire import Reporter, parse_line
 from horovod_train.frameworks.randomness import load_rng_state, rng_state
 from horovod_train.frameworks.reader import NumpyReader
 from horovod_train.training.hooks.base import Hook
-from horovod_train.training.readings import StepReport
+from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 from horovod_train.worker import make_run
 

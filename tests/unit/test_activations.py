@@ -14,7 +14,11 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.activations import Kept, layers_to_recompute, what_is_kept
+from horovod_train.frameworks.torch.activations import (
+    SavedActivations,
+    layers_to_recompute,
+    saved_activations,
+)
 from horovod_train.frameworks.torch.framework import TorchFramework, recompute_activations
 
 MIB = 2**20
@@ -45,7 +49,7 @@ class Task:
 
 def kept_of(model):
     inputs = torch.randn(BATCH, WIDTH)
-    return what_is_kept(model, lambda: model(inputs).square().mean())
+    return saved_activations(model, lambda: model(inputs).square().mean())
 
 
 def test_what_is_kept_is_what_the_formula_says():
@@ -60,7 +64,7 @@ def test_what_is_kept_is_what_the_formula_says():
 
 
 def test_the_peak_is_of_what_is_left_and_one_layer_that_recomputes():
-    kept = Kept(10, {"a": 100, "b": 100, "c": 50}, {"a": 1, "b": 2, "c": 3})
+    kept = SavedActivations(10, {"a": 100, "b": 100, "c": 50}, {"a": 1, "b": 2, "c": 3})
 
     assert kept.peak(set()) == 10 + 250
     assert kept.peak({"a"}) == 10 + 1 + 100 + 50 + 100
@@ -72,13 +76,13 @@ def test_the_peak_is_of_what_is_left_and_one_layer_that_recomputes():
     ("budget_bytes", "expected"), [(260, []), (259, ["a", "b"]), (163, ["a", "b"]), (116, ["a", "b", "c"])]
 )
 def test_no_more_layers_recompute_than_have_to(budget_bytes, expected):
-    kept = Kept(10, {"a": 100, "b": 100, "c": 50}, {"a": 1, "b": 2, "c": 3})
+    kept = SavedActivations(10, {"a": 100, "b": 100, "c": 50}, {"a": 1, "b": 2, "c": 3})
 
     assert layers_to_recompute(kept, budget_bytes / MIB) == expected
 
 
 def test_a_budget_that_cannot_be_kept_is_refused_with_the_least():
-    kept = Kept(0, {"a": 100 * MIB, "b": 100 * MIB}, {"a": 0, "b": 0})
+    kept = SavedActivations(0, {"a": 100 * MIB, "b": 100 * MIB}, {"a": 0, "b": 0})
 
     with pytest.raises(UserError, match="keeps 200 MiB, and 100 MiB if its 2 layers") as refused:
         layers_to_recompute(kept, 99)
@@ -136,7 +140,7 @@ def test_layers_are_found_in_a_model_without_lists():
     model = nn.ModuleDict({"a": Layer(), "b": Layer()})
     inputs = torch.randn(BATCH, WIDTH)
 
-    kept = what_is_kept(model, lambda: model["b"](model["a"](inputs)).sum())
+    kept = saved_activations(model, lambda: model["b"](model["a"](inputs)).sum())
     again = copy.deepcopy(model)
     recompute_activations(again, ["a", "b"])
 
@@ -148,11 +152,11 @@ def test_a_layer_that_is_called_twice_keeps_two_inputs():
     layer = nn.ModuleDict({"a": Layer()})
     inputs = torch.randn(BATCH, WIDTH, requires_grad=True)
 
-    kept = what_is_kept(layer, lambda: layer["a"](layer["a"](inputs)).sum())
+    kept = saved_activations(layer, lambda: layer["a"](layer["a"](inputs)).sum())
 
     assert kept.inputs == {"a": 2 * 4 * BATCH * WIDTH}
 
 
 def kept_again(model, inputs):
-    kept = what_is_kept(model, lambda: model["b"](model["a"](inputs)).sum())
+    kept = saved_activations(model, lambda: model["b"](model["a"](inputs)).sum())
     return kept.elsewhere + sum(kept.layers.values())

@@ -564,8 +564,8 @@ class TestWhileRanksRun:
 
     def test_ranks_that_are_frozen_for_too_long_end_the_job(self, run, monkeypatch):
         @contextmanager
-        def watching(hosts, health, see, give_up):
-            give_up([Frozen(1, "here", 4711, 12.3, "stopped")])
+        def watching(hosts, health, handle, abort_frozen_ranks):
+            abort_frozen_ranks([Frozen(1, "here", 4711, 12.3, "stopped")])
             yield
 
         monkeypatch.setattr(attempt, "watching_ranks", watching)

@@ -25,7 +25,7 @@ from horovod_train.monitor import ui_server
 from horovod_train.monitor.board import Board, Readings, ScrapedRun, _access_of
 from horovod_train.monitor.brief import read_recent, summary_lines
 from horovod_train.monitor.history import HistoryReader
-from horovod_train.monitor.live import RankReading, scrape, by_rank
+from horovod_train.monitor.live import RankReading, by_rank, scrape
 from horovod_train.monitor.runs import Run, Runs
 from horovod_train.monitor.view import job_row, log_tail, run_document
 

@@ -617,7 +617,7 @@ class TestWhatHasChangedSince:
         again = CheckpointManager(folder, Checkpoint(), SingleRank(), job, environment=environment)
         resumed = again.latest()
         changes = changes_since(resumed, order or DataOrder(9, 0, shuffle=True))
-        again.note_resumed(resumed.name, changes)
+        again.mark_resumed(resumed.name, changes)
         save(again, 8)
         again.close()
         return changes, describe(folder / "step-000000000008")
@@ -954,7 +954,7 @@ class TestAFolder:
         checkpoints = manager(tmp_path)
 
         with pytest.raises(CheckpointError, match=r"the random generators of rank\.0 are missing"):
-            checkpoints._own_generators(content)
+            checkpoints._rank_generators(content)
         checkpoints.close()
 
     def test_a_row_says_what_a_person_chooses_by(self, folder):

@@ -15,7 +15,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job, Strategy
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.deepspeed_state import FlatState, joined, own_part
-from horovod_train.frameworks.torch.strategies.base import Placing
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 from horovod_train.frameworks.torch.strategies.deepspeed import DeepSpeed
 
 PADDED = 8  # of seven numbers
@@ -33,7 +33,9 @@ def environment(monkeypatch):
 
 def strategy(**args):
     job = Job(name="j", task="digits", strategy=Strategy(name="deepspeed"))
-    return DeepSpeed(Mesh.data_parallel(SingleRank()), job, **args), Placing(torch.device("cpu"), job.train)
+    return DeepSpeed(Mesh.data_parallel(SingleRank()), job, **args), DevicePlacement(
+        torch.device("cpu"), job.train
+    )
 
 
 class TestIsRefused:
@@ -176,7 +178,7 @@ class TestWhatARankHas:
 
             shown = second.optimizer()
             shown.load_state_dict(document)
-            second.take_over(shown)
+            second.update_from(shown)
 
             length = len(flat) - (rank if stage == 2 else 0)  # without the padding of the last rank
             assert len(flat) == len(new_flat)

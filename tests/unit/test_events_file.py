@@ -195,7 +195,7 @@ def test_each_change_of_state_is_told_once(tmp_path):
 
     state.write("running", message="2 rank(s)")
     state.write("running", message="2 rank(s)")
-    state.remark("run.log", "run.log is incomplete")
+    state.set_warning("run.log", "run.log is incomplete")
     state.write("failed", 1, "no")
 
     assert seen == [

@@ -57,7 +57,7 @@ class TestAStall:
         run = follow()
         run.say(0, "Missing ranks:", "2: [allreduce.gradients]")
 
-        run.see(event("progress"))
+        run.handle(event("progress"))
 
         assert run.noted[-1] == ""
         with pytest.raises(LaunchError, match="no rank said why"):
@@ -81,7 +81,7 @@ class TestAStall:
     def test_of_ranks_of_which_one_was_killed_is_the_killed_ones_fault(self, follow):
         run = follow()
         run.say(0, "Missing ranks:", "2: [a]")
-        run.see("mpirun noticed that process rank 2 with PID 7 on node n4 exited on signal 9 (Killed).")
+        run.handle("mpirun noticed that process rank 2 with PID 7 on node n4 exited on signal 9 (Killed).")
 
         with pytest.raises(LostError, match="rank 2 on n4 was killed by signal 9"):
             run.end(137)
@@ -114,7 +114,7 @@ class TestAKilledRank:
     def test_is_named_in_the_launchers_own_words(self, follow, line, expected):
         run = follow()
         for part in line.splitlines():
-            run.see(part)
+            run.handle(part)
 
         with pytest.raises(LostError, match=f"{expected}, before it could say why") as caught:
             run.end(1)
@@ -125,8 +125,8 @@ class TestAKilledRank:
         run = follow()
         fields = {"host": "h", "message": "the connection was lost", "traceback": "", "exit_code": 1}
         for rank in (0, 2):
-            run.see(event("failure", rank, is_cause=False, **fields))
-        run.see("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
+            run.handle(event("failure", rank, is_cause=False, **fields))
+        run.handle("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
 
         with pytest.raises(LostError, match="say why; ranks 0, 2 only noticed: the connection was lost"):
             run.end(1)
@@ -136,7 +136,7 @@ class TestAKilledRank:
         text = "GPUs cannot exchange data any more: remote process exited or there was a network error"
         fields = {"host": "h", "message": text, "traceback": "", "exit_code": 1, "cause": "nccl"}
         for rank in (0, 1):
-            run.see(event("failure", rank, is_cause=False, **fields))
+            run.handle(event("failure", rank, is_cause=False, **fields))
 
         with pytest.raises(LostError, match="^ranks 0-1: GPUs cannot exchange data") as caught:
             run.end(1)
@@ -148,7 +148,7 @@ class TestAKilledRank:
     def test_is_not_assumed(self, follow, line):
         run = follow()
         for part in line.splitlines():
-            run.see(part)
+            run.handle(part)
 
         with pytest.raises(LaunchError, match="no rank said why"):
             run.end(1)
@@ -158,7 +158,7 @@ class TestLastWords:
     def test_are_told_in_their_order_without_empty_lines(self, follow):
         run = follow()
         for line in ("one", " ", "two"):
-            run.see(line)
+            run.handle(line)
 
         with pytest.raises(LaunchError, match="no rank said why; its last words:\n    one\n    two"):
             run.end(7)
@@ -174,7 +174,7 @@ class TestWhatIsShown:
     def test_is_what_the_only_rank_prints_as_it_is(self, follow):
         run = follow(1)
 
-        run.see("loading data")
+        run.handle("loading data")
 
         assert run.shown == "loading data\n"
 
@@ -182,7 +182,7 @@ class TestWhatIsShown:
         run = follow(1)
 
         for line in ("[1,1]<stdout>:of another program", "and more"):
-            run.see(line)
+            run.handle(line)
 
         assert run.shown == "[rank 1] of another program\nand more\n"
 
@@ -191,7 +191,7 @@ class TestWhatIsShown:
         run = follow(1, "mpirun")
 
         run.say(0, "loading data")
-        run.see("mpirun has exited due to process rank 0 with PID 0 on node n4 exiting improperly")
+        run.handle("mpirun has exited due to process rank 0 with PID 0 on node n4 exiting improperly")
 
         assert run.shown == "[rank 0] loading data\n"
         with pytest.raises(LaunchError, match="its last words:\n    mpirun has exited"):
@@ -208,14 +208,14 @@ class TestWhatIsShown:
     def test_is_no_launchers_chatter(self, follow):
         run = follow()
 
-        run.see("mpirun has exited due to process rank 0")
+        run.handle("mpirun has exited due to process rank 0")
 
         assert run.shown == ""
 
     def test_of_ranks_that_have_left_is_told_once(self, follow):
         run = follow()
         for rank in range(3):
-            run.see(event("preempted", rank, step=7, epoch=0.5))
+            run.handle(event("preempted", rank, step=7, epoch=0.5))
 
         assert run.shown.count("step 7") == 1
         with pytest.raises(PreemptedError, match="saved at step 7"):
@@ -226,12 +226,12 @@ class TestMeasurements:
     def test_are_kept_and_their_end_is_a_good_one(self, follow):
         measured = RecordEvents()
         run = follow(others=[measured])
-        run.see(event("allreduce_time", via="cpu", size_bytes=8, seconds=0.1, bytes_per_s=80.0))
-        run.see(event("pair_time", hosts=("a", "b"), seconds=0.1))
+        run.handle(event("allreduce_time", via="cpu", size_bytes=8, seconds=0.1, bytes_per_s=80.0))
+        run.handle(event("pair_time", hosts=("a", "b"), seconds=0.1))
         with pytest.raises(LaunchError):
             run.end(0)
 
-        run.see(event("benchmark_done", world_size=2))
+        run.handle(event("benchmark_done", world_size=2))
         run.end(0)
 
         assert [found.kind for found in measured.events] == ["allreduce_time", "pair_time", "benchmark_done"]
@@ -243,7 +243,7 @@ class TestWhatWasSaved:
     @pytest.mark.parametrize(("error", "has_saved"), [("", True), ("the disk is full", False)])
     def test_counts_when_it_is_whole(self, follow, error, has_saved):
         run = follow()
-        run.see(event("checkpoint", path="p", seconds=0.1, error=error))
+        run.handle(event("checkpoint", path="p", seconds=0.1, error=error))
 
         with pytest.raises(LostError) as caught:
             run.end(7)
@@ -256,7 +256,7 @@ class TestTargets:
         run = follow()
         (run.request.run_dir / "prometheus-targets.json").mkdir()
 
-        run.see(event("targets", 0, targets=[{"address": "127.0.0.1:9400", "labels": {"rank": "0"}}]))
+        run.handle(event("targets", 0, targets=[{"address": "127.0.0.1:9400", "labels": {"rank": "0"}}]))
 
         assert "prometheus-targets.json was not written for Prometheus: Is a dir" in run.shown
 
@@ -264,7 +264,7 @@ class TestTargets:
         run = follow()
         for rank in range(2):
             target = {"address": f"127.0.0.1:940{rank}", "labels": {"rank": str(rank)}}
-            run.see(event("targets", rank, targets=[target]))
+            run.handle(event("targets", rank, targets=[target]))
 
         found = json.loads((run.request.run_dir / "prometheus-targets.json").read_text())
 

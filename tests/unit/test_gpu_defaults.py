@@ -19,7 +19,7 @@ from horovod_train.frameworks.torch.framework import choose_device, compiled, pl
 from horovod_train.frameworks.torch.gradient_buckets import make_buckets
 from horovod_train.frameworks.torch.optimizer import is_fused_by_itself, optimizer_over
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
-from horovod_train.frameworks.torch.strategies.base import Placing
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 from horovod_train.horovod.environment import horovod_settings
 
 CPU = torch.device("cpu")
@@ -98,7 +98,7 @@ class TestChannelsLast:
 
     def test_is_the_layout_of_model_and_images(self):
         train = job(train={"channels_last": True}).train
-        model = Placing(CPU, train)(self.net())
+        model = DevicePlacement(CPU, train)(self.net())
         images, labels = placement(CPU, train).put((torch.randn(5, 3, 6, 6), torch.zeros(5, 2)))
 
         assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
@@ -107,7 +107,7 @@ class TestChannelsLast:
 
     def test_gradients_lie_as_the_weights_do(self):
         """Optimizers with one kernel for all weights refuse anything else."""
-        model = Placing(CPU, job(train={"channels_last": True}).train)(self.net())
+        model = DevicePlacement(CPU, job(train={"channels_last": True}).train)(self.net())
         parameters = list(model.parameters())
 
         for bucket in make_buckets(parameters, 2**20, fp32()):
@@ -123,7 +123,7 @@ class TestChannelsLast:
         images = torch.randn(5, 3, 6, 6, generator=torch.Generator().manual_seed(1))
         for channels_last in (False, True):
             train = job(train={"channels_last": channels_last}).train
-            model = Placing(CPU, train)(copy.deepcopy(self.net()))
+            model = DevicePlacement(CPU, train)(copy.deepcopy(self.net()))
             made = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
             for _ in range(3):
                 made.zero_grad()

@@ -9,9 +9,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from support import late
-from support.graphs import CpuRecorder, is_recording
-from support.late import (
+from support import deferred
+from support.deferred import (
     ADAMW,
     BATCH_SIZE,
     DATA,
@@ -24,6 +23,7 @@ from support.late import (
     replica_of,
     worlds,
 )
+from support.graphs import CpuRecorder, is_recording
 from support.torch_threads import ThreadHvd
 from torch import nn
 
@@ -61,7 +61,7 @@ def trained(
         step = planned(world, number % 6, accumulation=accumulation)
         lr = 0.125 if rates is None else rates(number)
         readings.append(replica.step(step, lr, want_norm=number % 3 == 0))
-    found = [(o.loss, o.grad_norm, o.is_finite, o.is_made) for o in (r.outcome() for r in readings)]
+    found = [(o.loss, o.grad_norm, o.is_finite, o.was_executed) for o in (r.outcome() for r in readings)]
     return everything(replica), found, recorder
 
 
@@ -181,13 +181,13 @@ class TestWhatChanges:
         """Training goes back to a checkpoint, and the state of that time is other memory."""
         kept = {}
 
-        def go_back(number, replica):
+        def restore_checkpoint(number, replica):
             if number == 6:
                 kept[replica.data_ranks.rank] = replica.state(copy=True)
             if number == 9:
                 replica.load_state(kept[replica.data_ranks.rank])
 
-        for *_, recorder in assert_alike(size, before=go_back, optimizer=ADAMW):
+        for *_, recorder in assert_alike(size, before=restore_checkpoint, optimizer=ADAMW):
             assert recorder.num_recorded > 3
 
     def test_in_where_weights_lie_is_recorded_anew(self):
@@ -234,7 +234,7 @@ class WithHeads(nn.Module):
 def test_what_a_step_does_not_use_is_left_alone(monkeypatch, size, optimizer, accumulation):
     """Neither momentum nor decay moves it, as without graphs; what is in one micro-batch alone is summed."""
     torch.manual_seed(1)
-    monkeypatch.setattr(late, "MODEL", WithHeads())
+    monkeypatch.setattr(deferred, "MODEL", WithHeads())
 
     def rank(world, graphs):
         replica = replica_of(world, 2, optimizer=optimizer, task=TwoHeads(1))
@@ -381,14 +381,14 @@ class TestWhatCannotBeRecorded:
         replica.record_steps(CpuRecorder(), only_if_faster=False)
 
         assert replica._graphs is None
-        assert "SGD needs the host to decide about each step" in caplog.text
+        assert "SGD requires a decision of the host in each step" in caplog.text
 
     def test_is_a_strategy_that_asks_other_ranks_in_each_step(self, caplog):
         replica = replica_of(SingleRank(), 2, strategy={"name": "local_sgd", "args": {"every_steps": 2}})
         replica.record_steps(CpuRecorder(), only_if_faster=False)
 
         assert replica._graphs is None
-        assert "LocalSgd needs the host to decide about each step" in caplog.text
+        assert "LocalSgd requires a decision of the host in each step" in caplog.text
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -267,9 +267,9 @@ class TestPeers:
     def test_one_that_is_silent_is_named_and_then_ends_those_that_wait_for_it(self, size):
         found = self.watch(size, self.silence)
 
-        watchers = [(1 + distance) % size for distance in range(1, min(2, size - 1) + 1)]
+        watchdog_callbacks = [(1 + distance) % size for distance in range(1, min(2, size - 1) + 1)]
         for rank, (told, ended) in enumerate(found):
-            if rank in watchers:
+            if rank in watchdog_callbacks:
                 assert len(told) == 1
                 assert "rank 1 on here has shown no sign of life" in told[0]
                 assert "this rank waits for it in horovod_train.bucket.0.3 (8.0 MiB)" in told[0]

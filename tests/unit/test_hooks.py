@@ -372,11 +372,11 @@ class TestGoingOn:
         def rank(world):
             run = made(world, train={"max_steps": 2})
             own = {"kept": to_blob(np.full(3, world.rank + 0.5))} if world.rank in keeping else {}
-            run.replica.own_state = lambda: own
+            run.replica.rank_state = lambda: own
             manager = manager_of(tmp_path, run)
             save(run, manager, Framework(), wait=True)
             given = []
-            run.replica.load_own_states = given.extend
+            run.replica.load_rank_states = given.extend
             resume(run, manager, Framework(), Told(world.rank).reporter)
             manager.close()
             return [{name: from_blob(blob).tolist() for name, blob in kept.items()} for kept in given]
@@ -410,10 +410,10 @@ class TestLeaving:
             checkpoints = SaveCheckpoints(manager, Framework())
 
             def ask(run):
-                request.is_made = run.world.rank == size - 1
+                request.is_received = run.world.rank == size - 1
 
             agreement = PreemptionAgreement(
-                world, lambda: request.is_made, clock=lambda: 1.0 * run.progress.step
+                world, lambda: request.is_received, clock=lambda: 1.0 * run.progress.step
             )
             leave = StopWhenPreempted(agreement, manager, Framework(), recorder, told.reporter)
             run.hooks = [At(asked_after, ask), checkpoints, leave]

@@ -28,7 +28,7 @@ from horovod_train.config.launch import HostSettings, Launch
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, UserError
 from horovod_train.files import LogFile
-from horovod_train.health.heartbeat import beat_name, give_signs_of_life
+from horovod_train.health.heartbeat import heartbeat_file, start_heartbeat
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.launch import jobs
 from horovod_train.launch.base import JobStatus
@@ -48,7 +48,7 @@ from horovod_train.launch.hosts.ssh import explain
 from horovod_train.launch.hosts.staging import pack_code, stage_files
 from horovod_train.launch.launchers.mpijob.render import inner_job
 from horovod_train.launch.launchers.slurm_allocation import tasks_per_node
-from horovod_train.launch.submit import make_plan, note_job, resolve
+from horovod_train.launch.submit import make_plan, record_job, resolve
 from horovod_train.launch.supervise import preflight as prepare
 from horovod_train.launch.supervise.preflight import check_fingerprints, check_shared_memory, rank_variables
 from horovod_train.launch.supervise.process import guarded
@@ -364,14 +364,14 @@ class TestCores:
 
 STOPS_WHILE_IT_ENDS = """
 import os, pathlib, signal, sys, time
-from horovod_train.health.heartbeat import give_signs_of_life
+from horovod_train.health.heartbeat import start_heartbeat
 
 class Last:
     def __del__(self, kill=os.kill, me=os.getpid(), stop=signal.SIGSTOP):
         kill(me, stop)
 
 last = Last()
-give_signs_of_life(pathlib.Path(sys.argv[1]), 5)
+start_heartbeat(pathlib.Path(sys.argv[1]), 5)
 time.sleep(2)
 """
 
@@ -386,17 +386,17 @@ class TestSignsOfLife:
         return subprocess.Popen([sys.executable, "-c", program])
 
     def beat(self, host, process, ago_s):
-        file = host.stage / beat_name(3, process.pid)
+        file = host.stage / heartbeat_file(3, process.pid)
         file.write_text(f"{time.monotonic() - ago_s:020.3f}\n")
 
     def test_a_rank_that_gives_none_is_found_with_what_it_does(self, host):
         with self.sleeper() as process:
             self.beat(host, process, 100)
-            first = host.silent_ranks(0.3)
+            first = host.unresponsive_ranks(0.3)
             process.send_signal(signal.SIGSTOP)
             wait_until(lambda: psutil.Process(process.pid).status() == "stopped")
             time.sleep(0.4)
-            (found,) = host.silent_ranks(0.3)
+            (found,) = host.unresponsive_ranks(0.3)
             process.kill()
 
         assert first == [], "whether it computes is known at the second look"
@@ -405,10 +405,10 @@ class TestSignsOfLife:
 
     def test_a_rank_that_gives_some_is_not(self, host):
         with self.sleeper() as process:
-            host.silent_ranks(0.2)
+            host.unresponsive_ranks(0.2)
             time.sleep(0.3)
             self.beat(host, process, 0.0)
-            found = host.silent_ranks(0.2)
+            found = host.unresponsive_ranks(0.2)
             process.kill()
 
         assert found == []
@@ -418,7 +418,7 @@ class TestSignsOfLife:
             self.beat(host, process, 100)
             looks = []
             for _ in range(4):
-                looks += host.silent_ranks(0.5)
+                looks += host.unresponsive_ranks(0.5)
                 time.sleep(0.3)
             process.kill()
 
@@ -437,7 +437,7 @@ class TestSignsOfLife:
             before_s = sum(psutil.Process(process.pid).cpu_times()[:2])
             looks = []
             for _ in range(6):
-                looks += host.silent_ranks(1.0)
+                looks += host.unresponsive_ranks(1.0)
                 time.sleep(0.3)
             used_s = sum(psutil.Process(process.pid).cpu_times()[:2]) - before_s
             for each in (process, other):
@@ -451,7 +451,7 @@ class TestSignsOfLife:
             process.kill()
         self.beat(host, process, 100)
 
-        assert host.silent_ranks(0.0) == []
+        assert host.unresponsive_ranks(0.0) == []
 
     def test_a_rank_that_has_ended_and_is_not_yet_reaped_is_not_either(self, host):
         with self.sleeper() as process:
@@ -459,9 +459,9 @@ class TestSignsOfLife:
             process.kill()
             wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE)
 
-            assert host.silent_ranks(0.0) == []
+            assert host.unresponsive_ranks(0.0) == []
             time.sleep(0.05)
-            assert host.silent_ranks(0.0) == []
+            assert host.unresponsive_ranks(0.0) == []
 
     def test_one_that_has_ended_does_not_hide_another(self, host):
         with self.sleeper() as ended, self.sleeper() as stopped:
@@ -470,9 +470,9 @@ class TestSignsOfLife:
             ended.kill()
             stopped.send_signal(signal.SIGSTOP)
             wait_until(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE)
-            host.silent_ranks(0.0)
+            host.unresponsive_ranks(0.0)
             time.sleep(0.3)
-            found = host.silent_ranks(0.2)
+            found = host.unresponsive_ranks(0.2)
             stopped.kill()
 
         assert [each.pid for each in found] == [stopped.pid]
@@ -480,23 +480,23 @@ class TestSignsOfLife:
     def test_are_given_until_the_process_has_ended(self, host):
         """It is stopped when it has nothing more to do, and Python clears up."""
         with subprocess.Popen([sys.executable, "-c", STOPS_WHILE_IT_ENDS, host.stage]) as process:
-            file = host.stage / beat_name(5, process.pid)
+            file = host.stage / heartbeat_file(5, process.pid)
             wait_until(lambda: file.exists() and file.read_text())
             first = float(file.read_text())
             wait_until(lambda: float(file.read_text()) > first)
             wait_until(lambda: psutil.Process(process.pid).status() == "stopped")
-            host.silent_ranks(0.3)
+            host.unresponsive_ranks(0.3)
             time.sleep(0.4)
-            (found,) = host.silent_ranks(0.3)
+            (found,) = host.unresponsive_ranks(0.3)
             process.kill()
 
         assert abs(first - time.monotonic()) < 30
         assert (found.rank, found.doing) == (5, "stopped")
-        assert host.silent_ranks(0.3) == []
+        assert host.unresponsive_ranks(0.3) == []
         assert not file.exists()
 
     def test_need_no_folder(self, tmp_path):
-        give_signs_of_life(tmp_path / "gone", 0)
+        start_heartbeat(tmp_path / "gone", 0)
 
 
 class TestHostGroup:
@@ -1104,8 +1104,8 @@ class TestJobs:
         state = jobs.StateFile(request_.log_dir, told.append)
         state.write("running", message="2 rank(s)")
 
-        state.remark("run.log", "run.log is incomplete: No space left on device")
-        state.remark("run.log", "run.log is incomplete: No space left on device")
+        state.set_warning("run.log", "run.log is incomplete: No space left on device")
+        state.set_warning("run.log", "run.log is incomplete: No space left on device")
         while_running = state.read().message
         state.write("succeeded", 0)
 
@@ -1120,7 +1120,7 @@ class TestJobs:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
         told = []
 
-        job = note_job(request_, "4711", told.append)
+        job = record_job(request_, "4711", told.append)
 
         assert job.job_id == request_.job_id
         (text,) = told
@@ -1255,7 +1255,7 @@ class TestWhatIsRemembered:
         assert not jobs._is_alive(document)
 
     def test_an_end_is_found_again_and_garbage_is_none(self, tmp_path):
-        jobs.note_end("j-1", JobStatus("failed", 3, "why"))
+        jobs.record_end("j-1", JobStatus("failed", 3, "why"))
 
         assert jobs.end_of("j-1") == JobStatus("failed", 3, "why")
         (jobs.jobs_dir() / "ended" / "j-1.json").write_text("[]")

@@ -14,10 +14,10 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.empty_model import load_initial, parameters_without_memory
 from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.frameworks.torch.local_tensors import whole_model
-from horovod_train.frameworks.torch.shards import give_memory
+from horovod_train.frameworks.torch.meta_weights import load_initial, meta_parameters
+from horovod_train.frameworks.torch.shards import materialize
 
 
 class Net(nn.Module):
@@ -151,7 +151,7 @@ class TestIsRefused:
 
 class TestAModelWithoutMemory:
     def made(self):
-        with parameters_without_memory():
+        with meta_parameters():
             return Net()
 
     def test_has_buffers_and_ties_as_ever(self):
@@ -163,7 +163,7 @@ class TestAModelWithoutMemory:
         assert not any(p.is_meta for p in Net().parameters()), "only what is made in the block"
 
     def test_has_one_weight_where_one_was_given_to_two_modules(self):
-        with parameters_without_memory():
+        with meta_parameters():
             one = nn.Parameter(torch.ones(3, 3))
             model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
             for module in model:
@@ -173,17 +173,17 @@ class TestAModelWithoutMemory:
         assert model[0].weight.shape == (3, 3)
 
     def test_with_a_buffer_that_is_computed_from_weights_is_refused(self):
-        with parameters_without_memory():
+        with meta_parameters():
             model = nn.Linear(2, 2)
             model.register_buffer("first", model.weight.detach().clone())
 
         with pytest.raises(UserError, match="the buffer 'first' of a Linear is computed from weights"):
-            give_memory(model, torch.device("cpu"), torch.device("cpu"))
+            materialize(model, torch.device("cpu"), torch.device("cpu"))
 
     def test_takes_over_a_file(self, tmp_path):
         wanted, model = weights_of(5), self.made()
 
-        give_memory(model, torch.device("cpu"), torch.device("cpu"))
+        materialize(model, torch.device("cpu"), torch.device("cpu"))
         load_initial(model, whole_model(model), open_weights(written(tmp_path / "w.safetensors", wanted)))
 
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())

@@ -520,8 +520,8 @@ class TestOutcome:
         return event("failure", rank, host="h", cause=cause, **fields)
 
     def test_the_cause_wins_over_its_consequences(self, run):
-        run.see(self.failure(0, "another rank left", is_cause=False))
-        run.see(self.failure(1, "NaN", exit_code=3))
+        run.handle(self.failure(0, "another rank left", is_cause=False))
+        run.handle(self.failure(1, "NaN", exit_code=3))
 
         with pytest.raises(LaunchError) as caught:
             run.end(1)
@@ -531,7 +531,7 @@ class TestOutcome:
 
     def test_the_same_cause_on_many_ranks_is_told_once(self, run):
         for rank in (0, 1, 2, 5):
-            run.see(self.failure(rank, "bad", traceback="Traceback"))
+            run.handle(self.failure(rank, "bad", traceback="Traceback"))
 
         with pytest.raises(LaunchError) as caught:
             run.end(1)
@@ -540,15 +540,15 @@ class TestOutcome:
 
     @pytest.mark.parametrize(("number", "code"), [(10, 1), (15, 143)])
     def test_a_drain_that_could_not_save_has_failed(self, run, number, code):
-        run.see(event("started"))
-        run.see(self.failure(0, "the disk is full", cause="checkpoint"))
+        run.handle(event("started"))
+        run.handle(self.failure(0, "the disk is full", cause="checkpoint"))
 
         with pytest.raises(LaunchError, match="not saved: rank 0 on h: the disk is full") as caught:
             run.end(1, stopped_by=number)
         assert (caught.value.exit_code, caught.value.cause) == (code, "checkpoint")
 
     def test_ranks_that_stayed_away_are_named_when_a_drain_ends(self, run):
-        run.see(event("started"))
+        run.handle(event("started"))
         run.say(0, "Missing ranks:", "1: [allreduce.x]")
 
         with pytest.raises(LaunchError, match="before the ranks had saved: rank 1 stayed away") as caught:
@@ -556,15 +556,15 @@ class TestOutcome:
         assert (list(caught.value.lost_ranks), caught.value.exit_code) == ([1], 1)
 
     def test_a_killed_rank_is_known_by_its_number(self, run):
-        run.see("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
-        run.see(self.failure(0, "a collective was ended because another rank left", is_cause=False))
+        run.handle("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
+        run.handle(self.failure(0, "a collective was ended because another rank left", is_cause=False))
 
         with pytest.raises(LaunchError, match="rank 1 on n4 was killed") as caught:
             run.end(137)
         assert list(caught.value.lost_ranks) == [1]
 
     def test_a_silent_end_shows_the_launchers_last_words(self, run):
-        run.see("mpirun: something unheard of")
+        run.handle("mpirun: something unheard of")
 
         with pytest.raises(LaunchError, match="no rank said why(.|\n)*something unheard of") as caught:
             run.end(7)
@@ -576,12 +576,12 @@ class TestOutcome:
             run.end(0)
 
     def test_a_summary_is_a_success(self, run):
-        run.see(event("summary"))
+        run.handle(event("summary"))
 
         run.end(0)
 
     def test_ranks_that_have_saved_and_left_are_preempted_whatever_the_launcher_says(self, run):
-        run.see(event("preempted", 1, step=7, epoch=0.5))
+        run.handle(event("preempted", 1, step=7, epoch=0.5))
 
         with pytest.raises(PreemptedError, match="saved at step 7") as caught:
             run.end(1, stopped_by=15)
@@ -595,15 +595,15 @@ class TestOutcome:
         assert caught.value.exit_code == 130
 
     def test_a_stop_before_the_ranks_had_saved_says_so(self, run):
-        run.see(event("started"))
+        run.handle(event("started"))
         with pytest.raises(LaunchError, match="before the ranks had saved") as caught:
             run.end(137, stopped_by=15)
 
         assert caught.value.exit_code == 143
 
     def test_what_kept_ranks_from_saving_is_told(self, run):
-        run.see(event("started"))
-        run.see(self.failure(1, "ranks differ after step 6"))
+        run.handle(event("started"))
+        run.handle(self.failure(1, "ranks differ after step 6"))
 
         with pytest.raises(
             LaunchError, match="signal 15, and not saved: rank 1 on h: ranks differ"
@@ -613,7 +613,7 @@ class TestOutcome:
         assert caught.value.exit_code == 143
 
     def test_frozen_ranks_are_the_cause_of_what_others_noticed(self, run):
-        run.see(self.failure(0, "another rank left", is_cause=False))
+        run.handle(self.failure(0, "another rank left", is_cause=False))
         frozen = [Frozen(1, "node7", 4711, 12.3, "stopped")]
 
         with pytest.raises(LostError, match=r"rank 1 on node7 \(process 4711, stopped\)") as caught:
@@ -623,7 +623,7 @@ class TestOutcome:
         assert "`kill -CONT 4711` on node7" in caught.value.hint
 
     def test_a_lost_host_is_the_cause_of_what_ranks_noticed(self, run):
-        run.see(self.failure(0, "another rank left", is_cause=False))
+        run.handle(self.failure(0, "another rank left", is_cause=False))
 
         with pytest.raises(LaunchError, match=r"node7 does not answer any more \(silent for 20 s\)"):
             run.end(1, lost=("node7", "silent for 20 s"))
@@ -631,11 +631,11 @@ class TestOutcome:
     def test_secrets_are_not_shown_and_not_logged(self, tmp_path):
         run = Followed(request_for(tmp_path), ["hunter2hunter2"])
 
-        run.see("[1,1]<stdout>:the token is hunter2hunter2")
+        run.handle("[1,1]<stdout>:the token is hunter2hunter2")
         for line in lines_of_ranks(
             ["[1,1]<stdout>:and torn hunter2[1,0]<stdout>:x\n", "[1,1]<stdout>:hunter2\n"]
         ):
-            run.see(line)
+            run.handle(line)
         run.close()
 
         assert run.shown == "[rank 1] the token is ***\n[rank 0] x\n[rank 1] and torn ***\n"
@@ -681,7 +681,7 @@ class TestOutcome:
     def test_a_log_that_cannot_be_written_is_told(self, run):
         (run.request.log_dir / "rank-1.log").mkdir()
 
-        run.see("[1,1]<stdout>:loading data")
+        run.handle("[1,1]<stdout>:loading data")
 
         assert run.state.remarks == ["rank-1.log is incomplete: Is a directory"]
 
@@ -690,7 +690,7 @@ class TestOutcome:
         request = request_for(tmp_path, metrics={"targets_dir": str(shared)})
         run = Followed(request)
 
-        run.see(event("targets", targets=[{"address": "127.0.0.1:9400", "labels": {"rank": "0"}}]))
+        run.handle(event("targets", targets=[{"address": "127.0.0.1:9400", "labels": {"rank": "0"}}]))
 
         assert json.loads((shared / "j.json").read_text())[0]["targets"] == ["127.0.0.1:9400"]
         assert (shared / "j.json").stat().st_mode & 0o777 == 0o644
@@ -709,7 +709,7 @@ class TestOutcome:
         run = Followed(request)
 
         ours = {"address": "127.0.0.1:9400", "labels": {"rank": "0", "run": request.run_id}}
-        run.see(event("targets", targets=[ours]))
+        run.handle(event("targets", targets=[ours]))
 
         found = json.loads((shared / "j.json").read_text())
         assert [(each["targets"], each["labels"]["run"]) for each in found] == [
@@ -720,14 +720,14 @@ class TestOutcome:
 
     def test_each_rank_has_a_log_of_its_own(self, run):
         for rank in (0, 1):
-            run.see(f"[1,{rank}]<stdout>:I am {rank}")
+            run.handle(f"[1,{rank}]<stdout>:I am {rank}")
         run.close()
 
         assert (run.request.log_dir / "rank-1.log").read_text() == "I am 1\n"
 
     def test_targets_become_a_file_for_prometheus(self, run, tmp_path):
         targets = [{"address": f"127.0.0.1:940{rank}", "labels": {"rank": str(rank)}} for rank in range(2)]
-        run.see(event("targets", targets=targets))
+        run.handle(event("targets", targets=targets))
 
         found = json.loads((tmp_path / "j" / "prometheus-targets.json").read_text())
 
@@ -736,7 +736,7 @@ class TestOutcome:
         assert json.loads((tmp_path / "j" / "prometheus-targets.json").read_text()) == []
 
     def test_what_ranks_print_is_shown_with_their_number(self, run):
-        run.see("[1,1]<stdout>:loading data")
+        run.handle("[1,1]<stdout>:loading data")
 
         assert run.shown == "[rank 1] loading data\n"
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support.late import NUM_STEPS, WAYS, Task, planned, replica_of, worlds
+from support.deferred import NUM_STEPS, WAYS, Task, planned, replica_of, worlds
 from support.reads import ReadsOfOursError, without_reads
 from torch import nn
 
@@ -20,8 +20,8 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError
 from horovod_train.frameworks.base import StepOutcome
-from horovod_train.frameworks.torch import late
-from horovod_train.frameworks.torch.late import LateOutcome
+from horovod_train.frameworks.torch import deferred
+from horovod_train.frameworks.torch.deferred import DeferredOutcome
 from horovod_train.registry import FRAMEWORKS
 from horovod_train.training.bridge import LoopBridge
 from horovod_train.worker import make_run
@@ -29,7 +29,7 @@ from horovod_train.worker import make_run
 
 @pytest.fixture
 def late_steps(monkeypatch) -> None:
-    monkeypatch.setattr(late, "lag_steps_of", lambda _: 2)
+    monkeypatch.setattr(deferred, "lag_steps_of", lambda _: 2)
 
 
 def test_a_read_is_seen():
@@ -58,7 +58,7 @@ def test_in_our_own_loop(way, size):
             step = planned(world, number, accumulation=2)
             with without_reads():
                 readings.append(replica.step(step, 0.1, want_norm=True))
-        assert all(isinstance(reading, LateOutcome) for reading in readings)
+        assert all(isinstance(reading, DeferredOutcome) for reading in readings)
         return [reading.outcome().is_finite for reading in readings]
 
     for used in worlds(size, rank):
@@ -97,7 +97,7 @@ class TestInALoopOfOnesOwn:
 
     def test_nothing_is_read_and_losses_are_those_of_a_cpu(self, monkeypatch):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(late, "lag_steps_of", lambda _: 2)
+            patch.setattr(deferred, "lag_steps_of", lambda _: 2)
             on_device = list(self.losses())
         import support.reads
 
@@ -186,7 +186,7 @@ class TestInALoopOfOnesOwn:
                     for x, y in step:
                         step.backward((model(x) - y).square().mean())
                     metrics.record(step, step.finish(lr=0.1), 0.1, 0.0)
-                    monkeypatch.setattr(late.LateOutcome, "outcome", broken)
+                    monkeypatch.setattr(deferred.DeferredOutcome, "outcome", broken)
                     raise ValueError("their own")
 
         with pytest.raises(ValueError, match="their own"):
@@ -201,7 +201,7 @@ class TestInALoopOfOnesOwn:
                     step.backward((model(x) - y).square().mean())
                 outcome = step.finish(lr=0.1)
 
-        assert isinstance(outcome, LateOutcome)
+        assert isinstance(outcome, DeferredOutcome)
         for name in StepOutcome.__slots__:
             assert getattr(outcome, name) == getattr(outcome.outcome(), name)
 
@@ -249,6 +249,6 @@ def test_in_a_trainer_of_somebody_else(late_steps, monkeypatch, framework, preci
             adapter.fit(bridge)
 
     assert len(steps) == 5
-    assert all(isinstance(reading, LateOutcome) for reading in steps)
+    assert all(isinstance(reading, DeferredOutcome) for reading in steps)
     assert all(0 < reading.loss < 10 for reading in steps)
     assert watch.others == OWN_READS[framework]

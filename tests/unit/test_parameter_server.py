@@ -23,7 +23,7 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import LostError, NumericError
-from horovod_train.frameworks.torch.parameter_server import Layout, Line, Server, shared_out
+from horovod_train.frameworks.torch.parameter_server import Layout, Server, ServerConnection, partition
 from horovod_train.training.loop import train
 
 TASK = "support.torch_threads:Task"
@@ -37,12 +37,12 @@ def fields_of(case, **args):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 5))
 def test_each_parameter_has_one_server_and_servers_have_about_as_much(lengths, num_servers):
     named = {f"p{at}": torch.zeros(length) for at, length in enumerate(lengths)}
-    having = shared_out(named, num_servers)
+    having = partition(named, num_servers)
 
     assert sorted(name for names in having for name in names) == sorted(named)
     loads = [sum(named[name].nbytes for name in names) for names in having]
     assert max(loads) - min(loads) <= max(tensor.nbytes for tensor in named.values())
-    assert having == shared_out(dict(reversed(named.items())), num_servers)
+    assert having == partition(dict(reversed(named.items())), num_servers)
 
 
 class TestMessages:
@@ -170,7 +170,7 @@ class TestALine:
         for rank, model in enumerate(models):
             named = dict(zip(layouts[rank].names, model.parameters(), strict=True))
             server = Server(layouts[rank], named, torch.optim.SGD(named.values(), 1.0), num_ranks)
-            made.append(Line(ThreadComm(rank, boxes), rank, layouts, server, timeout_s))
+            made.append(ServerConnection(ThreadComm(rank, boxes), rank, layouts, server, timeout_s))
         return models, made
 
     def test_gives_each_worker_all_weights_and_sums_what_all_send(self):
@@ -181,19 +181,19 @@ class TestALine:
         found = {}
 
         def work(rank):
-            line = lines[rank]
+            connection = lines[rank]
             for number in range(5):
-                line.pull(number - 1)
-                line.push({name: torch.full_like(p, rank + 1.0) for name, p in shapes.items()}, [0.5])
-            found[rank] = line.pull(5)
+                connection.pull(number - 1)
+                connection.push({name: torch.full_like(p, rank + 1.0) for name, p in shapes.items()}, [0.5])
+            found[rank] = connection.pull(5)
 
         threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        for line in lines:
-            line.close()
+        for connection in lines:
+            connection.close()
 
         assert len(found) == 3
         for weights in found.values():

@@ -30,7 +30,7 @@ from horovod_train.telemetry import rank_metrics as rank_metrics_module
 from horovod_train.telemetry.baseline import MAX_RUNS, baseline_samples_per_s
 from horovod_train.telemetry.peaks import peak_flops
 from horovod_train.telemetry.rank_metrics import (
-    compare_with_one_rank,
+    record_scaling_baseline,
     watch_device,
     watch_exchange,
     watch_waiting,
@@ -324,7 +324,7 @@ class TestBaseline:
         looked = []
         monkeypatch.setattr(rank_metrics_module, "baseline_samples_per_s", lambda *_: looked.append(rank))
         before = set(threading.enumerate())
-        compare_with_one_rank(job, SingleRank(rank, size), Recorder("j", "r", SingleRank(), 1))
+        record_scaling_baseline(job, SingleRank(rank, size), Recorder("j", "r", SingleRank(), 1))
         for thread in set(threading.enumerate()) - before:
             thread.join()
 

@@ -219,14 +219,14 @@ class TestWriters:
         assert not list(tmp_path.glob(f"{store.TEMPORARY}*"))
 
     def test_one_that_cannot_even_say_so_is_told_by_the_ranks_themselves(self, tmp_path, monkeypatch):
-        leave = writing.leave_note
+        leave = writing.write_note
 
         def refuse(folder, *what):
             if "step-000000000002" in folder.name:
                 raise OSError(errno.ENOSPC, "No space left on device")
             leave(folder, *what)
 
-        monkeypatch.setattr(writing, "leave_note", refuse)
+        monkeypatch.setattr(writing, "write_note", refuse)
         results, reports = saved(tmp_path, 2, steps=(1, 2, 3))
 
         assert results == [None] * 2

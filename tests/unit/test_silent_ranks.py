@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 
 from horovod_train.config.schema import Health
-from horovod_train.launch.hosts.host_actions import SilentRank
+from horovod_train.launch.hosts.host_actions import UnresponsiveRank
 from horovod_train.launch.supervise import frozen_ranks as module
 from horovod_train.launch.supervise.frozen_ranks import Frozen, find_frozen, watching_ranks
 
@@ -19,11 +19,11 @@ class HostGroup:
         self.silences_s = list(silences_s)
         self.over = Event()
 
-    def silent_ranks(self, limit_s):
+    def unresponsive_ranks(self, limit_s):
         silent_s = self.silences_s.pop(0) if len(self.silences_s) > 1 else self.silences_s[0]
         if len(self.silences_s) == 1:
             self.over.set()
-        entry = SilentRank(1, 7, silent_s, "stopped")
+        entry = UnresponsiveRank(1, 7, silent_s, "stopped")
         return {"a": [entry] if silent_s >= limit_s else [], "b": []}
 
 
@@ -64,11 +64,14 @@ def test_nobody_is_missed_for_signs_that_come_late(silent_s, is_named, is_lost):
 
 def test_ranks_are_named_in_order_with_what_to_do():
     class Two:
-        def silent_ranks(self, limit_s):
+        def unresponsive_ranks(self, limit_s):
             return {
-                "b": [SilentRank(2, 7, limit_s, "disk-sleep"), SilentRank(9, 7, limit_s, "running")],
-                "c": [SilentRank(10, 7, limit_s, "sleeping")],
-                "a": [SilentRank(1, 7, limit_s, "stopped")],
+                "b": [
+                    UnresponsiveRank(2, 7, limit_s, "disk-sleep"),
+                    UnresponsiveRank(9, 7, limit_s, "running"),
+                ],
+                "c": [UnresponsiveRank(10, 7, limit_s, "sleeping")],
+                "a": [UnresponsiveRank(1, 7, limit_s, "stopped")],
             }
 
     found = find_frozen(Two(), 5.0)

@@ -24,7 +24,7 @@ from horovod_train.config.strategies import STRATEGY_SUPPORT, axes_of
 from horovod_train.errors import CheckpointError, EngineError, UserError
 from horovod_train.frameworks.torch import process_group
 from horovod_train.frameworks.torch.process_group import choose_address
-from horovod_train.frameworks.torch.strategies.base import Placing, make_strategy
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement, make_strategy
 from horovod_train.frameworks.torch.strategies.fsdp import Fsdp, num_ranks_of
 from horovod_train.frameworks.torch.strategies.mesh import ShardedLayers
 from horovod_train.frameworks.torch.strategies.pipeline import Pipeline
@@ -230,7 +230,7 @@ def process_groups():
 def test_what_is_trained_may_not_change_where_pytorch_sums():
     job = Job(name="j", task="digits", strategy=Strategy(name="ddp"))
     strategy = TorchDistributed(Mesh.data_parallel(SingleRank()), job)
-    model = strategy.wrap(nn.Linear(2, 2), Placing(torch.device("cpu"), job.train))
+    model = strategy.wrap(nn.Linear(2, 2), DevicePlacement(torch.device("cpu"), job.train))
     strategy.bind(model, torch.optim.SGD(model.parameters()))
     strategy.reduce(torch.zeros(()))
     model.bias.requires_grad_(requires_grad=False)

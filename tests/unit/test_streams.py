@@ -18,8 +18,8 @@ FULL = "/dev/full"  # says what a full disk says
 # The same calls as `horovod-train run` makes; prints, and then says in a file that it came to its end.
 PROGRAM = """
 import sys
-from horovod_train.streams import drop_what_cannot_be_shown
-drop_what_cannot_be_shown()
+from horovod_train.streams import ignore_unencodable_output
+ignore_unencodable_output()
 for number in range({lines}):
     print("line", number)
 print("to standard error", file=sys.stderr)

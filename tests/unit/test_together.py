@@ -64,10 +64,10 @@ class TestLeaving:
 
         def train(world):
             request, now = PreemptionRequest(), [0.0]
-            agreement = PreemptionAgreement(world, lambda: request.is_made, clock=lambda: now[0])
+            agreement = PreemptionAgreement(world, lambda: request.is_received, clock=lambda: now[0])
             for step in range(num_steps):
                 if world.rank == asked_rank and step == asked_at:
-                    request.is_made = True
+                    request.is_received = True
                 now[0] += step_s
                 if agreement.reached():
                     return step
@@ -100,10 +100,10 @@ class TestLeaving:
 
         def rank(world):
             request, now = PreemptionRequest(), [0.0]
-            agreement = PreemptionAgreement(world, lambda: request.is_made, clock=lambda: now[0])
+            agreement = PreemptionAgreement(world, lambda: request.is_received, clock=lambda: now[0])
             for step in range(1, 200):
                 now[0] += 0.001 if step % 5 == 0 else 0.4
-                request.is_made = step >= 20
+                request.is_received = step >= 20
                 if agreement.reached():
                     return step
             return None
@@ -112,10 +112,10 @@ class TestLeaving:
 
     def test_one_rank_alone_leaves_at_once(self):
         request = PreemptionRequest()
-        agreement = PreemptionAgreement(SingleRank(), lambda: request.is_made)
+        agreement = PreemptionAgreement(SingleRank(), lambda: request.is_received)
 
         assert not agreement.reached()
-        request.is_made = True
+        request.is_received = True
         assert agreement.reached()
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -125,7 +125,7 @@ class TestLeaving:
         request.listen()
         try:
             os.kill(os.getpid(), number)
-            assert request.is_made
+            assert request.is_received
         finally:
             for sent, handler in before.items():
                 signal.signal(sent, handler)

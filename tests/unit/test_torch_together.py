@@ -332,11 +332,11 @@ class TestTheReplica:
         model.register_parameter("weight", nn.Parameter(torch.zeros(1)))
         replica = self.replica(SingleRank(), model)
 
-        class Kept:
+        class KeptTask:
             def metrics(self, model, batch):
                 return {"kept": model(batch)}
 
-        replica.task = Kept()
+        replica.task = KeptTask()
 
         assert replica.evaluate([(64, torch.ones(64))]) == {"kept": (64.0, 64)}
 

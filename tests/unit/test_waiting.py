@@ -14,8 +14,8 @@ from support.worlds import on_ranks
 from horovod_train.collectives.base import SingleRank
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.waiting import share_out
-from horovod_train.training.exchange import RegularExchange
+from horovod_train.telemetry.waiting import attribute_waits
+from horovod_train.training.exchange import PeriodicExchange
 from horovod_train.training.hooks import waits
 from horovod_train.training.hooks.waits import AttributeWaiting
 from horovod_train.training.loop import train
@@ -23,12 +23,12 @@ from horovod_train.training.loop import train
 SECONDS = st.floats(0.0, 10.0, allow_subnormal=False)
 
 
-def simulated(waits_s):
+def simulated(wait_times_s):
     """From arrival to arrival: whoever is there waits, whoever is not is charged with its share of it."""
-    num_ranks = len(waits_s)
+    num_ranks = len(wait_times_s)
     waiting, waited_for = [0.0] * num_ranks, [0.0] * num_ranks
-    leaves = max(waits_s)  # all leave together; who waited longest came at 0
-    arrivals = sorted((leaves - wait, rank) for rank, wait in enumerate(waits_s))
+    leaves = max(wait_times_s)  # all leave together; who waited longest came at 0
+    arrivals = sorted((leaves - wait, rank) for rank, wait in enumerate(wait_times_s))
     for place, (begin, _) in enumerate(arrivals[:-1]):
         end = arrivals[place + 1][0]
         there = [rank for _, rank in arrivals[: place + 1]]
@@ -41,9 +41,9 @@ def simulated(waits_s):
 
 
 @given(st.lists(SECONDS, min_size=1, max_size=9))
-def test_waiting_is_shared_out_as_arrivals_say(waits_s):
-    waiting, waited_for, communication = share_out(np.array([waits_s]))
-    expected = simulated(waits_s)
+def test_waiting_is_shared_out_as_arrivals_say(wait_times_s):
+    waiting, waited_for, communication = attribute_waits(np.array([wait_times_s]))
+    expected = simulated(wait_times_s)
 
     assert waiting == pytest.approx(expected[0], abs=1e-9)
     assert waited_for == pytest.approx(expected[1], abs=1e-9)
@@ -53,14 +53,14 @@ def test_waiting_is_shared_out_as_arrivals_say(waits_s):
 
 def test_steps_are_judged_one_by_one():
     """Two ranks that are late in turn cost as much as one that always is; their sums alone do not show it."""
-    waiting, waited_for, _ = share_out(np.array([[0.0, 1.0], [1.0, 0.0]]))
+    waiting, waited_for, _ = attribute_waits(np.array([[0.0, 1.0], [1.0, 0.0]]))
 
     assert waiting.tolist() == [1.0, 1.0]
     assert waited_for.tolist() == [1.0, 1.0]
 
 
 def test_of_two_late_ranks_both_are_named():
-    _, waited_for, _ = share_out(np.array([[0.1, 3.1, 0.1, 3.1]]))
+    _, waited_for, _ = attribute_waits(np.array([[0.1, 3.1, 0.1, 3.1]]))
 
     assert waited_for == pytest.approx([3.0, 0.0, 3.0, 0.0])
 
@@ -111,7 +111,7 @@ def trained(own_s, monkeypatch, communication_s=0.0, epochs=20):
         run, told = made(world, train={"epochs": epochs}), Told(world.rank)
         run.replica = Slowed(run.replica, own_s, communication_s)
         recorder = Recorder("line", "run", world, world.size)
-        exchange = RegularExchange(world, clock=lambda: 0.3 * run.progress.step)
+        exchange = PeriodicExchange(world, clock=lambda: 0.3 * run.progress.step)
         hook = AttributeWaiting(world.size, world.rank, recorder, told.reporter)
         exchange.contributions.append(hook)
         run.hooks = [hook, Exchanging(exchange)]
@@ -219,7 +219,7 @@ def test_where_waiting_is_not_known_nothing_is_said_of_it(monkeypatch):
         return outcome
 
     run.replica.step = step
-    exchange = RegularExchange(SingleRank(), clock=lambda: 1.0 * run.progress.step)
+    exchange = PeriodicExchange(SingleRank(), clock=lambda: 1.0 * run.progress.step)
     exchange.contributions.append(hook)
     run.hooks = [hook, Exchanging(exchange)]
     train(run)
@@ -246,7 +246,7 @@ def test_an_exchange_gives_everybody_what_everybody_said(size):
 
     def rank(world):
         now = [0.0]
-        exchange = RegularExchange(world, clock=lambda: now[0])
+        exchange = PeriodicExchange(world, clock=lambda: now[0])
         exchange.contributions += [
             Contribution(b"a" * world.rank),
             Contribution(b""),

@@ -17,7 +17,7 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner
 
-from horovod_train.cli.cmd_ui import where_it_is
+from horovod_train.cli.cmd_ui import page_addresses
 from horovod_train.cli.main import cli
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.events.file import EventsFile, opened
@@ -308,12 +308,12 @@ def test_the_names_of_a_server_follow_from_where_it_listens(host, expected):
 
 
 def test_a_person_is_told_how_to_come_from_another_machine():
-    here, tunnel = where_it_is("127.0.0.1", 9301, "x")
+    here, tunnel = page_addresses("127.0.0.1", 9301, "x")
 
     assert here == "page: http://127.0.0.1:9301/?token=x"
     assert "ssh -L 9301:127.0.0.1:9301 " in tunnel
-    assert "HTTP" in where_it_is("0.0.0.0", 9301, "x")[1]  # noqa: S104
-    assert "[::2]:9301" in where_it_is("::2", 9301, "x")[0]
+    assert "HTTP" in page_addresses("0.0.0.0", 9301, "x")[1]  # noqa: S104
+    assert "[::2]:9301" in page_addresses("::2", 9301, "x")[0]
 
 
 def test_what_is_not_there_is_said(tmp_path, monkeypatch):

@@ -150,7 +150,7 @@ def under_way(size, order_of=lambda _rank, layers: layers, slowness_s=0.0):
 def test_gradients_of_few_buckets_are_there_at_a_time_where_others_are_slow(monkeypatch):
     monkeypatch.setattr(zero_module, "KEPT_BYTES", 0)
     for most, received in under_way(2, slowness_s=0.01):
-        assert most <= zero_module.MAX_UNDER_WAY + 1
+        assert most <= zero_module.MAX_IN_FLIGHT + 1
         assert set(received.tolist()) == {1.0 + 2.0}
 
 

@@ -46,7 +46,7 @@ from horovod_train.frameworks.torch.norm import total_norm
 from horovod_train.frameworks.torch.optimizer import GroupRates, optimizer_over
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
-from horovod_train.frameworks.torch.strategies.base import Placing
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 
 
 class LightningFramework(TorchDevice):
@@ -69,7 +69,7 @@ class LightningFramework(TorchDevice):
         self._job, self._world, self._device = job, world, device
         self._task: LightningTask = load_task(job.task, job.task_args, REQUIRED)
         report_unused_methods(self._task, (*REQUIRED, *OPTIONAL), world)
-        module = Placing(device, job.train)(self._task.model())
+        module = DevicePlacement(device, job.train)(self._task.model())
         self._callbacks = own_callbacks(self._task, module)
         report_not_called(module, world)
         log_exactly(module)

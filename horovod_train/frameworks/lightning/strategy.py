@@ -23,7 +23,7 @@ from horovod_train.collectives.base import Communicator, barrier
 from horovod_train.config.schema import Allreduce
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.join import join
-from horovod_train.frameworks.torch import late
+from horovod_train.frameworks.torch import deferred
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, broadcast_model, size_bytes_of
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.state import pack_tensors, unpack_tensors
@@ -181,7 +181,7 @@ class HorovodStrategy(ParallelStrategy):
                 (optimizer,) = self.optimizers
                 self.gradients = summed_gradients(self.world, self._allreduce)
                 self.gradients.bind(self.model, optimizer)
-                self.gradients.reads_later = late.lag_steps_of(self.root_device) > 0
+                self.gradients.defers_results = deferred.lag_steps_of(self.root_device) > 0
 
     def teardown(self) -> None:
         """Let go of the parameters."""

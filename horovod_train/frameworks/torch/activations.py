@@ -32,7 +32,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedActivations:
     """What a forward pass keeps for backward, in bytes.
 
     Attributes:
@@ -53,7 +53,7 @@ class Kept:
         return self.elsewhere + kept_bytes + max((self.layers[name] for name in recomputed), default=0)
 
 
-def what_is_kept(model: torch.nn.Module, loss: Callable[[], object]) -> Kept:
+def saved_activations(model: torch.nn.Module, loss: Callable[[], object]) -> SavedActivations:
     """Return what a forward pass keeps.
 
     Args:
@@ -102,10 +102,10 @@ def what_is_kept(model: torch.nn.Module, loss: Callable[[], object]) -> Kept:
     finally:
         for hook in hooks:
             hook.remove()
-    return Kept(elsewhere, sizes, inputs)
+    return SavedActivations(elsewhere, sizes, inputs)
 
 
-def layers_to_recompute(kept: Kept, budget_mib: float) -> list[str]:
+def layers_to_recompute(kept: SavedActivations, budget_mib: float) -> list[str]:
     """Return the fewest layers, from the first on, that have to recompute.
 
     Raises:

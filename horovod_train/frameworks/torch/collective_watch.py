@@ -32,7 +32,7 @@ LOOK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
-class UnderWay:
+class InFlight:
     """A collective that this rank has begun, and that has not ended.
 
     Attributes:
@@ -97,7 +97,7 @@ class CollectiveWatch:
             try:
                 if self.paths is not None:
                     publish_position(self.store, self._ranks.rank, self.paths.position)
-                oldest = oldest_under_way()
+                oldest = oldest_in_flight()
                 self._show(oldest)
                 if oldest is None or oldest.age_s < self._warning_s / 2:
                     self.missing = ""
@@ -106,7 +106,7 @@ class CollectiveWatch:
             except RuntimeError:
                 return  # rank 0 has gone, and its store: the collectives will say so
 
-    def _show(self, oldest: UnderWay | None) -> None:
+    def _show(self, oldest: InFlight | None) -> None:
         """Let whoever looks at this rank see what it waits for."""
         if oldest is not None and oldest.name.startswith("nccl"):
             return  # hosts run ahead: what is under way need not be waited for
@@ -118,7 +118,7 @@ class CollectiveWatch:
         elif self._shown is not None and self._ranks.waiting_in is self._shown:
             self._ranks.waiting_since_s = self._ranks.waiting_in = self._shown = None
 
-    def _compare(self, oldest: UnderWay) -> None:
+    def _compare(self, oldest: InFlight) -> None:
         """Leave word, and find out who has left none."""
         if self._left_word != oldest.group:
             self.store.set(oldest.key_of(self._ranks.rank), "here")
@@ -152,13 +152,13 @@ def report(name: str, absent: list[int], age_s: float) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def oldest_under_way() -> UnderWay | None:
+def oldest_in_flight() -> InFlight | None:
     """Return the oldest collective that has not ended, of those whose ranks are known."""
     now_ns = time() * 1e9
     for entry in recorded():
         if entry["retired"] or entry["is_p2p"] or not (ranks := ranks_of(entry["process_group"][0])):
             continue
-        return UnderWay(
+        return InFlight(
             entry["profiling_name"],
             (entry["process_group"][0], entry["collective_seq_id"]),
             ranks,

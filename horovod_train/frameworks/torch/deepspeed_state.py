@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from horovod_train.checkpoint.arrays import Part
-from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized
-from horovod_train.frameworks.torch.optimizer import twin_of
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, OptimizedParameter
+from horovod_train.frameworks.torch.optimizer import clone_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +93,12 @@ class FlatState:
         start, length = own_part(tensor, self._rank)
         return LocalTensor(own.detach()[:length], Part(whole, (start,)))
 
-    def optimized(self) -> Sequence[Optimized]:
+    def optimized(self) -> Sequence[OptimizedParameter]:
         """Return this rank's parts of what is optimized."""
-        return [Optimized(p.name, LocalTensor(p.stand_in, Part(p.whole, (p.start,)))) for p in self._pieces]
+        return [
+            OptimizedParameter(p.name, LocalTensor(p.stand_in, Part(p.whole, (p.start,))))
+            for p in self._pieces
+        ]
 
     def gradients(self) -> Iterator[tuple[str, Part, torch.Tensor]]:
         """Yield this rank's parts of the gradients, after backward and before the update.
@@ -119,7 +122,7 @@ class FlatState:
             {**group, "params": [w for w, p in zip(weights, self._pieces, strict=True) if p.group == number]}
             for number, group in enumerate(base.param_groups)
         ]
-        shown = twin_of(base, groups)
+        shown = clone_optimizer(base, groups)
         for same in self._by_flat(weights):
             flat = same[0][0].flat
             with self._at_hand(same[0][0], is_changed=False) as is_on_disk:
@@ -131,7 +134,7 @@ class FlatState:
         return shown
 
     @torch.no_grad()
-    def take_over(self, shown: torch.optim.Optimizer) -> None:
+    def update_from(self, shown: torch.optim.Optimizer) -> None:
         """Take over the model's weights, and the state of what ``optimizer`` returned."""
         self._give_back()
         for same in self._by_flat([weight for group in shown.param_groups for weight in group["params"]]):

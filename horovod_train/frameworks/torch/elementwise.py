@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.optimizer import twin_of
+from horovod_train.frameworks.torch.optimizer import clone_optimizer
 
 KNOWN = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
@@ -130,8 +130,8 @@ def _updated(
     joined = cut is _halves  # of whole weights, one optimizer has several
     of_whole = [torch.nn.Parameter(each.to(device)) for each in (cut(weight) if joined else [weight.clone()])]
     of_parts = [torch.nn.Parameter(each.to(device)) for each in cut(weight)]
-    whole = _twin(optimizer, settings, of_whole)
-    parts = [_twin(optimizer, settings, [parameter]) for parameter in of_parts]
+    whole = _cloned(optimizer, settings, of_whole)
+    parts = [_cloned(optimizer, settings, [parameter]) for parameter in of_parts]
     same = True
     after: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for gradient in _gradients(weight, make):
@@ -206,12 +206,12 @@ def _gradients(weight: torch.Tensor, make: torch.Generator) -> Iterator[torch.Te
         yield random()
 
 
-def _twin(
+def _cloned(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameters: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
     """Return an optimizer like this one over other parameters."""
     group = {**copy.deepcopy(dict(settings)), "params": list(parameters), "lr": _LR}
-    twin = twin_of(optimizer, [group])
+    twin = clone_optimizer(optimizer, [group])
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[name] = {}
     first = optimizer.param_groups[0]["params"][0]

@@ -33,14 +33,21 @@ from horovod_train.frameworks.torch import state
 from horovod_train.frameworks.torch.activations import (
     layers_to_recompute,
     recompute_activations,
-    what_is_kept,
+    saved_activations,
 )
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, sum_over, with_tensors
 from horovod_train.frameworks.torch.device import TorchDevice
-from horovod_train.frameworks.torch.empty_model import load_initial, parameters_without_memory
 from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import CudaRecorder, Recorder
 from horovod_train.frameworks.torch.local_tensors import whole_model
+from horovod_train.frameworks.torch.meta_model import (
+    batch_of,
+    explained,
+    loss_of,
+    meta_model,
+    without_memory,
+)
+from horovod_train.frameworks.torch.meta_weights import load_initial, meta_parameters
 from horovod_train.frameworks.torch.model_check import check_model
 from horovod_train.frameworks.torch.optimizer import optimizer_over
 from horovod_train.frameworks.torch.process_group import (
@@ -51,18 +58,11 @@ from horovod_train.frameworks.torch.process_group import (
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
-from horovod_train.frameworks.torch.strategies.base import Placing, Strategy, make_strategy
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy, make_strategy
 from horovod_train.frameworks.torch.sync_batch_norm import Sum, synchronize_batch_norm
 from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, TorchTask
 from horovod_train.frameworks.torch.task_copy import copy_of_task, copy_of_value, generators_of
 from horovod_train.frameworks.torch.verification import StrategyVerifier, refused
-from horovod_train.frameworks.torch.without_memory import (
-    batch_of,
-    explained,
-    loss_of,
-    model_without_memory,
-    without_memory,
-)
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class TorchFramework(TorchDevice):
         def is_explained(error: Exception) -> bool:
             return self.explain(error, job, mesh.world.rank) is not None
 
-        placing = Placing(
+        placing = DevicePlacement(
             device,
             job.train,
             task,
@@ -125,7 +125,7 @@ class TorchFramework(TorchDevice):
             forward_model: torch.nn.Module = model
             if job.train.compile is not None:
                 forward_model = compiled(model, job.train.compile)
-            forward_model = strategy.called(forward_model)
+            forward_model = strategy.forward_module(forward_model)
         replica = TorchReplica(
             task=task,
             model=model,
@@ -223,7 +223,7 @@ def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.devic
     with seeded_as_at_the_start(job):
         plain = make_model(task, strategy, initial_weights(job))
         TorchFramework.synchronize(plain, job, mesh, prefix="verify.batch_norm")
-        model = Placing(device, job.train)(plain)
+        model = DevicePlacement(device, job.train)(plain)
         optimizer = optimizer_of(job, task, model)
         strategy.bind(model, optimizer)
     return TorchReplica(
@@ -329,8 +329,10 @@ def layers_recomputed(job: Job, task: TorchTask, world: Communicator) -> Sequenc
         return job.train.activation_checkpointing
     batch = batch_of(job, task)
     with FakeTensorMode(allow_non_fake_inputs=True), explained(job):
-        model, fake = model_without_memory(task).train(), without_memory(batch)
-        layers = layers_to_recompute(what_is_kept(model, lambda: loss_of(job, task, model, fake)), budget_mib)
+        model, fake = meta_model(task).train(), without_memory(batch)
+        layers = layers_to_recompute(
+            saved_activations(model, lambda: loss_of(job, task, model, fake)), budget_mib
+        )
     seed_generators(job.train.seed, 0, 0)  # weights are as they would be
     if world.rank == 0:
         log.info("train.activations_mib: %d layers recompute activations: %s", len(layers), layers)
@@ -355,8 +357,8 @@ def make_model(task: TorchTask, strategy: Strategy, weights: StoredArrays | None
     """
     if weights is None:
         return task.model()
-    if strategy.reads_weights:
-        with parameters_without_memory():
+    if strategy.accepts_meta_model:
+        with meta_parameters():
             return task.model()
     model = task.model()
     load_initial(model, whole_model(model), weights)

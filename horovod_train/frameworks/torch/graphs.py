@@ -60,7 +60,7 @@ class Recorder(Protocol):
         """
         ...
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Nothing that was recorded so far is replayed any more."""
         ...
 
@@ -101,7 +101,7 @@ class CudaRecorder:
         self._pool = None
         torch.cuda.empty_cache()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Nothing is replayed any more: its memory has no owner, and must not be added to."""
         self._pool = None
 
@@ -195,14 +195,14 @@ class StepGraphs:
         optimizer: torch.optim.Optimizer,
         parameters: Callable[[], Sequence[torch.Tensor]],
         fingerprint: Callable[[], Hashable],
-        forget: Callable[[], None],
+        discard: Callable[[], None],
         sum_over_ranks: Callable[[Sequence[float]], list[float]] | None = None,
     ) -> None:
         self._recorder = recorder
         self._optimizer = optimizer
         self._parameters = parameters
         self._fingerprint = fingerprint
-        self._forget = forget
+        self._discard = discard
         self._race = None if sum_over_ranks is None else _Race(sum_over_ranks)
         self._num_eager = WARM_UP_STEPS if self._race is None else self._race.last_eager
         self._kinds: dict[Hashable, _Kind] = {}
@@ -225,7 +225,7 @@ class StepGraphs:
         if self._race is not None and (is_faster := self._race.begin(self._num_steps)) is not None:
             self._race = None
             if not is_faster:
-                self._turn_off()
+                self._disable()
         if self._is_off:
             if self._race is not None:
                 self._race.is_plain = False
@@ -237,7 +237,7 @@ class StepGraphs:
             self._drop()
             self._made_with = now
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Record all anew: the optimizer's state, say, has come to lie elsewhere."""
         self._made_with = None
 
@@ -358,8 +358,8 @@ class StepGraphs:
                 "such are made without"
             )
             if self._num_recorded == 0:
-                self._turn_off()
-            self._forget()
+                self._disable()
+            self._discard()
             return False
         self._num_recorded += 1
         kind.recorded = _Recorded(replay, [leaf for leaf in static if isinstance(leaf, torch.Tensor)], result)
@@ -390,7 +390,7 @@ class StepGraphs:
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             rate.fill_(group["lr"])
 
-    def _turn_off(self) -> None:
+    def _disable(self) -> None:
         self._is_off = True
         self._drop()
 
@@ -398,7 +398,7 @@ class StepGraphs:
         self._kinds.clear()
         self._kept.clear()
         self._num_recorded = 0
-        self._recorder.forget()
+        self._recorder.discard()
 
     def _report_once(self, text: str) -> None:
         if text not in self._reported:

@@ -15,10 +15,10 @@ from horovod_train.frameworks.base import StepClock, add_metric
 from horovod_train.frameworks.torch.averaged import AveragedWeights
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.equality import Equality
-from horovod_train.frameworks.torch.saved_state import SavedState, load_own_states, own_state_of
+from horovod_train.frameworks.torch.saved_state import SavedState, load_rank_states, rank_state_of
 from horovod_train.frameworks.torch.statistics import RunningStatistics
 from horovod_train.frameworks.torch.step_loss import StepLoss
-from horovod_train.frameworks.torch.strategies.base import Loop, Strategy
+from horovod_train.frameworks.torch.strategies.base import PassContext, Strategy
 from horovod_train.frameworks.torch.sync_batch_norm import not_counted
 from horovod_train.frameworks.torch.task import TorchTask, as_numbers
 
@@ -77,10 +77,10 @@ class LocalModel:
         with self.statistics.kept(), not_counted():
             yield
 
-    def loop_of(self, clock: StepClock) -> Loop:
+    def pass_context_of(self, clock: StepClock) -> PassContext:
         """Return what a strategy needs that makes the passes of a step itself."""
         assert self.task is not None
-        return Loop(self.task, self.autocast, clock.lap, self.not_counted, self.loss.weigh)
+        return PassContext(self.task, self.autocast, clock.lap, self.not_counted, self.loss.weigh)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[int, object]]) -> dict[str, tuple[float, int]]:
@@ -96,8 +96,8 @@ class LocalModel:
         return sums
 
     def _metrics_of(self, compute: Callable[..., Any], batch: object) -> Mapping[str, Any]:
-        if self.strategy.makes_passes:
-            return self.strategy.metrics_of(compute, batch, self.loop_of(StepClock()))
+        if self.strategy.owns_schedule:
+            return self.strategy.metrics_of(compute, batch, self.pass_context_of(StepClock()))
         with self.autocast():
             values: Mapping[str, Any] = compute(self.forward_model, batch)
         return values
@@ -150,13 +150,13 @@ class LocalModel:
         if self.verifier is not None:
             self.verifier.reference.load_state(state)
 
-    def own_state(self) -> Mapping[str, ArrayBlob]:
+    def rank_state(self) -> Mapping[str, ArrayBlob]:
         """Return what this rank's strategy keeps for itself."""
-        return own_state_of(self.strategy)
+        return rank_state_of(self.strategy)
 
-    def load_own_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
+    def load_rank_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
         """Take over what strategies of all ranks had kept for themselves."""
-        load_own_states(self.strategy, of_ranks, self.device)
+        load_rank_states(self.strategy, of_ranks, self.device)
 
     def device_name(self) -> str:
         """Return where the model lives, for a person."""

@@ -19,7 +19,7 @@ from horovod_train.checkpoint.tree import MAP, pack_tree, unpack_tree
 from horovod_train.frameworks.torch.state import copied, from_blob, to_blob
 
 Cache = dict[str, torch.Tensor] | None
-OWN = "own_state"
+OWN = "rank_state"
 """What an optimizer keeps of no parameter, in a checkpoint."""
 
 
@@ -53,7 +53,7 @@ class LocalTensor:
 
 
 @dataclass(frozen=True)
-class Optimized:
+class OptimizedParameter:
     """A parameter of the optimizer: a parameter of the model, or this rank's part of it.
 
     Attributes:
@@ -70,11 +70,13 @@ def whole_model(model: torch.nn.Module) -> dict[str, LocalTensor]:
     return {name: LocalTensor(tensor) for name, tensor in model.state_dict().items()}
 
 
-def whole_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Optimized]:
+def whole_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[OptimizedParameter]:
     """Return an optimizer's parameters in its order, all of which are here."""
     names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return [Optimized(names.get(id(p), number), LocalTensor(p)) for number, p in enumerate(parameters)]
+    return [
+        OptimizedParameter(names.get(id(p), number), LocalTensor(p)) for number, p in enumerate(parameters)
+    ]
 
 
 def model_blobs(local_tensors: Mapping[str, LocalTensor], cache: Cache) -> dict[str, ArrayBlob]:
@@ -83,7 +85,11 @@ def model_blobs(local_tensors: Mapping[str, LocalTensor], cache: Cache) -> dict[
 
 
 def optimizer_blobs(
-    optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized], cache: Cache, *, settings_only: bool
+    optimizer: torch.optim.Optimizer,
+    optimized: Sequence[OptimizedParameter],
+    cache: Cache,
+    *,
+    settings_only: bool,
 ) -> tuple[object, dict[str, ArrayBlob]]:
     """Return an optimizer's state by the names of parameters: a JSON tree and the arrays it refers to."""
     tree, arrays = _packed(optimizer, optimized, settings_only=settings_only)
@@ -91,14 +97,14 @@ def optimizer_blobs(
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized]
+    optimizer: torch.optim.Optimizer, optimized: Sequence[OptimizedParameter]
 ) -> dict[str, LocalTensor]:
     """Return the tensors of an optimizer's state, by the keys of the arrays of a checkpoint."""
     return _packed(optimizer, optimized, settings_only=False)[1]
 
 
 def _packed(
-    optimizer: torch.optim.Optimizer, optimized: Sequence[Optimized], *, settings_only: bool
+    optimizer: torch.optim.Optimizer, optimized: Sequence[OptimizedParameter], *, settings_only: bool
 ) -> tuple[object, dict[str, LocalTensor]]:
     plain = optimizer.state_dict()
     document = _by_name({**plain, "state": {}} if settings_only else plain, optimized)
@@ -107,7 +113,7 @@ def _packed(
     )
 
 
-def _by_name(document: Mapping[str, Any], optimized: Sequence[Optimized]) -> object:
+def _by_name(document: Mapping[str, Any], optimized: Sequence[OptimizedParameter]) -> object:
     """Replace parameter numbers in an optimizer's state by names, and tensors by local tensors."""
     if not _has_numbers(document):
         return _map_leaves(document, LocalTensor)  # an optimizer with a way of its own
@@ -186,7 +192,7 @@ def _own(arrays: Mapping[str, ArrayBlob], name: str, wanted: LocalTensor) -> Arr
 def optimizer_document(
     tree: Any,
     arrays: Mapping[str, ArrayBlob],
-    optimized: Sequence[Optimized],
+    optimized: Sequence[OptimizedParameter],
     groups: Sequence[Mapping[str, Any]],
     numbering: Sequence[str | int],
     *,

@@ -26,9 +26,17 @@ from horovod_train.frameworks.task import load_task
 from horovod_train.frameworks.torch.activations import (
     layers_to_recompute,
     recompute_activations,
-    what_is_kept,
+    saved_activations,
 )
 from horovod_train.frameworks.torch.framework import optimizer_of, seed_generators
+from horovod_train.frameworks.torch.meta_model import (
+    batch_of,
+    empty_like,
+    explained,
+    loss_of,
+    meta_model,
+    without_memory,
+)
 from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     CUT_DIMENSION,
     check_can_be_cut,
@@ -37,14 +45,6 @@ from horovod_train.frameworks.torch.strategies.tensor_parallel import (
 )
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
 from horovod_train.frameworks.torch.units import modules_fitting, units_to_shard
-from horovod_train.frameworks.torch.without_memory import (
-    batch_of,
-    empty_like,
-    explained,
-    loss_of,
-    model_without_memory,
-    without_memory,
-)
 
 PROCESS_BYTES = psutil.Process().memory_info().rss
 """What a process takes that has imported what ranks import."""
@@ -60,10 +60,10 @@ def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
     seed_generators(job.train.seed, 0, 0)
     batch = batch_of(job, task)
     with FakeTensorMode(allow_non_fake_inputs=True), explained(job):
-        whole = _sizes(job, task, model_without_memory(task), batch)
+        whole = _sizes(job, task, meta_model(task), batch)
     shared = None
     with FakeTensorMode(allow_non_fake_inputs=True), suppress(UserError), explained(job):
-        part = model_without_memory(task)
+        part = meta_model(task)
         if num_ranks > 1 and _cut(job, part, num_ranks):
             shared = _sizes(job, task, part, batch)
     return whole, shared
@@ -74,7 +74,9 @@ def _sizes(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> Siz
     fake = without_memory(batch)
     layers, budget_mib = job.train.activation_checkpointing, job.train.activations_mib
     if budget_mib is not None:
-        layers = layers_to_recompute(what_is_kept(model, lambda: loss_of(job, task, model, fake)), budget_mib)
+        layers = layers_to_recompute(
+            saved_activations(model, lambda: loss_of(job, task, model, fake)), budget_mib
+        )
     recompute_activations(model, layers)
     optimizer = optimizer_of(job, task, model)
     loss_of(job, task, model, fake).backward()  # type: ignore[no-untyped-call]

@@ -64,7 +64,9 @@ def is_fused_by_itself(factory: object, args: Mapping[str, Any], groups: Iterabl
     return bool(parameters) and has_kernels and not args.get("dampening")
 
 
-def twin_of(optimizer: torch.optim.Optimizer, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def clone_optimizer(
+    optimizer: torch.optim.Optimizer, param_groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
     """Return an optimizer of the same kind over other groups of parameters, without a state.
 
     ``copy`` would lose what a class has besides groups, state and defaults.

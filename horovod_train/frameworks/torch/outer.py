@@ -33,7 +33,7 @@ class Outer:
         self.momenta: dict[str, torch.Tensor] = {}
 
     @torch.no_grad()
-    def note(self, weights: Mapping[str, torch.Tensor]) -> None:
+    def record(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Note the weights from which ranks start; once after each mean."""
         if not self._before:
             self._before = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -49,6 +49,6 @@ class Outer:
         self.momenta[name] = momentum
         return before - self._lr * (change + self._momentum * momentum if self._nesterov else momentum)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Ranks start from other weights than those that were noted."""
         self._before = {}

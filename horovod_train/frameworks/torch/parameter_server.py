@@ -90,10 +90,10 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
-def shared_out(named: Mapping[str, torch.Tensor], num_servers: int) -> list[list[str]]:
+def partition(named: Mapping[str, torch.Tensor], num_servers: int) -> list[list[str]]:
     """Return which parameters each server has: about as many bytes, in an order that all ranks find.
 
-    >>> shared_out({"a": torch.zeros(3), "b": torch.zeros(1), "c": torch.zeros(1)}, 2)
+    >>> partition({"a": torch.zeros(3), "b": torch.zeros(1), "c": torch.zeros(1)}, 2)
     [['a'], ['b', 'c']]
     """
     loads = [0] * num_servers
@@ -165,7 +165,7 @@ class Server:
         return [worker for worker, count in enumerate(self._counts) if count < at_least]
 
 
-class Line:
+class ServerConnection:
     """This rank's line to all servers, and the thread in which it serves others.
 
     Args:

@@ -1,4 +1,4 @@
-"""The training step: forward, backward, the sum over ranks, the update."""
+"""The training step: forward, backward, all-reduce, update."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ from horovod_train.config.schema import Ema, Health, Train
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import StepClock
-from horovod_train.frameworks.torch import late
+from horovod_train.frameworks.torch import deferred
 from horovod_train.frameworks.torch.averaged import AveragedWeights
 from horovod_train.frameworks.torch.buffers import AveragedBuffers
+from horovod_train.frameworks.torch.deferred import (
+    DeferredOutcome,
+    Number,
+    Outcome,
+    Packed,
+    outcome_from,
+    pack,
+)
 from horovod_train.frameworks.torch.device_clock import CudaTimer, DeviceClock, HostTimer
 from horovod_train.frameworks.torch.equality import Equality
 from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.graphs import Recorder, StepGraphs, rate_of_graphs
-from horovod_train.frameworks.torch.late import LateOutcome, Number, Outcome, Packed, outcome_from, pack
 from horovod_train.frameworks.torch.local_model import LocalModel
 from horovod_train.frameworks.torch.optimizer import rates_of_groups
 from horovod_train.frameworks.torch.own_gradients import GradientWatch
@@ -53,18 +60,17 @@ class TorchReplica(LocalModel):
     Args:
         model: On its device.
         optimizer: Over the model's parameters.
-        strategy: Keeps the replicas of all ranks in step; bound to model and optimizer.
-        world: The ranks that share the samples of a step.
-        all_ranks: Those and others, if there are others: ranks may share a model.
+        strategy: Parallelism strategy, bound to model and optimizer.
+        world: The data-parallel group: the ranks that read different samples.
+        all_ranks: All ranks of the job; None: ``world``. They differ under tensor and pipeline parallelism.
         train: The job's ``train`` section.
-        task: Gives loss and metrics; None when the user's own loop does.
-        forward_model: What the task calls: the model's compiled form; None: the model itself.
-        flops: Counts operations; None: nobody wants to know.
-        health: Says which steps may be left out. Where all may, every gradient is looked at before it is used
-            (a pass over all of them), and running statistics are kept as they were.
-        lag_steps: A step is asked for its outcome when so many others were made; None: at once on a CPU,
-            later on a device.
-        ema: The job's section; None: no average of the weights is kept.
+        task: Computes loss and metrics; None: the user's own loop does.
+        forward_model: The compiled model that the task calls; None: ``model``.
+        flops: FLOP counter; None: FLOPs are not counted.
+        health: With ``non_finite: skip``, gradients are checked before each update, and running statistics of
+            a skipped step are restored.
+        lag_steps: Steps by which reading a step's result is delayed; None: 0 on a CPU, more on a device.
+        ema: The job's ``ema`` section; None: weights are not averaged.
     """
 
     def __init__(
@@ -97,10 +103,10 @@ class TorchReplica(LocalModel):
         self.statistics = RunningStatistics(model)
         self._averaged_buffers = AveragedBuffers(model, train.average_buffers, world)
         self._own_share = 0.0
-        # What other ranks have of a model has no device.
+        # Parameters that other ranks own are meta tensors.
         self.device = next(p.device for p in model.parameters() if not p.is_meta)
         self._timer = CudaTimer() if self.device.type == "cuda" else HostTimer()
-        wanted = late.lag_steps_of(self.device) if lag_steps is None else lag_steps
+        wanted = deferred.lag_steps_of(self.device) if lag_steps is None else lag_steps
         self._gradient_watch = GradientWatch(model, sees_hooks_of_tensors=not strategy.has_whole_weights)
         self._after_update_of_task = getattr(task, "after_update", None)
         if self._after_update_of_task is not None and not strategy.takes_after_update:
@@ -110,16 +116,16 @@ class TorchReplica(LocalModel):
                 hint="choose strategy allreduce, zero, ddp or fsdp, or leave after_update out",
             )
         may_skip = self._guard_gradients or train.precision == "fp16"
-        is_known_later = strategy.can_be_read_later and not (self._after_update_of_task and may_skip)
+        is_known_later = strategy.supports_deferred_results and not (self._after_update_of_task and may_skip)
         self.lag_steps = wanted if is_known_later else 0
-        strategy.reads_later = self.lag_steps > 0
+        strategy.defers_results = self.lag_steps > 0
         self.loss = StepLoss(strategy, world, self.all_ranks, self.device)
         self.scaler: torch.amp.GradScaler = DeviceScaler(self.device.type, enabled=train.precision == "fp16")
         self.equality = Equality(model, strategy, self.statistics, world, self.all_ranks)
         self.averaged = AveragedWeights(model, optimizer, strategy, ema)
-        prints_notices = self.all_ranks.rank == 0
+        is_first = self.all_ranks.rank == 0
         self.saved_state = SavedState(
-            model, optimizer, strategy, self.scaler, self.averaged, prints_notices=prints_notices
+            model, optimizer, strategy, self.scaler, self.averaged, prints_notices=is_first
         )
         self._updates = self._make_updates()
         self.is_training = False
@@ -127,7 +133,7 @@ class TorchReplica(LocalModel):
         self._not_optimized: list[torch.nn.Parameter] = []
         self._graphs: StepGraphs | None = None
         self.verifier: StrategyVerifier | None = None
-        """Compares the first steps with those of the plain model; None: they are not, or were."""
+        """Compares the first steps with those of the plain model; None: disabled, or done."""
 
     def _make_updates(self) -> tuple[UpdateOnHost, UpdateOnDevice]:
         scaler, limit = self.scaler, self.train.clip_grad_norm
@@ -139,17 +145,17 @@ class TorchReplica(LocalModel):
 
     @property
     def _update(self) -> Update:
-        """What makes the update now: hooks of an optimizer, which only the host can heed, come and go."""
+        """The update to use now: optimizer hooks, which may be added at any time, need the host's."""
         on_host, on_device = self._updates
         return on_device if self.lag_steps and can_be_masked(self.optimizer) else on_host
 
     def new_clock(self) -> StepClock:
-        """Return what tells where the time of a step goes; it begins now."""
+        """Start a clock that measures the phases of a step."""
         is_device = self.lag_steps > 0 or self.device.type != "cpu"
         return DeviceClock(self._timer) if is_device else StepClock()
 
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Outcome:
-        """Make one optimizer step with this rank's share of it; on a CPU, blocks until all ranks did."""
+        """Perform one optimizer step; a synchronous strategy on a CPU returns when all ranks did."""
         if self.verifier is None:
             outcome = self._step(step, lr, want_norm=want_norm)
         else:
@@ -167,18 +173,18 @@ class TorchReplica(LocalModel):
         clock = self.new_clock()
         self.begin(step)
         with self._counting(step):
-            self.make_passes(step, clock)
+            self.run_schedule(step, clock)
         return self.finish(clock, lr, want_norm=want_norm)
 
-    def make_passes(self, step: PlannedStep, clock: StepClock) -> None:
-        """Make the forward and backward passes of a step that has begun."""
+    def run_schedule(self, step: PlannedStep, clock: StepClock) -> None:
+        """Run the forward and backward passes of a step."""
         assert self.task is not None
-        if self.strategy.makes_passes:
-            self.loss.add(self.strategy.make_passes(step, self.loop_of(clock)))
+        if self.strategy.owns_schedule:
+            self.loss.add(self.strategy.run_schedule(step, self.pass_context_of(clock)))
             return
         for number, (micro_batch, batch) in enumerate(step, 1):
             clock.lap("data")
-            if self._replayed(batch, micro_batch.share):
+            if self._try_replay(batch, micro_batch.share):
                 clock.lap("compute")
                 continue
             self._expect(is_last=number == len(step))
@@ -190,7 +196,7 @@ class TorchReplica(LocalModel):
             clock.lap("backward")
 
     def _loss_of(self, batch: object, *, is_part: bool) -> torch.Tensor:
-        """Return the task's loss; where it is a part of a step's, it must leave gradients alone."""
+        """Return the task's loss; if other micro-batches belong to the step, it must not change gradients."""
         assert self.task is not None
         if not is_part:
             return self.task.loss(self.forward_model, batch)
@@ -203,23 +209,19 @@ class TorchReplica(LocalModel):
         return loss
 
     def record_steps(self, recorder: Recorder, *, only_if_faster: bool) -> None:
-        """Make steps by graphs from now on, where they can be recorded (see ``graphs.py``).
+        """Use CUDA graphs from now on, for what can be captured (see ``graphs.py``).
 
         Args:
-            recorder: Records them.
+            recorder: Captures the graphs.
             only_if_faster: Measure both ways, and keep the faster one.
         """
         if self._update is not self._updates[1]:
             who = type(self.optimizer if self.lag_steps else self.strategy).__name__
-            log.warning(
-                "train.cuda_graph: %s needs the host to decide about each step: they are made without graphs",
-                who,
-            )
+            log.warning("train.cuda_graph is ignored: %s requires a decision of the host in each step", who)
             return
         if self._after_update_of_task is not None or self.averaged.exist:
             log.warning(
-                "train.cuda_graph: weights are averaged, or looked at, after each update: steps have "
-                "no graphs"
+                "train.cuda_graph is ignored: weights are averaged, or passed to after_update, in each step"
             )
             return
         assert isinstance(self.scaler, DeviceScaler)
@@ -227,19 +229,19 @@ class TorchReplica(LocalModel):
             recorder,
             self.optimizer,
             self._with_gradients,
-            self._what_graphs_depend_on,
-            self.scaler.forget,
+            self._graph_key,
+            self.scaler.reset,
             self.data_ranks.allreduce_sum if only_if_faster else None,
         )
 
-    def _what_graphs_depend_on(self) -> Hashable:
+    def _graph_key(self) -> Hashable:
         groups = self.optimizer.param_groups
         settings = [{k: v for k, v in group.items() if k not in {"params", "lr"}} for group in groups]
         trained = [[p.requires_grad and p.data_ptr() for p in group["params"]] for group in groups]
-        return repr((settings, trained, self.strategy.layout, self._update is self._updates[1]))
+        return repr((settings, trained, self.strategy.layout_version, self._update is self._updates[1]))
 
-    def _replayed(self, batch: object, share: float) -> bool:
-        """Make forward and backward of a micro-batch by a graph, if there is one; return whether."""
+    def _try_replay(self, batch: object, share: float) -> bool:
+        """Run forward and backward of a micro-batch by a graph; return False if there is none."""
         if self._graphs is None:
             return False
 
@@ -252,7 +254,7 @@ class TorchReplica(LocalModel):
                     "train.cuda_graph: the task's loss is a sum and a count, which a graph would keep",
                     hint="leave train.cuda_graph out",
                 )
-            self.backward(loss, share, is_last=False)  # gradients leave when all are there
+            self.backward(loss, share, is_last=False)  # gradients are reduced when all are complete
             return True
 
         return bool(self._graphs.run(("backward", share), batch, forward_and_backward))
@@ -262,25 +264,21 @@ class TorchReplica(LocalModel):
 
     @property
     def replicas_identical(self) -> bool:
-        """Whether all ranks hold the same weights and optimizer state now."""
+        """Whether all ranks have identical weights and optimizer state now."""
         return self.strategy.replicas_identical
 
     @property
-    def needs_equally_many(self) -> bool:
-        """Whether all ranks have to read as many micro-batches in a step.
-
-        They always do: a pass changes buffers, and what code keeps in Python, which has to be the same on
-        all ranks.
-        """
+    def requires_equal_micro_batches(self) -> bool:
+        """True: each pass changes buffers and Python state, which have to be the same on all ranks."""
         return True
 
     @property
     def passes_are_collective(self) -> bool:
-        """Whether ranks make equally many forward passes in an evaluation, too."""
+        """Whether all ranks must run the same number of forward passes in an evaluation, too."""
         return self.strategy.passes_are_collective
 
     def begin(self, step: PlannedStep) -> None:
-        """Begin a step: no gradients yet."""
+        """Begin a step: clear gradients."""
         self.strategy.begin(step)
         self._own_share = sum(micro_batch.share for micro_batch in step.share.micro_batches)
         self.loss.begin(step)
@@ -289,14 +287,13 @@ class TorchReplica(LocalModel):
         self._clear_gradients()
         if self._graphs is not None:
             self._graphs.begin()
-        if self._guard_gradients or self.lag_steps:  # others follow before the host knows
+        if self._guard_gradients or self.lag_steps:  # later steps start before this result is known
             self.statistics.remember()
 
     def _begin_training(self) -> None:
-        """Put all modules into training mode, and note whose gradients are to be cleared besides.
+        """Set training mode, and list the parameters that are not in the optimizer, to clear their gradients.
 
-        What the optimizer does not have must not pile up either. Here, and not in each step: to walk through
-        all modules takes a millisecond.
+        Not done in each step, because a walk over all modules takes a millisecond.
         """
         self.forward_model.train()
         self.is_training = True
@@ -320,7 +317,7 @@ class TorchReplica(LocalModel):
         Args:
             loss: Mean loss over the micro-batch, shape [].
             share: Samples of the micro-batch divided by samples of the step over all ranks.
-            is_last: No other micro-batch of this rank follows in this step: gradients leave as made.
+            is_last: This rank's last micro-batch of the step: buckets are reduced as they fill.
 
         Raises:
             UserError: The loss is not one number that depends on what is trained.
@@ -337,12 +334,12 @@ class TorchReplica(LocalModel):
         self.strategy.backward(self.scaler.scale(weighted))
 
     def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> Outcome:
-        """Complete a step: wait for the other ranks' gradients and update the weights.
+        """Complete a step: wait for the gradients of other ranks, and update the weights.
 
-        On a device this returns while it works: what the step turned out to be is read later.
+        On a device, this returns before the device has finished: the result is read later.
 
         Args:
-            clock: Gets the time of both.
+            clock: Records the time of both.
             lr: Learning rate of this step; a parameter group's ``lr_scale`` multiplies it.
             want_norm: Take the gradient norm even when there is nothing to clip.
 
@@ -352,8 +349,8 @@ class TorchReplica(LocalModel):
         loss = self.reduce()
         clock.lap("allreduce_wait")
         if not self.lag_steps and isinstance(clock, DeviceClock):
-            # The update asks the device. Here whoever looks on sees what is waited for.
-            self.data_ranks.wait_in(DeviceWork(clock.phase), late.Sent(loss.reshape(1)).read)
+            # The update reads from the device; waiting here shows the watchdog the pending work.
+            self.data_ranks.wait_in(DeviceWork(clock.phase), deferred.Sent(loss.reshape(1)).read)
         if self.verifier is not None:
             self.verifier.compare_gradients(loss)
         numbers = self.update(loss, lr, want_norm=want_norm)
@@ -371,11 +368,11 @@ class TorchReplica(LocalModel):
         return self.loss.complete()
 
     def update(self, loss: torch.Tensor, lr: float, *, want_norm: bool) -> Mapping[str, Number] | Packed:
-        """Update the weights with gradients that are complete; return what the step turned out to be."""
+        """Update the weights with the complete gradients; return the numbers of the step."""
         self._set_rates(lr)
         numbers = self._complete(loss, want_norm or self._guard_gradients)
         self._averaged_buffers.average(self._own_share)
-        if isinstance(numbers, Mapping):  # there are no graphs where something follows an update
+        if isinstance(numbers, Mapping):  # steps with callbacks after an update have no graphs
             is_used = numbers["is_finite"]
             assert isinstance(is_used, torch.Tensor | bool)
             if self._after_update_of_task is not None and may_be_used(is_used):
@@ -394,9 +391,9 @@ class TorchReplica(LocalModel):
             group["lr"] = rate if self._graphs is None else rate_of_graphs(rate)
 
     def _complete(self, loss: torch.Tensor, want_norm: bool) -> Mapping[str, Number] | Packed:
-        """Update the weights, by a graph if there is one; return what the step turned out to be."""
+        """Update the weights, by a graph if there is one; return the numbers of the step."""
         if self._graphs is not None:
-            # Graphs read gradients where they lie: another set of them is another kind of update.
+            # A graph reads gradients at fixed addresses: other addresses need another graph.
             places = tuple(0 if p.grad is None else p.grad.data_ptr() for p in self._with_gradients())
             packed: Packed | None = self._graphs.run(
                 ("update", want_norm, places), (), lambda _: pack(self._update_weights(loss, want_norm))
@@ -406,7 +403,7 @@ class TorchReplica(LocalModel):
         return self._update_weights(loss, want_norm)
 
     def _update_weights(self, loss: torch.Tensor, want_norm: bool) -> Mapping[str, Number]:
-        """Update the weights, or leave all as it was."""
+        """Update the weights, or skip the update and restore the statistics."""
         updated = self._update(loss, want_norm=want_norm)
         self.strategy.after_update(is_used=updated.is_used)
         self.statistics.take_back(is_used=updated.is_used)
@@ -415,35 +412,35 @@ class TorchReplica(LocalModel):
     def outcome_of(
         self, numbers: Mapping[str, Number] | Packed, clock: StepClock, strategy: Strategy
     ) -> Outcome:
-        """Return a step's outcome: at once, or on its way.
+        """Return a step's outcome, or a future of it.
 
         Args:
             numbers: By the names of ``StepOutcome``'s fields, tensors of shape [] or numbers.
             clock: Made by ``new_clock``.
-            strategy: Has summed its gradients.
+            strategy: The strategy that summed the gradients.
         """
         flops = None if self._flops is None else self._flops.of_step()
         if isinstance(clock, DeviceClock):
             packed = numbers if isinstance(numbers, Packed) else pack(numbers)
-            return LateOutcome(
+            return DeferredOutcome(
                 packed, clock, self.data_ranks, bytes_reduced=strategy.bytes_per_step, flops=flops
             )
         assert not isinstance(numbers, Packed)
         local_numbers = {name: None if value is None else float(value) for name, value in numbers.items()}
         return outcome_from(local_numbers, clock, strategy.bytes_per_step, flops)
 
-    def go_on(self) -> None:
-        """Make updates again, though a step that was not finite has ended training."""
+    def resume_updates(self) -> None:
+        """Allow updates again after a non-finite step has stopped training."""
         for update in self._updates:
-            update.go_on()
+            update.resume_updates()
 
     def load_state(self, state: ReplicaState) -> None:
-        """Take over a state; the optimizer's settings (decay, momentum, ...) stay those of the job.
+        """Load a state; the optimizer's settings (decay, momentum, ...) stay those of the job.
 
         Raises:
             CheckpointError: The state belongs to another model or optimizer.
         """
         super().load_state(state)
-        self.go_on()
+        self.resume_updates()
         if self._graphs is not None:
-            self._graphs.forget()
+            self._graphs.discard()

@@ -156,13 +156,13 @@ def _scaler_state(plain: Mapping[str, float]) -> dict[str, float]:
     return {key: int(value) if key in integers else value for key, value in plain.items()}
 
 
-def own_state_of(strategy: Strategy) -> dict[str, ArrayBlob]:
+def rank_state_of(strategy: Strategy) -> dict[str, ArrayBlob]:
     """Return what a strategy keeps for itself on this rank, under names that say whose it is."""
     kind = f"{OWN_STATE}{strategy.state_kind}/"
     return blobs_of({f"{kind}{name}": each for name, each in strategy.state().items()}, None, prefix="")
 
 
-def load_own_states(
+def load_rank_states(
     strategy: Strategy, of_ranks: Sequence[Mapping[str, ArrayBlob]], device: torch.device
 ) -> None:
     """Take over what strategies of all ranks had kept for themselves; that of another kind is dropped."""

@@ -16,7 +16,7 @@ from horovod_train.checkpoint.arrays import Part
 from horovod_train.checkpoint.plain_weights import FIELD
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.gradient_buckets import to_local
-from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized, whole_parameters
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, OptimizedParameter, whole_parameters
 
 
 def local_tensor_of(tensor: torch.Tensor) -> LocalTensor:
@@ -61,16 +61,18 @@ def local_tensors_of_model(model: torch.nn.Module) -> dict[str, LocalTensor]:
     return {name: local_tensor_of(tensor) for name, tensor in model.state_dict().items()}
 
 
-def optimized_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Optimized]:
+def optimized_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> list[OptimizedParameter]:
     """Return this rank's parts of an optimizer's parameters, in its order."""
     return [
-        Optimized(each.name, local_tensor_of(each.local.tensor))
+        OptimizedParameter(each.name, local_tensor_of(each.local.tensor))
         for each in whole_parameters(model, optimizer)
     ]
 
 
 @contextmanager
-def made_whole(model: torch.nn.Module) -> Iterator[None]:
+def gathered_full(model: torch.nn.Module) -> Iterator[None]:
     """Let a model have whole parameters, with their gradients, while the block runs; keep what it changes.
 
     All ranks have to make the same changes. Each holds the whole model meanwhile.
@@ -114,7 +116,7 @@ def _whole(parameter: Any) -> torch.nn.Parameter:
     return whole
 
 
-def take_no_two_kinds_at_once(optimizer: torch.optim.Optimizer) -> None:
+def disable_foreach_for_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
     """Update shared and whole parameters of a group one by one: a kernel for all takes one kind."""
     for group in optimizer.param_groups:
         kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
@@ -141,7 +143,7 @@ def squares_of(
     return squares
 
 
-def give_memory(model: torch.nn.Module, weights_on: torch.device, rest_on: torch.device) -> None:
+def materialize(model: torch.nn.Module, weights_on: torch.device, rest_on: torch.device) -> None:
     """Give weights without memory some, uninitialized; bring everything else to its device.
 
     What is one weight stays one, which ``to_empty`` does not see to; and buffers keep their numbers.

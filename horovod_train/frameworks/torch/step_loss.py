@@ -75,9 +75,9 @@ class StepLoss:
         if not is_sum:
             return checked_loss(loss) * share
         assert isinstance(loss, tuple)
-        return self._weighed_sum(*loss, is_counted=share > 0)
+        return self._weighted_sum(*loss, is_counted=share > 0)
 
-    def _weighed_sum(self, total: object, count: float | torch.Tensor, *, is_counted: bool) -> torch.Tensor:
+    def _weighted_sum(self, total: object, count: float | torch.Tensor, *, is_counted: bool) -> torch.Tensor:
         if not self._strategy.takes_sums:
             raise UserError(
                 "the task's loss is a sum and a count, and this strategy divides by the samples of each rank",
@@ -106,7 +106,7 @@ class StepLoss:
     def _total_denominator(self) -> torch.Tensor | None:
         """Return what the sums of this step are to be divided by, shape []; None: losses are means."""
         own = self._denominator
-        if not self._strategy.makes_passes:
+        if not self._strategy.owns_schedule:
             return None if own is None else self._summed(own)
         # Of ranks that share a model, some alone compute the loss.
         if self._has_sums is None:

@@ -13,7 +13,7 @@ from horovod_train.errors import UserError, describe_ranks
 Named = Mapping[str, torch.nn.Parameter]
 
 
-class Optimized(Protocol):
+class TrainedParameters(Protocol):
     """What an optimizer has: layers are unfrozen, groups added."""
 
     def count(self) -> int:

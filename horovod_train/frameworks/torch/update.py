@@ -22,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from horovod_train.config.schema import Health
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.late import Number
+from horovod_train.frameworks.torch.deferred import Number
 from horovod_train.frameworks.torch.strategies.base import Strategy
 
 MASKABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -36,13 +36,13 @@ class Updated:
         loss: Of the whole step.
         grad_norm: Before clipping; None: it was not taken.
         is_used: Whether weights have changed: loss and gradient were finite.
-        is_made: False: training had ended before.
+        was_executed: False: training had ended before.
     """
 
     loss: torch.Tensor | float
     grad_norm: torch.Tensor | float | None
     is_used: torch.Tensor | bool
-    is_made: torch.Tensor | bool = True
+    was_executed: torch.Tensor | bool = True
 
     def numbers(self, local_loss: torch.Tensor) -> Mapping[str, Number]:
         """Return them by the names of ``StepOutcome``'s fields, with this rank's part of the loss."""
@@ -51,7 +51,7 @@ class Updated:
             "local_loss": local_loss,
             "grad_norm": self.grad_norm,
             "is_finite": self.is_used,
-            "is_made": self.is_made,
+            "was_executed": self.was_executed,
         }
 
 
@@ -92,7 +92,7 @@ class Update(Protocol):
         """
         ...
 
-    def go_on(self) -> None:
+    def resume_updates(self) -> None:
         """Make updates again, though training had ended."""
         ...
 
@@ -127,15 +127,15 @@ class UpdateOnHost:
     def __call__(self, loss: torch.Tensor, *, want_norm: bool) -> Updated:
         """Update the weights, or leave them as they are."""
         if self._has_ended:
-            return Updated(float(loss), None, is_used=False, is_made=False)
+            return Updated(float(loss), None, is_used=False, was_executed=False)
         updated = self._updated(float(loss), want_norm=want_norm)
-        self._note(is_loss_finite=math.isfinite(float(updated.loss)), is_used=bool(updated.is_used))
+        self._record(is_loss_finite=math.isfinite(float(updated.loss)), is_used=bool(updated.is_used))
         return updated
 
     def _updated(self, local_loss_value: float, *, want_norm: bool) -> Updated:
         if not math.isfinite(local_loss_value):
             return Updated(local_loss_value, None, is_used=False)
-        if self._strategy.updates_itself:
+        if self._strategy.owns_update:
             local_norm = self._strategy.update(self._limit)
             return Updated(local_loss_value, local_norm, is_used=math.isfinite(local_norm))
         scaler = self._scaler
@@ -154,7 +154,7 @@ class UpdateOnHost:
         # A scaler that backs off has skipped the step: some gradient overflowed.
         return Updated(local_loss_value, norm, is_used=not scaler.is_enabled() or scaler.get_scale() >= scale)
 
-    def _note(self, *, is_loss_finite: bool, is_used: bool) -> None:
+    def _record(self, *, is_loss_finite: bool, is_used: bool) -> None:
         """Note whether training ends with this step: what ``FiniteGuard`` says of it, later perhaps."""
         self._num_bad_in_a_row = 0 if is_used else self._num_bad_in_a_row + 1
         is_search = self._scaler.is_enabled() and is_loss_finite
@@ -162,7 +162,7 @@ class UpdateOnHost:
         is_too_many = self._num_bad_in_a_row > self._health.max_skipped_steps
         self._has_ended = not is_used and (is_too_many or not may_skip)
 
-    def go_on(self) -> None:
+    def resume_updates(self) -> None:
         """Make updates again, though training had ended."""
         self._has_ended, self._num_bad_in_a_row = False, 0
 
@@ -212,7 +212,7 @@ class UpdateOnDevice:
             is_used = is_used & ~self._scaler.has_overflowed(self._optimizer)
         elif norm is not None:
             is_used = is_used & norm.isfinite()
-        self._note(is_loss_finite, is_used)
+        self._record(is_loss_finite, is_used)
         is_used = is_used & was_made
         self._scaler.step_where(self._optimizer, is_used=is_used, is_seen=is_loss_finite & was_made)
         return Updated(loss, norm, is_used, was_made)
@@ -229,7 +229,7 @@ class UpdateOnDevice:
                 torch._foreach_mul_(alike, factor.to(dtype))
         return norm
 
-    def _note(self, is_loss_finite: torch.Tensor, is_used: torch.Tensor) -> None:
+    def _record(self, is_loss_finite: torch.Tensor, is_used: torch.Tensor) -> None:
         """Note whether training ends with this step: what ``FiniteGuard`` will say when it hears of it."""
         may_skip = self._health.non_finite == "skip"
         if not may_skip and not self._scaler.is_enabled():
@@ -257,7 +257,7 @@ class UpdateOnDevice:
                 if state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
 
-    def go_on(self) -> None:
+    def resume_updates(self) -> None:
         """Make updates again, though training had ended; with another state of the optimizer, perhaps."""
         self._has_ended.zero_()
         self._num_bad_in_a_row.zero_()
@@ -272,7 +272,7 @@ class DeviceScaler(torch.amp.GradScaler):
         found = list(self._found_inf_per_device(optimizer).values())
         return torch.stack(found).sum() > 0
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop what is known of gradients that were unscaled, and not used after all."""
         if self.is_enabled():
             self._per_optimizer_states.clear()

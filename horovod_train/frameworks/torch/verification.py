@@ -143,29 +143,29 @@ class StrategyVerifier:
         copied = self._copied(micro_batches)
         if copied is None:
             self._num_made = self._num_steps
-            yield _again(step, micro_batches)
+            yield _rerun(step, micro_batches)
             return
         random_state = rng_state()
         self._shared.remember()
         self._state = counted_state(self.reference.task, self.reference.model)
         self.reference.begin(step)
-        plain_step = _again(step, copied)
-        with self._replica.strategy.drawing_alike(self.reference.model, plain_step) as alike:
-            self.reference.make_passes(alike, StepClock())
-        self._replica.strategy.note_unused(self._unused())
+        plain_step = _rerun(step, copied)
+        with self._replica.strategy.same_random_state(self.reference.model, plain_step) as alike:
+            self.reference.run_schedule(alike, StepClock())
+        self._replica.strategy.report_unused_parameters(self._unused())
         self._loss = self.reference.reduce()
         if self._replica.strategy.unused_have_zeros:
             for parameter in self.reference.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-        self._look_at_state()
+        self._check_state()
         self._shared.check()
         load_rng_state(*random_state)
         with refused(self._job, self._is_explained):
-            yield _again(step, micro_batches)
+            yield _rerun(step, micro_batches)
         self._num_made += 1
 
-    def _look_at_state(self) -> None:
+    def _check_state(self) -> None:
         """Compare more steps if such state changes in a step: its effect may come later."""
         if counted_state(self.reference.task, self.reference.model) != self._state:
             self._num_steps = NUM_STEPS_WITH_STATE
@@ -210,7 +210,7 @@ class StrategyVerifier:
             return
         self._shared.remember()
         self.reference.update(self._loss, lr, want_norm=want_norm)
-        self._look_at_state()
+        self._check_state()
         self._shared.check()
         self._refuse(self._differing_state(lr))
 
@@ -391,7 +391,7 @@ def part_of(whole: torch.Tensor, part: Part | None, like: torch.Tensor) -> torch
     return whole
 
 
-def _again(step: PlannedStep, micro_batches: Sequence[Any]) -> PlannedStep:
+def _rerun(step: PlannedStep, micro_batches: Sequence[Any]) -> PlannedStep:
     """Return a step whose batches were read already."""
     return PlannedStep(step.share, iter([batch for _, batch in micro_batches]), step.is_last)
 

@@ -51,7 +51,7 @@ from horovod_train.frameworks.torch.norm import total_norm
 from horovod_train.frameworks.torch.optimizer import GroupRates, optimizer_over
 from horovod_train.frameworks.torch.reader import TorchReader
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
-from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy
 from horovod_train.frameworks.transformers.replica import TransformersReplica
 from horovod_train.frameworks.transformers.task import OPTIONAL, REQUIRED, TransformersTask
 from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, hide_launcher, lengths_of
@@ -85,7 +85,7 @@ class TransformersFramework(TorchDevice):
         self._job, self._world = job, world
         self._task: TransformersTask = load_task(job.task, job.task_args, REQUIRED)
         report_unused_methods(self._task, (*REQUIRED, *OPTIONAL), world)
-        model = Placing(device, job.train)(self._task.model())
+        model = DevicePlacement(device, job.train)(self._task.model())
         parameters = [p for p in model.parameters() if p.requires_grad]
         optimizer = optimizer_over(job, parameters)
         collate = getattr(self._task, "collate", default_data_collator)

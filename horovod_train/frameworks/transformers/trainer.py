@@ -32,7 +32,7 @@ from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.reader import batch_length, checked_length
-from horovod_train.frameworks.torch import late
+from horovod_train.frameworks.torch import deferred
 from horovod_train.frameworks.torch.collectives import TorchCommunicator, broadcast_model, with_tensors
 from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
@@ -186,14 +186,15 @@ class HorovodTrainerMixin:
     def training_step(
         self, model: nn.Module, inputs: Inputs, num_items_in_batch: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Make a forward and backward pass; after the last of a step, wait for the other ranks."""
+        """Run a forward and backward pass; after the last of a step, wait for the other ranks."""
         if self.gradients is None:
             self._prepare_ranks(model)
         assert self.gradients is not None
         is_last = bool(self.accelerator.sync_gradients)
         if is_last:
             self.gradients.expect_last()
-        mine = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        # A model's loss may have shape [1], which Trainer adds to one of shape [].
+        mine = super().training_step(model, inputs, num_items_in_batch).reshape(())  # type: ignore[misc]
         self.local_loss = self.local_loss.to(mine.device) + mine.detach()
         if not is_last:
             return torch.zeros_like(mine)
@@ -207,12 +208,12 @@ class HorovodTrainerMixin:
         return gradients.reduce(self.local_loss)
 
     def _prepare_ranks(self, model: nn.Module) -> None:
-        """Take over rank 0's weights; make what sums gradients."""
+        """Broadcast rank 0's weights; create the gradient reducer."""
         broadcast_model(model, self.world)
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.gradients = summed_gradients(self.world, self._allreduce)
         self.gradients.bind(model, optimizer)
-        self.gradients.reads_later = late.lag_steps_of(self.args.device) > 0
+        self.gradients.defers_results = deferred.lag_steps_of(self.args.device) > 0
 
     # -- evaluation
 

@@ -37,7 +37,7 @@ BUSY = 0.2
 
 
 @dataclass(frozen=True)
-class SilentRank:
+class UnresponsiveRank:
     """A rank that shows no sign of life.
 
     Attributes:
@@ -128,7 +128,7 @@ class HostActions:
                 failed[name] = f"{address} is {answered or 'something else'} from here"
         return failed
 
-    def silent_ranks(self, limit_s: float) -> list[SilentRank]:
+    def unresponsive_ranks(self, limit_s: float) -> list[UnresponsiveRank]:
         """Return the ranks of this host that have shown no sign of life, and done nothing, for so long.
 
         A rank whose Python is busy with one long call gives no sign either, but uses its processor, or
@@ -146,7 +146,7 @@ class HostActions:
                 process = psutil.Process(pid)
                 silent_s = now_s - max(float(file.read_text()), self._busy_until_s(process, now_s))
                 if silent_s >= limit_s:
-                    found.append(SilentRank(rank, pid, silent_s, process.status()))
+                    found.append(UnresponsiveRank(rank, pid, silent_s, process.status()))
         return found
 
     def new_events(self) -> list[str]:

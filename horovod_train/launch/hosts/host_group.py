@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from horovod_train import __version__
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.launch.hosts.agent import GREETING
-from horovod_train.launch.hosts.host_actions import HostActions, SilentRank
+from horovod_train.launch.hosts.host_actions import HostActions, UnresponsiveRank
 from horovod_train.launch.hosts.host_watch import look_at_hosts
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.ssh import CONNECT_TIMEOUT_S, explain, is_of_another_version, other_version
@@ -344,9 +344,9 @@ class HostGroup:
             self._watch = Thread(target=look, daemon=True)
             self._watch.start()
 
-    def silent_ranks(self, limit_s: float) -> dict[str, list[SilentRank]]:
-        """Return what ``HostActions.silent_ranks`` says on each host that answers soon, by its name."""
-        return self._of_each(HostActions.silent_ranks, limit_s=limit_s)
+    def unresponsive_ranks(self, limit_s: float) -> dict[str, list[UnresponsiveRank]]:
+        """Return what ``HostActions.unresponsive_ranks`` says on each host that answers soon, by its name."""
+        return self._of_each(HostActions.unresponsive_ranks, limit_s=limit_s)
 
     def new_events(self) -> list[str]:
         """Return what ``HostActions.new_events`` says on all hosts that answer soon."""

@@ -51,7 +51,9 @@ class SupervisedLauncher(PolledLauncher):
         """
         make_folder(request.run_dir, request.job.run_dir_access)
         request.log_dir.mkdir(exist_ok=True)
-        events = EventsFile(request.log_dir / EVENTS_FILE, lambda problem: state.remark(EVENTS_FILE, problem))
+        events = EventsFile(
+            request.log_dir / EVENTS_FILE, lambda problem: state.set_warning(EVENTS_FILE, problem)
+        )
         state = StateFile(
             request.log_dir,
             console.print,

@@ -86,7 +86,7 @@ def run_attempt(
         guard = stack.enter_context(guarded(request.stage))
         for name in too_short_to_hide(secrets):
             console.print(f"warning: launch.secrets.{name} is too short to be hidden in logs")
-        follow = Following(request, console, state, Mask(secrets.values()), followers)
+        follow = AttemptOutput(request, console, state, Mask(secrets.values()), followers)
         stack.callback(follow.close)
         with interrupted_by_signals(lambda number: stopped_early(number, request.attempt), pending_signals):
             shell = partial(launcher.shell, request)
@@ -95,14 +95,14 @@ def run_attempt(
             prepare(hosts, request, environ, secrets, console)
         record(attempt_of(request))
         control = RunControl(hosts, state, guard, launch.grace_s)
-        watch = watching_ranks(hosts, request.job.health, follow.report_frozen, control.give_up)
-        events = fetching_events(hosts, follow.output.see)
+        watch = watching_ranks(hosts, request.job.health, follow.report_frozen, control.abort_frozen_ranks)
+        events = fetching_events(hosts, follow.output.handle)
         with control.stopper.listening(), during_attempt(control.stopper.drain), watch, events:
             follow.note("")
             hosts.watch(launch.host_timeout_s, control.abort_lost_host)
             marked = {**environ, RUN_VARIABLE: request.stage}
-            code = execute(plan, marked, follow.output.see, keep={guard, *hosts.pids})
-            if code and not control.has_ended_them and (host := hosts.silent(launch.host_timeout_s)):
+            code = execute(plan, marked, follow.output.handle, keep={guard, *hosts.pids})
+            if code and not control.has_killed_ranks and (host := hosts.silent(launch.host_timeout_s)):
                 control.lost = (host, "it is silent")
     try:
         follow.outcome.check(Ended(code, control.stopper.received, control.lost, control.frozen))
@@ -119,7 +119,7 @@ def attempt_of(request: LaunchRequest) -> Attempt:
     return Attempt(number=request.attempt, num_ranks=request.num_ranks, num_wanted=num_wanted, hosts=hosts)
 
 
-class Following:
+class AttemptOutput:
     """Everybody who follows the output of one attempt, and what they note of it.
 
     Args:
@@ -141,7 +141,7 @@ class Following:
         self._num_ranks = request.num_ranks
         self._console = console
         self._state = state
-        self._log = LogFile(request.log_dir / LOG_FILE, self._note_loss)
+        self._log = LogFile(request.log_dir / LOG_FILE, self._record_log_error)
         self.stalls = Stalls(self.note)
         launch = request.job.launch
         is_script = request.job.framework == SCRIPT
@@ -149,7 +149,7 @@ class Following:
         self.output = Output(
             [
                 RunLog(self._log),
-                RankLogs(request.log_dir, self._note_loss),
+                RankLogs(request.log_dir, self._record_log_error),
                 self.stalls,
                 TargetFiles(target_paths(request), request.run_id, console.print),
                 self.outcome,
@@ -181,5 +181,5 @@ class Following:
         self.output.close()
         self._log.close()
 
-    def _note_loss(self, problem: str) -> None:
-        self._state.remark(problem.partition(" ")[0], problem)
+    def _record_log_error(self, problem: str) -> None:
+        self._state.set_warning(problem.partition(" ")[0], problem)

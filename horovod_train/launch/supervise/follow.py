@@ -27,7 +27,7 @@ Kind = TypeVar("Kind", bound=Event)
 class Follower(Protocol):
     """Somebody who follows the output of a run."""
 
-    def see(self, line: Line) -> None:
+    def handle(self, line: Line) -> None:
         """Take one line. A line without rank is the launcher's."""
         ...
 
@@ -54,7 +54,7 @@ class Output:
         self._are_ranks_tagged = False
         self._lock = Lock()
 
-    def see(self, raw: str) -> None:
+    def handle(self, raw: str) -> None:
         """Take one line, of a rank or of the launcher; from any thread."""
         with self._lock:
             for part in split_at_event(self._mask.hide(raw)):
@@ -65,7 +65,7 @@ class Output:
         if line.is_launchers and (self._is_local or (self._is_alone and not self._are_ranks_tagged)):
             line = replace(line, is_launchers=False)
         for follower in self._followers:
-            follower.see(line)
+            follower.handle(line)
 
     def close(self) -> None:
         """Close all followers."""
@@ -83,7 +83,7 @@ class RunLog:
     def __init__(self, log: LogFile) -> None:
         self._log = log
 
-    def see(self, line: Line) -> None:
+    def handle(self, line: Line) -> None:
         """Write a line as it came."""
         self._log.write(line.raw)
 
@@ -102,7 +102,7 @@ class ShowOnConsole:
         self._console = console
         self._is_preempted = False
 
-    def see(self, line: Line) -> None:
+    def handle(self, line: Line) -> None:
         """Show a line; failures are told at the end, and of ranks that leave together the first is enough."""
         match line.event:
             case None:
@@ -131,7 +131,7 @@ class WriteEvents:
     def __init__(self, events: EventsFile) -> None:
         self._events = events
 
-    def see(self, line: Line) -> None:
+    def handle(self, line: Line) -> None:
         """Write an event."""
         if line.event is not None:
             self._events.write(line.event, line.rank)
@@ -146,7 +146,7 @@ class RecordEvents:
     def __init__(self) -> None:
         self.events: list[Event] = []
 
-    def see(self, line: Line) -> None:
+    def handle(self, line: Line) -> None:
         """Keep an event."""
         if line.event is not None:
             self.events.append(line.event)

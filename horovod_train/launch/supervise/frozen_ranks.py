@@ -54,7 +54,7 @@ class Frozen:
 
 def find_frozen(hosts: HostGroup, limit_s: float) -> list[Frozen]:
     """Return the ranks that have been silent for so long, by rank."""
-    silent = hosts.silent_ranks(limit_s)
+    silent = hosts.unresponsive_ranks(limit_s)
     found = [
         Frozen(each.rank, host, each.pid, each.silent_s, each.doing)
         for host, ranks in silent.items()
@@ -67,7 +67,7 @@ def watching_ranks(
     hosts: HostGroup,
     health: Health,
     report: Callable[[str], None],
-    give_up: Callable[[Sequence[Frozen]], None],
+    abort_frozen_ranks: Callable[[Sequence[Frozen]], None],
 ) -> AbstractContextManager[None]:
     """While the block runs: look at the ranks of all hosts, once a second.
 
@@ -75,7 +75,7 @@ def watching_ranks(
         hosts: The hosts.
         health: When to speak, and when to give up.
         report: Called with the frozen ranks whenever they change; with an empty text when all respond.
-        give_up: Told once which ranks have been for too long.
+        abort_frozen_ranks: Told once which ranks have been for too long.
     """
     warning_s = max(health.stall_warning_s, MIN_SILENCE_S)
     shutdown_s = max(health.stall_shutdown_s, 2 * MIN_SILENCE_S)
@@ -88,7 +88,7 @@ def watching_ranks(
             if text != last_text:
                 report(last_text := text)
             if lost := [each for each in frozen if each.silent_s >= shutdown_s]:
-                give_up(lost)
+                abort_frozen_ranks(lost)
                 return
 
     return background_thread(look)

@@ -83,7 +83,7 @@ class Outcome:
         self._killed = ""
         self._last_words: deque[str] = deque(maxlen=NUM_LAST_LINES)
 
-    def see(self, line: Line) -> None:
+    def handle(self, line: Line) -> None:
         """Note what a line says about the end."""
         match line.event:
             case None:

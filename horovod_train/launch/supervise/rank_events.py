@@ -13,12 +13,12 @@ INTERVAL_S = 0.1
 INTERVAL_PER_HOST_S = 0.005
 
 
-def fetching_events(hosts: HostGroup, see: Callable[[str], None]) -> AbstractContextManager[None]:
+def fetching_events(hosts: HostGroup, handle: Callable[[str], None]) -> AbstractContextManager[None]:
     """While the block runs, and once after it: fetch what ranks have reported.
 
     Args:
         hosts: The hosts.
-        see: Called with each event, as a line.
+        handle: Called with each event, as a line.
     """
     interval_s = INTERVAL_S + INTERVAL_PER_HOST_S * len(hosts.connections)
 
@@ -28,6 +28,6 @@ def fetching_events(hosts: HostGroup, see: Callable[[str], None]) -> AbstractCon
             is_last = over.wait(interval_s)
             while lines := hosts.new_events():
                 for line in lines:
-                    see(line)
+                    handle(line)
 
     return background_thread(fetch)

@@ -22,7 +22,7 @@ class RankLogs:
         self._on_loss = on_loss
         self._logs: dict[int, LogFile] = {}
 
-    def see(self, line: Line) -> None:
+    def handle(self, line: Line) -> None:
         """Write a line that a launcher has tagged with its rank."""
         if line.event is not None or line.rank is None:
             return

@@ -52,7 +52,7 @@ def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterat
 
 
 @contextmanager
-def signal_listener_thread(note: Callable[[int], None]) -> Iterator[None]:
+def signal_listener_thread(on_signal: Callable[[int], None]) -> Iterator[None]:
     """While the block runs, a thread of its own is told of every signal that ends a run; main thread only.
 
     A handler in Python runs in the main thread, and not before that comes back from the call it is in. If a
@@ -65,7 +65,7 @@ def signal_listener_thread(note: Callable[[int], None]) -> Iterator[None]:
         while numbers := os.read(reading, 64):  # nothing: the other end is closed
             for number in numbers:
                 if number in LAUNCH_SIGNALS:
-                    note(number)
+                    on_signal(number)
 
     thread = Thread(target=listen, daemon=True)
     with handling_signals(lambda *_: None):
@@ -145,7 +145,7 @@ class Stopper:
     def listening(self) -> Iterator[None]:
         """Act on signals while the block runs; main thread only."""
         worker = Thread(target=self._work)
-        with signal_listener_thread(self._note):
+        with signal_listener_thread(self._on_signal):
             worker.start()
             try:
                 yield
@@ -163,7 +163,7 @@ class Stopper:
         self._deadline_s = 0.0
         self._wake.set()
 
-    def _note(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if number in HURRIED_SIGNALS:
             if self._deadline_s == float("inf"):
                 self._deadline_s = monotonic() + self._grace_s
@@ -209,7 +209,7 @@ class RunControl:
         self.frozen: list[Frozen] = []
 
     @property
-    def has_ended_them(self) -> bool:
+    def has_killed_ranks(self) -> bool:
         """Whether the ranks were ended for a reason that is known."""
         return self.lost is not None or bool(self.frozen)
 
@@ -218,7 +218,7 @@ class RunControl:
         self.lost = self.lost or (host, why)
         self.stopper.stop()
 
-    def give_up(self, ranks: Sequence[Frozen]) -> None:
+    def abort_frozen_ranks(self, ranks: Sequence[Frozen]) -> None:
         """End the ranks because some show no sign of life; from any thread."""
         self.frozen.extend(ranks)
         self.stopper.stop()

@@ -33,7 +33,7 @@ class Stalls:
         collectives = min(self.missing.values())
         return f"{names} stayed away from a collective that the others wait in: {collectives}"
 
-    def see(self, line: Line) -> None:
+    def handle(self, line: Line) -> None:
         """Take a line: the inspector lists ranks after a headline; who trains on has no stall any more."""
         if isinstance(line.event, Progress | Summary):
             if self.missing:

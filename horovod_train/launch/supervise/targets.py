@@ -30,7 +30,7 @@ class TargetFiles:
         self._warn = warn
         self._targets: list[Target] = []
 
-    def see(self, line: Line) -> None:
+    def handle(self, line: Line) -> None:
         """Add the targets that a line tells of."""
         if isinstance(line.event, Targets):
             self._targets += line.event.targets

@@ -14,8 +14,8 @@ from horovod_train.frameworks.base import Framework
 from horovod_train.registry import HOOKS, load_attribute
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.actions import Action
-from horovod_train.training.exchange import RegularExchange
-from horovod_train.training.readings import StepReport
+from horovod_train.training.exchange import PeriodicExchange
+from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 
 
@@ -44,7 +44,7 @@ class HookParts:
     manager: CheckpointManager
     recorder: Recorder
     reporter: Reporter
-    exchange: RegularExchange
+    exchange: PeriodicExchange
     is_preempted: Callable[[], bool]
     report_interval_s: float
     at_end: ExitStack

@@ -6,7 +6,7 @@ from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.records import EvaluatingRecord, EvaluationRecord
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.parts import record_step
-from horovod_train.training.readings import StepReport
+from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 
 

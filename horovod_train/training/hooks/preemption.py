@@ -21,11 +21,11 @@ from horovod_train.frameworks.base import Framework
 from horovod_train.signals import PREEMPTION_SIGNALS
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.records import GraceRecord
-from horovod_train.training.actions import Leave
-from horovod_train.training.exchange import RegularExchange
+from horovod_train.training.actions import ExitPreempted
+from horovod_train.training.exchange import PeriodicExchange
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.hooks.checkpoints import save
-from horovod_train.training.readings import StepReport
+from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 
 
@@ -36,22 +36,22 @@ class PreemptionRequest:
     """
 
     def __init__(self) -> None:
-        self.is_made = False
+        self.is_received = False
 
     def listen(self) -> None:
         """Take SIGTERM and SIGUSR1 for the wish that this process leaves; main thread only."""
         for number in PREEMPTION_SIGNALS:
-            signal.signal(number, self._note)
+            signal.signal(number, self._on_signal)
         atexit.register(self._ignore)
 
     def _ignore(self) -> None:
         """Keep a late signal from killing a process that ends: Python restores default handlers then."""
         for number in PREEMPTION_SIGNALS:
-            if signal.getsignal(number) == self._note:
+            if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_IGN)
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
-        self.is_made = True
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.is_received = True
 
 
 class PreemptionAgreement:
@@ -67,12 +67,12 @@ class PreemptionAgreement:
         self,
         world: Communicator,
         is_preempted: Callable[[], bool],
-        exchange: RegularExchange | None = None,
+        exchange: PeriodicExchange | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self._world = world
         self._is_preempted = is_preempted
-        self._exchange = exchange or RegularExchange(world, clock)
+        self._exchange = exchange or PeriodicExchange(world, clock)
         self._exchange.contributions.append(self)
         self._is_reached = False
 
@@ -129,7 +129,7 @@ class StopWhenPreempted(Hook):
         """Count how long ranks compute until their replicas are identical."""
         self._since_identical_s += report.outcome.clock.total_s
 
-    def on_step(self, run: Run) -> Leave | None:
+    def on_step(self, run: Run) -> ExitPreempted | None:
         """Leave if the ranks agree to, as soon as their replicas are identical and saved."""
         self._is_leaving = self._is_leaving or self._agreement.reached()
         if not run.replica.replicas_identical:
@@ -138,7 +138,7 @@ class StopWhenPreempted(Hook):
             save(run, self._manager, self._framework, wait=True)
             # Before the first rank is gone: some launchers kill the others as soon as one has left.
             self._reporter.report(Preempted(step=run.progress.step, epoch=run.progress.epochs_passed))
-            return Leave(run.progress.step)
+            return ExitPreempted(run.progress.step)
         write_s = self._manager.last_write_s
         if write_s is not None and run.world.rank == 0:
             stop_s = max(self._since_identical_s, self._agreement.interval_s)

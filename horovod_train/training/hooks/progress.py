@@ -9,7 +9,7 @@ from time import monotonic
 from horovod_train.events.types import Evaluation, Notice, Progress
 from horovod_train.events.wire import Reporter
 from horovod_train.training.hooks.base import Hook, HookParts
-from horovod_train.training.readings import StepReport
+from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 
 MAX_UNUSED_NAMES = 20

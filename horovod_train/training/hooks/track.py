@@ -14,7 +14,7 @@ from horovod_train.events.wire import Reporter
 from horovod_train.registry import TRACKERS
 from horovod_train.telemetry.trackers.base import TrackedRun, Tracker
 from horovod_train.training.hooks.base import Hook, HookParts
-from horovod_train.training.readings import StepReport
+from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 
 MAX_WAITING = 10_000

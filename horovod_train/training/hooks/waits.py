@@ -13,9 +13,9 @@ from horovod_train.events.types import PHASES, WAIT_PHASE, RankTimes
 from horovod_train.events.wire import Reporter
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.records import WaitRecord
-from horovod_train.telemetry.waiting import share_out
+from horovod_train.telemetry.waiting import attribute_waits
 from horovod_train.training.hooks.base import Hook, HookParts
-from horovod_train.training.readings import StepReport
+from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 
 RANKS_PER_EVENT = 32
@@ -101,14 +101,14 @@ class AttributeWaiting(Hook):
             known = [
                 each[begin - first : end - first] for first, each in zip(firsts, wait_times, strict=True)
             ]
-            self._share_out(np.stack(known, axis=1).astype(np.float64))
+            self._attribute(np.stack(known, axis=1).astype(np.float64))
             self._wait_times_s = self._wait_times_s[end - self._first_step :]
             self._first_step = end
         if self._rank == 0 and monotonic() - self._reported_s >= self._interval_s:
             self._report()
 
-    def _share_out(self, wait_times_s: npt.NDArray[np.float64]) -> None:
-        waiting, waited_for, communication = share_out(wait_times_s)
+    def _attribute(self, wait_times_s: npt.NDArray[np.float64]) -> None:
+        waiting, waited_for, communication = attribute_waits(wait_times_s)
         self._recorder.record(
             WaitRecord(
                 waiting_s=float(waiting[self._rank]),

@@ -39,7 +39,7 @@ class Message:
         """Return when the sums are in ``body`` and ``extra``."""
         raise NotImplementedError
 
-    def settle(self, *, is_used: torch.Tensor | bool) -> None:
+    def commit(self, *, is_used: torch.Tensor | bool) -> None:
         """The step was made with the sum; or it was left out, and ``memory`` is as it was before.
 
         Args:
@@ -54,7 +54,7 @@ class Codec:
         has_memory: Messages keep back what they have not sent, and send it later.
     """
 
-    has_memory: bool = False
+    has_residual: bool = False
 
     def message(self, length: int, num_extra: int, dtype: torch.dtype, device: torch.device) -> Message:
         """Return the message of a bucket.

@@ -35,7 +35,7 @@ class TopK(Codec):
         UserError: It is no such part.
     """
 
-    has_memory = True
+    has_residual = True
 
     def __init__(self, *, keep: float) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
@@ -87,7 +87,7 @@ class _TopKMessage(Message):
             self.body.index_add_(0, places.view(PLACE), values.view(self.body.dtype))
             self.extra.add_(extra.view(self.extra.dtype))
 
-    def settle(self, *, is_used: torch.Tensor | bool) -> None:
+    def commit(self, *, is_used: torch.Tensor | bool) -> None:
         """Remember what was kept back in a step that was used."""
         if self._handle is None:
             return

@@ -33,7 +33,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
-from horovod_train.frameworks.torch.codecs.kept_back import KeptBack
+from horovod_train.frameworks.torch.codecs.residuals import ResidualStore
 from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
 from horovod_train.frameworks.torch.gradient_buckets import (
     Bucket,
@@ -45,7 +45,12 @@ from horovod_train.frameworks.torch.gradient_buckets import (
     to_local,
 )
 from horovod_train.frameworks.torch.strategies.base import Strategy
-from horovod_train.frameworks.torch.trained import Named, Optimized, OptimizedParameters, check_same_trained
+from horovod_train.frameworks.torch.trained import (
+    Named,
+    OptimizedParameters,
+    TrainedParameters,
+    check_same_trained,
+)
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +83,7 @@ def summed_gradients(ranks: Communicator, section: Allreduce, name: str = "bucke
         UserError: The codec cannot be made.
     """
     codec = make_codec(section)
-    if ranks.size == 1 and not codec.has_memory:
+    if ranks.size == 1 and not codec.has_residual:
         return SingleRankStrategy()
     size_bytes = int(section.bucket_size_mib * 2**20)
     return AllreduceStrategy(with_tensors(ranks), codec=codec, bucket_size_bytes=size_bytes, name=name)
@@ -128,11 +133,11 @@ class AllreduceStrategy(Strategy):
         self.state_kind = type(codec).__name__
         self._bucket_size_bytes = bucket_size_bytes
         self.buckets: list[Bucket] = []
-        self._kept_back = KeptBack()
+        self._residuals = ResidualStore()
         self._listening = False
         self._removers: list[RemovableHandle] = []
         self._is_packed: list[bool] = []
-        self.layout = -1
+        self.layout_version = -1
         self._has_reported = False
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -140,7 +145,7 @@ class AllreduceStrategy(Strategy):
         super().bind(model, optimizer)
         self.sum_gradients_of(OptimizedParameters(model, optimizer))
 
-    def sum_gradients_of(self, optimized: Optimized) -> None:
+    def sum_gradients_of(self, optimized: TrainedParameters) -> None:
         """Sum the gradients of what an optimizer has, and of that, what requires a gradient."""
         self._optimized = optimized
         self._lay_out(optimized.named())
@@ -157,16 +162,16 @@ class AllreduceStrategy(Strategy):
         is_changed = self._trains_others_than_before()
         if is_changed:
             not_sent = self._not_sent(self.buckets)
-            self._kept_back.store_residual(
+            self._residuals.store_residual(
                 {n: p for n, p in not_sent.items() if not self._named[n].requires_grad}
             )
-        has_residual = self._codec.has_memory  # of what is not used now, something may have been kept
+        has_residual = self._codec.has_residual  # of what is not used now, something may have been kept
         has_gradient = [
             packed or parameter.grad is not None or (has_residual and parameter.requires_grad)
             for packed, parameter in zip(self._is_packed, self._trained, strict=True)
         ]
         all_used = all(has_gradient)
-        self._ride_along(extra, None if all_used else has_gradient, weighted_loss, is_changed=is_changed)
+        self._append_trailer(extra, None if all_used else has_gradient, weighted_loss, is_changed=is_changed)
         for number, bucket in enumerate(self.buckets):
             if not bucket.is_sent:
                 for slot in bucket.slots:
@@ -176,10 +181,10 @@ class AllreduceStrategy(Strategy):
         self._receive(None if all_used else flags)
         self._summed = [bucket.gradients for bucket in self.buckets]
         if self._has_changed_anywhere(extra[-2], is_changed=is_changed):
-            self._take_up_changes()
+            self._rebuild_buckets()
         return extra[-1]
 
-    def _ride_along(
+    def _append_trailer(
         self, extra: torch.Tensor, has_gradient: list[bool] | None, loss: torch.Tensor, *, is_changed: bool
     ) -> None:
         """Write what travels behind the gradients; has_gradient: None: all have."""
@@ -201,7 +206,7 @@ class AllreduceStrategy(Strategy):
         Raises:
             UserError: This rank has changed, and others have not.
         """
-        if not self.reads_later:
+        if not self.defers_results:
             return bool(num_changed > 0)
         if not is_changed:
             return False
@@ -219,20 +224,20 @@ class AllreduceStrategy(Strategy):
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
         """Let messages remember what they have kept back, if the step was used."""
         for bucket in self.buckets:
-            bucket.message.settle(is_used=is_used)
+            bucket.message.commit(is_used=is_used)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return what this rank has not sent yet of each gradient, flat, by the names of parameters."""
-        return self._kept_back.state(self._not_sent(self.buckets))
+        return self._residuals.state(self._not_sent(self.buckets))
 
     def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Take over what ranks had not sent yet."""
-        if not self._codec.has_memory:
+        if not self._codec.has_residual:
             super().load_state(of_ranks)
             return
-        self._kept_back.store_residual(self._not_sent(self.buckets))  # of steps that are taken back
-        self._kept_back.load_state(of_ranks, self._ranks.rank, self._ranks.size)
-        self._kept_back.hand_out(self._not_sent(self.buckets))
+        self._residuals.store_residual(self._not_sent(self.buckets))  # of steps that are taken back
+        self._residuals.load_state(of_ranks, self._ranks.rank, self._ranks.size)
+        self._residuals.restore_residual(self._not_sent(self.buckets))
 
     def _not_sent(self, buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
         names = {id(parameter): name for name, parameter in self._named.items()}
@@ -256,9 +261,9 @@ class AllreduceStrategy(Strategy):
         self._trained = [parameter for parameter in self._candidates if parameter.requires_grad]
         if not self._trained:
             raise UserError("nothing is trained any more: no parameter requires a gradient")
-        self.layout += 1
+        self.layout_version += 1
         self.buckets = make_buckets(self._trained, self._bucket_size_bytes, self._codec)
-        self._kept_back.hand_out(self._not_sent(self.buckets))
+        self._residuals.restore_residual(self._not_sent(self.buckets))
         self._summed = [bucket.gradients for bucket in self.buckets]
         self._is_packed = [False] * len(self._trained)
         self.bytes_per_step = sum(bucket.message.size_bytes for bucket in self.buckets)
@@ -280,7 +285,7 @@ class AllreduceStrategy(Strategy):
             for parameter, before in zip(self._candidates, self._required, strict=True)
         )
 
-    def _take_up_changes(self) -> None:
+    def _rebuild_buckets(self) -> None:
         """Compare what ranks train from now on, sum the gradients of what is new, lay out buckets anew."""
         named, problem = self._named_now()
         trained = {name: p for name, p in named.items() if p.requires_grad}
@@ -292,12 +297,12 @@ class AllreduceStrategy(Strategy):
         self._named = named
         before = set(map(id, self._trained))
         new = [parameter for parameter in trained.values() if id(parameter) not in before]
-        late = self._sum_late(new) if new else []
+        late = self._allreduce_new_gradients(new) if new else []
         summed = [*self._summed, *(bucket.gradients for bucket in late)]
         for bucket in (*self.buckets, *late):
-            bucket.message.settle(is_used=True)
+            bucket.message.commit(is_used=True)
         not_sent = self._not_sent([*self.buckets, *late])
-        self._kept_back.store_residual({name: piece for name, piece in not_sent.items() if name in trained})
+        self._residuals.store_residual({name: piece for name, piece in not_sent.items() if name in trained})
         self._lay_out(named)
         self._summed = summed
 
@@ -307,16 +312,16 @@ class AllreduceStrategy(Strategy):
         except UserError as error:
             return {}, str(error)
 
-    def _sum_late(self, parameters: Sequence[torch.nn.Parameter]) -> list[Bucket]:
+    def _allreduce_new_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> list[Bucket]:
         """Sum gradients that are in no bucket yet, as the buckets to come will."""
         buckets = make_buckets(parameters, self._bucket_size_bytes, self._codec)
-        self._kept_back.hand_out(self._not_sent(buckets))
+        self._residuals.restore_residual(self._not_sent(buckets))
         flags = buckets[-1].extra[:-2]
         flags[:] = torch.tensor([p.grad is not None for p in parameters]).to(flags)
         for number, bucket in enumerate(buckets):
             for slot in bucket.slots:
                 self._pack(slot)
-            bucket.message.send(self._ranks, f"horovod_train.late.{self.layout}.{number}")
+            bucket.message.send(self._ranks, f"horovod_train.late.{self.layout_version}.{number}")
         for bucket in buckets:
             bucket.message.receive(self._ranks)
         is_used = (flags > 0).tolist()
@@ -361,7 +366,7 @@ class AllreduceStrategy(Strategy):
         bucket = self.buckets[number]
         bucket.is_sent = True
         # Sizes follow the layout, and Horovod knows a tensor by its name.
-        bucket.message.send(self._ranks, f"horovod_train.{self._name}.{self.layout}.{number}")
+        bucket.message.send(self._ranks, f"horovod_train.{self._name}.{self.layout_version}.{number}")
 
     def _receive(self, flags: torch.Tensor | None) -> None:
         """Wait for every bucket. ``flags`` is read only by ranks that lack a gradient."""
@@ -379,7 +384,7 @@ class AllreduceStrategy(Strategy):
         self._is_packed = [False] * len(self._trained)
 
     def _used_anywhere(self, flags: torch.Tensor) -> list[bool]:
-        if self.reads_later and not self._has_reported:
+        if self.defers_results and not self._has_reported:
             self._has_reported = True
             log.warning(
                 "rank %d has parameters without a gradient: it waits for the GPU in each such step, to learn "

@@ -1,29 +1,27 @@
-"""How ranks stay in step: what they exchange in each step, and which of them hold the same weights.
+"""Parallelism strategies: the interface between a replica and the way ranks synchronize.
 
 A strategy is a file here (or in another package, see ``registry.py``) with a class and its arguments,
 and one row in the table. The replica calls it in this order:
 
-    made         with the mesh of ranks, the job and ``strategy.args``; refuses what it cannot do
-    wrap         the model, on its way to the device, before its optimizer is made
-    bind         model and optimizer; what is trained is known now
-    called       what the task calls in the model's place
-    then in each step
-      begin        which samples this rank has
-      expect_more  before each forward and backward pass but the last
-      expect_last  before the last
-      backward     makes the backward pass
-        or, of one with an order of passes of its own, make_passes: all of them
-      reduce       gradients are completed; returns the loss of the whole step
-      norm         of the whole gradient, where it is wanted
-      gradients    are clipped by the replica
-      is_finite    whether the step may be used: the same on all ranks
-        or, of one that updates itself, update: in place of these three and of the optimizer
-      after_update the optimizer has made its step, or has left it out
+    __init__     with the mesh of ranks, the job and ``strategy.args``; refuses unsupported jobs
+    wrap         before the optimizer is made: moves the model to its device, and shards or wraps it
+    bind         with the model and its optimizer
+    forward_module  returns the module that the task calls
+    in each step
+      begin        with the samples of this rank
+      expect_more  before each forward and backward pass except the last
+      expect_last  before the last forward and backward pass
+      backward     runs the backward pass
+        or run_schedule, if owns_schedule: runs all passes
+      reduce       completes the gradients; returns the loss of the global batch
+      norm, is_finite, gradients: called by the update (``update.py``), which clips the gradients
+        or update, if owns_update: replaces these three and the optimizer's step
+      after_update after the optimizer's step, or after a skipped step
     between steps
-      local_tensors, optimized, saved_optimizer: what this rank has of what all share, for a checkpoint
-      load_optimizer: takes over an optimizer's state, when weights were
-      state, load_state: what this rank alone has, for a checkpoint and from one
-    close        where the model is used further in this process, by Lightning
+      local_tensors, optimized, saved_optimizer: this rank's part of the shared state, for a checkpoint
+      load_optimizer: loads an optimizer's state, after the weights
+      state, load_state: per-rank state (residuals, for example), for a checkpoint
+    close        detaches all hooks: the model outlives training under Lightning
 """
 
 from __future__ import annotations
@@ -44,7 +42,12 @@ from horovod_train.config.strategies import STRATEGY_SUPPORT
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.gradient_buckets import to_local
-from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized, whole_model, whole_parameters
+from horovod_train.frameworks.torch.local_tensors import (
+    LocalTensor,
+    OptimizedParameter,
+    whole_model,
+    whole_parameters,
+)
 from horovod_train.frameworks.torch.norm import total_norm
 from horovod_train.frameworks.torch.task import TorchTask
 from horovod_train.frameworks.torch.trained import OptimizedParameters
@@ -54,16 +57,16 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Placing:
-    """Where a model is trained, and how it lies there.
+class DevicePlacement:
+    """Moves a model to this rank's device.
 
     Attributes:
-        device: The rank's.
-        train: The job's section.
-        task: Calls the model; None: a loop of somebody else's does.
+        device: The device of this rank.
+        train: The job's ``train`` section.
+        task: Calls the model; None: the user's own loop does.
         example: Returns a batch of two samples.
-        weights: Of a model without memory, for a strategy that reads them; None: the model has them.
-        another: Returns another model of the task, to try things with; None: a copy has to do.
+        weights: Weights to load into a model on the meta device; None: the model has its weights.
+        another: Returns another model of the task, for trial runs; None: a copy is used.
     """
 
     device: torch.device
@@ -74,23 +77,23 @@ class Placing:
     another: Callable[[], torch.nn.Module] | None = None
 
     def __call__(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return a model there."""
+        """Move a model to the device."""
         if self.train.channels_last:
             return model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         return model.to(self.device)
 
 
 @dataclass(frozen=True)
-class Loop:
-    """What a strategy needs that makes the passes of a step itself.
+class PassContext:
+    """Context of the passes of a step, for a strategy that runs them itself (``owns_schedule``).
 
     Attributes:
         task: Calls the model.
         autocast: Returns the context of a forward pass.
         lap: Ends a phase of the step.
-        not_counted: Returns the context of passes of a micro-batch that does not count.
-        weigh: Returns what a micro-batch adds to the loss of the step, given its loss and its share of the
-            samples.
+        not_counted: Returns the context for the passes of a padding micro-batch.
+        weigh: Returns a micro-batch's contribution to the loss of the step, given its loss and its fraction
+            of the samples.
     """
 
     task: TorchTask
@@ -101,51 +104,47 @@ class Loop:
 
 
 class Strategy:
-    """Keeps the replicas of ranks in step.
+    """Synchronizes the replicas of all ranks.
 
     Attributes:
-        bytes_per_step: Bytes that this rank has put on the wire in the last step.
-        replicas_identical: Whether all ranks hold the same weights and optimizer state now. Where they
-            do not in each step, they do after a planned step that is the last; checkpoints, comparisons
-            and leaving wait for it.
-        can_be_read_later: Whether it completes a step without a number from the device. One that asks other
-            ranks in each step about theirs cannot; the host waits for the device then.
-        layout: Changes when gradients come to lie elsewhere.
-        reads_later: Set from outside: the host must not wait for the device in a step.
-        passes_are_collective: Forward or backward passes are collectives, of which all ranks make equally
-            many.
-        is_sharded: A rank holds only some of the model, or of the optimizer's state.
-        has_whole_weights: A rank holds all weights.
-        takes_after_update: A task's ``after_update`` finds each weight in the model, and may change it there.
-        tells_optimizer: The state of this rank's optimizer belongs into a checkpoint as that of the job.
-        updates_itself: It makes the updates, with clipping: the optimizer that it was bound to makes no step.
-        reads_weights: It can be given a model without memory, and the weights of a file.
-        makes_passes: It has an order of passes of its own, and gives the metrics of a batch as well.
-        compute_dtypes: Types in which it computes passes, besides those of the weights.
-        state_kind: Names what ``state`` returns: another kind is not taken over from a checkpoint.
-        unused_have_zeros: A parameter that no rank uses in a step has a gradient of zeros, and not none.
-        takes_sums: The loss of a micro-batch may be a sum and a count, by which gradients are divided at the
-            end.
-        is_in_loss: Set from outside: the task's loss is called now.
-        num_loss_copies: On so many ranks the same loss is computed, where it makes the passes itself.
-        sum_in_pass: Sums a tensor over the ranks that share samples, where passes have PyTorch's own
-            collectives;
-            None: Horovod does.
+        bytes_per_step: Bytes of gradients and weights that this rank passed to collectives in the last step.
+        replicas_identical: Whether all ranks have identical weights and optimizer state now. Always true
+            after the last step of an epoch; checkpoints, comparisons and preemption wait for it.
+        supports_deferred_results: Whether a step needs no number from the device. If False, the host waits
+            for the device in each step.
+        layout_version: Changes when gradients move to other addresses.
+        defers_results: Set by the replica: the host must not wait for the device in a step.
+        passes_are_collective: Forward or backward passes contain collectives: all ranks run equally many.
+        is_sharded: This rank has only a part of the model or of the optimizer's state.
+        has_whole_weights: This rank has all weights.
+        takes_after_update: A task's ``after_update`` can read and change each weight of the model.
+        checkpoints_optimizer: This rank's optimizer state is written to checkpoints.
+        owns_update: The strategy clips and updates; the optimizer's ``step`` is not called.
+        accepts_meta_model: ``wrap`` accepts a model on the meta device, and loads its weights from a file.
+        owns_schedule: The strategy runs the passes of a step itself, and computes the metrics of a batch.
+        compute_dtypes: Data types of its passes, besides those of the weights.
+        state_kind: Kind of the per-rank state; a checkpoint's state of another kind is dropped.
+        unused_have_zeros: The gradient of a parameter that no rank uses is zero, and not None.
+        takes_sums: The loss of a micro-batch may be a sum and a count; gradients are divided at the end.
+        is_in_loss: Set by the replica while the task's loss is computed.
+        num_loss_copies: Number of ranks that compute the same loss, if ``owns_schedule``.
+        sum_in_pass: Sums a tensor over the data-parallel ranks by PyTorch's collectives, if passes contain
+            some; None: Horovod's are used.
     """
 
     bytes_per_step: int = 0
     replicas_identical: bool = True
-    layout: int = 0
-    can_be_read_later: bool = True
-    reads_later: bool = False
+    layout_version: int = 0
+    supports_deferred_results: bool = True
+    defers_results: bool = False
     passes_are_collective: bool = False
     is_sharded: bool = False
     has_whole_weights: bool = True
     takes_after_update: bool = True
     checkpoints_optimizer: bool = True
-    updates_itself: bool = False
-    reads_weights: bool = False
-    makes_passes: bool = False
+    owns_update: bool = False
+    accepts_meta_model: bool = False
+    owns_schedule: bool = False
     compute_dtypes: Sequence[torch.dtype] = ()
     state_kind: str = "strategy"
     unused_have_zeros: bool = False
@@ -156,17 +155,17 @@ class Strategy:
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
 
-    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
-        """Return the module that is trained in a model's place, on its device.
+    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
+        """Return the module to train, on its device.
 
         Args:
-            model: On the CPU.
-            placing: Brings a model to its device.
+            model: The task's model, on the CPU.
+            placing: Moves a model to the device.
         """
         return placing(model)
 
-    def called(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return what the task calls in the model's place; the model is bound by now.
+    def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return the module that the task calls; called after ``bind``.
 
         Args:
             module: The model, or its compiled form.
@@ -174,84 +173,84 @@ class Strategy:
         return module
 
     def close(self) -> None:
-        """Let go of the model. Safe to call twice."""
+        """Detach all hooks from the model. Safe to call twice."""
 
     def num_parameters(self) -> int:
-        """Return how many numbers are trained."""
+        """Return the number of trainable elements."""
         return sum(p.numel() for p in self._model.parameters() if p.requires_grad)
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained.
+        """Attach to a model and its optimizer.
 
         Raises:
-            UserError: It cannot be trained in this way.
+            UserError: This strategy does not support them.
         """
         self._model, self._optimizer = model, optimizer
         OptimizedParameters(model, optimizer).check()
 
     @property
     def saved_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer whose state belongs into a checkpoint; ``optimized`` are its parameters."""
+        """The optimizer whose state is written to checkpoints; ``optimized`` are its parameters."""
         return self._optimizer
 
     def local_tensors(self) -> Mapping[str, LocalTensor]:
-        """Return what this rank has of the whole model's weights and buffers, by their names in it."""
+        """Return this rank's part of the model's weights and buffers, by their names in the whole model."""
         return whole_model(self._model)
 
-    def optimized(self) -> Sequence[Optimized]:
+    def optimized(self) -> Sequence[OptimizedParameter]:
         """Return the optimizer's parameters, in its order."""
         return whole_parameters(self._model, self._optimizer)
 
     def numbering(self) -> Sequence[str | int]:
-        """Return the names of parameters as an optimizer of the whole model numbers them."""
+        """Return the names of the whole model's optimized parameters, in the order of its optimizer."""
         return [parameter.name for parameter in self.optimized()]
 
-    def note_unused(self, names: Sequence[str]) -> None:
-        """Take note of parameters that a step of the plain model leaves out, before the step is made.
+    def report_unused_parameters(self, names: Sequence[str]) -> None:
+        """Receive the parameters that the reference model did not use in the next step.
 
         Args:
-            names: Of parameters without a gradient in the step's last pass, on at least one rank.
+            names: Parameters without a gradient in the last pass of the step, on at least one rank.
         """
 
     @contextmanager
-    def drawing_alike(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
-        """Yield a step with which the plain model draws the random numbers of this strategy.
+    def same_random_state(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
+        """Yield a step for which the reference model draws the random numbers of this strategy.
 
         Args:
-            model: The plain model.
-            step: As the strategy makes it next, from the random state of now.
+            model: The reference model.
+            step: The next step of the strategy, from the current random state.
         """
         yield step
 
     def begin(self, step: PlannedStep) -> None:
-        """A step begins."""
+        """Start a step."""
 
     def expect_more(self) -> None:
-        """The next forward and backward pass is not the last of this step."""
+        """Prepare for a forward and backward pass that is not the last of this step."""
 
     def expect_last(self) -> None:
-        """The next forward and backward pass is the last of this step."""
+        """Prepare for the last forward and backward pass of this step."""
 
-    def make_passes(self, step: PlannedStep, loop: Loop) -> torch.Tensor:
-        """Make the passes of a step; return this rank's sum of share x loss, shape []."""
+    def run_schedule(self, step: PlannedStep, context: PassContext) -> torch.Tensor:
+        """Run the passes of a step; return this rank's weighted loss, shape []."""
         raise NotImplementedError
 
     def metrics_of(
-        self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, loop: Loop
+        self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, context: PassContext
     ) -> Mapping[str, Any]:
         """Return the metrics of a batch; empty on ranks whose values are not counted."""
         raise NotImplementedError
 
     def backward(self, weighted_loss: torch.Tensor) -> None:
-        """Make the backward pass of a micro-batch.
+        """Run the backward pass of a micro-batch.
 
         Args:
-            weighted_loss: Share x loss, and with fp16 x scale, shape [].
+            weighted_loss: Loss times its fraction of the samples (times the loss scale with fp16), shape [].
         """
         weighted_loss.backward()  # type: ignore[no-untyped-call]
 
     def refuse_in_loss(self) -> None:
-        """Refuse a gradient that comes while the loss is computed.
+        """Refuse a backward pass within the task's loss.
 
         Raises:
             UserError: The loss is computed now.
@@ -267,14 +266,14 @@ class Strategy:
         """Complete the gradients of the step.
 
         Args:
-            weighted_loss: This rank's sum of share x loss, shape [].
+            weighted_loss: Sum of this rank's losses, each times its fraction of the samples, shape [].
 
         Returns:
             The mean loss over the samples of the step, over all ranks, shape [].
 
         Raises:
             PeerError: Another rank was lost.
-            UserError: Ranks train different parameters; each that can see it raises it.
+            UserError: Ranks train different parameters; raised by each rank that detects it.
         """
         raise NotImplementedError
 
@@ -294,11 +293,10 @@ class Strategy:
             torch._foreach_div_(alike, divisor.to(dtype.to_real()))
 
     def local_gradients(self) -> Iterator[tuple[str, Part | None, torch.Tensor | None]]:
-        """Yield what this rank holds of the gradient of the step, by the names of parameters.
+        """Yield this rank's part of the gradient of the step, by parameter.
 
         Yields:
-            The name, which part of the parameter it is (None: all of it), and the gradient (None: no rank has
-            one).
+            Parameter name, part of the parameter (None: all of it), and gradient (None: no rank has one).
         """
         parameters = (p for group in self._optimizer.param_groups for p in group["params"])
         for parameter, each in zip(parameters, self.optimized(), strict=True):
@@ -326,10 +324,10 @@ class Strategy:
         raise NotImplementedError
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """The optimizer has made its step; or the step was not used, and weights are as before.
+        """Synchronize after the optimizer's step, or after a skipped step.
 
         Args:
-            is_used: With ``reads_later`` it may be known on the device alone, shape [].
+            is_used: Whether the step was not skipped; with ``defers_results``, a tensor of shape [].
         """
 
     def whole_weights(self) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
-from horovod_train.frameworks.torch.strategies.base import Placing
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 
 
 class DataParallel(SingleRankStrategy):
@@ -34,7 +34,7 @@ class DataParallel(SingleRankStrategy):
                 hint="start one rank (-n 1), or use strategy: allreduce with a rank for each GPU",
             )
 
-    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
         """Return the model on the first GPU.
 
         Raises:
@@ -48,6 +48,6 @@ class DataParallel(SingleRankStrategy):
             )
         return placing(model)
 
-    def called(self, module: torch.nn.Module) -> torch.nn.Module:
+    def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return the wrapper."""
         return torch.nn.DataParallel(module)

@@ -43,7 +43,7 @@ class Ddp(TorchDistributed):
         self._called: CalledByTask | None = None
         self._has_summed_all = False
 
-    def called(self, module: torch.nn.Module) -> torch.nn.Module:
+    def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return what the task calls in the model's place."""
         self._called = CalledByTask(module, self._wrapped)
         return self._called
@@ -60,7 +60,7 @@ class Ddp(TorchDistributed):
         wrapped.register_comm_hook(None, lambda _, bucket: self._sum(bucket))
         return wrapped
 
-    def note_unused(self, names: Sequence[str]) -> None:
+    def report_unused_parameters(self, names: Sequence[str]) -> None:
         """Look for unused parameters in each step, if the plain model leaves some out in the first."""
         if self._find_unused is None:
             self._find_unused = bool(names)

@@ -32,10 +32,10 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
 from horovod_train.frameworks.torch.deepspeed_state import FlatState
 from horovod_train.frameworks.torch.elementwise import check_elementwise
-from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized
-from horovod_train.frameworks.torch.optimizer import twin_of
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, OptimizedParameter
+from horovod_train.frameworks.torch.optimizer import clone_optimizer
 from horovod_train.frameworks.torch.process_group import agree_on_paths
-from horovod_train.frameworks.torch.strategies.base import Placing
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,8 @@ class DeepSpeed(TorchDistributed):
     is_sharded = True
     has_whole_weights = False
     takes_after_update = False  # its optimizer keeps copies of the weights, and overwrites them in each step
-    can_be_read_later = False  # DeepSpeed asks the device in each step
-    updates_itself = True
+    supports_deferred_results = False  # DeepSpeed asks the device in each step
+    owns_update = True
     unused_have_zeros = True
 
     def __init__(
@@ -89,7 +89,7 @@ class DeepSpeed(TorchDistributed):
 
     # -- the model
 
-    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
         """Start PyTorch's process group; return rank 0's model where it is trained.
 
         Raises:
@@ -138,7 +138,7 @@ class DeepSpeed(TorchDistributed):
                 args=SimpleNamespace(device_rank=device),
                 model=model,
                 # With groups of its own: DeepSpeed puts other parameters into them.
-                optimizer=twin_of(optimizer, [dict(group) for group in optimizer.param_groups]),
+                optimizer=clone_optimizer(optimizer, [dict(group) for group in optimizer.param_groups]),
                 config=self._configuration(),
             )
         except Exception as error:  # whatever it raises, of settings of somebody's
@@ -228,7 +228,7 @@ class DeepSpeed(TorchDistributed):
             "steps_per_print": 10**9,
         }
 
-    def called(self, module: torch.nn.Module) -> torch.nn.Module:
+    def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Return what the task calls in the model's place."""
         engine: torch.nn.Module = self._engine
         return engine
@@ -317,7 +317,7 @@ class DeepSpeed(TorchDistributed):
         """Return what this rank has of the whole model's weights and buffers."""
         return self._flat.local_tensors()
 
-    def optimized(self) -> Sequence[Optimized]:
+    def optimized(self) -> Sequence[OptimizedParameter]:
         """Return this rank's parts of the optimizer's parameters, in its order."""
         return self._flat.optimized()
 
@@ -328,7 +328,7 @@ class DeepSpeed(TorchDistributed):
     def load_optimizer(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
         """Let DeepSpeed go on from a state, and from the weights that were taken over."""
         super().load_optimizer(optimizer, document)
-        self._flat.take_over(optimizer)
+        self._flat.update_from(optimizer)
 
 
 @contextmanager

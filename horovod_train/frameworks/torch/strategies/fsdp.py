@@ -30,22 +30,22 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import broadcast_model
-from horovod_train.frameworks.torch.empty_model import load_initial
 from horovod_train.frameworks.torch.exchange import Exchange
 from horovod_train.frameworks.torch.gradient_buckets import to_local
-from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, OptimizedParameter
+from horovod_train.frameworks.torch.meta_weights import load_initial
 from horovod_train.frameworks.torch.path_agreement import PathAgreement
 from horovod_train.frameworks.torch.process_group import agree_on_paths, set_timeout
 from horovod_train.frameworks.torch.shards import (
-    give_memory,
+    disable_foreach_for_mixed_groups,
+    gathered_full,
     local_tensors_of_model,
-    made_whole,
+    materialize,
     num_copies,
     optimized_parameters,
     squares_of,
-    take_no_two_kinds_at_once,
 )
-from horovod_train.frameworks.torch.strategies.base import Placing
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
 from horovod_train.frameworks.torch.units import modules_fitting, units_to_shard
 from horovod_train.frameworks.torch.unsharded import describe, move, parameters_kept_whole
@@ -73,7 +73,7 @@ class Fsdp(TorchDistributed):
 
     is_sharded = True
     has_whole_weights = False
-    reads_weights = True
+    accepts_meta_model = True
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Fsdp(TorchDistributed):
         self._shard_ranks = shard_ranks
         self._exchange = Exchange(self._data)
 
-    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
         """Shard a model, rank 0's; unit by unit it leaves the memory of this process.
 
         Of one without memory, each rank reads its part of the weights.
@@ -122,7 +122,7 @@ class Fsdp(TorchDistributed):
             else modules_fitting(model, self._units, "strategy.args.units")
         )
         mesh = self._device_mesh(model, placing)
-        whole = self._kept_whole(model, units.values())
+        whole = self._unsharded_names(model, units.values())
         offload = CPUOffloadPolicy() if self._offload else OffloadPolicy()
         try:
             for unit in units.values():
@@ -142,13 +142,13 @@ class Fsdp(TorchDistributed):
             move(whole, placing.device)
         if placing.weights is not None:
             shared_on = torch.device("cpu") if self._offload else placing.device
-            give_memory(model, shared_on, placing.device)
+            materialize(model, shared_on, placing.device)
             load_initial(model, local_tensors_of_model(model), placing.weights)
         sharded = [unit for unit in units.values() if isinstance(unit, FSDPModule)]
         self._set_up(model, sharded)
         return model
 
-    def _kept_whole(
+    def _unsharded_names(
         self, model: torch.nn.Module, units: Iterable[torch.nn.Module]
     ) -> set[torch.nn.Parameter]:
         """Return the parameters that are not sharded; say which, and why.
@@ -167,7 +167,7 @@ class Fsdp(TorchDistributed):
             log.warning("strategy %s: %s", self._job.strategy.name, described)
         return set(whole)
 
-    def _device_mesh(self, model: torch.nn.Module, placing: Placing) -> DeviceMesh:
+    def _device_mesh(self, model: torch.nn.Module, placing: DevicePlacement) -> DeviceMesh:
         """Return the ranks that share the model: along one axis, or with copies along another."""
         axes, names = self._sharding_axes()
         mesh = init_device_mesh(placing.device.type, axes, mesh_dim_names=names)
@@ -211,7 +211,7 @@ class Fsdp(TorchDistributed):
         """Take up what is trained."""
         super().bind(model, optimizer)
         self._plain = [p for p in self._parameters() if not isinstance(p, DTensor) and p.requires_grad]
-        take_no_two_kinds_at_once(optimizer)
+        disable_foreach_for_mixed_groups(optimizer)
         self._bytes_once = sum(p.numel() * p.element_size() for p in model.parameters())
 
     def local_tensors(self) -> Mapping[str, LocalTensor]:
@@ -219,7 +219,7 @@ class Fsdp(TorchDistributed):
         self._reshard_all()
         return local_tensors_of_model(self._model)
 
-    def optimized(self) -> Sequence[Optimized]:
+    def optimized(self) -> Sequence[OptimizedParameter]:
         """Return this rank's parts of the optimizer's parameters, in its order."""
         self._reshard_all()
         return optimized_parameters(self._model, self._optimizer)
@@ -232,7 +232,7 @@ class Fsdp(TorchDistributed):
     def whole_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model has whole weights, which a task may change."""
         self._reshard_all()
-        return made_whole(self._model)
+        return gathered_full(self._model)
 
     # -- one step
 
@@ -301,7 +301,7 @@ def announce_collectives(module: FSDPModule, name: str, paths: PathAgreement, us
         group.pre_forward = _announced(group.pre_forward, f"the forward pass of {name}", paths)
         group.post_forward = _unchanged(group.post_forward, group, name)
         group.pre_backward = _announced(group.pre_backward, f"the backward pass of {name}", paths)
-        group.post_backward = _noting_used(
+        group.post_backward = _recording_used(
             _announced(group.post_backward, f"the gradient of {name}", paths), group, used
         )
 
@@ -335,7 +335,7 @@ def _unchanged(method: Callable[..., Any], group: Any, name: str) -> Callable[..
     return call
 
 
-def _noting_used(method: Callable[..., Any], group: Any, used: set[int]) -> Callable[..., Any]:
+def _recording_used(method: Callable[..., Any], group: Any, used: set[int]) -> Callable[..., Any]:
     def call(*args: Any, **more: Any) -> Any:
         for each in group.fsdp_params:
             has_gradient = hasattr(each, "_unsharded_param") and each.unsharded_param.grad is not None

@@ -62,7 +62,7 @@ class LocalSgd(Strategy):
 
     state_kind = "local_sgd"
     takes_sums = False
-    can_be_read_later = False  # ranks tell each other their losses in each step
+    supports_deferred_results = False  # ranks tell each other their losses in each step
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class LocalSgd(Strategy):
         """Note which samples this rank has, and from where it starts."""
         self._step = step
         if self._outer is not None and not self._sums_gradients:
-            self._outer.note(self._trains.named())
+            self._outer.record(self._trains.named())
 
     @property
     def _sums_gradients(self) -> bool:
@@ -182,7 +182,7 @@ class LocalSgd(Strategy):
         saved = of_ranks[0] if of_ranks else {}
         self._num_made = int(saved.get("steps", torch.tensor(0)))
         if self._outer is not None:
-            self._outer.forget()
+            self._outer.reset()
             self._outer.momenta = {
                 name.removeprefix("outer."): tensor for name, tensor in saved.items() if name != "steps"
             }

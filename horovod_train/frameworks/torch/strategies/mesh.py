@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.torch.process_group import set_timeout
-from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy
 from horovod_train.frameworks.torch.strategies.fsdp import Fsdp
 from horovod_train.frameworks.torch.strategies.pipeline import Pipeline
 from horovod_train.frameworks.torch.strategies.tensor_parallel import (
@@ -65,7 +65,7 @@ class ShardedLayers(Fsdp):
         self._plan = plan
         self._num_tensor = ranks.axes.tensor
 
-    def _device_mesh(self, model: torch.nn.Module, placing: Placing) -> DeviceMesh:
+    def _device_mesh(self, model: torch.nn.Module, placing: DevicePlacement) -> DeviceMesh:
         """Share layers; return the ranks that share what this one has of them."""
         if self._num_tensor == 1:
             return super()._device_mesh(model, placing)

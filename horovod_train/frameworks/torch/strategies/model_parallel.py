@@ -10,12 +10,12 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.torch.collectives import with_tensors
 from horovod_train.frameworks.torch.gradient_buckets import to_local
-from horovod_train.frameworks.torch.local_tensors import Optimized
+from horovod_train.frameworks.torch.local_tensors import OptimizedParameter
 from horovod_train.frameworks.torch.shards import (
+    disable_foreach_for_mixed_groups,
     num_copies,
     optimized_parameters,
     squares_of,
-    take_no_two_kinds_at_once,
 )
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
@@ -41,23 +41,23 @@ class ModelParallel(Strategy):
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take up what is trained."""
         super().bind(model, optimizer)
-        self._data.reads_later = self.reads_later
+        self._data.defers_results = self.defers_results
         self._data.bind(model, optimizer)
-        take_no_two_kinds_at_once(optimizer)
+        disable_foreach_for_mixed_groups(optimizer)
 
     def close(self) -> None:
         """Let go of the parameters."""
         self._data.close()
 
-    def optimized(self) -> Sequence[Optimized]:
+    def optimized(self) -> Sequence[OptimizedParameter]:
         """Return this rank's parts of the optimizer's parameters, in its order."""
         return optimized_parameters(self._model, self._optimizer)
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Sum gradients over the ranks that have the same part of the model."""
         loss = self._data.reduce(weighted_loss)
-        self.bytes_per_step, self.layout = self._data.bytes_per_step, self._data.layout
-        if self._axes.tensor == 1 or self.makes_passes:
+        self.bytes_per_step, self.layout_version = self._data.bytes_per_step, self._data.layout_version
+        if self._axes.tensor == 1 or self.owns_schedule:
             return loss
         # Ranks that share layers compute the same loss, and must decide alike if it is finite on one and not
         # on another.

@@ -29,8 +29,8 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import NumericError, UserError
 from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized, whole_parameters
-from horovod_train.frameworks.torch.parameter_server import Layout, Line, Server, shared_out
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, OptimizedParameter, whole_parameters
+from horovod_train.frameworks.torch.parameter_server import Layout, Server, ServerConnection, partition
 from horovod_train.frameworks.torch.strategies.base import Strategy, log
 from horovod_train.frameworks.torch.trained import OptimizedParameters
 
@@ -52,9 +52,9 @@ class ParameterServer(Strategy):
 
     state_kind = "parameter_server"
     takes_sums = False
-    can_be_read_later = False  # gradients are sent by the host
+    supports_deferred_results = False  # gradients are sent by the host
     is_sharded = True
-    updates_itself = True
+    owns_update = True
 
     def __init__(self, mesh: Mesh, job: Job, *, max_staleness: int = 4, meet_every_steps: int = 100) -> None:
         self._ranks = with_tensors(mesh.data)
@@ -62,7 +62,7 @@ class ParameterServer(Strategy):
         self._meet_every_steps = meet_every_steps
         self._timeout_s = job.health.stall_shutdown_s
         self._num_made = 0
-        self._line: Line | None = None
+        self._line: ServerConnection | None = None
         if self._ranks.size > 1 and not self._ranks.is_over_mpi:
             raise UserError(
                 "strategy parameter_server: it needs MPI, and these ranks talk over Gloo",
@@ -79,7 +79,7 @@ class ParameterServer(Strategy):
         super().bind(model, optimizer)
         trained = OptimizedParameters(model, optimizer).named()
         self._named = {name: p for name, p in trained.items() if p.requires_grad}
-        having = shared_out(self._named, self._ranks.size)
+        having = partition(self._named, self._ranks.size)
         groups = len(optimizer.param_groups)
         self._layouts = [Layout(n, [self._named[name] for name in n], groups) for n in having]
         self._make_server(having[self._ranks.rank])
@@ -97,7 +97,7 @@ class ParameterServer(Strategy):
         layout = self._layouts[self._ranks.rank]
         self._server = Server(layout, self._served, self._served_by, self._ranks.size)
 
-    def _start(self) -> Line:
+    def _start(self) -> ServerConnection:
         """Begin to serve; when all ranks have the weights that training starts from."""
         self._take_up()
         comm = None
@@ -106,9 +106,9 @@ class ParameterServer(Strategy):
 
             comm = MPI.COMM_WORLD.Dup()
             assert comm.rank == self._ranks.rank, "MPI and Horovod number ranks alike"
-        line = Line(comm, self._ranks.rank, self._layouts, self._server, self._timeout_s)
-        self._ranks.before_closing(line.close)
-        return line
+        connection = ServerConnection(comm, self._ranks.rank, self._layouts, self._server, self._timeout_s)
+        self._ranks.before_closing(connection.close)
+        return connection
 
     @torch.no_grad()
     def _take_up(self) -> None:
@@ -132,10 +132,10 @@ class ParameterServer(Strategy):
 
     def _take_weights(self, at_least: int) -> None:
         assert self._line is not None
-        line = self._line
+        connection = self._line
         size_bytes = sum(layout.size_bytes for layout in self._layouts)
         entry = Collective("parameter_server.weights", size_bytes, monotonic())
-        found = self._ranks.wait_in(entry, lambda: line.pull(at_least))
+        found = self._ranks.wait_in(entry, lambda: connection.pull(at_least))
         for name, weight in found.items():
             self._named[name].copy_(weight)
         self.bytes_per_step = size_bytes
@@ -199,11 +199,11 @@ class ParameterServer(Strategy):
         """Return the optimizer whose state is saved: that of what is served here."""
         return self._served_by
 
-    def optimized(self) -> Sequence[Optimized]:
+    def optimized(self) -> Sequence[OptimizedParameter]:
         """Return the parameters that are served here."""
         names = {id(served): name for name, served in self._served.items()}
         groups = self._served_by.param_groups
-        return [Optimized(names[id(p)], LocalTensor(p)) for group in groups for p in group["params"]]
+        return [OptimizedParameter(names[id(p)], LocalTensor(p)) for group in groups for p in group["params"]]
 
     def numbering(self) -> Sequence[str | int]:
         """Return the names of parameters as an optimizer of the whole model numbers them."""

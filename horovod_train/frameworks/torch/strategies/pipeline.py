@@ -39,7 +39,7 @@ from horovod_train.frameworks.torch.process_group import new_group, set_timeout,
 from horovod_train.frameworks.torch.shards import (
     local_tensor_of,
 )
-from horovod_train.frameworks.torch.strategies.base import Loop, Placing
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement, PassContext
 from horovod_train.frameworks.torch.strategies.model_parallel import ModelParallel
 from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     modules_of_plan,
@@ -79,7 +79,7 @@ class Pipeline(ModelParallel):
         plan: How layers are shared along the mesh's tensor axis; None: the model's own plan.
     """
 
-    makes_passes = True
+    owns_schedule = True
     takes_after_update = False  # a rank has the weights of its stages
 
     def __init__(
@@ -103,7 +103,7 @@ class Pipeline(ModelParallel):
 
     # -- the model
 
-    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
         """Keep this rank's stages of a model, rank 0's; the rest of it leaves the memory of this process.
 
         Raises:
@@ -146,7 +146,9 @@ class Pipeline(ModelParallel):
         own = [stages[chunk * num_ranks + rank] for chunk in range(self._num_chunks)]
         return Place(rank, own_ranks, own_groups, own)
 
-    def _share_layers(self, model: torch.nn.Module, stages: Sequence[Stage], placing: Placing) -> None:
+    def _share_layers(
+        self, model: torch.nn.Module, stages: Sequence[Stage], placing: DevicePlacement
+    ) -> None:
         """Share this rank's layers along the tensor axis."""
         axes = self._axes
         whole = init_device_mesh(
@@ -234,7 +236,7 @@ class Pipeline(ModelParallel):
     # -- passes
 
     @contextmanager
-    def drawing_alike(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
+    def same_random_state(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
         """Yield a step with which the plain model draws the random numbers of the stages."""
         message = torch.tensor(draw_seed())  # the first rank draws the same again, when the step is made
         if self._axes.pipeline > 1:
@@ -248,15 +250,15 @@ class Pipeline(ModelParallel):
         with drawing_by_stage(model, self._firsts) as begin:
             yield PlannedStep(step.share, batches(begin), step.is_last)
 
-    def make_passes(self, step: PlannedStep, loop: Loop) -> torch.Tensor:
+    def run_schedule(self, step: PlannedStep, context: PassContext) -> torch.Tensor:
         """Make the forward and backward passes of a step; return this rank's part of its loss, shape []."""
         batches = [batch for _, batch in step] if self._reads else []
-        loop.lap("data")
+        context.lap("data")
         shares = [micro_batch.share for micro_batch in step.share.micro_batches]
         losses: list[torch.Tensor] = []
 
         def weighted(loss: object, at: int) -> torch.Tensor:
-            found = loop.weigh(loss, shares[at])
+            found = context.weigh(loss, shares[at])
             if found.is_meta:
                 raise UserError(
                     "strategy pipeline: the task's loss uses weights that other ranks have",
@@ -267,12 +269,12 @@ class Pipeline(ModelParallel):
 
         if shares:
             passes = self._passes(
-                loop,
-                loop.task.loss,
+                context,
+                context.task.loss,
                 batches,
                 len(shares),
                 weighted,
-                lambda at: nullcontext() if shares[at] else loop.not_counted(),
+                lambda at: nullcontext() if shares[at] else context.not_counted(),
             )
             self._check_same_trained()
             order = order_of(
@@ -302,11 +304,13 @@ class Pipeline(ModelParallel):
             self._data.expect_last()
 
     def metrics_of(
-        self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, loop: Loop
+        self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, context: PassContext
     ) -> Mapping[str, Any]:
         """Return the metrics of a batch, on one rank that has the last stage; others have none."""
         batches = [batch] if self._reads else []
-        passes = self._passes(loop, compute, batches, 1, lambda metrics, _: metrics, lambda _: nullcontext())
+        passes = self._passes(
+            context, compute, batches, 1, lambda metrics, _: metrics, lambda _: nullcontext()
+        )
         found = [passes.forward(Pass("forward", chunk, 0)) for chunk in range(self._num_chunks)]
         self._messages.end()
         _, _, tensor = self._axes.place(self._world.rank)
@@ -319,22 +323,22 @@ class Pipeline(ModelParallel):
 
     def _passes(
         self,
-        loop: Loop,
+        context: PassContext,
         function: Callable[[Any, Any], Any],
         batches: Sequence[Any],
         num_micro_batches: int,
         result: Callable[[Any, int], Any],
-        context: Callable[[int], AbstractContextManager[object]],
+        enter_pass: Callable[[int], AbstractContextManager[object]],
     ) -> PipelinePasses:
-        """Return what makes the passes of these micro-batches, which begin now.
+        """Prepare the passes of micro-batches.
 
-        The first rank numbers kinds of micro-batches as they come, and draws a seed. It tells both.
+        The first rank numbers the kinds of micro-batches and draws a seed; it broadcasts both.
         """
         message = torch.zeros(2, dtype=torch.int64)
         inputs: list[dict[str, Any]] = []
         if self._place.rank == 0:
             seed = draw_seed()
-            with loop.autocast():
+            with context.autocast():
                 inputs = [
                     inputs_of_call(function, self._model, batch, seed + at)
                     for at, batch in enumerate(batches)
@@ -354,10 +358,10 @@ class Pipeline(ModelParallel):
             self._messages,
             inputs=inputs.__getitem__,
             result=made_of,
-            autocast=loop.autocast,
-            lap=loop.lap,
+            autocast=context.autocast,
+            lap=context.lap,
             seed=seed,
-            context=context,
+            context=enter_pass,
         )
 
     # -- the rest of a step

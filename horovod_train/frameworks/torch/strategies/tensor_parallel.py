@@ -32,7 +32,7 @@ from horovod_train.frameworks.torch.process_group import set_timeout, start_proc
 from horovod_train.frameworks.torch.shards import (
     local_tensors_of_model,
 )
-from horovod_train.frameworks.torch.strategies.base import Placing
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 from horovod_train.frameworks.torch.strategies.model_parallel import ModelParallel
 
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
@@ -90,7 +90,7 @@ class TensorParallel(ModelParallel):
         super().__init__(mesh, job)
         self._plan = plan
 
-    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
         """Share a model, rank 0's.
 
         Raises:
@@ -104,7 +104,7 @@ class TensorParallel(ModelParallel):
         share_layers(placed, self._tensor_mesh(placing), chosen)
         return placed
 
-    def _tensor_mesh(self, placing: Placing) -> DeviceMesh:
+    def _tensor_mesh(self, placing: DevicePlacement) -> DeviceMesh:
         """Return the ranks that share each layer with this one."""
         axes = (self._axes.data, self._axes.tensor)
         mesh = init_device_mesh(placing.device.type, axes, mesh_dim_names=("data", "tensor"))

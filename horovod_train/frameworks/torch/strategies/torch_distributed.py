@@ -12,7 +12,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.collectives import with_tensors
 from horovod_train.frameworks.torch.process_group import group_among, start_process_group
-from horovod_train.frameworks.torch.strategies.base import Placing, Strategy
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy
 
 
 class TorchDistributed(Strategy):
@@ -31,7 +31,7 @@ class TorchDistributed(Strategy):
         self._data = with_tensors(mesh.data)
         self._job = job
 
-    def wrap(self, model: torch.nn.Module, placing: Placing) -> torch.nn.Module:
+    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
         """Start PyTorch's process group; return the model where it is trained."""
         self._start_groups(placing.device)
         return placing(model)

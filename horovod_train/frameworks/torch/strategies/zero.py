@@ -40,13 +40,13 @@ from horovod_train.frameworks.torch.gradient_buckets import (
     gradient_reduced_already,
     make_buckets,
 )
-from horovod_train.frameworks.torch.local_tensors import LocalTensor, Optimized
+from horovod_train.frameworks.torch.local_tensors import LocalTensor, OptimizedParameter
 from horovod_train.frameworks.torch.norm import total_norm
 from horovod_train.frameworks.torch.scattered import Scattered, ScatteredMessage
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.trained import OptimizedParameters
 
-MAX_UNDER_WAY = 3
+MAX_IN_FLIGHT = 3
 """So many buckets may be under way before a rank waits for the first of them."""
 PATIENCE_S = 1.0
 """For so long; and after that not again."""
@@ -116,14 +116,14 @@ class Zero(Strategy):
             message.give_back()
         self._pieces = [_pieces_of(bucket) for bucket in self._buckets]
         self._of_others = [_of_others(bucket) for bucket in self._buckets]
-        self._under_way: deque[int] = deque()  # numbers of buckets
+        self._in_flight: deque[int] = deque()  # numbers of buckets
         self._is_patient = True
         # Which ones have a gradient anywhere, whether any rank trains others than before, and the loss.
         wide = torch.float64 if any(p.dtype == torch.float64 for p in self._trained) else torch.float32
         self._tail = torch.zeros(len(self._trained) + 2, dtype=wide, device=self._trained[0].device)
         self._has_gradient = [False] * len(self._trained)
         self._is_packed = [False] * len(self._trained)
-        self._hand_over(optimizer)
+        self._shard_optimizer(optimizer)
         self._removers = [
             slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._make_hook(number, slot)
@@ -138,7 +138,7 @@ class Zero(Strategy):
         self._bytes_once = sum(message.size_bytes for message in self._messages)
         self._bytes_gathered = sum(sizes)
 
-    def _hand_over(self, optimizer: torch.optim.Optimizer) -> None:
+    def _shard_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the optimizer this rank's pieces in place of parameters."""
         pieces = [piece for of_bucket in self._pieces for piece in of_bucket]
         of_parameter: dict[int, list[torch.nn.Parameter]] = {}
@@ -157,7 +157,7 @@ class Zero(Strategy):
             remover.remove()
         self._removers = []
 
-    def optimized(self) -> Sequence[Optimized]:
+    def optimized(self) -> Sequence[OptimizedParameter]:
         """Return the optimizer's parameters, in its order: pieces of those of the model."""
         weights = [weight for group in self._optimizer.param_groups for weight in group["params"]]
         return [self._as_optimized(self._by_weight[id(weight)]) for weight in weights]
@@ -166,9 +166,9 @@ class Zero(Strategy):
         """Return the names of parameters as an optimizer of the whole model numbers them."""
         return self._numbering
 
-    def _as_optimized(self, piece: Piece) -> Optimized:
+    def _as_optimized(self, piece: Piece) -> OptimizedParameter:
         whole = tuple(piece.slot.parameter.shape)
-        return Optimized(
+        return OptimizedParameter(
             self._names[piece.slot.index], LocalTensor(piece.weight, Part(whole, (piece.start,)))
         )
 
@@ -195,7 +195,7 @@ class Zero(Strategy):
     def begin(self, step: PlannedStep) -> None:
         """Nothing was received yet."""
         self._listening = False
-        self._under_way.clear()
+        self._in_flight.clear()
         self.bytes_per_step = 0
         self._has_gradient = [False] * len(self._trained)
         for message in self._messages:
@@ -240,7 +240,7 @@ class Zero(Strategy):
     def _send(self, number: int) -> None:
         self._buckets[number].is_sent = True
         self._messages[number].send(self._ranks, f"horovod_train.zero.gradients.{number}")
-        self._under_way.append(number)
+        self._in_flight.append(number)
         self._make_room()
 
     def _make_room(self) -> None:
@@ -253,12 +253,12 @@ class Zero(Strategy):
         if self._tail.is_cuda:
             return
         deadline_s = monotonic() + PATIENCE_S
-        while self._under_way:
-            first = self._messages[self._under_way[0]]
+        while self._in_flight:
+            first = self._messages[self._in_flight[0]]
             if first.has_arrived(self._ranks):
                 first.receive(self._ranks)
-                self._under_way.popleft()
-            elif len(self._under_way) <= MAX_UNDER_WAY or not self._is_patient:
+                self._in_flight.popleft()
+            elif len(self._in_flight) <= MAX_IN_FLIGHT or not self._is_patient:
                 return
             elif monotonic() > deadline_s:
                 self._is_patient = False
@@ -282,8 +282,8 @@ class Zero(Strategy):
 
     def _receive(self) -> None:
         self.bytes_per_step += self._bytes_once
-        while self._under_way:
-            self._messages[self._under_way.popleft()].receive(self._ranks)
+        while self._in_flight:
+            self._messages[self._in_flight.popleft()].receive(self._ranks)
         for bucket in self._buckets:
             bucket.is_sent = False
             bucket.num_missing = len(bucket.slots)
@@ -305,7 +305,7 @@ class Zero(Strategy):
         handle = self._ranks.start_allreduce(self._tail, "horovod_train.zero.tail")
         self._receive()
         self._ranks.wait(handle)
-        if is_changed or (not self.reads_later and bool(self._tail[-2] > 0)):
+        if is_changed or (not self.defers_results and bool(self._tail[-2] > 0)):
             raise UserError(
                 "what is trained has changed: strategy zero splits it once",
                 hint="freeze parameters before training begins, or use strategy: allreduce",
@@ -356,12 +356,12 @@ class Zero(Strategy):
         for number in range(len(self._buckets)):
             name = f"horovod_train.zero.weights.{number}"
             coming.append((number, self._ranks.start_allgather(self._own_weights(number), name)))
-            if len(coming) > MAX_UNDER_WAY:
-                self._take_over(*coming.popleft())
+            if len(coming) > MAX_IN_FLIGHT:
+                self._copy_gathered(*coming.popleft())
         for number, handle in coming:
-            self._take_over(number, handle)
+            self._copy_gathered(number, handle)
 
-    def _take_over(self, number: int, handle: object) -> None:
+    def _copy_gathered(self, number: int, handle: object) -> None:
         """Take over the weights of a bucket that other ranks have updated."""
         gathered = self._ranks.wait(handle)
         if weights := self._of_others[number]:  # of a small bucket, one rank may have all

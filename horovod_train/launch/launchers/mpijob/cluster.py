@@ -112,7 +112,7 @@ def _container_of(state: V1ContainerState) -> Container:
     )
 
 
-class BrokenOffError(LaunchError):
+class LogInterruptedError(LaunchError):
     """A connection broke while the server was answering; asking again may help."""
 
 
@@ -208,7 +208,7 @@ class Cluster:
         """Return whether the server knows a group of resources."""
         return self._found(group, partial(self._custom.get_api_resources, group, version)) is not None
 
-    def may(self, verb: str, group: str, resource: str) -> bool:
+    def has_permission(self, verb: str, group: str, resource: str) -> bool:
         """Return whether we may do something in this namespace; the server itself says so.
 
         Args:
@@ -364,7 +364,7 @@ class Cluster:
                     if number > skip:
                         yield line.decode(errors="replace")
         except HTTPError as error:
-            raise BrokenOffError(f"log of {pod}: the connection broke: {error}") from error
+            raise LogInterruptedError(f"log of {pod}: the connection broke: {error}") from error
         if buffer and number >= skip:
             yield buffer.decode(errors="replace")
 

@@ -22,8 +22,8 @@ from horovod_train.launch.base import (
     PolledLauncher,
     Submitted,
 )
-from horovod_train.launch.jobs import end_of, note_end
-from horovod_train.launch.launchers.mpijob.cluster import BrokenOffError, Cluster, Pod, UnreachableError
+from horovod_train.launch.jobs import end_of, record_end
+from horovod_train.launch.launchers.mpijob.cluster import Cluster, LogInterruptedError, Pod, UnreachableError
 from horovod_train.launch.launchers.mpijob.document import (
     Manifest,
     as_yaml,
@@ -46,7 +46,7 @@ from horovod_train.launch.launchers.mpijob.status import (
     ended_at,
     fatal_warning,
     launcher_pods,
-    living_pods,
+    running_pods,
     status_of,
 )
 from horovod_train.launch.launchers.mpijob.validate import check
@@ -156,7 +156,7 @@ class MpiJobLauncher(PolledLauncher):
                 for pod in pods:
                     try:
                         yield from reader.lines(cluster, pod, follow=follow)
-                    except (BrokenOffError, UnreachableError):
+                    except (LogInterruptedError, UnreachableError):
                         has_ended = False  # ask again for what is missing
                 if has_ended:
                     if not pods:
@@ -192,7 +192,7 @@ class MpiJobLauncher(PolledLauncher):
                 return
             if not has_ended:
                 message = "killed, then deleted" if how == "kill" else CANCELLED_MESSAGE
-                note_end(job.job_id, JobStatus("cancelled", 143, message))
+                record_end(job.job_id, JobStatus("cancelled", 143, message))
             # With it goes what it owns: pods, ConfigMaps, the ssh key, the Service, the NetworkPolicy.
             cluster.delete_mpi_job(place.name)
 
@@ -248,7 +248,7 @@ def _status(job: Submitted, cluster: Cluster) -> JobStatus:
         return known or gone
     status = status_of(found, cluster)
     if status.has_ended:
-        note_end(job.job_id, status)
+        record_end(job.job_id, status)
     return status
 
 
@@ -273,7 +273,7 @@ def _make_room(cluster: Cluster, name: str) -> None:
     # It goes when all that it owns is gone.
     while (left := cluster.read("MPIJob", name)) or cluster.read("ConfigMap", f"{name}-job"):
         if monotonic() > deadline_s:
-            pods = ", ".join(pod.name for pod in living_pods(cluster, name))
+            pods = ", ".join(pod.name for pod in running_pods(cluster, name))
             finalizers = ", ".join(texts(left, "metadata", "finalizers"))
             raise LaunchError(
                 f"MPIJob {name} has ended and was deleted {API_TIMEOUT_S:g} s ago, but does not go"
@@ -302,7 +302,7 @@ def _wait_for_pods_to_go(cluster: Cluster, mpi_job: Manifest) -> None:
     template = section(mpi_job, "spec", "mpiReplicaSpecs", "Worker", "template")
     grace_s = number(template, "spec", "terminationGracePeriodSeconds", default=30)
     deadline_s = monotonic() + grace_s + API_TIMEOUT_S
-    while living_pods(cluster, text(mpi_job, "metadata", "name")) and monotonic() < deadline_s:
+    while running_pods(cluster, text(mpi_job, "metadata", "name")) and monotonic() < deadline_s:
         sleep(POLL_S)
 
 

@@ -62,7 +62,7 @@ def ended_at(mpi_job: Manifest) -> datetime | None:
     return None
 
 
-def living_pods(cluster: Cluster, name: str) -> list[Pod]:
+def running_pods(cluster: Cluster, name: str) -> list[Pod]:
     """Return the pods of a job that have not ended: those that have, may stay for ever."""
     pods = cluster.pods(f"{JOB_NAME_LABEL}={name}")
     return [pod for pod in pods if not pod.has_ended]
@@ -72,7 +72,7 @@ def _going(mpi_job: Manifest, cluster: Cluster) -> JobStatus | None:
     """Return how a job stands that was cancelled or deleted; None: it was not."""
     metadata = section(mpi_job, "metadata")
     if CANCELLED in section(metadata, "annotations"):
-        if living_pods(cluster, text(metadata, "name")):
+        if running_pods(cluster, text(metadata, "name")):
             return JobStatus("leaving", message="cancelled: its ranks were asked to save and leave")
         return JobStatus("cancelled", 143, CANCELLED_MESSAGE)
     if "deletionTimestamp" in metadata:
@@ -85,7 +85,7 @@ def _suspended(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
         return JobStatus(
             "waiting", message="suspended: by its queue, or until spec.runPolicy.suspend is false"
         )
-    if living_pods(cluster, text(mpi_job, "metadata", "name")):
+    if running_pods(cluster, text(mpi_job, "metadata", "name")):
         return JobStatus("leaving", message="suspended: its ranks were asked to save and leave")
     return JobStatus(
         "preempted",
@@ -130,7 +130,7 @@ def _why_waiting(cluster: Cluster, name: str, warned: Sequence[Warned]) -> str:
     if not pods:
         is_running = any(pod.phase == "Running" for pod in all_pods)
         return (
-            _unnoticed_end(all_pods)
+            _unobserved_end(all_pods)
             or _between_launchers(all_pods)
             or (warnings[0] if warnings and not is_running else "")
         )
@@ -147,7 +147,7 @@ def _container_messages(pods: Sequence[Pod]) -> list[str]:
     return []
 
 
-def _unnoticed_end(pods: Sequence[Pod]) -> str:
+def _unobserved_end(pods: Sequence[Pod]) -> str:
     """Return that a launcher has ended well and the operator takes no note; empty: that is not so."""
     for pod in _launchers_of(pods):
         ended = [container for container in pod.containers if container.exit_code is not None]

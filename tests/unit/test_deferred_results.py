@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.late import (
+from support.deferred import (
     ADAMW,
     BATCH_SIZE,
     DATA,
@@ -40,9 +40,9 @@ from horovod_train.collectives.log import DeviceWork
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, UserError
-from horovod_train.frameworks.torch import late
+from horovod_train.frameworks.torch import deferred
+from horovod_train.frameworks.torch.deferred import DeferredOutcome, pack
 from horovod_train.frameworks.torch.device_clock import DeviceClock
-from horovod_train.frameworks.torch.late import LateOutcome, pack
 from horovod_train.frameworks.torch.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import make_strategy
 from horovod_train.frameworks.torch.update import UpdateOnDevice, UpdateOnHost, can_be_masked
@@ -125,7 +125,7 @@ class TestABadStep:
             return (
                 before[step - 1],
                 after,
-                [(o.is_finite, o.is_made) for o in (r.outcome() for r in readings)],
+                [(o.is_finite, o.was_executed) for o in (r.outcome() for r in readings)],
             )
 
         if precision == "fp16" and at == "gradient":
@@ -171,7 +171,7 @@ def test_too_many_bad_steps_in_a_row_end_training_on_the_device_too():
     replica = replica_of(world, 2, task=Worse(), health={"non_finite": "skip", "max_skipped_steps": 2})
     found = [reading.outcome() for reading in trained(replica, world)]
 
-    assert [(o.is_finite, o.is_made) for o in found] == [
+    assert [(o.is_finite, o.was_executed) for o in found] == [
         (False, True), (True, True), (False, True), (False, True), (False, True), (False, False),
     ]  # fmt: skip
 
@@ -186,10 +186,10 @@ def test_who_goes_on_after_the_error_may_skip_as_many_steps_as_at_first():
     outcomes = []
     for number in range(4):
         if number == 2:
-            replica.go_on()
+            replica.resume_updates()
         outcomes.append(replica.step(planned(world, number), 0.1, want_norm=False).outcome())
 
-    assert [(o.is_finite, o.is_made) for o in outcomes[2:]] == [(False, True), (True, True)]
+    assert [(o.is_finite, o.was_executed) for o in outcomes[2:]] == [(False, True), (True, True)]
 
 
 def test_who_goes_on_after_the_error_trains_again():
@@ -200,7 +200,7 @@ def test_who_goes_on_after_the_error_trains_again():
     replica.step(planned(world, 1), 0.1, want_norm=False)
     assert torch.equal(replica.model[0].weight, before)
 
-    replica.go_on()
+    replica.resume_updates()
     replica.step(planned(world, 2), 0.1, want_norm=False)
 
     assert not torch.equal(replica.model[0].weight, before)
@@ -255,11 +255,11 @@ class TestWhichOptimizers:
         readings = trained(replica, world)
 
         assert isinstance(replica._update, UpdateOnHost)
-        assert [(reading.is_finite, reading.is_made) for reading in readings] == [
+        assert [(reading.is_finite, reading.was_executed) for reading in readings] == [
             (True, True), (False, True), *[(False, False)] * 4,
         ]  # fmt: skip
         before = [p.detach().clone() for p in model.parameters()]
-        replica.go_on()
+        replica.resume_updates()
         assert trained(replica, world)[0].is_finite
         assert not all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
@@ -278,7 +278,7 @@ class TestWhichOptimizers:
                 health={"non_finite": "skip", "max_skipped_steps": 2},
             )
             found = [reading.outcome() for reading in trained(replica, SingleRank())]
-            outcomes.append([(o.is_finite, o.is_made) for o in found])
+            outcomes.append([(o.is_finite, o.was_executed) for o in found])
 
         assert outcomes[0] == outcomes[1]
 
@@ -354,7 +354,7 @@ class WholeTask(Task):
 def whole_run(world: Any, monkeypatch: Any, lag_steps: int, task: Any, **fields: Any) -> Any:
     from horovod_train.frameworks.torch import framework as module
 
-    monkeypatch.setattr(late, "lag_steps_of", lambda _: lag_steps)
+    monkeypatch.setattr(deferred, "lag_steps_of", lambda _: lag_steps)
     monkeypatch.setattr(module, "load_task", lambda *_: task())
     job = Job.model_validate(
         {
@@ -516,7 +516,7 @@ def test_an_outcome_is_read_once_and_stays():
     clock = DeviceClock(FakeTimer())
     clock.lap("forward")
     loss = torch.tensor(2.0)
-    outcome = LateOutcome(
+    outcome = DeferredOutcome(
         pack({"loss": loss, "local_loss": torch.tensor(1.5), "grad_norm": None, "is_finite": True}),
         clock,
         SingleRank(),

@@ -42,7 +42,7 @@ class StepReport:
         return self.reading.outcome()
 
 
-class Readings:
+class PendingSteps:
     """Steps that nobody has heard of yet.
 
     Args:
@@ -58,7 +58,7 @@ class Readings:
         """Add a step that was just made."""
         self._pending.append(report)
 
-    def due(self) -> Iterator[StepReport]:
+    def ready(self) -> Iterator[StepReport]:
         """Yield the steps that are to be told now, in their order."""
         while len(self._pending) > self._lag_steps:
             yield self._pending.popleft()
@@ -81,6 +81,6 @@ class Readings:
                 sleep(0.01)
             yield self._pending.popleft()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop what is outstanding."""
         self._pending.clear()

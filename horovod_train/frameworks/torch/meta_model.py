@@ -19,7 +19,7 @@ from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.task import TorchTask, checked_loss
 
 
-def model_without_memory(task: TorchTask) -> torch.nn.Module:
+def meta_model(task: TorchTask) -> torch.nn.Module:
     """Return the task's model, whose tensors have no memory; made inside of the mode."""
     try:
         with torch.device("meta"):

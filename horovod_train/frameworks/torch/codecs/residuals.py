@@ -10,7 +10,7 @@ Pieces = Mapping[str, torch.Tensor]
 """Parts of the memories of messages, by parameter: writing to them changes what will be sent."""
 
 
-class KeptBack:
+class ResidualStore:
     """Holds what waits for a message that can send it: of parameters that are not trained now."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class KeptBack:
             self._waiting[name] = piece.clone()
             piece.zero_()
 
-    def hand_out(self, pieces: Pieces) -> None:
+    def restore_residual(self, pieces: Pieces) -> None:
         """Give messages what waits for them."""
         for name in pieces.keys() & self._waiting.keys():
             pieces[name].copy_(self._waiting.pop(name))

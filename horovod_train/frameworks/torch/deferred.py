@@ -67,7 +67,7 @@ def outcome_from(
         local_loss=local_loss,
         grad_norm=numbers["grad_norm"],
         is_finite=bool(numbers["is_finite"]),
-        is_made=bool(numbers.get("is_made", True)),
+        was_executed=bool(numbers.get("was_executed", True)),
         bytes_reduced=bytes_reduced,
         clock=clock,
         flops=flops,
@@ -98,7 +98,7 @@ def pack(numbers: Mapping[str, Number]) -> Packed:
     return Packed(list(on_device), vector, known)
 
 
-class LateOutcome:
+class DeferredOutcome:
     """The numbers of a step on their way to the host.
 
     Args:
@@ -170,9 +170,9 @@ class LateOutcome:
         return self.outcome().is_finite
 
     @property
-    def is_made(self) -> bool:
+    def was_executed(self) -> bool:
         """False: an earlier step has ended training."""
-        return self.outcome().is_made
+        return self.outcome().was_executed
 
     @property
     def clock(self) -> StepClock:
@@ -180,5 +180,5 @@ class LateOutcome:
         return self.outcome().clock
 
 
-Outcome = StepOutcome | LateOutcome
+Outcome = StepOutcome | DeferredOutcome
 """What a step turned out to be, known now or later."""

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def parameters_without_memory() -> Iterator[None]:
+def meta_parameters() -> Iterator[None]:
     """Let parameters that are made in the block be on the meta device; buffers are made as ever.
 
     Modules compute some buffers when they are made, such as frequencies of positions, and no file has them.

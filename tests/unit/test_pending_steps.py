@@ -15,15 +15,15 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.errors import CheckpointError, NumericError, PeerError, PreemptedError, UserError
 from horovod_train.frameworks.arrays import from_blob
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.training import readings as readings_module
-from horovod_train.training.actions import GoBack, Leave, Stop
+from horovod_train.training import pending_steps as readings_module
+from horovod_train.training.actions import ExitPreempted, RestoreCheckpoint, Stop
 from horovod_train.training.bridge import LoopBridge
 from horovod_train.training.hooks.base import Hook
 from horovod_train.training.hooks.checkpoints import SaveCheckpoints
 from horovod_train.training.hooks.preemption import PreemptionAgreement, PreemptionRequest, StopWhenPreempted
 from horovod_train.training.loop import train
-from horovod_train.training.readings import Readings, StepReport
-from horovod_train.worker import resume, take_over
+from horovod_train.training.pending_steps import PendingSteps, StepReport
+from horovod_train.worker import restore_from, resume
 
 NEVER = 10**6
 
@@ -37,13 +37,13 @@ def late(run, lag):
         found = step(planned, lr, want_norm=want_norm)
         if has_ended:
             run.replica.params.update(before)
-            found.is_made = False
+            found.was_executed = False
         elif not found.is_finite:
             has_ended.append(True)
         return found
 
     run.replica.step = later
-    run.readings = Readings(lag)
+    run.pending_steps = PendingSteps(lag)
     return run
 
 
@@ -112,9 +112,9 @@ class TestLateReadings:
             run = late(made(world, train={"epochs": 9}), 3)
             manager = manager_of(tmp_path, run)
             request = PreemptionRequest()
-            request.is_made = True
+            request.is_received = True
             agreement = PreemptionAgreement(
-                world, lambda: request.is_made, clock=lambda: float(run.progress.step)
+                world, lambda: request.is_received, clock=lambda: float(run.progress.step)
             )
             recorder = Recorder("line", "run", world, world.size)
             run.hooks.append(StopWhenPreempted(agreement, manager, Framework(), recorder, Told().reporter))
@@ -237,7 +237,7 @@ class TestGoBack:
         resume(run, manager, framework, Told().reporter)
 
         def restore(step):
-            take_over(run, manager.at(step), framework)
+            restore_from(run, manager.at(step), framework)
             restored(run)
 
         run.restore = restore
@@ -256,7 +256,9 @@ class TestGoBack:
         last = undisturbed[0][1][-1]
 
         def rank(world):
-            return self.run_of(tmp_path / "b", world, Answer("step", 5, GoBack(2, "a spike")), lag=lag)
+            return self.run_of(
+                tmp_path / "b", world, Answer("step", 5, RestoreCheckpoint(2, "a spike")), lag=lag
+            )
 
         for weights, steps in on_ranks(size, rank):
             assert weights == undisturbed[0][0]
@@ -268,7 +270,7 @@ class TestGoBack:
         _, steps = self.run_of(
             tmp_path,
             SingleRank(),
-            Answer("step", 5, GoBack(4, "a spike")),
+            Answer("step", 5, RestoreCheckpoint(4, "a spike")),
             Answer("reading", 5, Stop(5, "too late: this step is taken back")),
             lag=NEVER,
             restored=lambda run: known.append([report.step for report in run.hooks[0].reports]),
@@ -287,7 +289,7 @@ class TestGoBack:
             return from_blob(read_checkpoint(found.path).arrays["model"]["slope"])
 
         before = []
-        self.run_of(tmp_path, SingleRank(), Answer("step", 5, GoBack(2, "a spike")), restored=push)
+        self.run_of(tmp_path, SingleRank(), Answer("step", 5, RestoreCheckpoint(2, "a spike")), restored=push)
 
         assert slope_at(4) > before[0] + 0.1
 
@@ -299,13 +301,13 @@ class TestGoBack:
             return write(*what)
 
         monkeypatch.setattr(Writing, "complete", slowly)
-        _, steps = self.run_of(tmp_path, SingleRank(), Answer("step", 4, GoBack(4, "a spike")))
+        _, steps = self.run_of(tmp_path, SingleRank(), Answer("step", 4, RestoreCheckpoint(4, "a spike")))
 
         assert steps == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
     def test_of_a_step_without_a_checkpoint_is_an_error_on_all_ranks(self, tmp_path):
         def rank(world):
-            return self.run_of(tmp_path, world, Answer("step", 3, GoBack(1, "a spike")))
+            return self.run_of(tmp_path, world, Answer("step", 3, RestoreCheckpoint(1, "a spike")))
 
         for error in on_ranks(2, rank):
             assert isinstance(error, CheckpointError)
@@ -313,7 +315,7 @@ class TestGoBack:
 
     def test_where_there_are_no_checkpoints_is_an_error(self):
         run = made()
-        run.hooks.append(Answer("step", 3, GoBack(1, "a spike")))
+        run.hooks.append(Answer("step", 3, RestoreCheckpoint(1, "a spike")))
 
         with pytest.raises(UserError, match=r"go back to step 1 \(a spike\), and has no checkpoints"):
             train(run)
@@ -322,7 +324,7 @@ class TestGoBack:
 class TestAnswers:
     def test_the_first_hook_has_the_say(self):
         run = made()
-        run.hooks += [Answer("step", 2, Leave(2)), Answer("step", 2, Stop(2, "enough"))]
+        run.hooks += [Answer("step", 2, ExitPreempted(2)), Answer("step", 2, Stop(2, "enough"))]
 
         with pytest.raises(PreemptedError, match="after step 2"):
             train(run)
@@ -339,7 +341,7 @@ class TestAnswers:
     def test_that_a_foreign_loop_cannot_follow_are_refused(self):
         for answer, said in (
             (Stop(1, "enough"), "to stop at step 1"),
-            (GoBack(1, "a spike"), "go back at step 1"),
+            (RestoreCheckpoint(1, "a spike"), "go back at step 1"),
         ):
             run = made()
             run.hooks.append(Answer("step", 1, answer))
@@ -350,7 +352,7 @@ class TestAnswers:
 
     def test_to_leave_ends_a_foreign_loop(self):
         run = made()
-        run.hooks.append(Answer("epoch", 1, Leave(5)))
+        run.hooks.append(Answer("epoch", 1, ExitPreempted(5)))
         bridge = LoopBridge(run)
         for step in bridge.rest_of_epoch():
             bridge.after_step(step, run.replica.step(step, 0.1, want_norm=False), 0.1)
@@ -372,10 +374,10 @@ class TestOfATrainingThatHasFailed:
             return self.number
 
     def told(self, *comes_s):
-        readings = Readings(2)
+        pending_steps = PendingSteps(2)
         for number, seconds in enumerate(comes_s):
-            readings.add(StepReport(number, 0.0, None, 0.1, self.Reading(number, seconds)))
-        return [report.step for report in readings.drain()]
+            pending_steps.add(StepReport(number, 0.0, None, 0.1, self.Reading(number, seconds)))
+        return [report.step for report in pending_steps.drain()]
 
     def test_what_comes_soon_is_told(self, monkeypatch):
         monkeypatch.setattr(readings_module, "DRAIN_TIMEOUT_S", 60.0)
