@@ -8,6 +8,7 @@ import importlib.util
 import re
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from support.matrix import refused_callbacks, refused_fields
@@ -15,7 +16,8 @@ from unit.test_architecture import ROOMS
 
 from horovod_train import __version__, registry
 from horovod_train.cli.main import VERBS
-from horovod_train.config.schema import Job
+from horovod_train.config.schema import Allreduce, Job
+from horovod_train.config.support import SUPPORT
 from horovod_train.events.file import FORMAT_VERSION, MAX_BYTES
 from horovod_train.telemetry.catalog import CATALOG
 
@@ -62,6 +64,21 @@ def test_links_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def anchors_of(page):
+    """Return the anchors of a page's headings, as GitHub names them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^a-z0-9 _-]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_sections_lead_to_a_heading(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", text):
+        other = page.parent / target if target else page
+        assert anchor in anchors_of(other), f"{page.name} links to {target}#{anchor}"
+
+
 def test_the_table_of_rooms_names_every_room():
     text = (ROOT / "docs" / "architecture.md").read_text()
     rows = text.partition("## Rooms")[2].partition("`tests/unit/test_architecture.py`")[0]
@@ -86,6 +103,38 @@ def test_the_glossary_names_files_and_settings_that_exist():
         else:
             section, field = place.split(".")
             assert field in Job.model_fields[section].annotation.model_fields, place
+
+
+@pytest.mark.parametrize(
+    ("field", "names"),
+    [
+        ("strategy.name", registry.STRATEGIES.rows),
+        ("allreduce.codec", registry.CODECS.rows),
+        ("allreduce.wire_dtype", get_args(Allreduce.model_fields["wire_dtype"].annotation)),
+        ("launch.launcher", registry.LAUNCHERS.rows),
+    ],
+)
+def test_the_glossary_lists_all_values_of_a_field(field, names):
+    text = (ROOT / "docs" / "glossary.md").read_text()
+    (listed,) = re.findall(rf"`{re.escape(field)}`: (.*?)\.", text)
+
+    assert sorted(re.findall(r"`(.*?)`", listed)) == sorted(names)
+
+
+def test_the_readme_lists_all_launchers_and_frameworks():
+    readme = (ROOT / "README.md").read_text()
+    (launchers,) = re.findall(r"\| launcher \|.*?\n\n", readme, re.DOTALL)
+    (frameworks,) = re.findall(r"^Set `framework: (.*?) in the job", readme, re.MULTILINE)
+
+    assert set(re.findall(r"^\| `(.*?)`", launchers, re.MULTILINE)) == set(registry.LAUNCHERS.rows)
+    assert set(re.findall(r"[a-z]+", frameworks)) - {"or"} == set(SUPPORT) - {"torch", "script"}
+
+
+def test_the_table_of_strategies_lists_all():
+    page = (ROOT / "docs" / "strategies.md").read_text()
+    named = set(re.findall(r"^\| `([a-z_]+)`", page.partition("\n\n|")[2].partition("\n\n")[0], re.MULTILINE))
+
+    assert named == set(registry.STRATEGIES.rows)
 
 
 def test_the_readme_names_every_verb():
