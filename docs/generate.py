@@ -107,24 +107,22 @@ def job_reference() -> str:
 
 EVENTS = """# Events of a run
 
-`events.jsonl` in the folder of a run (`runs/<name>/<run>`) says what happened in it, for programs: an event
-on each line, oldest first. `horovod-train run` and the launcher's pod on Kubernetes write it; of a launch
-that is typed by hand, rank 0 writes its own. `run` and the pod hide the values of `launch.secrets`, as in all
-logs; a launch by hand does not know them.
+`events.jsonl` in the folder of a run (`runs/<name>/<run>`) records the run for programs: one JSON object per
+line, oldest first. `horovod-train run` and the launcher's pod on Kubernetes write it; for ranks started without
+them, rank 0 writes its own events. `run` and the pod mask the values of `launch.secrets`, as in all logs.
 
 ```text
 {"time_unix_s": 1763900000.25, "rank": 0, "kind": "progress", "step": 120, "loss": 0.31, ...}
 ```
 
-- `time_unix_s`: when it was written, by the clock of the host that wrote the file.
-- `rank`: whose event it is; `null`: of whoever carries out the run.
-- `kind`, and the fields below. Numbers may be `NaN` and `Infinity`, as Python's `json` writes them.
+- `time_unix_s`: time of writing, by the clock of the host that writes the file.
+- `rank`: the rank that reported the event; `null`: the launcher.
+- `kind`, and the fields below. Numbers may be `NaN` and `Infinity`, as written by Python's `json`.
 
-Each start of a run begins with `opened`; a job that is started again adds to the file. `format_version` is 1;
-it grows when a reader has to change, which new kinds and new fields are no reason for: leave out what you do
-not know. The file stays below 16 MiB: when it would outgrow that, the kind with most lines, as a rule
-`progress`, loses every second one. A disk that is full costs events and never the job; the state of the run
-says so.
+Each start of a run begins with `opened`; a restarted job appends to the file. `format_version` is 1;
+it increases on incompatible changes. New kinds and new fields are compatible: ignore unknown ones. The file is
+limited to 16 MiB: above that, every second line of the most frequent kind, usually `progress`, is removed. If
+the disk is full, events are lost, and the state of the run reports it; the job continues.
 
 <!-- The rest is written by docs/generate.py from horovod_train/events/types.py. -->
 """

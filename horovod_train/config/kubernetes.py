@@ -54,23 +54,23 @@ AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/[^\s:]*$")]
 
 
 class Toleration(Section):
-    """A taint of nodes that pods may run on all the same."""
+    """Toleration of a node taint."""
 
     key: QualifiedName
     """Key of the taint."""
 
     value: LabelValue | None = None
-    """Its value; null: any."""
+    """Value of the taint; null: any."""
 
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Its effect; null: any."""
+    """Effect of the taint; null: any."""
 
 
 class Volume(Section):
-    """Something mounted into every pod. Exactly one of claim, csi_driver and empty_dir."""
+    """Volume that is mounted into every pod. Exactly one of claim, csi_driver and empty_dir."""
 
     mount_path: AbsolutePath
-    """Where."""
+    """Mount path."""
 
     claim: DnsName | None = None
     """A PersistentVolumeClaim that all nodes can write (ReadWriteMany)."""
@@ -79,26 +79,26 @@ class Volume(Section):
     """A driver that mounts an object store, such as gcsfuse.csi.storage.gke.io."""
 
     csi_attributes: dict[OneLine, OneLine] = {}
-    """What the driver wants to know, such as ``bucketName``."""
+    """volumeAttributes of the driver, such as ``bucketName``."""
 
     empty_dir: bool = False
     """Scratch space of each pod."""
 
     read_only: bool = False
-    """Do not write."""
+    """Mount read-only."""
 
 
 class Kubernetes(Section):
-    """What Kubernetes is asked for, as an MPIJob (kubeflow.org/v2beta1, operator 0.8)."""
+    """MPIJob on Kubernetes (kubeflow.org/v2beta1, operator 0.8)."""
 
     namespace: DnsLabel = "default"
-    """Namespace of everything that is made."""
+    """Namespace of all objects."""
 
     image: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][\w./:@-]*$")] | None = None
-    """The image, of launcher and workers alike; one with ``docker/entrypoint``."""
+    """Image of launcher and workers; must contain ``docker/entrypoint``."""
 
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    """When nodes fetch it."""
+    """imagePullPolicy."""
 
     image_pull_secrets: list[DnsName] = []
     """Secrets for a private registry."""
@@ -107,16 +107,16 @@ class Kubernetes(Section):
     """Ranks in each worker pod: slots, and GPUs when there are any."""
 
     cpus_per_rank: Quantity | None = None
-    """Cores asked for, for each rank."""
+    """CPU request per rank."""
 
     memory_per_rank: Quantity | None = None
-    """Memory asked for, and at most used, for each rank."""
+    """Memory request and limit per rank."""
 
     gpus_per_rank: Annotated[int, Field(ge=0, le=1)] = 0
-    """1: each rank gets a GPU."""
+    """GPUs per rank, 0 or 1."""
 
     gpu_resource: ResourceName = "nvidia.com/gpu"
-    """What a GPU is called."""
+    """Resource name of a GPU."""
 
     extra_resources: dict[ResourceName, Annotated[int, Field(ge=1, le=1024)]] = {}
     """Further devices of each worker, such as ``rdma/hca: 1``; with one of rdma/, memory may be locked."""
@@ -125,25 +125,25 @@ class Kubernetes(Section):
     """Size of /dev/shm of each worker; counts as memory."""
 
     host_network: bool = False
-    """Workers use their nodes' network: for RDMA without a device plug-in of its own."""
+    """Workers use the network of their nodes, for RDMA without a device plug-in."""
 
     ssh_port: Annotated[int, Field(ge=1024, le=65535)] = 2222
-    """Port of sshd in the workers; above 1023, for it runs without privileges."""
+    """Port of sshd in the workers; above 1023, because sshd runs without privileges."""
 
     run_as_user: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1000
     """User in the containers; the image's mpiuser."""
 
     volumes: list[Volume] = []
-    """What is mounted into every pod; ``run_dir`` has to lie on one that lasts."""
+    """Volumes of all pods; ``run_dir`` must be on a persistent one."""
 
     node_selector: dict[QualifiedName, LabelValue] = {}
-    """Labels of the nodes that workers need."""
+    """nodeSelector of workers."""
 
     tolerations: list[Toleration] = []
-    """Taints that workers tolerate."""
+    """Tolerations of workers."""
 
     spot: bool = False
-    """Workers may run on spot nodes (of AKS, EKS and GKE); the launcher never does."""
+    """Allow workers, but not the launcher, on spot nodes (AKS, EKS, GKE)."""
 
     topology_spread: QualifiedName | None = None
     """Spread workers evenly over values of this label of nodes, such as topology.kubernetes.io/zone."""
@@ -155,44 +155,44 @@ class Kubernetes(Section):
     """LocalQueue of Kueue."""
 
     gang: Literal["none", "volcano", "scheduler-plugins"] = "none"
-    """Whose gang scheduling the operator was started with: all workers start together, or none."""
+    """Gang scheduler configured in the operator: all workers start together, or none."""
 
     gang_queue: DnsName | None = None
     """Queue of the gang scheduler."""
 
     gang_timeout_s: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    """How long the gang scheduler waits for room, in seconds."""
+    """scheduleTimeoutSeconds of the gang scheduler."""
 
     suspend: bool = False
     """Create the job without starting it."""
 
     managed_by: Literal["kubeflow.org/mpi-operator", "kueue.x-k8s.io/multikueue"] | None = None
-    """Who reconciles it; null: the operator of this cluster."""
+    """managedBy: the controller that reconciles the job; null: the operator of this cluster."""
 
     launcher_creation: Literal["AtStartup", "WaitForWorkersReady"] = "WaitForWorkersReady"
-    """When the launcher starts."""
+    """launcherCreationPolicy."""
 
     clean_pods: Literal["None", "Running", "All"] = "Running"
-    """Which pods go when the job has ended. With None, workers keep their GPUs."""
+    """cleanPodPolicy: which pods are deleted after completion. With None, workers keep their GPUs."""
 
     backoff_limit: Annotated[int, Field(ge=0, le=1000)] = 3
-    """How often a launcher that failed is started again."""
+    """backoffLimit: how often a failed launcher is restarted."""
 
     deadline_s: Count | None = None
-    """End the job after this time, in seconds."""
+    """activeDeadlineSeconds: maximum duration of the job, in seconds."""
 
     keep_finished_s: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = 7 * 86400
-    """Remove the launcher and its log so long after the end, in seconds, the rest with the next `submit`;
-    null: never."""
+    """ttlSecondsAfterFinished: time after which the launcher and its log are deleted, in seconds; the next
+    ``submit`` deletes the other objects. null: never."""
 
     network_policy: bool = True
-    """Let in only the pods of this job, and scrapes of its metrics."""
+    """Create a NetworkPolicy that allows only pods of this job, and scrapes of its metrics."""
 
     pod_monitor: bool = False
-    """Make a PodMonitor, so that Prometheus' operator scrapes each rank."""
+    """Create a PodMonitor, so that the Prometheus operator scrapes each rank."""
 
     scrape_annotations: bool = False
-    """Annotate workers (prometheus.io/scrape) for a Prometheus without its operator; one rank in each."""
+    """Annotate workers (prometheus.io/scrape) for a Prometheus without the operator; one rank per worker."""
 
     labels: dict[QualifiedName, LabelValue] = {}
     """Further labels of the job and its pods."""
@@ -201,7 +201,8 @@ class Kubernetes(Section):
     """Further annotations of the pods."""
 
     patch: dict[str, object] = {}
-    """Merged into the MPIJob at the end (RFC 7386) and checked with it: for what is missing here."""
+    """Merged into the MPIJob at the end (RFC 7386) and validated with it: for fields that are missing here.
+    """
 
     api_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
-    """How long an answer of the API server may take, in seconds."""
+    """Timeout of requests to the API server, in seconds."""

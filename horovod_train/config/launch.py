@@ -24,36 +24,36 @@ from horovod_train.config.kubernetes import Kubernetes
 
 
 class Ssh(Section):
-    """How hosts are reached. The rest stands in the user's own ssh configuration."""
+    """ssh options, in addition to the user's ssh configuration."""
 
     port: Port | None = None
-    """Port of sshd on the hosts; null: what ssh's configuration says, or 22."""
+    """Port of sshd on the hosts; null: that of the ssh configuration, or 22."""
 
     user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")] | None = None
-    """User on the hosts; null: what ssh's configuration says, or the same as here."""
+    """User on the hosts; null: that of the ssh configuration, or the current user."""
 
     identity_file: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Private key; null: those that ssh finds by itself."""
+    """Private key; null: ssh's default keys."""
 
     options: dict[Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9]*$")], SshValue] = {}
     """Further options of ssh_config, such as ``ProxyJump: gateway``."""
 
 
 class HostSettings(Section):
-    """What is different on one host."""
+    """Settings of one host."""
 
     python: Annotated[str, StringConstraints(pattern=r"^/\S*$")] | None = None
-    """Python of the environment there; null: at the same path as here."""
+    """Python of the environment on this host; null: the same path as on the launching machine."""
 
     network_interface: InterfaceName | None = None
-    """Interface that reaches the other hosts; null: as in ``launch``."""
+    """Network interface to the other hosts; null: as in ``launch``."""
 
     env: dict[VariableName, str] = {}
     """Environment variables for the ranks on this host."""
 
 
 class Slurm(Section):
-    """What Slurm is asked for. ``run_dir`` has to be a folder that all nodes share."""
+    """Slurm batch job. ``run_dir`` must be on a shared filesystem."""
 
     options: dict[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z-]*$")], OneLine] = {}
     """Further long options of sbatch, such as ``partition: gpu``, ``time: "2:00:00"``, ``gres: "gpu:4"``."""
@@ -62,82 +62,85 @@ class Slurm(Section):
     """Ranks on each node; null: as Slurm places them."""
 
     requeue: bool = True
-    """Put the job back into the queue when its time is nearly over and it has saved."""
+    """Requeue the job when it was preempted before its time limit."""
 
     setup: list[OneLine] = []
-    """Shell commands before anything else on the first node, such as ``module load cuda``."""
+    """Shell commands at the start of the batch script, such as ``module load cuda``."""
 
 
 class Elastic(Section):
-    """Go on with fewer ranks when hosts are lost, and with more when they come back.
+    """Continue with fewer ranks when hosts are lost, and with more when hosts return.
 
     Whenever the hosts change, ranks start again from a checkpoint; the learning rate and the shards of
     the data follow the number of ranks.
     """
 
     min_ranks: Count
-    """With fewer, wait for hosts."""
+    """Minimum number of ranks; with fewer, the job waits for hosts."""
 
     max_ranks: Count | None = None
-    """Ranks at most; null: launch.num_ranks, or the slots of launch.hosts."""
+    """Maximum number of ranks; null: launch.num_ranks, or the slots of launch.hosts."""
 
     discover: OneLine | None = None
-    """Command that prints the hosts there are, as in a hostfile; null: launch.hosts. Not for Kubernetes."""
+    """Host discovery script: prints available hosts in hostfile format; null: launch.hosts. Not for
+    Kubernetes."""
 
     ranks_per_host: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Ranks on a host that is printed without slots."""
+    """Slots of a host that the script prints without slots."""
 
     poll_s: Seconds = 5.0
-    """Time between two looks at which hosts there are, in seconds."""
+    """Interval of host discovery, in seconds."""
 
     cooldown_s: Seconds = 60.0
-    """A lost host is left alone for so long, then twice as long; newcomers wait as long after a start."""
+    """Time for which a lost host is blacklisted, doubled on each failure; new hosts join at the earliest this
+    long after a start."""
 
     wait_s: Seconds = 600.0
-    """How long to wait for ``min_ranks`` before that is an error, in seconds."""
+    """Maximum time to wait for ``min_ranks``, in seconds."""
 
     max_failures: Annotated[int, Field(ge=0, le=1_000_000)] = 3
-    """Losses in a row, without a checkpoint in between, after which that is an error."""
+    """Maximum number of consecutive failures without a new checkpoint."""
 
 
 class Launch(Section):
-    """How many ranks, where, by which controller."""
+    """Number of ranks, hosts and launcher."""
 
     launcher: Annotated[str, StringConstraints(min_length=1)] = "auto"
-    """auto: horovodrun, or this process alone for one rank; or a name from the table."""
+    """auto: horovodrun, or a single process for one rank; or the name of a launcher."""
 
     num_ranks: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Ranks in the world; null: one per slot of ``hosts``, or one. A worker refuses another world."""
+    """World size; null: the slots of ``hosts``, or one. A worker fails if the actual world size differs."""
 
     hosts: list[HostSlots] = []
-    """``host:slots`` for each host; empty: this machine."""
+    """``host:slots`` of each host; empty: this machine."""
 
     host_settings: dict[HostName, HostSettings] = {}
-    """What is different on some hosts, by their names."""
+    """Settings of individual hosts, by name."""
 
     controller: Literal["mpi", "gloo"] = "mpi"
-    """Who coordinates the ranks."""
+    """Horovod's controller backend."""
 
     ssh: Ssh = Ssh()
     """How hosts are reached."""
 
     network_interface: InterfaceName | None = None
-    """Interface that reaches the other hosts, such as eth0; null: the one that ssh comes in through."""
+    """Network interface to the other hosts, such as eth0; null: that of the ssh connection."""
 
     host_timeout_s: Annotated[float, Field(ge=5, le=1e6)] = 20.0
-    """A host that has not answered for so long is lost, and the job ends, in seconds."""
+    """Time after which a host that does not answer is lost, and the job ends, in seconds."""
 
     elastic: Elastic | None = None
-    """Go on when hosts come and go; null: the job ends when one is lost."""
+    """Elastic job: continue when hosts are lost or added; null: the job ends when one is lost."""
 
     ship_code: bool = False
-    """Send the folder of the task's file to the hosts; false: it is there, at the same path."""
+    """Copy the folder of the task's file to the hosts; false: it exists there, at the same path."""
 
     grace_s: Seconds = 30.0
-    """Time the ranks get to save and leave when they are asked to, before they are killed, in seconds."""
+    """Grace period of a preemption: time to save before ranks are killed, in seconds."""
 
     cpu_binding: Literal["auto", "none", "cores", "numa"] = "auto"
-    """Bind a rank to its share of the host's cores, or to a NUMA node; auto: numa, if there are several."""
+    """CPU binding of a rank: to an equal part of the host's cores, or to a NUMA node; auto: numa, if there
+    are several."""
 
     slurm: Slurm = Slurm()
     """For the launcher slurm."""
@@ -146,16 +149,17 @@ class Launch(Section):
     """For the launcher mpijob."""
 
     share_gpus: bool = False
-    """Let ranks of a host share its GPUs: to try things out; slower than one rank per GPU."""
+    """Allow several ranks per GPU, for tests; slower than one rank per GPU."""
 
     threads_per_rank: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Compute threads of a rank; null: its host's cores divided by the ranks on it."""
+    """OMP_NUM_THREADS of a rank; null: the host's cores divided by its ranks."""
 
     env: dict[VariableName, str] = {}
-    """Environment variables for every rank. Not for secrets: they stand in the resolved job."""
+    """Environment variables of all ranks. Not for secrets: they are written to the resolved job."""
 
     secrets: dict[VariableName, SecretSource] = {}
-    """Variables whose values stay off command lines, logs and files of the run: where each comes from."""
+    """Secret environment variables, by source; values are not written to command lines, logs or files of the
+    run."""
 
     @property
     def slots(self) -> int:

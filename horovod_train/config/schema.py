@@ -49,25 +49,26 @@ class Compile(Section):
 
 
 class Train(Section):
-    """How long, how much per step, in which precision."""
+    """Duration, batch size and precision."""
 
     epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Passes over the training data."""
 
     max_steps: Count | None = None
-    """Stop after this many optimizer steps, whatever ``epochs`` says; null: no limit."""
+    """Stop after this many optimizer steps, before ``epochs`` is reached; null: no limit."""
 
     batch_size_per_rank: Annotated[int, Field(ge=1, le=2**24)] = 32
-    """Samples per rank and micro-step. The global batch is this x ranks x accumulation steps."""
+    """Samples per rank and micro-batch. The global batch is this x data-parallel ranks x accumulation steps.
+    """
 
     accumulation_steps: Annotated[int, Field(ge=1, le=65536)] = 1
-    """Micro-steps per optimizer step; ranks communicate on the last one only."""
+    """Micro-batches per optimizer step. Under allreduce, gradients are all-reduced only on the last one."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast type of the forward pass; fp16 adds a loss scaler."""
 
     clip_grad_norm: Annotated[float, Field(gt=0, le=1e12)] | None = None
-    """Largest L2 norm of the global gradient; null: no clipping."""
+    """Maximum L2 norm of the global gradient; null: no clipping."""
 
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = 0
     """Seed of initial weights, shuffling and dropout."""
@@ -76,36 +77,35 @@ class Train(Section):
     """Refuse operations whose result can differ from run to run."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model lives; auto: the rank's own GPU when there is one."""
+    """Device of the model; auto: the rank's GPU if there is one."""
 
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
     """32-bit matrix products on a GPU: in 32 bits, TF32 or bf16 (``set_float32_matmul_precision``)."""
 
     channels_last: bool = False
-    """Keep images and the weights of convolutions with channels last, which tensor cores want."""
+    """Use the channels_last memory format for images and convolutions, which is faster on tensor cores."""
 
     compile: Compile | None = None
     """Compile the model; null: eager."""
 
     cuda_graph: bool | Literal["auto"] = False
-    """Record a step on the GPU and replay it: for models whose steps are short. auto: where it is faster."""
+    """Capture steps as CUDA graphs, for models with short steps. auto: measure, and keep the faster way."""
 
     activation_checkpointing: list[Annotated[str, StringConstraints(min_length=1)]] = []
     """Name patterns of modules whose activations are recomputed, such as ``layers.*``."""
 
     activations_mib: Annotated[float, Field(gt=0)] | None = None
-    """Most that a micro-batch keeps for backward, in MiB: as many layers recompute theirs as that takes."""
+    """Activation memory per micro-batch, in MiB; as many layers as needed recompute their activations."""
 
     sync_batch_norm: bool = False
-    """Batch normalization with mean and variance of all ranks' samples, as one process with the joint batch
-    has it."""
+    """Synchronize batch normalization: mean and variance of the samples of all ranks."""
 
     average_buffers: list[Annotated[str, StringConstraints(min_length=1)]] = []
-    """Name patterns of buffers that passes change by the rank's own samples, such as a codebook's running
-    mean: they are averaged over ranks after each step, weighted by samples."""
+    """Name patterns of buffers that depend on a rank's samples, such as a codebook's running mean; they are
+    averaged over ranks after each step, weighted by samples."""
 
     initial_weights: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """A safetensors file, or a folder of them, with the weights that training begins from."""
+    """A safetensors file, or a folder of them, with the initial weights."""
 
     @model_validator(mode="before")
     @classmethod
@@ -123,7 +123,7 @@ class Train(Section):
 
 
 class Optimizer(Section):
-    """Which optimizer, with which arguments. Its learning rate comes from ``lr``."""
+    """Optimizer and its arguments. The learning rate is set by ``lr``."""
 
     name: ImportPath | Name = "sgd"
     """sgd, adam, adamw, lars, lamb, or an import path ``module:Class``."""
@@ -150,25 +150,25 @@ class Ema(Section):
 
 
 class LearningRate(Section):
-    """The rate at a reference batch, and how it follows batch and progress (see lr/policy.py)."""
+    """Base learning rate, batch-size scaling and schedule (see lr/policy.py)."""
 
     base_lr: Annotated[float, Field(gt=0, le=1e6)] = 0.01
-    """Learning rate that is right at ``reference_batch_size``."""
+    """Learning rate tuned for ``reference_batch_size``."""
 
     reference_batch_size: Count = 32
-    """Global batch size for which ``base_lr`` was chosen."""
+    """Global batch size for which ``base_lr`` was tuned."""
 
     scaling: Literal["linear", "sqrt", "none"] = "linear"
-    """How the rate follows the global batch."""
+    """How the rate scales with the global batch."""
 
     warmup_epochs: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Length of the linear ramp from the base rate (or ``warmup_start_lr``), in epochs."""
 
     warmup_start_lr: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    """Where the ramp starts; null: the base rate, or the scaled one when that is lower."""
+    """Initial rate of the ramp; null: min(base rate, peak rate)."""
 
     decay: Literal["constant", "step", "cosine", "polynomial"] = "constant"
-    """Shape of the rate after warm-up."""
+    """Schedule after warm-up."""
 
     milestones_epochs: list[Annotated[float, Field(gt=0, le=1e6)]] = []
     """decay: step. Epochs at which the rate is multiplied by ``gamma``."""
@@ -203,33 +203,35 @@ class Codec(Section):
     """How gradients are encoded on their way, where not as whole numbers of ``allreduce.wire_dtype``."""
 
     name: ImportPath | Name
-    """Which one (see docs/strategies.md), or an import path ``module:Class``."""
+    """Name of the strategy (see docs/strategies.md), or an import path ``module:Class``."""
 
     args: dict[str, Any] = {}
     """Keyword arguments of the codec, such as ``keep: 0.01``."""
 
 
 class Allreduce(Section):
-    """How gradients travel between ranks."""
+    """All-reduce of gradients by Horovod."""
 
     bucket_size_mib: Annotated[float, Field(gt=0, le=4096)] = 8.0
-    """Gradients are packed into buckets of about this size; a full bucket leaves at once."""
+    """Approximate bucket size; a bucket is all-reduced as soon as all its gradients are ready. Independent of
+    HOROVOD_FUSION_THRESHOLD."""
 
     wire_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Type on the wire. fp16 and bf16 halve the bytes and round the gradients; bf16 does not overflow."""
+    """Data type of gradients in messages. fp16 and bf16 halve the bytes and round the gradients; bf16 does
+    not overflow."""
 
     codec: Codec | None = None
-    """An encoding that sends less; null: all numbers travel, in ``wire_dtype``."""
+    """Gradient compression; null: none."""
 
     cycle_time_ms: Annotated[float, Field(gt=0, le=1000)] = 0.5
-    """How often Horovod's background thread looks for work."""
+    """Cycle time of Horovod's background thread (HOROVOD_CYCLE_TIME)."""
 
 
 class Strategy(Section):
-    """How ranks stay in step. ``strategy: zero`` is short for ``strategy: {name: zero}``."""
+    """Parallelism strategy. ``strategy: zero`` is short for ``strategy: {name: zero}``."""
 
     name: ImportPath | Name = "allreduce"
-    """Which one (see docs/strategies.md), or an import path ``module:Class``."""
+    """Name of the strategy (see docs/strategies.md), or an import path ``module:Class``."""
 
     args: dict[str, Any] = {}
     """Arguments of the strategy."""
@@ -245,7 +247,7 @@ class Strategy(Section):
 
 
 class EarlyStopping(Section):
-    """Stop when a metric of the evaluation no longer improves."""
+    """Stop when an evaluation metric no longer improves."""
 
     metric: Annotated[str, StringConstraints(min_length=1)]
     """Name of an evaluation metric."""
@@ -264,7 +266,7 @@ class Evaluation(Section):
     """When to evaluate."""
 
     every_epochs: Count = 1
-    """Evaluate after each so many epochs, and after the last."""
+    """Evaluate after this many epochs, and after the last."""
 
     batch_size_per_rank: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Samples per rank and step; null: as in training."""
@@ -274,7 +276,7 @@ class Evaluation(Section):
 
 
 class Best(Section):
-    """Which checkpoint is the best one."""
+    """Criterion of the best checkpoint."""
 
     metric: Annotated[str, StringConstraints(min_length=1)]
     """Name of an evaluation metric."""
@@ -284,28 +286,30 @@ class Best(Section):
 
 
 class Checkpoint(Section):
-    """Where, when, how many, resume or not."""
+    """When and where checkpoints are written, and whether to resume."""
 
     dir: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Folder all ranks can read; null: ``checkpoints`` in the folder of the run."""
+    """Folder that all ranks can read, and with sharded strategies write; null: ``checkpoints`` in the folder
+    of the job."""
 
     every_epochs: Count | None = 1
-    """Save after each so many epochs; null: only by steps. The end is always saved."""
+    """Save after this many epochs; null: only by steps. The end of training is always saved."""
 
     every_steps: Count | None = None
-    """Save after each so many optimizer steps as well."""
+    """Also save after this many optimizer steps."""
 
     keep_last: Count = 3
-    """How many of the newest are kept."""
+    """Number of newest checkpoints to keep."""
 
     best: Best | None = None
-    """Keep the best one too."""
+    """Also keep the best checkpoint."""
 
     resume: Literal["auto", "never", "required"] = "auto"
-    """auto: from the newest valid one if there is one; required: fail if there is none."""
+    """auto: from the newest valid checkpoint, if any; required: fail if there is none; never: start from the
+    beginning."""
 
     background: bool = True
-    """Write while training goes on."""
+    """Write in the background."""
 
 
 class Tracking(Section):
@@ -322,89 +326,92 @@ class Tracking(Section):
 
 
 class MetricsTls(Section):
-    """Metrics are served over TLS: files that each host has."""
+    """TLS for metrics; the files must exist on each host."""
 
     certificate: Annotated[str, StringConstraints(min_length=1)]
-    """File with the certificate, and those above it, in PEM format."""
+    """Certificate chain, a PEM file."""
 
     key: Annotated[str, StringConstraints(min_length=1)]
-    """File with its private key."""
+    """Private key, a PEM file."""
 
     client_ca: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """File with the authority whose clients alone may read; null: a client needs no certificate."""
+    """CA certificate; only clients with a certificate from it are accepted (mTLS). null: any client."""
 
 
 class MetricsAuth(Section):
-    """Metrics are given to who knows a password (HTTP basic authentication). Use it with TLS."""
+    """HTTP basic authentication for metrics. Use it with TLS."""
 
     user: Annotated[str, StringConstraints(pattern=r"^[^:\x00-\x1f]+$")]
     """Name of the user."""
 
     password_variable: VariableName
-    """Variable that has the password, one of ``launch.secrets``."""
+    """Environment variable with the password, one of ``launch.secrets``."""
 
 
 class Metrics(Section):
-    """Prometheus: where each rank serves its metrics; and trackers."""
+    """Prometheus endpoint of each rank, and experiment trackers."""
 
     enabled: bool = True
     """Serve metrics."""
 
     port: Port = 9400
-    """Rank with local rank k serves on port + k."""
+    """The rank with local rank k serves on port + k."""
 
     host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
-    """Address to listen on. Anything but loopback can be read by others."""
+    """Address to listen on. Addresses other than loopback are readable by others."""
 
     targets_dir: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Folder for another copy of Prometheus' targets, ``<name>.json``, readable by everyone; null: none."""
+    """Additional folder for the Prometheus target file (file_sd), ``<name>.json``, readable by everyone;
+    null: none."""
 
     tls: MetricsTls | None = None
     """Serve over TLS; null: plain HTTP."""
 
     basic_auth: MetricsAuth | None = None
-    """Ask for a password; null: whoever reaches the address may read."""
+    """HTTP basic authentication; null: none."""
 
     textfile_dir: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Folder for each rank's last metrics, ``<name>-rank-<n>.prom``, for node_exporter; null: none."""
+    """Folder for the last metrics of each rank, ``<name>-rank-<n>.prom``, for node_exporter's textfile
+    collector; null: none."""
 
     push_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s@]+$")] | None = None
-    """Pushgateway that gets each rank's last metrics; null: none."""
+    """Pushgateway for the last metrics of each rank; null: none."""
 
     device_peak_flops: Annotated[float, Field(gt=0, le=9e15)] | None = None
-    """Operations a second that a rank's device can do at most; null: of known GPUs, what NVIDIA says."""
+    """Peak FLOP/s of a rank's device; null: NVIDIA's datasheet value for known GPUs."""
 
     grad_norm_every_steps: Count = 50
-    """The gradient norm costs a pass over all gradients; it is taken this often (or when clipping)."""
+    """Interval of the gradient norm, which costs a pass over all gradients; with clipping, it is computed in
+    each step."""
 
     trackers: list[Tracking] = []
-    """Who else keeps losses and metrics, ``[{name: csv}]`` for one (see docs/monitoring.md)."""
+    """Experiment trackers, for example ``[{name: csv}]`` (see docs/monitoring.md)."""
 
 
 class Health(Section):
-    """What is checked while training."""
+    """Checks during training."""
 
     sync_check_every_steps: Annotated[int, Field(ge=0, le=2**53)] = 0
-    """Compare a hash of the whole state between ranks this often; 0: at start, resume and end."""
+    """Interval at which ranks compare a hash of their replicas; 0: only at start, resume and end."""
 
     non_finite: Literal["stop", "skip"] = "stop"
-    """A loss or gradient that is NaN or infinite: stop with exit code 3, or skip the step."""
+    """On a loss or gradient that is NaN or infinite: stop with exit code 3, or skip the step."""
 
     max_skipped_steps: Count = 10
-    """non_finite: skip. Stop when so many steps in a row had to be skipped."""
+    """non_finite: skip. Most consecutive steps that may be skipped; one more ends the job."""
 
     stall_warning_s: Seconds = 60.0
-    """Name the ranks that are missing from a collective after this time, in seconds."""
+    """Time after which ranks that are missing from a collective, or frozen, are reported, in seconds."""
 
     stall_shutdown_s: Seconds = 600.0
-    """End the job when they are still missing after this time, in seconds."""
+    """Time after which such ranks end the job, in seconds."""
 
     verify_strategy: bool = True
     """Compare the first steps under any strategy but allreduce with those of the plain model on the same
     samples; end the job with exit code 2 if they differ."""
 
     max_clock_offset_s: Seconds = 5.0
-    """Refuse to start when the clocks of two hosts differ by more, in seconds."""
+    """Maximum clock offset between two hosts, in seconds; a larger one is refused."""
 
 
 class Job(Section):
@@ -414,24 +421,24 @@ class Job(Section):
     """Name of the job: a metric label and a folder."""
 
     framework: Annotated[str, StringConstraints(min_length=1)] = "torch"
-    """Which framework trains."""
+    """Training framework."""
 
     task: ImportPath | Name
-    """What is trained: the name of a shipped task, ``module:Class`` or ``file.py:Class``."""
+    """The task to train: the name of a shipped task, ``module:Class`` or ``file.py:Class``."""
 
     task_args: dict[str, Any] = {}
     """Keyword arguments of the task's class."""
 
     run_dir: Annotated[str, StringConstraints(min_length=1)] = "runs"
-    """Runs are kept in ``<run_dir>/<name>``."""
+    """Folder of all runs; this job's are in ``<run_dir>/<name>``."""
 
     run_dir_access: Literal["private", "group", "everyone"] = "private"
-    """Who may read ``<run_dir>/<name>`` besides this user; decided when the folder is made."""
+    """Who besides this user may read ``<run_dir>/<name>``; applied when the folder is created."""
 
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
     ema: Ema | None = None
-    """An average of the weights; null: none is kept."""
+    """Exponential moving average of the weights; null: none."""
 
     lr: LearningRate = LearningRate()
     data: Data = Data()

@@ -275,27 +275,29 @@ def splits_ranks(strategy: Strategy) -> bool:
     return support is not None and support.axes is not None
 
 
-NO_GRAPHS = Refused("train.cuda_graph", "a graph cannot hold PyTorch's own collectives here", "leave it out")
-OWN_SUMS = "PyTorch sums gradients, as they are"
+NO_GRAPHS = Refused(
+    "train.cuda_graph", "CUDA graphs cannot capture PyTorch's collectives here", "leave it out"
+)
+OWN_SUMS = "PyTorch all-reduces uncompressed gradients"
 PYTORCH_SUMS = (
     Refused("allreduce.wire_dtype", OWN_SUMS, "use fp32"),
     Refused("allreduce.codec", OWN_SUMS, "leave it out"),
     NO_GRAPHS,
 )
 SUMMED_IN_PROCESS = (
-    Refused("allreduce.wire_dtype", "there is one process, which sends nothing", "use fp32"),
-    Refused("allreduce.codec", "there is one process, which sends nothing", "leave it out"),
-    Refused("train.compile", "copies of the model are made in each step", "leave it out"),
+    Refused("allreduce.wire_dtype", "a single process sends no gradients", "use fp32"),
+    Refused("allreduce.codec", "a single process sends no gradients", "leave it out"),
+    Refused("train.compile", "the model is replicated in each step", "leave it out"),
 )
 NO_FP16 = Refused(
-    "train.precision", "each rank would have a loss scale of its own", "use bf16 or fp32", values=("fp16",)
+    "train.precision", "each rank would have its own loss scale", "use bf16 or fp32", values=("fp16",)
 )
 STAGES_CANNOT = (
     NO_FP16,
-    Refused("train.channels_last", "stages hand on tensors in the order of their shapes", "leave it out"),
+    Refused("train.channels_last", "stages exchange contiguous tensors", "leave it out"),
     Refused("train.compile", "stages are called, and not the model", "leave it out"),
     NO_GRAPHS,
-    Refused("allreduce.codec", "what is not sent yet is kept for whole weights", "leave it out"),
+    Refused("allreduce.codec", "residuals are stored for whole weights", "leave it out"),
 )
 
 STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
@@ -304,9 +306,9 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
         NoArguments,
         (
             NO_FP16,
-            Refused("allreduce.wire_dtype", "what ranks have moved is joined as it is", "use fp32"),
-            Refused("allreduce.codec", "what ranks have moved is joined as it is", "leave it out"),
-            Refused("train.cuda_graph", "ranks tell each other their losses in each step", "leave it out"),
+            Refused("allreduce.wire_dtype", "updates are combined uncompressed", "use fp32"),
+            Refused("allreduce.codec", "updates are combined uncompressed", "leave it out"),
+            Refused("train.cuda_graph", "ranks exchange their losses in each step", "leave it out"),
         ),
         lr_follows_rank=True,
     ),
@@ -314,7 +316,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
         LocalSgdArguments,
         (
             NO_FP16,
-            Refused("allreduce.wire_dtype", "it would round the weights themselves", "use fp32"),
+            Refused("allreduce.wire_dtype", "it would round the weights", "use fp32"),
             Refused("allreduce.codec", "it sends no gradients", "leave it out"),
         ),
     ),
@@ -325,27 +327,27 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
         (
             *PYTORCH_SUMS,
             NO_FP16,
-            Refused("train.channels_last", "units are gathered in the order of their shapes", "leave it out"),
+            Refused("train.channels_last", "units are gathered as contiguous tensors", "leave it out"),
         ),
     ),
     "deepspeed": StrategySupport(
         DeepSpeedArguments,
         (
-            Refused("allreduce.wire_dtype", "DeepSpeed sums gradients, as they are", "use fp32"),
-            Refused("allreduce.codec", "DeepSpeed sums gradients, as they are", "leave it out"),
+            Refused("allreduce.wire_dtype", "DeepSpeed reduces uncompressed gradients", "use fp32"),
+            Refused("allreduce.codec", "DeepSpeed reduces uncompressed gradients", "leave it out"),
             NO_GRAPHS,
             Refused("train.compile", "DeepSpeed calls the model, and has hooks in it", "leave it out"),
             NO_FP16,
-            Refused("train.channels_last", "weights are joined in the order of their shapes", "leave it out"),
+            Refused("train.channels_last", "weights are gathered as contiguous tensors", "leave it out"),
         ),
     ),
     "tensor_parallel": StrategySupport(
         TensorParallelArguments,
         (
             NO_FP16,
-            Refused("train.channels_last", "weights are cut by their shapes", "leave it out"),
+            Refused("train.channels_last", "weights are sharded as contiguous tensors", "leave it out"),
             NO_GRAPHS,
-            Refused("allreduce.codec", "what is not sent yet is kept for whole weights", "leave it out"),
+            Refused("allreduce.codec", "residuals are stored for whole weights", "leave it out"),
         ),
         axes=lambda world_size, arguments: Axes.of(world_size, tensor=arguments.degree),
     ),
@@ -353,9 +355,11 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
         ParameterServerArguments,
         (
             NO_FP16,
-            Refused("health.non_finite", "ranks do not agree on each step", "use stop", values=("skip",)),
-            Refused("allreduce.wire_dtype", "gradients are sent as they are", "use fp32"),
-            Refused("allreduce.codec", "gradients are sent as they are", "leave it out"),
+            Refused(
+                "health.non_finite", "ranks do not synchronize in each step", "use stop", values=("skip",)
+            ),
+            Refused("allreduce.wire_dtype", "gradients are sent uncompressed", "use fp32"),
+            Refused("allreduce.codec", "gradients are sent uncompressed", "leave it out"),
             Refused("train.cuda_graph", "gradients are sent by the host", "leave it out"),
         ),
         lr_follows_rank=True,
@@ -368,7 +372,10 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
     ),
     "mesh": StrategySupport(
         MeshArguments,
-        (*STAGES_CANNOT, Refused("allreduce.wire_dtype", "what ranks share is summed as it is", "use fp32")),
+        (
+            *STAGES_CANNOT,
+            Refused("allreduce.wire_dtype", "sums between data-parallel ranks are uncompressed", "use fp32"),
+        ),
         axes=lambda world_size, arguments: Axes.of(
             world_size, pipeline=arguments.pipeline, tensor=arguments.tensor
         ),
@@ -377,9 +384,9 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
         ZeroArguments,
         (
             NO_FP16,
-            Refused("allreduce.wire_dtype", "its sums are reduce-scattered as they are", "use fp32"),
-            Refused("allreduce.codec", "its sums are reduce-scattered as they are", "leave it out"),
-            Refused("train.channels_last", "a rank's part is kept in the order of memory", "leave it out"),
+            Refused("allreduce.wire_dtype", "gradients are reduce-scattered uncompressed", "use fp32"),
+            Refused("allreduce.codec", "gradients are reduce-scattered uncompressed", "leave it out"),
+            Refused("train.channels_last", "shards are contiguous", "leave it out"),
             Refused("train.cuda_graph", "a graph would keep all gradients", "leave it out"),
         ),
     ),

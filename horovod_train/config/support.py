@@ -75,7 +75,7 @@ def _compiles_itself(framework: str) -> tuple[Refused, ...]:
         Refused("train.cuda_graph", f"is PyTorch's; {framework} compiles steps by itself", "leave it out"),
         Refused(
             "train.matmul_precision",
-            f"is PyTorch's; {framework} has a switch of its own",
+            f"is PyTorch's; {framework} has its own setting",
             "set it in the task, or use framework: torch",
         ),
         Refused(
@@ -90,7 +90,7 @@ def _compiles_itself(framework: str) -> tuple[Refused, ...]:
         ),
         Refused(
             "train.activations_mib",
-            "counts what PyTorch keeps",
+            "estimates the activations of PyTorch",
             "recompute inside of the task's model, or use framework: torch",
         ),
         Refused("train.initial_weights", "are PyTorch's names", "load weights in the task's model()"),
@@ -132,7 +132,7 @@ def _keeps_its_model(framework: str) -> tuple[Refused, ...]:
 def _updates_at_once(framework: str) -> Refused:
     return Refused(
         "health.non_finite",
-        f"a step cannot be taken back: {framework} updates weights before anybody sees the loss",
+        f"a step cannot be undone: {framework} updates the weights before the loss is checked",
         "use non_finite: stop; fp16's loss scale skips overflows by itself",
     )
 
@@ -169,9 +169,13 @@ SUPPORT: Mapping[str, Support] = {
         "ours, with gluon",
         (
             *_compiles_itself("MXNet"),
-            Refused("train.precision", "MXNet's is another mechanism, and it is legacy", "use fp32"),
-            Refused("train.deterministic", "MXNet has no such switch", "leave it out"),
-            Refused("allreduce.wire_dtype", "MXNet is legacy: gradients travel as they are", "use fp32"),
+            Refused(
+                "train.precision", "mixed precision of MXNet is not supported (legacy framework)", "use fp32"
+            ),
+            Refused("train.deterministic", "MXNet has no such setting", "leave it out"),
+            Refused(
+                "allreduce.wire_dtype", "gradients of MXNet are not compressed (legacy framework)", "use fp32"
+            ),
             Refused("launch.threads_per_rank", "MXNet reads OMP_NUM_THREADS only", "set it in launch.env"),
         ),
         note="legacy, frozen: an environment of its own with numpy < 1.24",

@@ -35,7 +35,7 @@ class Event(BaseModel):
 
 
 class Opened(Event):
-    """Somebody begins to carry out a run: the first event of each start.
+    """A start of the run: its first event.
 
     Attributes:
         format_version: Grows when a reader of the file has to change.
@@ -51,7 +51,7 @@ class Opened(Event):
 
 
 class StateChanged(Event):
-    """How the run stands, as in its ``state.json``."""
+    """The state of the run, as in its ``state.json``."""
 
     kind = "state"
 
@@ -60,7 +60,7 @@ class StateChanged(Event):
 
 
 class Attempt(Event):
-    """Ranks are started: once, or again and again where a job is elastic.
+    """Ranks are started; several times in an elastic job.
 
     Attributes:
         number: How often ranks of this run were started before.
@@ -78,7 +78,7 @@ class Attempt(Event):
 
 
 class HostsLost(Event):
-    """Hosts do not answer any more, or ranks on them show no sign of life."""
+    """Hosts do not respond, or ranks on them have no heartbeat."""
 
     kind = "hosts_lost"
 
@@ -114,7 +114,7 @@ class Target(BaseModel):
 
 
 class Targets(Event):
-    """Where some of the ranks serve their metrics; each rank is told of once."""
+    """Metrics endpoints of some ranks; each rank is reported once."""
 
     kind = "targets"
 
@@ -122,7 +122,7 @@ class Targets(Event):
 
 
 class Progress(Event):
-    """How far training is.
+    """Progress of training.
 
     Attributes:
         step: Optimizer steps made.
@@ -150,7 +150,7 @@ class Progress(Event):
 
 
 class RankTimes(Event):
-    """Where the time of some ranks went since the last such event, summed over steps; in the order of ranks.
+    """Times of some ranks since the last such event, summed over steps, in the order of ranks.
 
     Attributes:
         first_rank: Rank of the first number; further ranks follow.
@@ -176,7 +176,7 @@ class RankTimes(Event):
 
 
 class Evaluation(Event):
-    """What an evaluation has found."""
+    """Results of an evaluation."""
 
     kind = "evaluation"
 
@@ -185,7 +185,7 @@ class Evaluation(Event):
 
 
 class CheckpointWritten(Event):
-    """A checkpoint was written, or could not be: then ``error`` says why."""
+    """A checkpoint was written; if ``error`` is not empty, it could not be written."""
 
     kind = "checkpoint"
 
@@ -195,7 +195,7 @@ class CheckpointWritten(Event):
 
 
 class Resumed(Event):
-    """Training goes on from a checkpoint."""
+    """Training resumes from a checkpoint."""
 
     kind = "resumed"
 
@@ -205,7 +205,7 @@ class Resumed(Event):
 
 
 class Notice(Event):
-    """Something that a person should know."""
+    """A message for the user."""
 
     kind = "notice"
 
@@ -213,7 +213,7 @@ class Notice(Event):
 
 
 class Preempted(Event):
-    """This rank was asked to leave, and has saved."""
+    """This rank was preempted, and has saved a checkpoint."""
 
     kind = "preempted"
 
@@ -222,7 +222,7 @@ class Preempted(Event):
 
 
 class AllreduceTime(Event):
-    """Median time of an all-reduce of one size. ``via`` says through what: horovod, nccl, mpi4py."""
+    """Median time of an all-reduce of one size; ``via`` is the library: horovod, nccl, mpi4py."""
 
     kind = "allreduce_time"
 
@@ -233,7 +233,7 @@ class AllreduceTime(Event):
 
 
 class PairTime(Event):
-    """How long two hosts need to exchange a message."""
+    """Time in which two hosts exchange a message."""
 
     kind = "pair_time"
 
@@ -242,7 +242,7 @@ class PairTime(Event):
 
 
 class BenchmarkDone(Event):
-    """All measurements of the network are told."""
+    """All measurements of the network are complete."""
 
     kind = "benchmark_done"
 
@@ -250,7 +250,7 @@ class BenchmarkDone(Event):
 
 
 class Summary(Event):
-    """Training is done."""
+    """Training is complete."""
 
     kind = "summary"
 
@@ -271,7 +271,7 @@ class Summary(Event):
 
 
 class ScriptDone(Event):
-    """This rank's script has ended with exit code 0."""
+    """The script of this rank has exited with code 0."""
 
     kind = "script_done"
 

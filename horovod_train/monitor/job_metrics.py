@@ -60,9 +60,9 @@ JOB_CATALOG = (
     Metric(
         "horovod_train_job_state",
         "gauge",
-        "1 for the state that the job is in: waiting, starting, running, leaving, succeeded, failed, "
+        "1 for the current state of the job: waiting, starting, running, leaving, succeeded, failed, "
         "preempted, cancelled, unknown.",
-        "How does the job stand?",
+        "What is the state of the job?",
         JobReading,
         lambda job: {job.status.state: 1},
         label="state",
@@ -70,7 +70,7 @@ JOB_CATALOG = (
     Metric(
         "horovod_train_job_failed",
         "gauge",
-        "1 where the job has failed, by cause: configuration, task, not_finite, replicas_differ, checkpoint, "
+        "1 if the job has failed, by cause: configuration, task, not_finite, replicas_differ, checkpoint, "
         "engine, world, nccl, gpu, out_of_memory, lost, other.",
         "Why did the job fail?",
         JobReading,
@@ -80,31 +80,31 @@ JOB_CATALOG = (
     Metric(
         "horovod_train_job_wanted_ranks",
         "gauge",
-        "Ranks that the job asked for.",
-        "Is the world as large as it was to be?",
+        "Ranks that the job requested.",
+        "Are all requested ranks running?",
         JobReading,
         lambda job: job.history.world_size_wanted,
     ),
     Metric(
         "horovod_train_job_present_ranks",
         "gauge",
-        "Ranks that train; 0 where none do.",
-        "Is the world as large as it was to be?",
+        "Ranks that train; 0 if none.",
+        "Are all requested ranks running?",
         JobReading,
         _present,
     ),
     Metric(
         "horovod_train_job_restarts_total",
         "counter",
-        "How often ranks of the run were started again.",
-        "Does the job get anywhere, or does it begin again and again?",
+        "Restarts of the run's ranks.",
+        "Does the job restart repeatedly?",
         JobReading,
         lambda job: max(0, job.history.num_attempts - 1),
     ),
     Metric(
         "horovod_train_job_preemptions_total",
         "counter",
-        "How often ranks of the run were asked to leave, and saved.",
+        "Preemptions of the run's ranks.",
         "How often is the job preempted?",
         JobReading,
         lambda job: job.history.num_preemptions,
@@ -112,7 +112,7 @@ JOB_CATALOG = (
     Metric(
         "horovod_train_job_lost_hosts_total",
         "counter",
-        "Hosts that were lost in the run, each time anew.",
+        "Hosts lost in the run, counted each time.",
         "Do hosts fail?",
         JobReading,
         lambda job: len(job.history.hosts_lost),
@@ -129,7 +129,7 @@ JOB_CATALOG = (
     Metric(
         "horovod_train_job_begun_timestamp_seconds",
         "gauge",
-        "When the run began.",
+        "Start time of the run.",
         "How long does the job run?",
         JobReading,
         lambda job: job.begun_unix_s,
@@ -137,7 +137,7 @@ JOB_CATALOG = (
     Metric(
         "horovod_train_job_ended_timestamp_seconds",
         "gauge",
-        "When the run ended. Absent while it has not.",
+        "Completion time of the run. Absent while it runs.",
         "When did the job end?",
         JobReading,
         lambda job: job.ended_unix_s,

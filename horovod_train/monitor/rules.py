@@ -72,54 +72,54 @@ RECORDINGS = (
     Recording(
         "horovod_train:own_seconds:per_step",
         _PER_STEP,
-        "Own time of a rank for each step: without waiting for the all-reduce.",
+        "Own time of a rank per step: step time minus all-reduce wait.",
     ),
     Recording(
         "horovod_train:own_seconds:ratio_to_median",
         "horovod_train:own_seconds:per_step / on (training_job, run) group_left () "
         f"quantile by ({JOB}) (0.5, horovod_train:own_seconds:per_step)",
-        "Own time of a rank in units of the median of all ranks of its job.",
+        "Own time of a rank relative to the median of all ranks of its job.",
     ),
     Recording(
         "horovod_train:samples:rate",
         _rate("samples_total"),
-        "Samples a second of a rank.",
+        "Throughput of a rank, in samples per second.",
     ),
     Recording(
         "horovod_train:samples:job_rate",
         f"sum by ({JOB}) (horovod_train:samples:rate)",
-        "Samples a second of a job.",
+        "Throughput of a job, in samples per second.",
     ),
     Recording(
         "horovod_train:scaling_efficiency:ratio",
         f"horovod_train:samples:job_rate / on ({JOB}) (max by ({JOB}) ({_P}world_size_present) "
         f"* on ({JOB}) max by ({JOB}) ({_P}baseline_samples_per_second))",
-        "Samples a second of a job in units of as many ranks that each do what one alone has done.",
+        "Throughput of a job with N ranks relative to N times that of one rank.",
     ),
     Recording(
         "horovod_train:phase_seconds:per_step",
         f"{_rate('step_phase_seconds_sum')} / on ({RANK}) group_left () ({_rate('steps_total')} > 0)",
-        "Time of a phase for each step.",
+        "Time of a phase per step.",
     ),
     Recording(
         "horovod_train:phase:ratio",
         f"{_rate('step_phase_seconds_sum')} / on ({RANK}) group_left () ({_rate('step_seconds_sum')} > 0)",
-        "Part of the time of steps that a phase takes.",
+        "Fraction of step time in a phase.",
     ),
     Recording(
         "horovod_train:waiting:ratio",
         _rate("waiting_seconds_total"),
-        "Part of the time in which a rank waits for ranks that come later.",
+        "Fraction of time in which a rank waits for ranks that arrive later.",
     ),
     Recording(
         "horovod_train:waited_for:idle_ranks",
         _rate("waited_for_seconds_total"),
-        "How many ranks stand idle because of a rank, on average.",
+        "Average number of ranks that are idle because of a rank.",
     ),
     Recording(
         "horovod_train:communication:ratio",
         _rate("communication_seconds_total"),
-        "Part of the time that the exchange itself takes, as far as no computation hides it.",
+        "Fraction of time of communication that does not overlap computation.",
     ),
     Recording(
         "horovod_train:allreduce_bus:bytes_per_second",
@@ -130,12 +130,12 @@ RECORDINGS = (
     Recording(
         "horovod_train:model_flops:utilization_ratio",
         f"{_rate('model_flops_total')} / on ({RANK}) ({_P}device_peak_flops > 0)",
-        "Part of its device's peak that a rank's forward and backward use.",
+        "Fraction of the device's peak FLOP/s used by forward and backward of a rank.",
     ),
     Recording(
         "horovod_train:ranks:present",
         f"count by ({JOB}) ({_P}steps_total)",
-        "Ranks of a job that answer Prometheus.",
+        "Ranks of a job that Prometheus can scrape.",
     ),
 )
 

@@ -44,9 +44,9 @@ STEPS = (
     Metric(
         "horovod_train_step_phase_seconds",
         "histogram",
-        "Time of an optimizer step spent in a phase: data, forward, backward, allreduce_wait, optimizer; "
-        "compute: several of these, where a framework does not tell them apart. On a GPU the device's time.",
-        "Where does the time of a step go?",
+        "Time of an optimizer step in a phase: data, forward, backward, allreduce_wait, optimizer; compute: "
+        "several of these, if a framework does not separate them. On a GPU, device time.",
+        "Which phase of a step takes the time?",
         StepRecord,
         lambda step: step.phase_seconds,
         label="phase",
@@ -55,7 +55,7 @@ STEPS = (
     Metric(
         "horovod_train_step_seconds",
         "histogram",
-        "Wall time of an optimizer step; on a GPU the device's, from its first work to its last.",
+        "Wall time of an optimizer step; on a GPU, device time from its first kernel to its last.",
         "How long does a step take?",
         StepRecord,
         lambda step: step.seconds,
@@ -64,8 +64,8 @@ STEPS = (
     Metric(
         "horovod_train_own_seconds_total",
         "counter",
-        "Time of steps without waiting for the all-reduce. Absent where a framework does not tell it apart.",
-        "Which rank is slow? Steps take equally long on all ranks; this does not.",
+        "Own time: step time minus all-reduce wait. Absent if a framework does not separate them.",
+        "Which rank is slow? Step times are equal on all ranks; own times are not.",
         StepRecord,
         lambda step: step.own_seconds,
         from_zero=False,
@@ -73,8 +73,8 @@ STEPS = (
     Metric(
         "horovod_train_waiting_seconds_total",
         "counter",
-        "Time this rank waited in all-reduce for ranks that came later.",
-        "How much time does a rank lose to slower ones?",
+        "Time that this rank waited in all-reduce for ranks that arrived later.",
+        "How much time does a rank lose by slower ranks?",
         WaitRecord,
         lambda wait: wait.waiting_s,
         from_zero=False,
@@ -82,9 +82,9 @@ STEPS = (
     Metric(
         "horovod_train_waited_for_seconds_total",
         "counter",
-        "Time that other ranks waited for this one, added up over them: per second, as many ranks stand idle "
-        "because of it.",
-        "Whom do the others wait for?",
+        "Time that other ranks waited for this rank, summed over them; its rate is the number of ranks that "
+        "are idle because of it.",
+        "Which rank do the others wait for?",
         WaitRecord,
         lambda wait: wait.waited_for_s,
         from_zero=False,
@@ -92,9 +92,9 @@ STEPS = (
     Metric(
         "horovod_train_communication_seconds_total",
         "counter",
-        "Time that even the rank that came last waited in all-reduce: the exchange itself, as far as no "
-        "computation hides it.",
-        "Is the network what makes steps slow?",
+        "Time that also the rank which arrived last waited in all-reduce: communication that does not "
+        "overlap computation.",
+        "Does the network make steps slow?",
         WaitRecord,
         lambda wait: wait.communication_s,
         from_zero=False,
@@ -102,16 +102,16 @@ STEPS = (
     Metric(
         "horovod_train_waiting_now_seconds",
         "gauge",
-        "For how long this rank has been waiting in the collective that it is in; 0 when it is in none.",
-        "The job hangs: which rank has not come to the collective that the others wait in?",
+        "Time for which this rank has been waiting in its current collective; 0 if it is in none.",
+        "Which rank is missing from the collective in which a job hangs?",
         CurrentWaitRecord,
         lambda waiting: waiting.seconds,
     ),
     Metric(
         "horovod_train_steps_total",
         "counter",
-        "Optimizer steps made by this process.",
-        "Does training go on?",
+        "Optimizer steps of this process.",
+        "Does training make progress?",
         StepRecord,
         lambda _: 1,
     ),
@@ -119,15 +119,14 @@ STEPS = (
         "horovod_train_samples_total",
         "counter",
         "Training samples read by this rank.",
-        "How many samples a second does a rank train on, and all of them?",
+        "What is the throughput of a rank, and of all ranks?",
         StepRecord,
         lambda step: step.num_samples,
     ),
     Metric(
         "horovod_train_step",
         "gauge",
-        "The last optimizer step, counted from the beginning of training through all restarts. Absent where "
-        "a script trains.",
+        "Last optimizer step, counted over all restarts. Absent for scripts.",
         "How far is training?",
         StepRecord,
         lambda step: step.step,
@@ -144,15 +143,16 @@ STEPS = (
         "horovod_train_loss",
         "gauge",
         "Mean training loss of the last step over all ranks.",
-        "Does it learn?",
+        "Does the loss decrease?",
         StepRecord,
         lambda step: step.loss,
     ),
     Metric(
         "horovod_train_local_loss",
         "gauge",
-        "This rank's part of the last step's loss; parts add up to the loss.",
-        "Does one rank read other data than the rest?",
+        "This rank's contribution to the loss of the last step; contributions of all ranks add up to the "
+        "loss.",
+        "Does one rank read different data?",
         StepRecord,
         lambda step: step.local_loss,
     ),
@@ -160,14 +160,14 @@ STEPS = (
         "horovod_train_learning_rate",
         "gauge",
         "Learning rate of the last step.",
-        "Is the learning rate what the schedule and the global batch say?",
+        "Is the learning rate that of the schedule and the global batch?",
         StepRecord,
         lambda step: step.lr,
     ),
     Metric(
         "horovod_train_gradient_norm",
         "gauge",
-        "L2 norm of the global gradient before clipping, when last taken.",
+        "L2 norm of the global gradient before clipping, when last computed.",
         "Do gradients explode or vanish?",
         StepRecord,
         lambda step: step.grad_norm,
@@ -175,16 +175,16 @@ STEPS = (
     Metric(
         "horovod_train_allreduce_bytes_total",
         "counter",
-        "Gradient bytes this rank gave to all-reduce.",
-        "How much does a step send?",
+        "Bytes of gradients that this rank passed to all-reduce.",
+        "How many bytes does a step send?",
         StepRecord,
         lambda step: step.bytes_reduced,
     ),
     Metric(
         "horovod_train_non_finite_steps_total",
         "counter",
-        "Steps not used because loss or gradient was not finite; of a script, which decides itself what it "
-        "uses, those of which that was seen.",
+        "Steps that were skipped because loss or gradient was not finite; for scripts, steps in which that "
+        "was observed.",
         "Are steps lost to NaN and infinity?",
         StepRecord,
         lambda step: None if step.is_finite is None else int(not step.is_finite),
@@ -192,9 +192,9 @@ STEPS = (
     Metric(
         "horovod_train_model_flops_total",
         "counter",
-        "Floating-point operations of forward and backward, as PyTorch's FLOP counter counts them. Absent "
-        "where it cannot.",
-        "How much of the device's speed does training use?",
+        "Floating-point operations of forward and backward, by PyTorch's FLOP counter. Absent if it cannot "
+        "count them.",
+        "Which fraction of the device's peak does training use?",
         StepRecord,
         lambda step: step.flops,
         from_zero=False,
@@ -205,8 +205,8 @@ EXCHANGE = (
     Metric(
         "horovod_train_exchanged_bytes_total",
         "counter",
-        "Bytes that all-reduces of this rank have summed, as the engine counts them. Absent on GPUs.",
-        "How fast is the network, or the memory, that ranks exchange through?",
+        "Bytes that all-reduces of this rank have summed, by Horovod's counter. Absent on GPUs.",
+        "How fast is the network or memory between ranks?",
         ExchangeRecord,
         lambda exchange: exchange.size_bytes,
         from_zero=False,
@@ -214,9 +214,9 @@ EXCHANGE = (
     Metric(
         "horovod_train_exchange_seconds_total",
         "counter",
-        "Time that all-reduces of this rank have taken from when all ranks were ready, hidden behind "
-        "computation or not. Absent on GPUs.",
-        "How fast is the network, or the memory, that ranks exchange through?",
+        "Duration of this rank's all-reduces, from the time when all ranks were ready, overlapped or not. "
+        "Absent on GPUs.",
+        "How fast is the network or memory between ranks?",
         ExchangeRecord,
         lambda exchange: exchange.seconds,
         from_zero=False,
@@ -225,7 +225,7 @@ EXCHANGE = (
         "horovod_train_gpu_exchanged_bytes_total",
         "counter",
         "Bytes that all-reduces have summed on this rank's GPU, through NCCL.",
-        "How fast is what GPUs exchange through?",
+        "How fast is the connection between GPUs?",
         GpuExchangeRecord,
         lambda exchange: exchange.size_bytes,
         from_zero=False,
@@ -233,9 +233,9 @@ EXCHANGE = (
     Metric(
         "horovod_train_gpu_exchange_seconds_total",
         "counter",
-        "Time that all-reduces were under way on this rank's GPU, from when its data was ready: waiting for "
-        "other ranks is part of it. What is more than allreduce_wait was hidden behind computation.",
-        "How much of the communication is hidden behind computation?",
+        "Duration of all-reduces on this rank's GPU, from the time when its data was ready, waiting for "
+        "other ranks included. Minus allreduce_wait, it is the overlap with computation.",
+        "How much communication overlaps computation?",
         GpuExchangeRecord,
         lambda exchange: exchange.seconds,
         from_zero=False,
@@ -246,17 +246,15 @@ JOB = (
     Metric(
         "horovod_train_device_peak_flops",
         "gauge",
-        "Floating-point operations a second that this rank's device can do at most. Absent where that is "
-        "not known.",
-        "How much of the device's speed does training use?",
+        "Peak FLOP/s of this rank's device. Absent if unknown.",
+        "Which fraction of the device's peak does training use?",
         ReferenceRecord,
         lambda reference: reference.peak_flops,
     ),
     Metric(
         "horovod_train_baseline_samples_per_second",
         "gauge",
-        "Samples a second of a finished run of the same job on one rank (rank 0). Absent where run_dir has "
-        "none.",
+        "Throughput of a finished run of the same job on one rank (rank 0). Absent if run_dir has none.",
         "How well does the job scale?",
         ReferenceRecord,
         lambda reference: reference.samples_per_s,
@@ -264,8 +262,8 @@ JOB = (
     Metric(
         "horovod_train_world_size_wanted",
         "gauge",
-        "Ranks the job asked for.",
-        "Is the world as large as it was to be?",
+        "Ranks that the job requested.",
+        "Are all requested ranks running?",
         WorldRecord,
         lambda world: world.num_wanted,
     ),
@@ -273,16 +271,15 @@ JOB = (
         "horovod_train_world_size_present",
         "gauge",
         "Ranks that take part.",
-        "Is the world as large as it was to be?",
+        "Are all requested ranks running?",
         WorldRecord,
         lambda world: world.num_present,
     ),
     Metric(
         "horovod_train_rank_ended_timestamp_seconds",
         "gauge",
-        "When this rank has ended, in what it leaves behind for a Pushgateway or node_exporter; 0 while it "
-        "has not.",
-        "Is this a rank that trains, or what one has left behind?",
+        "Time at which this rank ended, in the metrics for a Pushgateway or node_exporter; 0 while it runs.",
+        "Is this a running rank, or the last metrics of an ended one?",
         EndRecord,
         lambda end: end.unix_s,
     ),
@@ -298,8 +295,8 @@ JOB = (
     Metric(
         "horovod_train_evaluating",
         "gauge",
-        "1 while this rank evaluates, and makes no steps.",
-        "Does the job stand still, or does it evaluate?",
+        "1 while this rank evaluates.",
+        "Does the job hang, or does it evaluate?",
         EvaluatingRecord,
         lambda evaluating: float(evaluating.is_under_way),
     ),
@@ -316,7 +313,7 @@ JOB = (
         "horovod_train_checkpoint_size_bytes",
         "gauge",
         "Size of the last checkpoint (rank 0).",
-        "How much room do checkpoints take?",
+        "How much space do checkpoints need?",
         WriteReport,
         lambda report: None if report.error else report.size_bytes,
     ),
@@ -332,24 +329,23 @@ JOB = (
         "horovod_train_checkpoint_failures_total",
         "counter",
         "Checkpoints that could not be written (rank 0).",
-        "Are checkpoints written at all?",
+        "Are checkpoints written?",
         WriteReport,
         lambda report: 1 if report.error else None,
     ),
     Metric(
         "horovod_train_grace_needed_seconds",
         "gauge",
-        "Time the ranks need to save and leave when asked to: steps until they agree, and a checkpoint "
-        "(rank 0).",
-        "Does a preemption lose work?",
+        "Estimated time to preempt the job: steps until ranks agree, and a checkpoint (rank 0).",
+        "Would a preemption lose work?",
         GraceRecord,
         lambda grace: grace.needed_s,
     ),
     Metric(
         "horovod_train_grace_granted_seconds",
         "gauge",
-        "Time the ranks get to save and leave, launch.grace_s (rank 0).",
-        "Does a preemption lose work?",
+        "Grace period of a preemption, launch.grace_s (rank 0).",
+        "Would a preemption lose work?",
         GraceRecord,
         lambda grace: grace.granted_s,
     ),

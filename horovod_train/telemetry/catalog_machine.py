@@ -17,7 +17,7 @@ MACHINE = (
     Metric(
         "horovod_train_resident_memory_peak_bytes",
         "gauge",
-        "The most memory that this process has had on its host.",
+        "Peak memory of this process on its host.",
         "How much memory does a rank need?",
         MemoryRecord,
         lambda memory: memory.peak_bytes,
@@ -25,7 +25,7 @@ MACHINE = (
     Metric(
         "horovod_train_device_memory_allocated_bytes",
         "gauge",
-        "Memory of this rank's device that tensors of its framework take.",
+        "Memory of this rank's device allocated by tensors of its framework.",
         "How much of the device's memory is in use?",
         DeviceMemoryRecord,
         lambda memory: memory.allocated_bytes,
@@ -33,7 +33,7 @@ MACHINE = (
     Metric(
         "horovod_train_device_memory_reserved_bytes",
         "gauge",
-        "Memory of this rank's device that its framework keeps for tensors.",
+        "Memory of this rank's device reserved by its framework.",
         "How much of the device's memory is in use?",
         DeviceMemoryRecord,
         lambda memory: memory.reserved_bytes,
@@ -41,7 +41,7 @@ MACHINE = (
     Metric(
         "horovod_train_device_memory_peak_bytes",
         "gauge",
-        "The most memory of this rank's device that tensors of its framework have taken.",
+        "Peak memory of this rank's device allocated by tensors of its framework.",
         "Would a larger batch fit?",
         DeviceMemoryRecord,
         lambda memory: memory.peak_bytes,
@@ -49,7 +49,7 @@ MACHINE = (
     Metric(
         "horovod_train_gpu_utilization_ratio",
         "gauge",
-        "Part of the time in which a kernel ran on this rank's GPU (NVML).",
+        "Fraction of time in which a kernel ran on this rank's GPU (NVML).",
         "Is the GPU busy?",
         GpuRecord,
         lambda gpu: gpu.utilization,
@@ -57,8 +57,8 @@ MACHINE = (
     Metric(
         "horovod_train_gpu_memory_used_bytes",
         "gauge",
-        "Memory of this rank's GPU that all processes take (NVML).",
-        "Does somebody else use the GPU?",
+        "Memory of this rank's GPU used by all processes (NVML).",
+        "Do other processes use the GPU?",
         GpuRecord,
         lambda gpu: gpu.memory_used_bytes,
     ),
@@ -73,8 +73,8 @@ MACHINE = (
     Metric(
         "horovod_train_gpu_power_watts",
         "gauge",
-        "Power that this rank's GPU draws (NVML).",
-        "Do all GPUs work alike?",
+        "Power draw of this rank's GPU (NVML).",
+        "Do all GPUs have the same load?",
         GpuRecord,
         lambda gpu: gpu.power_w,
     ),
@@ -97,7 +97,7 @@ MACHINE = (
     Metric(
         "horovod_train_gpu_throttled",
         "gauge",
-        "1 where the clock of this rank's GPU is held down for a reason (NVML), else 0.",
+        "1 if the clock of this rank's GPU is throttled for a reason (NVML), else 0.",
         "Why is a GPU slower than the others?",
         GpuRecord,
         lambda gpu: gpu.throttled,
@@ -106,7 +106,7 @@ MACHINE = (
     Metric(
         "horovod_train_gpu_ecc_errors_total",
         "counter",
-        "Memory errors of this rank's GPU since the rank began: corrected, uncorrected (NVML).",
+        "Memory errors of this rank's GPU since the rank started: corrected, uncorrected (NVML).",
         "Is a GPU about to fail?",
         GpuRecord,
         lambda gpu: gpu.ecc_errors,

@@ -256,9 +256,9 @@ class Way:
         tried = {
             f"as an independent computation: {width}": True,
             "with accumulation and clipping": self.accumulation > 1 and self.clip is not None,
-            "a step that is not finite is left out on all ranks": self.task.startswith("Spoiled"),
-            "from weights of a file": self.start is not None,
-            "goes on under another strategy, or from one": self.then is not None,
+            "a step that is not finite is skipped on all ranks": self.task.startswith("Spoiled"),
+            "initial weights from a file": self.start is not None,
+            "resumes under and from another strategy": self.then is not None,
         }
         return [feature for feature, is_tried in tried.items() if is_tried]
 
@@ -407,11 +407,11 @@ CASES = (
         for what, task in {"a loss": "SpoiledTask", "a gradient": "SpoiledGradientTask"}.items()
     ),
     *(
-        Way(f"{strategy['name']} from weights of a file", strategy, start=0.5, **ADAMW)
+        Way(f"{strategy['name']} initial weights from a file", strategy, start=0.5, **ADAMW)
         for strategy in (ZERO, FSDP, PIPELINE, SHARDED_TENSOR)
     ),
-    Way("deepspeed from weights of a file", DEEPSPEED[2], start=0.5, **IN_32_BITS),
-    Way("hybrid shards from weights of a file", HYBRID, start=0.5, **ADAMW),
+    Way("deepspeed initial weights from a file", DEEPSPEED[2], start=0.5, **IN_32_BITS),
+    Way("hybrid shards initial weights from a file", HYBRID, start=0.5, **ADAMW),
     *(
         Way(f"deepspeed, stage {stage}, partly used", DEEPSPEED[stage - 1], task="PartlyUsedTask")
         for stage in (1, 2, 3)

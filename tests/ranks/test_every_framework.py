@@ -91,7 +91,7 @@ def test_weights_are_those_of_one_process_with_the_joint_batch(train, world, fra
 
 @in_frameworks
 def test_all_ranks_hold_the_same_bits(train, world, framework, matrix):
-    matrix("the same bits on all ranks", framework)
+    matrix("bitwise identical weights on all ranks", framework)
     found = train(world, framework)
     trained = [case for case in found[0] if not found[0][case]["refused"]]
 
@@ -122,7 +122,7 @@ def test_evaluation_is_exact(train, world, framework, matrix):
 @in_frameworks
 def test_an_overflow_on_one_rank_skips_that_step_on_all(train, world, framework, matrix):
     found = train(world, framework)
-    row = "an overflow on one rank: all skip the step"
+    row = "an overflow on one rank: all ranks skip the step"
     matrix(row, framework, says_why_not(found, OVERFLOW, framework) or "yes")
     if found[0][OVERFLOW.name]["refused"]:
         return
@@ -137,7 +137,7 @@ def test_an_overflow_on_one_rank_skips_that_step_on_all(train, world, framework,
 
 @in_frameworks
 def test_a_loss_that_is_not_a_number_on_one_rank_ends_all_with_its_name(train, world, framework, matrix):
-    matrix("not a number on one rank: all stop and name it", framework)
+    matrix("NaN on one rank: all ranks stop and report it", framework)
     found = train(world, framework)
     for case in NOT_A_NUMBER:
         if not says_why_not(found, case, framework):

@@ -38,7 +38,7 @@ PHASES = {
     "transformers": {"data", "forward", "backward", "allreduce_wait", "optimizer"},
     "mxnet": {"data", "compute", "allreduce_wait", "optimizer"},
 }
-NO_NORM = "Keras shows no gradient: the metric is absent, not zero"
+NO_NORM = "Keras provides no gradient: the metric is absent, not zero"
 pytestmark = pytest.mark.ranks
 
 
@@ -116,10 +116,10 @@ def parsed(text):
 
 @pytest.mark.parametrize("run", CONTROLLERS)
 def test_killed_and_resumed_is_bit_for_bit_the_undisturbed_run(run, tmp_path, pools, matrix):
-    for row in ("killed and resumed: bit for bit as if undisturbed", "metrics of each rank"):
+    for row in ("killed and resumed: bitwise equal to an uninterrupted run", "metrics of each rank"):
         matrix(row, run)
-    matrix("parts of a step that can be told apart", run, ", ".join(sorted(PHASES[run])))
-    matrix("gradient norm among them", run, f"no: {NO_NORM}" if run.startswith("keras") else "yes")
+    matrix("measured phases of a step", run, ", ".join(sorted(PHASES[run])))
+    matrix("gradient norm", run, f"no: {NO_NORM}" if run.startswith("keras") else "yes")
     framework, controller = name_of(run), CONTROLLERS[run]
     settings = {"PYTHONPATH": str(PROGRAMS), "programs": bin_of(framework), **variables_of(run)}
     pool = pools.get(run, RANKS, controller)

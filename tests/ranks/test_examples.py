@@ -54,7 +54,7 @@ def run(pools, framework, example, batch_size, folder, *, alone):
     ("framework", "example"), [(framework, example) for example, framework in FRAMEWORK_OF.items()]
 )
 def test_trains_the_same_alone_and_on_two_ranks(example, framework, tmp_path, pools, matrix):
-    matrix("in a script of your own, without a job", framework)
+    matrix("usable in a script, without a job", framework)
     [accuracy], [weights] = run(pools, framework, example, 64, tmp_path, alone=True)
 
     accuracies, of_ranks = run(pools, framework, example, 32, tmp_path, alone=False)

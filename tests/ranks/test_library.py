@@ -31,7 +31,7 @@ def check(found, size):
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [(2, "mpi"), (3, "gloo")], ids="{0[0]}-{0[1]}".format)
 def test_an_own_loop_on_ranks_trains_like_one_process(tmp_path, world, pools, matrix):
-    matrix("in a script of your own, without a job", "torch")
+    matrix("usable in a script, without a job", "torch")
     arguments = [str(tmp_path), str(tmp_path / "checkpoints"), str(EPOCHS), str(free_port())]
 
     pools.get("torch", *world).run("own_loop.py", *arguments, folder=tmp_path)

@@ -40,8 +40,8 @@ def strategy(**args):
 
 class TestIsRefused:
     def test_a_model_that_is_not_in_float32(self, matrix):
-        reason = "DeepSpeed keeps weights in 32 bits"
-        matrix("as an independent computation: 64 bits", "deepspeed", f"no: {reason}")
+        reason = "DeepSpeed stores weights in 32 bits"
+        matrix("equals an independent computation: 64 bits", "deepspeed", f"no: {reason}")
         made, placing = strategy()
 
         with pytest.raises(UserError, match="'weight' is float64, and DeepSpeed keeps weights in float32"):

@@ -152,7 +152,7 @@ def test_a_mean_after_every_step_of_sgd_is_the_step_of_the_joint_batch(case, siz
     ids=lambda case: case.name,
 )
 def test_ranks_train_as_the_algorithm_says(case, every_steps, size, matrix):
-    matrix("as an independent computation: 32 bits", "local_sgd")
+    matrix("equals an independent computation: 32 bits", "local_sgd")
     expected = written_down_once_more(case, size, every_steps)
 
     found = trained(case, size, every_steps)

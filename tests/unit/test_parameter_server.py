@@ -251,4 +251,4 @@ def test_leaving_steps_out_is_refused():
 
     (problem,) = [str(problem) for problem in broken_rules(job)]
     assert "health.non_finite = 'skip'" in problem
-    assert "ranks do not agree on each step" in problem
+    assert "ranks do not synchronize in each step" in problem

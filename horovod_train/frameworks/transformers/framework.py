@@ -79,7 +79,8 @@ class TransformersFramework(TorchDevice):
         device = choose_device(job, mesh.world)
         if job.train.precision == "fp16" and device.type == "cpu":
             raise UserError(
-                "Transformers has no fp16 on a CPU", hint="set train.precision: bf16, or framework: torch"
+                "Transformers does not support fp16 on a CPU",
+                hint="set train.precision: bf16, or framework: torch",
             )
         seed_generators(job.train.seed, 0, 0)
         self._job, self._world = job, world

@@ -88,7 +88,7 @@ def cases_of(framework: str) -> list[Case]:
 def refusal(case: Case, framework: str) -> str:
     """Why a framework does not train that way; empty: it does."""
     if framework == "mxnet" and case.precision != "fp32":
-        return "MXNet's is another mechanism, and it is legacy"
+        return "mixed precision of MXNet is not supported (legacy framework)"
     if framework == "transformers" and case.precision == "fp16":
-        return "Transformers has no fp16 on a CPU"
+        return "Transformers does not support fp16 on a CPU"
     return ""

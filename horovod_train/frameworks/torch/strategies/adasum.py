@@ -48,7 +48,7 @@ class Adasum(Strategy):
 
     state_kind = "adasum"
     takes_sums = False
-    supports_deferred_results = False  # ranks tell each other their losses in each step
+    supports_deferred_results = False  # ranks exchange their losses in each step
     is_sharded = True  # each has an optimizer's state of its own
 
     def __init__(self, mesh: Mesh, job: Job) -> None:

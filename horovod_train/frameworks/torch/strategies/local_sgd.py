@@ -62,7 +62,7 @@ class LocalSgd(Strategy):
 
     state_kind = "local_sgd"
     takes_sums = False
-    supports_deferred_results = False  # ranks tell each other their losses in each step
+    supports_deferred_results = False  # ranks exchange their losses in each step
 
     def __init__(
         self,
