@@ -108,8 +108,9 @@ def job_reference() -> str:
 EVENTS = """# Events of a run
 
 `events.jsonl` in the folder of a run (`runs/<name>/<run>`) records the run for programs: one JSON object per
-line, oldest first. `horovod-train run` and the launcher's pod on Kubernetes write it; for ranks started without
-them, rank 0 writes its own events. `run` and the pod mask the values of `launch.secrets`, as in all logs.
+line, oldest first. `horovod-train run` and the launcher's pod on Kubernetes write it; if ranks are started
+without these, rank 0 writes its own events. `run` and the pod mask the values of `launch.secrets`, as in all
+logs.
 
 ```text
 {"time_unix_s": 1763900000.25, "rank": 0, "kind": "progress", "step": 120, "loss": 0.31, ...}
@@ -120,9 +121,9 @@ them, rank 0 writes its own events. `run` and the pod mask the values of `launch
 - `kind`, and the fields below. Numbers may be `NaN` and `Infinity`, as written by Python's `json`.
 
 Each start of a run begins with `opened`; a restarted job appends to the file. `format_version` is 1;
-it increases on incompatible changes. New kinds and new fields are compatible: ignore unknown ones. The file is
-limited to 16 MiB: above that, every second line of the most frequent kind, usually `progress`, is removed. If
-the disk is full, events are lost, and the state of the run reports it; the job continues.
+it increases on incompatible changes. New kinds and new fields are compatible: ignore unknown ones. The file
+is limited to 16 MiB: above that, every second line of the most frequent kind, usually `progress`, is removed.
+If the disk is full, events are lost, and the state of the run reports it; the job continues.
 
 <!-- The rest is written by docs/generate.py from horovod_train/events/types.py. -->
 """

@@ -9,7 +9,7 @@ import psutil
 
 
 def end_children() -> None:
-    """End what this rank has started: mpirun waits for ever for whoever holds a rank's output open."""
+    """End the child processes of this rank: mpirun waits for all processes with a rank's output."""
     children = [
         child for child in psutil.Process().children(recursive=True) if not _is_helper(_command_of(child))
     ]

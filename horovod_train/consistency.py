@@ -58,7 +58,7 @@ def clock_mismatch(
     apart_s: float = 0.0,
     named: Callable[[str], str] = str,
 ) -> Mismatch | None:
-    """Return whose clocks differ by more than is allowed; None: nobody's do.
+    """Return the hosts whose clocks differ by more than the limit; None: no such hosts.
 
     Args:
         times_s: What clocks say at the same moment, by whose they are, in seconds.

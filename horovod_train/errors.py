@@ -16,7 +16,7 @@
     |   `-- PeerError                     another rank failed first: a consequence, never a cause
     |-- KernelError                   1   the task's code, seen on a GPU
     |-- NumericError                  3   the numbers went wrong: NaN, infinity
-    `-- PreemptedError               75   asked to leave, and all is saved: start again to go on
+    `-- PreemptedError               75   preempted, and all is saved: start again to continue
 
 An error says what was found, what is allowed and what to do: the first two in the message, the
 third in ``hint``.
@@ -41,7 +41,7 @@ class HorovodTrainError(Exception):
     cause = "other"
     """What kind of failure it is, one of a few words: a label of metrics."""
     lost_ranks: Sequence[int] = ()
-    """Ranks that were killed, showed no sign of life or stayed away; those that only noticed are not."""
+    """Ranks that were killed, were frozen or missing from a collective; those that only noticed are not."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -189,11 +189,11 @@ class NumericError(HorovodTrainError):
 
 
 class PreemptedError(HorovodTrainError):
-    """The ranks were asked to leave, saved and left; exit code 75 (EX_TEMPFAIL of sysexits.h)."""
+    """The ranks were preempted, saved and left; exit code 75 (EX_TEMPFAIL of sysexits.h)."""
 
     exit_code = 75
     stopped_by: int | None = None
-    """The signal that asked the launcher; None: a rank was asked."""
+    """The signal that the launcher received; None: a rank was preempted."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

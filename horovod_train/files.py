@@ -26,7 +26,7 @@ def make_folder(path: Path, access: Access) -> None:
     """Make a folder, and those above it that are missing.
 
     Args:
-        path: The folder; one that is there already stays as it is.
+        path: The folder; one that is there already stays unchanged.
         access: Who may look into it, and so at everything below.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading, whoever it is from: a pipe is not waited for, nor a link followed.
+    """Open a file of any user for reading, without blocking on pipes and without following links.
 
     Raises:
         OSError: It is not there, may not be read, or is something else.
@@ -65,7 +65,7 @@ def open_regular(path: Path) -> BinaryIO:
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return os.fdopen(handle, "rb")
 
 
@@ -75,7 +75,7 @@ class LogFile:
     Args:
         path: The file.
         on_loss: Told what is wrong when a line is lost.
-        describe_loss: Returns what is to stand in the place of so many lines.
+        describe_loss: Returns the text that replaces this many lines.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ def kill(identity: Sequence[str | int | None]) -> bool:
     *place, pid, ticks = identity
     if not isinstance(pid, int) or pid == os.getpid() or place != _place() or ticks != start_ticks(pid):
         return False
-    with suppress(OSError):  # somebody else's, or just gone
+    with suppress(OSError):  # of another package, or just gone
         os.kill(pid, signal.SIGKILL)
         return True
     return False
@@ -66,7 +66,7 @@ def _place() -> list[str]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of proc(5)'s stat from the state on; empty: there is no such process."""
+    """Return the fields of proc(5)'s stat from the state on; empty: no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

@@ -140,7 +140,7 @@ FRAMEWORKS = Registry(
 )
 
 SCRIPT = "script"
-"""In place of a framework: the task is somebody's script, ``train.py:__main__``, and trains by itself."""
+"""Framework of a job whose task is a script, ``train.py:__main__``."""
 
 LAUNCHERS = Registry(
     kind="launcher",

@@ -293,7 +293,7 @@ class Step:
         """Wait for the other ranks' gradients and update the weights.
 
         On a GPU this returns while it works. What the outcome says (``loss`` and the others) is waited for
-        when it is asked for: ask seldom, or for that of some steps ago.
+        on demand: ask seldom, or for that of some steps ago.
 
         Raises:
             PeerError: Another rank was lost.
@@ -318,7 +318,7 @@ class Step:
 
 @dataclass
 class ShardedLoader:
-    """Shares a dataset between ranks; knows its place, and so can go on after a resume."""
+    """Shards a dataset over ranks; its position is saved and restored."""
 
     _world: Communicator
     _reader: TorchReader
@@ -400,9 +400,9 @@ class SessionCheckpoints:
         )
 
     def resume(self) -> bool:
-        """Go on from the newest valid checkpoint; False when there is none.
+        """Resume from the newest valid checkpoint; False when there is none.
 
-        Afterwards ``loader.progress.epoch`` is the epoch to go on with.
+        Afterwards ``loader.progress.epoch`` is the epoch to continue with.
 
         Raises:
             NumericError: A step before was not finite: as ``Step.finish``.
@@ -430,7 +430,7 @@ class SessionCheckpoints:
 
 @dataclass(frozen=True)
 class SessionPreemption:
-    """Saves and ends the process when any rank was asked to leave."""
+    """Saves and ends the process when any rank was preempted."""
 
     _checkpoints: SessionCheckpoints
     _agreement: PreemptionAgreement

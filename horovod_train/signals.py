@@ -31,7 +31,7 @@ LAUNCH_SIGNALS = (*PATIENT_SIGNALS, *HURRIED_SIGNALS)
 """All that end a launch."""
 
 KILLS_AT_ONCE = frozenset({signal.SIGTERM, signal.SIGINT})
-"""To a launch that was told to hurry already."""
+"""Sent to a launch that already has a time limit."""
 
 STAY_IGNORED = frozenset({signal.SIGINT, signal.SIGHUP})
 """Have no handler installed where they are ignored."""

@@ -1,7 +1,7 @@
 """Standard output and error that never end a job: what cannot be shown is dropped.
 
-A terminal is closed, a pipe is cut, the disk behind ``> log`` is full, somebody has pressed Ctrl-S:
-for whoever trains, none of this is a reason to stop, or to wait for long.
+A terminal is closed, a pipe is cut, the disk behind ``> log`` is full, the user has pressed Ctrl-S:
+training neither stops nor waits for long.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _is_pipe(handle: int) -> bool:
 
 
 def _num_unread_bytes(handle: int) -> int:
-    """Return how much of what was written into a pipe nobody has read yet."""
+    """Return the number of unread bytes in a pipe."""
     return int.from_bytes(fcntl.ioctl(handle, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
@@ -176,7 +176,7 @@ def ignore_unencodable_output() -> None:
         try:
             handle = stream.fileno() if stream is not None else number
         except (OSError, ValueError):
-            continue  # a test's, or a notebook's: it is no descriptor
+            continue  # a test's, or a notebook's: it is not a descriptor
         with suppress(AttributeError, OSError):
             stream.flush()
         setattr(

@@ -1,4 +1,4 @@
-"""Work that goes on beside a block of code, and ends with it."""
+"""Background work for the duration of a block of code."""
 
 from __future__ import annotations
 

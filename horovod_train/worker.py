@@ -314,7 +314,7 @@ def open_checkpoints(
 
 
 def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter: Reporter) -> None:
-    """Go on from the newest valid checkpoint, if the job says so and there is one."""
+    """Resume from the newest valid checkpoint, if the job says so and there is one."""
     resumed = manager.latest()
     if resumed is None:
         return
@@ -388,7 +388,7 @@ def report_summary(
 
 
 class InterruptedByUserError(HorovodTrainError):
-    """Somebody has sent SIGINT to this rank; exit code 130, as a shell has it."""
+    """This rank received SIGINT; exit code 130, as in a shell."""
 
     exit_code = 130
 

@@ -216,7 +216,7 @@ def parse_state(content: bytes) -> tuple[object, dict[str, ArrayBlob]]:
     """Return what ``dump_state`` was given.
 
     Raises:
-        CheckpointError: It is no such piece.
+        CheckpointError: It is not such a piece.
     """
     arrays = parse_arrays(content)
     try:
@@ -254,7 +254,7 @@ def header_size_bytes(first: bytes, size_bytes: int) -> int:
         size_bytes: Of the whole file.
 
     Raises:
-        CheckpointError: It is no such file.
+        CheckpointError: It is not such a file.
     """
     length = struct.unpack("<Q", first)[0] if len(first) == 8 else size_bytes
     if length + 8 > size_bytes:
@@ -270,7 +270,7 @@ def parse_header(header: bytes, size_bytes: int) -> list[Entry]:
         size_bytes: Of the whole file.
 
     Raises:
-        CheckpointError: It is no header, or speaks of what the file cannot have.
+        CheckpointError: Not a valid header, or it does not fit the file.
     """
     try:
         document = json.loads(header[8:])

@@ -1,4 +1,4 @@
-"""What is not as it was when a checkpoint was written: nothing that forbids to go on, but to be told."""
+"""Differences of job and environment since a checkpoint was written; they are reported, not refused."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def export(path: Path, file: Path, *, averaged: bool | None = None) -> tuple[Sto
         The checkpoint, and the size of the file in bytes.
 
     Raises:
-        CheckpointError: There is no valid checkpoint, or the file cannot be written.
+        CheckpointError: No valid checkpoint, or the file cannot be written.
     """
     candidates = checkpoints_in(path) or [StoredCheckpoint(path, 0)]
     found = next((each for each in candidates if not verify(each.path)), None)

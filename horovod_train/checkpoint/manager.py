@@ -44,7 +44,7 @@ class Resumed:
 
     Attributes:
         name: Its name.
-        state: Of the replica; arrays are read, and checked, when they are asked for.
+        state: Of the replica; arrays are read, and checked, on demand.
         progress: Where training stands, plain JSON.
         rng: This rank's random generators; None: those of another world.
         own: What else each rank alone had, by rank; empty where there was nothing.
@@ -114,7 +114,7 @@ class CheckpointManager:
     ) -> None:
         """Save a checkpoint; in the background unless the job or ``wait`` says otherwise.
 
-        A write that fails is reported and training goes on: the next one may succeed. Only with
+        A write that fails is reported and training continues: the next one may succeed. Only with
         ``wait`` it is an error, because no next one follows.
 
         Args:
@@ -162,7 +162,7 @@ class CheckpointManager:
         if problem:
             raise CheckpointError(
                 problem,
-                hint="bring one back from a copy; or start anew with checkpoint.resume: never, or after "
+                hint="restore one from a copy; or start from the beginning, with checkpoint.resume: never or after "
                 f"`horovod-train checkpoint discard {self.directory}`",
             )
         if name is None:
@@ -225,7 +225,7 @@ class CheckpointManager:
     # -- writing
 
     def _begin(self, step: int, writers: Sequence[int]) -> Writing | None:
-        """Make room for a checkpoint, on the rank or ranks that write it; None: there is no room."""
+        """Make room for a checkpoint, on the rank or ranks that write it; None: no room."""
         folder, problem = self.directory / temporary_name(step), ""
         writing = Writing(step, folder, writers)
         if self._world.rank == 0:
@@ -352,12 +352,14 @@ class CheckpointManager:
     # -- reading
 
     def _quarantine_all(self) -> None:
-        """Make room for a run that starts anew where another one has been."""
+        """Make room for a run that starts from the beginning where another one has been."""
         found = store.list_checkpoints(self.directory)
         for path in [*(checkpoint.path for checkpoint in found), *store.list_damaged(self.directory)]:
             store.quarantine(path, "earlier")
         if found:
-            log.warning("starting anew: %d earlier checkpoint(s) are kept as earlier-*", len(found))
+            log.warning(
+                "starting from the beginning: %d earlier checkpoint(s) are kept as earlier-*", len(found)
+            )
 
     def _read(self, name: str) -> tuple[Resumed | None, list[dict[str, object]], str]:
         """Return what this rank takes over, its history, and what went wrong; never raises: others wait."""
@@ -433,5 +435,5 @@ def _by_rank(pieces: Sequence[bytes]) -> dict[str, ArrayBlob]:
 
 
 def _lower_priority() -> None:
-    """Let training have the processor first: on Linux a thread has a priority of its own."""
+    """Lower the priority of the writer thread: on Linux, each thread has its own priority."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

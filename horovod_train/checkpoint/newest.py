@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from: the newest one that is as it was written; all ranks look together."""
+"""Selects the checkpoint to resume from: the newest whose checksums match; a collective operation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Damaged = tuple[store.StoredCheckpoint, list[str]]
 def newest_valid(directory: Path, world: Communicator) -> tuple[str | None, str]:
     """Return the name of the newest valid checkpoint, or what keeps the job from starting; never raises.
 
-    Damaged ones that are newer are set aside: under their own names they would be taken for the
+    Damaged ones that are newer are quarantined: under their own names they would be taken for the
     newest when old ones are pruned. When none is valid, nothing is moved, and starting from zero is
     for the user to decide, however often the job is started.
 
@@ -61,14 +61,14 @@ def _why_none(directory: Path, damaged: Sequence[Damaged]) -> str:
     if not damaged and not quarantined:
         return ""
     count = len(damaged) + len(quarantined)
-    first = damaged[0][1][0] if damaged else f"{quarantined[-1].name} was set aside before"
+    first = damaged[0][1][0] if damaged else f"{quarantined[-1].name} was quarantined before"
     return f"all {count} checkpoints in {directory} are damaged, the newest: {first}"
 
 
 def _problems_of(path: Path, world: Communicator) -> tuple[list[str], str]:
     """Look at all files of a checkpoint, each rank at some of them.
 
-    What another rank finds, rank 0 looks at once more: hosts may not all see the same folder, which is no
+    Rank 0 verifies what another rank finds: hosts may not all see the same folder, which is not
     damage.
 
     Returns:

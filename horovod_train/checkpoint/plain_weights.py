@@ -1,4 +1,4 @@
-"""Weights in safetensors files that somebody else has written, read when they are asked for.
+"""Weights in safetensors files of other programs, read on demand.
 
 One file, or a folder with several, as Transformers and ``horovod-train checkpoint export`` write them. Files
 are mapped into memory: of a weight that ranks share, each reads its part.

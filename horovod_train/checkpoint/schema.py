@@ -19,7 +19,7 @@ Count = Annotated[int, Field(ge=0, le=10**12 - 1)]
 
 
 class _Document(BaseModel):
-    # What a later version adds is no reason to refuse.
+    # Fields of later versions are accepted.
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
 
@@ -54,7 +54,7 @@ class ManifestDocument(_Document):
         if missing := {"state.json", "config.json"} - self.files.keys():
             raise ValueError(f"files: {min(missing)} is missing")
         if not any(name.startswith("model") for name in self.files):
-            raise ValueError("files: there is no model")
+            raise ValueError("files: no model")
         return self
 
 

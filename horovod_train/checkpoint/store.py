@@ -1,7 +1,7 @@
 """Checkpoints as folders: written whole or not at all, and never believed without a checksum.
 
     <dir>/step-000000000120/
-        manifest.json              what is here: sizes, SHA-256, progress, metrics; its own checksum
+        manifest.json              sizes, SHA-256, progress, metrics; its own checksum
         model.safetensors          weights and buffers
         optimizer.safetensors      optimizer state
         rng.safetensors            random generators, one array of bytes for each rank
@@ -62,7 +62,7 @@ class Stored:
 
     Attributes:
         arrays: For each of ``model``, ``optimizer`` and ``rng``, and where there is some ``own``, arrays by
-            name, which are read when they are asked for.
+            name, which are read on demand.
         documents: For each of ``state`` and ``config``, plain JSON.
         summary: What lists show: epoch, metrics, world size, time.
     """
@@ -126,7 +126,7 @@ def step_of(path: Path, by_name: int) -> int:
 
 
 def list_damaged(directory: Path) -> list[Path]:
-    """Return what was set aside as damaged."""
+    """Return what was quarantined as damaged."""
     return sorted(path for path in directory.glob(f"{DAMAGED}-*-step-*") if path.is_dir())
 
 
@@ -151,7 +151,7 @@ def remove(checkpoint: StoredCheckpoint) -> None:
 
 
 def quarantine(path: Path, reason: str) -> Path:
-    """Rename the folder of a checkpoint so that it is no longer listed, and return its new place."""
+    """Rename the folder of a checkpoint so that it is no longer listed, and return its new path."""
     number = 1
     while (target := path.with_name(f"{reason}-{number}-{path.name}")).exists():
         number += 1
@@ -184,7 +184,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_checkpoint(path: Path, only: Iterable[str] = (*ARRAYS, *DOCUMENTS)) -> Stored:
-    """Read a checkpoint, or some of it: documents now, arrays when they are asked for.
+    """Read a checkpoint, or some of it: documents now, arrays on demand.
 
     Every byte that is read is checked; an array that is damaged raises ``CheckpointError`` when it is read.
 
@@ -292,7 +292,7 @@ def _read_checked(path: Path, name: str, manifest: Manifest) -> bytes:
 
 
 def _read_regular(file: Path, size_bytes: int, *, exactly: bool = False) -> bytes:
-    """Read a file that is no link, pipe or device, and not larger than it should be.
+    """Read a file that is not a link, pipe or device, and not larger than it should be.
 
     Raises:
         CheckpointError: It is missing, or something else.
@@ -304,9 +304,9 @@ def _read_regular(file: Path, size_bytes: int, *, exactly: bool = False) -> byte
 
 @contextmanager
 def _opened(file: Path, size_bytes: int, *, exactly: bool) -> Iterator[BinaryIO]:
-    """Open a file that is no link, pipe or device, and not larger than it should be; raises as above."""
+    """Open a file that is not a link, pipe or device, and not larger than it should be; raises as above."""
     try:
-        # Without O_NONBLOCK, a pipe that nobody writes to would be waited for.
+        # Without O_NONBLOCK, opening a pipe without a writer would block.
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file}: is missing") from error

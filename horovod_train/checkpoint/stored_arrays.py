@@ -1,6 +1,6 @@
-"""Arrays of a checkpoint, read when they are asked for: whole, or the part that a rank needs.
+"""Arrays of a checkpoint, read on demand: whole, or the part that a rank needs.
 
-An array may lie in several files, a part in each, as the ranks that had them wrote them. Whoever asks may
+An array may lie in several files, a part in each, as written by the ranks that held them. A reader may
 want it whole, or another part of it: another number of ranks, or another way to share a model. Only
 what overlaps is read, and every byte that is read is checked.
 """
@@ -111,7 +111,7 @@ class StoredArrays(Mapping[str, ArrayBlob]):
             part: Where it lies; None: the array is wanted whole.
 
         Raises:
-            KeyError: There is no such array.
+            KeyError: No such array.
             CheckpointError: It has another shape, is damaged, or is not all there.
         """
         dtype, whole = self.kind(name)

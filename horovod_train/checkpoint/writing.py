@@ -1,8 +1,8 @@
 """Writing a checkpoint: begun under a temporary name, flushed, and renamed when all of it is there.
 
 Where ranks share a model, each writes its own files into the folder that rank 0 has begun. They write in the
-background and cannot ask each other there. A rank that is done leaves a note beside its files; rank 0
-waits for the notes of all writers, unless it is told that one of them has failed, and renames the folder.
+background and cannot ask each other there. A rank that is done leaves a note next to its files; rank 0
+waits for the notes of all writers, unless one of them reports a failure, and renames the folder.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _rename_over(temporary: Path, final: Path, step: int) -> None:
     """Rename a folder; an old one of that name (a damaged one, usually) makes way first."""
     replaced = final.with_name(store.REPLACED + final.name)
     if final.exists() and store.step_of(final, step) != step:
-        store.quarantine(final, "renamed")  # somebody's copy of another step
+        store.quarantine(final, "renamed")  # a user's copy of another step
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)

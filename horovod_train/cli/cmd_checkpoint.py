@@ -57,7 +57,7 @@ def verify(path: Path) -> None:
 @command.command()
 @path_argument
 def discard(path: Path) -> None:
-    """Delete the damaged checkpoints in PATH, those set aside among them, so that a job starts anew."""
+    """Delete damaged and quarantined checkpoints in PATH, so that a job can start from the beginning."""
     from horovod_train.checkpoint.inspect import discard_damaged
 
     gone = discard_damaged(path)

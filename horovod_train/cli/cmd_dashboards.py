@@ -35,7 +35,7 @@ def export(folder: Path, runbook: str | None, checkpoint_age: float) -> None:
     from horovod_train.monitor.shipped import RULES, dashboards, rules_file
 
     if runbook is not None and not runbook.startswith(("http://", "https://")):
-        raise UserError(f"--runbook {runbook} is no address", hint="begin it with https://")
+        raise UserError(f"--runbook {runbook} is not a URL", hint="begin it with https://")
     texts = {**dashboards(), RULES: rules_file(runbook or RUNBOOK, checkpoint_age)}
     for name, text in texts.items():
         write_whole(folder / name, text, mode=0o644)

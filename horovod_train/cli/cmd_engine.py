@@ -20,7 +20,7 @@ def command() -> None:
 @click.option(
     "--sdist",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Horovod's source archive, where there is no package index.",
+    help="Horovod's source archive, for machines without a package index.",
 )
 @click.option("--without-cuda", is_flag=True, help="Build for CPUs alone, though a GPU is here.")
 @click.option("--no-install", is_flag=True, help="Only put the wheel into the cache and print its path.")

@@ -28,7 +28,9 @@ class Size(click.ParamType[float]):
         """Return it in bytes."""
         found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", str(value))
         if found is None:
-            self.fail(f"{value!r} is no size; write a number and a unit, as in 16GiB or 500MiB", param, ctx)
+            self.fail(
+                f"{value!r} is not a size; write a number and a unit, as in 16GiB or 500MiB", param, ctx
+            )
         return float(found[1]) * UNITS[found[2]]
 
 

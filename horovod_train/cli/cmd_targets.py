@@ -17,7 +17,7 @@ def command() -> None:
 def serve(folders: tuple[str, ...], host: str, port: int) -> None:
     """Serve the ranks of all jobs in FOLDERs of runs (default: runs), and metrics of the jobs themselves.
 
-    /targets is for Prometheus' http_sd_configs, /metrics for its scrape_configs. Whoever asks has to send
+    /targets is for Prometheus' http_sd_configs, /metrics for its scrape_configs. Requests have to contain
     the token in HOROVOD_TRAIN_TOKEN, if that is set.
     """
     from pathlib import Path
@@ -28,7 +28,7 @@ def serve(folders: tuple[str, ...], host: str, port: int) -> None:
     places = [Path(folder).expanduser() for folder in folders or ("runs",)]
     for place in places:
         if not place.is_dir():
-            click.echo(f"{place.absolute()} is not there yet; its jobs are told of when it is", err=True)
+            click.echo(f"{place.absolute()} does not exist yet; its jobs are listed when it does", err=True)
     server = serve_targets(places, host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
     try:

@@ -16,7 +16,7 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
     """Show jobs in the browser: loss, throughput, which rank is slow, who waits for whom.
 
     JOB is the id of a job, FOLDER one of runs (default: runs), TARGETS a file or the address of Prometheus'
-    targets, or host:port,host:port of ranks. Whoever opens the page has to know the token that is printed;
+    targets, or host:port,host:port of ranks. The page requires the token that is printed;
     HOROVOD_TRAIN_TOKEN sets it.
     """
     from pathlib import Path

@@ -53,11 +53,11 @@ class Communicator(Protocol):
 
     @property
     def waiting_in(self) -> Waiting | None:
-        """What this rank waits for; None: it does not wait, or nobody knows."""
+        """What this rank waits for; None: it does not wait, or unknown."""
         ...
 
     def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
-        """Call what blocks; whoever looks meanwhile sees for what, and since when."""
+        """Call what blocks; record what it waits for, and since when."""
         ...
 
     def allreduce_sum(self, values: Sequence[float]) -> list[float]:

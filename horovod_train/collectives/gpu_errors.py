@@ -1,7 +1,7 @@
 """What NCCL and CUDA say when something fails, and what it means.
 
 Their texts come from three places: PyTorch ("CUDA error: ..."), Horovod ("cudaEventRecord failed: ...") and
-NCCL by way of Horovod. A GPU works behind the host, so that the call that tells of a failure is seldom the
+NCCL by way of Horovod. A GPU runs asynchronously, so that the call that reports a failure is seldom the
 one that made it.
 """
 
@@ -90,7 +90,7 @@ IS_CUDA = re.compile(
 NCCL_REASONS = {
     "duplicate gpu": "several ranks use one GPU: start one rank per GPU, or set launch.share_gpus: true",
     "dev/shm": "shared memory is too small: `docker run --shm-size 1g`, or launch.kubernetes.shm_size",
-    "out of memory": "its buffers do not fit beside the model: lower train.batch_size_per_rank",
+    "out of memory": "its buffers do not fit in addition to the model: lower train.batch_size_per_rank",
     "driver version is insufficient": "the driver is too old for this NCCL: update it",
     "unhandled system error": "ranks do not reach each other: set launch.network_interface",
     "unhandled cuda error": "the driver is too old for this NCCL, or a GPU has failed: see `nvidia-smi`",

@@ -1,6 +1,6 @@
 """The ranks of a job, through one of Horovod's bindings.
 
-Each binding has a core, a thread and connections of its own, so a process uses one of them for
+Each binding has a core, a thread and its own connections, so a process uses one of them for
 everything: gradients and what ranks tell each other.
 """
 
@@ -141,7 +141,7 @@ class HorovodCommunicator:
         return result
 
     def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
-        """Call what blocks; whoever looks sees for what, and since when. Raises as ``call`` does."""
+        """Call what blocks; record what it waits for, and since when. Raises as ``call`` does."""
         self.waiting_in, self.waiting_since_s = entry, monotonic()
         try:
             return blocking()
@@ -172,7 +172,7 @@ def connect(
 
     Args:
         communicator_class: Which binding to use.
-        job: Says how Horovod is set up; None: as a job without settings of its own does.
+        job: Says how Horovod is set up; None: as a job without its own settings does.
         environ: What launchers leave in the environment.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What Kubernetes is asked for: ``launch.kubernetes``. How fields fit together: ``kubernetes_rules.py``."""
+"""The section ``launch.kubernetes``; ``kubernetes_rules.py`` has the rules between its fields."""
 
 from __future__ import annotations
 

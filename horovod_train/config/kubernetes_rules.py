@@ -1,8 +1,8 @@
 """What must hold for a job that runs as an MPIJob.
 
 The API server refuses some mistakes, the operator mentions others in an event and then does nothing,
-and some nobody notices (``docs/kubernetes.md`` has the list). Here all of them are found before
-anything is sent.
+and some are ignored without a message (``docs/kubernetes.md`` has the list). Here all of them are found
+before anything is sent.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _metrics(job: Job) -> Iterator[Problem]:
         return
     for field in ("tls", "basic_auth"):
         if getattr(job.metrics, field) is not None:
-            message = "cannot be had with launch.kubernetes.pod_monitor: true, which knows neither"
+            message = "is not supported with launch.kubernetes.pod_monitor: true, which supports neither"
             yield Problem(f"metrics.{field}", "", message, "write a PodMonitor of your own for such jobs")
     if not job.metrics.enabled:
         yield Problem(
@@ -238,7 +238,7 @@ def _scheduling(job: Job) -> Iterator[Problem]:
         yield Problem(
             "launch.kubernetes.deadline_s",
             str(kubernetes.deadline_s),
-            f"leaves no time beside grace_s = {grace_s:g}",
+            f"leaves no time in addition to grace_s = {grace_s:g}",
         )
 
 

@@ -138,7 +138,7 @@ def read_tree(path: Path) -> Tree:
         raise _unreadable(path, f"has an unknown ending {path.suffix!r}", f"use one of {', '.join(readers)}")
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise _unreadable(path, f"is larger than {MAX_FILE_BYTES} bytes: this is no job description")
+            raise _unreadable(path, f"is larger than {MAX_FILE_BYTES} bytes: this is not a job description")
         tree = reader(path.read_text(encoding="utf-8"))
     except UNREADABLE as error:
         raise _unreadable(path, _why_unreadable(error, path)) from error

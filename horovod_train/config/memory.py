@@ -5,7 +5,7 @@
     update  stays + gradients + what the optimizer's step has at its peak
     peak    the larger of the two
 
-Each strategy divides some of it by the number of ranks that share it, and adds copies of its own.
+Each strategy divides some of it by the number of ranks that share it, and adds its own copies.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def needs(sizes: Sizes, shared: Sizes | None, job: Job, num_ranks: int) -> dict[
 
     Args:
         sizes: Of the job in one process.
-        shared: On ranks that share each layer; None: nobody knows how.
+        shared: On ranks that share each layer; None: unknown.
         job: The job.
         num_ranks: How many share the model.
     """
@@ -100,7 +100,7 @@ def needs(sizes: Sizes, shared: Sizes | None, job: Job, num_ranks: int) -> dict[
         "deepspeed": _deepspeed(sizes, job, num_ranks),
         "pipeline": _pipeline(sizes, job, num_ranks),
     }
-    if job.train.accumulation_steps > 1:  # otherwise gradients leave as they are made
+    if job.train.accumulation_steps > 1:  # otherwise gradients are reduced as soon as they are computed
         found["zero 1"] = _need(sizes, optimizer=num_ranks, keeps_gradients=True)
     if shared is not None:
         found["tensor_parallel"] = _need(shared)

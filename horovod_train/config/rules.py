@@ -47,7 +47,7 @@ def names_are_known(job: Job) -> Iterator[Problem]:
         yield from _known("framework", job.framework, FRAMEWORKS)
     if job.launch.launcher != "auto":
         yield from _known("launch.launcher", job.launch.launcher, LAUNCHERS)
-    # Of a framework that nobody knows, nobody knows the optimizers.
+    # The optimizers of an unknown framework are unknown.
     if ":" not in job.optimizer.name and job.framework in FRAMEWORKS.rows:
         yield from _known("optimizer.name", job.optimizer.name, optimizers_of(job.framework))
     codec = job.allreduce.codec
@@ -154,7 +154,7 @@ def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
 
 
 def elastic_is_supported(job: Job) -> Iterator[Problem]:
-    """Bounds that fit each other, and checkpoints to go on from."""
+    """Bounds that fit each other, and checkpoints to resume from."""
     launch, elastic = job.launch, job.launch.elastic
     if elastic is None:
         return
@@ -171,14 +171,19 @@ def elastic_is_supported(job: Job) -> Iterator[Problem]:
             "min_ranks <= num_ranks <= max_ranks",
         )
     if elastic.discover is not None and not is_command(elastic.discover):
-        yield Problem("launch.elastic.discover", repr(elastic.discover), "is no command", "close its quotes")
+        yield Problem(
+            "launch.elastic.discover", repr(elastic.discover), "is not a command", "close its quotes"
+        )
     if elastic.discover is not None and launch.hosts:
         yield Problem(
             "launch.elastic.discover", repr(elastic.discover), "and launch.hosts both name hosts", "use one"
         )
     if job.checkpoint.resume == "never":
         yield Problem(
-            "checkpoint.resume", "'never'", "would begin anew whenever hosts change", "use auto with elastic"
+            "checkpoint.resume",
+            "'never'",
+            "would start from the beginning whenever hosts change",
+            "use auto with elastic",
         )
     if launch.launcher.startswith("slurm"):
         yield Problem(
@@ -215,7 +220,7 @@ def variables_are_set_once(job: Job) -> Iterator[Problem]:
 
 
 def ports_fit(job: Job) -> Iterator[Problem]:
-    """Every rank of a host gets a port of its own."""
+    """Every rank of a host gets its own port."""
     hosts = job.launch.hosts
     ranks = max(map(slots_of, hosts)) if hosts else job.launch.num_ranks or 1
     if job.metrics.port + ranks - 1 > 65535:
@@ -267,7 +272,7 @@ def compile_is_supported(job: Job) -> Iterator[Problem]:
         yield Problem(
             "train.cuda_graph",
             repr(job.train.cuda_graph),
-            f"cannot be combined with train.compile.mode: {compiled.mode}, which records graphs of its own",
+            f"cannot be combined with train.compile.mode: {compiled.mode}, which captures its own graphs",
             "leave one of them out; mode: max-autotune-no-cudagraphs can be combined",
         )
 
@@ -289,7 +294,7 @@ def bfloat16_travels_in_pytorch(job: Job) -> Iterator[Problem]:
         yield Problem(
             "allreduce.wire_dtype",
             "'bf16'",
-            f"cannot be had with framework: {job.framework}, whose binding of Horovod does not know bfloat16",
+            f"is not supported with framework: {job.framework}, whose Horovod binding lacks bfloat16",
             "use fp16 or fp32, or framework: torch",
         )
 
@@ -309,7 +314,7 @@ def _refused(job: Job, fields: Iterable[Refused], who: str) -> Iterator[Problem]
         default = type(owner).model_fields[field].default
         if value in refused.values if refused.values else value != default:
             shown = repr(value.name if isinstance(value, Codec) else value)
-            message = f"cannot be had with {who}: {refused.reason}"
+            message = f"is not supported with {who}: {refused.reason}"
             yield Problem(refused.field, shown, message, refused.instead)
 
 
@@ -319,7 +324,7 @@ def strategy_is_available(job: Job) -> Iterator[Problem]:
         yield Problem(
             "strategy",
             repr(job.strategy.name),
-            f"cannot be had with framework: {job.framework}, which sums gradients in each step",
+            f"is not supported with framework: {job.framework}, which sums gradients in each step",
             "leave it out, or use framework: torch",
         )
 
@@ -328,7 +333,7 @@ def strategy_supports_job(job: Job) -> Iterator[Problem]:
     """A strategy has its arguments, and what it cannot honour is refused."""
     support = STRATEGY_SUPPORT.get(job.strategy.name)
     if support is None:
-        return  # somebody else's
+        return  # of another package
     try:
         support.arguments.model_validate(job.strategy.args)
     except ValidationError as error:
@@ -346,7 +351,7 @@ def codec_is_available(job: Job) -> Iterator[Problem]:
         yield Problem(
             "allreduce.codec",
             repr(codec.name),
-            f"cannot be had with framework: {job.framework}",
+            f"is not supported with framework: {job.framework}",
             "leave it out, or use framework: torch",
         )
     if job.train.channels_last:
@@ -371,7 +376,7 @@ OF_JOBS = ("train", "optimizer", "lr", "data", "allreduce", "strategy", "evaluat
 
 
 def script_is_supported(job: Job) -> Iterator[Problem]:
-    """A script trains by itself: what only jobs can be told is refused, never ignored."""
+    """Refuse fields that a script ignores."""
     is_script = job.task.endswith(".py:__main__")
     if job.framework != SCRIPT:
         if is_script:
@@ -379,7 +384,7 @@ def script_is_supported(job: Job) -> Iterator[Problem]:
             yield Problem("task", repr(job.task), "is a script: it belongs to framework: script", hint)
         return
     if not is_script:
-        yield Problem("task", repr(job.task), "is no script", "write task: train.py:__main__")
+        yield Problem("task", repr(job.task), "is not a script", "write task: train.py:__main__")
     for section in OF_JOBS:
         if getattr(job, section) != Job.model_fields[section].default:
             yield Problem(section, "", "is not for scripts, which decide it themselves", "leave it out")

@@ -45,7 +45,7 @@ class Compile(Section):
     """What inductor aims at."""
 
     dynamic: bool | None = None
-    """Compile for any shape at once; null: anew for the first new shape, then for any."""
+    """Compile for any shape at once; null: recompile for the first new shape, then for any."""
 
 
 class Train(Section):
@@ -322,7 +322,7 @@ class Tracking(Section):
     """Keyword arguments of the tracker, such as ``path: metrics.csv``. Not for secrets."""
 
     every_steps: Count = 1
-    """Of which steps it is told; it is told of every evaluation."""
+    """Interval of steps that are logged; every evaluation is logged."""
 
 
 class MetricsTls(Section):

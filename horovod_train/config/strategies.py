@@ -138,7 +138,7 @@ class FsdpArguments(Section):
     """Name patterns of modules that are gathered as one, such as ``layers.*``; null: the model's layers."""
 
     param_dtype: Width | None = None
-    """Type of weights in use; null: as they are."""
+    """Data type of gathered weights; null: that of the parameters."""
 
     reduce_dtype: Width | None = None
     """Type of gradients on their way; null: that of weights in use."""
@@ -182,7 +182,7 @@ class DeepSpeedArguments(Section):
     def _is_consistent(self) -> Self:
         both = sorted(self.zero_optimization.keys() & {"stage", "offload_optimizer", "offload_param"})
         if both:
-            raise ValueError(f"zero_optimization: {both[0]} is a field beside it: set that one")
+            raise ValueError(f"zero_optimization: {both[0]} is a separate field: set that one")
         if self.offload_parameters is not None and self.stage != 3:
             raise ValueError(f"offload_parameters needs stage: 3, and this is stage: {self.stage}")
         on_disk = self.offload_optimizer == "nvme"

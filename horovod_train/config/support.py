@@ -178,6 +178,6 @@ SUPPORT: Mapping[str, Support] = {
             ),
             Refused("launch.threads_per_rank", "MXNet reads OMP_NUM_THREADS only", "set it in launch.env"),
         ),
-        note="legacy, frozen: an environment of its own with numpy < 1.24",
+        note="legacy, frozen: requires its own environment with numpy < 1.24",
     ),
 }

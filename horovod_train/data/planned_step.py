@@ -11,7 +11,7 @@ from horovod_train.data.shard import MicroBatch, StepShare
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What a loop makes a step from, whoever's loop it is.
+    """The samples of one step, for any training loop.
 
     The steps of an epoch read from one stream, so they are made in their order, each of them once.
 

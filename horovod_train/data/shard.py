@@ -7,7 +7,7 @@ each step's samples in consecutive pieces of (almost) equal length, so
 
 * every sample is used exactly once per epoch, for any number of ranks;
 * n ranks with batch b take the same samples per step as one rank with batch n * b;
-* the cursor alone, with any number of ranks, says where an interrupted epoch goes on.
+* the cursor alone, with any number of ranks, says where an interrupted epoch continues.
 
 Pieces of a step can differ by one sample, and a rank may have none in the last step. The loss of a
 micro-batch is therefore weighted by its share of the step's samples, which every rank knows

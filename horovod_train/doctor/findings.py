@@ -134,7 +134,9 @@ def _resources(host: str, readings: HostReadings, ranks: int) -> Iterator[Findin
         fix = f"start at most {cores} ranks on this host"
         yield Finding(host, "cores", f"{cores} for {ranks} ranks", "warn", fix)
     elif load > cores:
-        yield Finding(host, "cores", f"{cores}, load {load:.1f}: somebody else computes", "warn", "see top")
+        yield Finding(
+            host, "cores", f"{cores}, load {load:.1f}: other processes use the CPU", "warn", "see top"
+        )
     else:
         yield Finding(host, "cores", f"{cores} for {ranks} rank(s), load {load:.1f}")
 

@@ -110,7 +110,7 @@ def _looked_at(what: str, name: str, look: Callable[[], Finding]) -> Finding:
     try:
         return look()
     except LaunchError as error:
-        return Finding("", what, f"{name}: {error.message}", "warn", "look as somebody who may")
+        return Finding("", what, f"{name}: {error.message}", "warn", "use an account with this permission")
 
 
 def _claim(cluster: Cluster, name: str) -> Finding:

@@ -1,8 +1,8 @@
 """``events.jsonl``: what happened in a run, for programs; an event on each line, oldest first.
 
-Each line is a JSON object with ``time_unix_s``, ``rank`` (null: whoever carries out the run), ``kind``, and
+Each line is a JSON object with ``time_unix_s``, ``rank`` (null: the launcher), ``kind``, and
 the fields of that kind (``types.py``). The file stays below a size: when it would outgrow it, the kind with
-most lines, as a rule progress, loses every second one, and again, until there is room for as much once more.
+most lines, as a rule progress, loses every second one, and again, until it is half full.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Record:
 
     Attributes:
         time_unix_s: When it was written, by the clock of the host that wrote it.
-        rank: Whose event it is; None: of whoever carries out the run.
+        rank: The rank that reported the event; None: the launcher.
         event: What happened.
     """
 
@@ -80,7 +80,7 @@ class EventsFile:
                 self._log.write(line)
                 self._size_bytes += len(line) + 1
             problem, self._problem = self._problem, ""
-        # Whoever is told may write an event about it.
+        # The callback may write an event about it.
         if problem and problem not in self._problems:
             self._problems.add(problem)
             self._on_loss(problem)
@@ -107,7 +107,7 @@ class EventsFile:
             return False
         self._log.close()
         try:
-            # Whatever a disk has made of the file: what is no text any more counts as a line of its own.
+            # A damaged file may contain bytes that are not text; these count as lines.
             text = self._path.read_text(encoding="ascii", errors="backslashreplace")
             lines = thinned(text.splitlines(), self._max_bytes // 2)
             write_whole(self._path, "".join(f"{line}\n" for line in lines))
@@ -162,7 +162,7 @@ def as_record(line: str) -> Record:
 
 
 def _kind_of(line: str) -> str:
-    """Return what a line is one of many of: its kind, and where that is told in parts, which part."""
+    """Return the kind of a line, and for kinds that are split into parts, the part."""
     try:
         fields = json.loads(line)
         return f"{fields['kind']} {fields.get('first_rank', '')}"

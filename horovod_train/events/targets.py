@@ -12,7 +12,7 @@ def parse_targets(text: str | bytes) -> list[Target]:
     """Return the targets of a document as Prometheus wants it, from a file or over HTTP.
 
     Raises:
-        ValueError: It is no such document; or a KeyError, TypeError or AttributeError.
+        ValueError: It is not such a document; or a KeyError, TypeError or AttributeError.
     """
     return [
         Target(address=str(address), labels={str(k): str(v) for k, v in group.get("labels", {}).items()})

@@ -91,7 +91,7 @@ def summary_lines(event: Summary) -> Iterator[str]:
     yield f"  evaluation      {metrics or 'none'}"
     speed = f"{event.samples_per_s:,.0f} samples/s, {event.world_size} rank(s)"
     # All was trained before: a checkpoint of the last step lies there.
-    nothing = "nothing was left to train; --set checkpoint.resume=never begins anew"
+    nothing = "nothing was left to train; --set checkpoint.resume=never starts from the beginning"
     yield f"  throughput      {speed if event.samples_per_s else nothing}"
     yield f"  global batch    {event.global_batch_size}"
     lr = learning_rate(event.lr_scaling, event.base_lr, event.reference_batch_size, event.peak_lr)

@@ -1,7 +1,7 @@
 """A class for each kind of event that the ranks of a run tell.
 
 A task may print a line that looks like an event and is not one, so fields are checked strictly when a line
-is read: whoever gets an event can rely on what its class says.
+is read: users of an event can rely on the types of its class.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ WAIT_PHASE = "allreduce_wait"
 """The phase of a step in which a rank waits for the all-reduce: for others, and for the network."""
 
 PHASES = ("data", "forward", "backward", "compute", WAIT_PHASE, "optimizer")
-"""``compute`` is forward and backward, with all-reduce and update where a graph does not tell them apart."""
+"""``compute`` is forward and backward, with all-reduce and update if a graph does not separate them."""
 
 
 MAX_RANKS = 1 << 20
-"""Nobody has more; a damaged number is not to make a table as large as itself."""
+"""Upper limit, so that a damaged number does not create a huge table."""
 
 
 class Event(BaseModel):
@@ -158,7 +158,7 @@ class RankTimes(Event):
         steps: Optimizer steps of each rank.
         samples: Samples that each rank read; empty where that is not known.
         step_s: Time of its steps.
-        phases_s: Time of its steps by phase, as far as it is known.
+        phases_s: Time of its steps by phase, as far as known.
         waiting_s: Time that it waited for ranks that came later; empty where that is not known.
         waited_for_s: Time that others waited for it, added up over them; empty where that is not known.
     """

@@ -1,7 +1,7 @@
 """Events as lines, and back: what a launcher and its ranks put out, line by line.
 
 Started by ``horovod-train run``, a worker writes events as marked JSON lines into the channel of the run
-(``channel.py``), or to its output where it has none, and ``run`` shows them. Started by hand, it writes the
+(``channel.py``), or to its output where it has none, and ``run`` shows them. Started manually, it writes the
 same events as text. Nothing else about a worker depends on who started it.
 """
 

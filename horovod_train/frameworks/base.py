@@ -46,7 +46,7 @@ class StepClock:
 
     @property
     def own_s(self) -> float | None:
-        """Time without waiting for the all-reduce; None: nobody knows how long that was."""
+        """Time without waiting for the all-reduce; None: unknown."""
         wait_s = self.seconds.get(WAIT_PHASE)
         return None if wait_s is None else self.total_s - wait_s
 
@@ -134,7 +134,7 @@ class Replica(Protocol):
 
     @property
     def lag_steps(self) -> int:
-        """A step is asked for its outcome when so many others were made: the same number on every rank.
+        """Steps after which the outcome of a step is read: the same number on every rank.
 
         0 where it is known at once.
         """
@@ -185,7 +185,7 @@ class Replica(Protocol):
         ...
 
     def state(self, *, copy: bool) -> ReplicaState:
-        """Return the state; with ``copy`` it stays as it is until the next copy is taken."""
+        """Return the state; with ``copy``, later steps do not change it until the next copy."""
         ...
 
     def load_state(self, state: ReplicaState) -> None:
@@ -230,7 +230,7 @@ class IdenticalReplica:
     passes_are_collective = False
 
     def rank_state(self) -> Mapping[str, ArrayBlob]:
-        """Return nothing: no rank has something of its own."""
+        """Return nothing: no rank has its own state."""
         return {}
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
@@ -322,7 +322,7 @@ class HasDevice(Protocol):
     def device_memory(self) -> tuple[int, int | None, int] | None:
         """Return the bytes that tensors take, that are kept for them, and that they took at most.
 
-        None in the second place: it does not say; altogether: there is no GPU.
+        None in the second place: it does not say; altogether: no GPU.
         """
         ...
 
@@ -378,7 +378,7 @@ class Framework(Protocol):
 def add_metric(sums: dict[str, tuple[float, int]], name: str, value: Any, num_samples: int) -> None:
     """Add a batch's value of a metric to its (sum, count).
 
-    A metric with one value per sample is summed as it is. A single value is taken for the mean of the batch
+    A metric with one value per sample is summed. A single value is taken for the mean of the batch
     and weighted by the batch's samples. A pair is a sum and a count.
 
     Args:

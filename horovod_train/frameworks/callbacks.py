@@ -28,7 +28,7 @@ OWN_STATE = "@callbacks/"
 SET_BY_KERAS = {"params"}
 TREE = f"{OWN_STATE}tree"
 LIBRARIES = {"torch", "tensorflow", "jax", "logging"}.union(*PACKAGES.values())
-"""Packages of objects that a callback refers to, and that are no state of its own."""
+"""Packages of objects that a callback refers to, and that are not state of the callback."""
 
 
 def attributes_of(callback: object) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def report_unsaved(callbacks: Iterable[object], world: Communicator) -> None:
         for name, kind in unsaved_attributes(callback).items()
     ]
     if found and world.rank == 0:
-        log.warning("state of callbacks that is not saved, and begins anew on resume: %s", ", ".join(found))
+        log.warning("state of callbacks that is not saved, and is reset on resume: %s", ", ".join(found))
 
 
 def named(callbacks: Iterable[object]) -> Iterator[tuple[str, Any]]:
@@ -179,7 +179,7 @@ class SavesCallbacks:
 
 
 class JobsLearningRate:
-    """Sets the learning rates of a step, and finds out when somebody else has set others.
+    """Sets the learning rates of a step, and detects if a callback has set others.
 
     Args:
         read: Returns the rates that the optimizer has now.

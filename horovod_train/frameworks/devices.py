@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def gpu_uuid(number: int) -> str:
-    """Return the identity of a GPU, given its number in this process; empty when there is no driver.
+    """Return the identity of a GPU, given its number in this process; empty without a driver.
 
     Numbers mean nothing to another process: CUDA_VISIBLE_DEVICES and containers shift them.
     """
@@ -32,7 +32,7 @@ def gpu_uuid(number: int) -> str:
 
 
 def gpu_name(number: int) -> str:
-    """Return the model of a GPU, given its number in this process; empty when there is no driver."""
+    """Return the model of a GPU, given its number in this process; empty without a driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -66,7 +66,7 @@ def own_gpu(
         why_none: Why the framework sees none, if that is known.
 
     Raises:
-        UserError: A GPU was asked for and there is none for this rank.
+        UserError: A GPU is required, and this rank has none.
         WorldError: Some ranks have GPUs and others have none.
     """
     if job.train.device == "cpu":
@@ -151,7 +151,7 @@ def choose_gpu(world: Communicator, seen: Sequence[Sequence[str]], num_gpus: int
         return world.local_rank % num_gpus
     if world.local_rank >= num_gpus:
         raise UserError(
-            f"local rank {world.local_rank} on {world.host} has no GPU of its own: {num_gpus} found",
+            f"local rank {world.local_rank} on {world.host} has no GPU: {num_gpus} found",
             hint="start at most one rank per GPU, set train.device: cpu, or (slow) launch.share_gpus: true",
         )
     return world.local_rank

@@ -17,7 +17,7 @@ def make_optimizer(job: Job, make: Callable[[Any, Mapping[str, Any]], Any]) -> A
         make: Calls the class with the arguments, and with what else the framework gives to it.
 
     Raises:
-        UserError: There is no such optimizer, or it refuses its arguments.
+        UserError: Unknown optimizer, or invalid arguments.
     """
     args = _with_tuples(job.optimizer.args)
     return optimizers_of(job.framework).make(

@@ -1,6 +1,6 @@
 """Batches as NumPy arrays, in the order and sizes that the shard rule says.
 
-What is here without NumPy in its name (fetches, seeds, loader processes) is PyTorch's reader's, too.
+PyTorch's reader uses the parts without NumPy in their names (fetches, seeds, loader processes), too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SEED_MULTIPLIER = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads (seed, ep
 
 @dataclass(frozen=True)
 class Fetch:
-    """What is asked of a dataset: which samples, and the seed of their augmentation."""
+    """A request to a dataset: indices of samples, and the seed of their augmentation."""
 
     indices: tuple[int, ...]
     seed: int
@@ -48,7 +48,7 @@ def fetches(seed: int, epoch: int, order: Order, micro_batches: Iterable[MicroBa
     """Yield the fetch of each micro-batch.
 
     Random augmentation is seeded by what is read, not by who reads it or how often the job was
-    resumed, so an interrupted epoch goes on as if nothing had happened.
+    resumed, so an interrupted epoch continues as if nothing had happened.
     """
     for batch in micro_batches:
         yield Fetch(
@@ -254,7 +254,7 @@ def stack_samples(samples: Sequence[Any]) -> Any:
 
 @contextmanager
 def own_seeds(seed: int) -> Iterator[None]:
-    """Let Python's and NumPy's generators start from a seed, and go on as before afterwards."""
+    """Let Python's and NumPy's generators start from a seed, and continue as before afterwards."""
     saved = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -271,7 +271,7 @@ def batch_length(batch: Any) -> int:
     Mappings, sequences and data classes are followed; a list without arrays is as long as it is.
 
     Raises:
-        UserError: There is no array in it.
+        UserError: No array in it.
 
     >>> batch_length({"id": ["a", "b", "c"], "x": np.zeros((3, 2))}), batch_length([None, {"x": np.zeros(2)}])
     (3, 2)

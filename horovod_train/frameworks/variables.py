@@ -74,7 +74,7 @@ def running_statistics(layers: Sequence[Any]) -> list[Any]:
 
 
 def seed(states: Sequence[Any], seed: int) -> None:
-    """Give each random generator of a model a state of its own, from one number."""
+    """Give each random generator of a model its own state, from one number."""
     for place, variable in enumerate(states):
         old = variable.numpy()
         numbers = [mix(seed % 2**32, place, part) % 2**31 for part in range(old.size)]

@@ -102,7 +102,7 @@ def _compare_each(world: Communicator, state: ReplicaState, holders: Holders, wh
 
 
 def _settings(state: ReplicaState) -> str:
-    """Return what is no array. Where ranks share a model, each has the optimizer's state of its own part."""
+    """Return state other than arrays; under model parallelism, each rank has its part of the optimizer's."""
     return json.dumps([None if state.is_sharded else state.optimizer_tree, dict(state.scaler)])
 
 
@@ -119,7 +119,7 @@ def _differing(everyone: Sequence[Mapping[str, str]], *, is_sharded: bool) -> li
 
 
 def _who_differs(values: Sequence[str | None]) -> str:
-    """Name those that differ from most others; where there is no majority, nobody knows who is right.
+    """Name those that differ from most others; without a majority, no rank is known to be right.
 
     Args:
         values: By rank; None: this rank has nothing to compare.

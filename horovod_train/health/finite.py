@@ -10,7 +10,7 @@ from horovod_train.errors import NumericError, describe_ranks
 
 
 class FiniteGuard:
-    """Lets training go on, or ends it, when a step was not finite.
+    """Lets training continue, or ends it, when a step was not finite.
 
     The replica has left the weights alone by then. Every rank sees the same losses and gradients
     and so comes here together.
@@ -38,11 +38,11 @@ class FiniteGuard:
         if may_skip and self.num_skipped_in_a_row <= self._health.max_skipped_steps:
             return
         error = NumericError(self._describe(step, loss, local_loss), hint=self._hint())
-        self.reset()  # who goes on nevertheless may skip as many as at first
+        self.reset()  # a user's loop that continues may skip as many steps again
         raise error
 
     def reset(self) -> None:
-        """Count anew: training goes on from elsewhere."""
+        """Reset the count: training continues from another state."""
         self.num_skipped_in_a_row = 0
 
     def _describe(self, step: int, loss: float, local_loss: float) -> str:

@@ -1,11 +1,11 @@
-"""Signs of life of a rank that need neither MPI nor Gloo: whoever is frozen cannot give them.
+"""Heartbeats of a rank, independent of MPI and Gloo; a frozen rank sends none.
 
 A process that is stopped, that swaps, or that waits for a network file system takes Horovod's own stall
 inspector along, which hears of nothing any more. So each rank has a thread that
 
 * notes the time in a file of the run's folder on its host, where the launch's agent looks
   (``launch/hosts/host_actions.py``), when ``horovod-train run`` has started it;
-* sends it to two other ranks, when it was started by hand. Each rank watches the two before it in the
+* sends it to two other ranks, when it was started without `run`. Each rank watches the two before it in the
   ring of ranks, and ends itself, and so the job, when one of them is silent for too long while this
   rank waits for the others. Over Gloo it kills that one first, if it is on the same machine: horovodrun
   gives each rank that is left five seconds to leave, and one that is frozen twice as much.
@@ -52,7 +52,7 @@ def start_heartbeat(folder: Path, rank: int) -> None:
     path = folder / heartbeat_file(rank, os.getpid())
 
     def beat() -> None:
-        # Without a folder or room in it, nobody watches this rank; that is no reason to stop it.
+        # Without the folder, or with a full disk, this rank is not monitored; training continues.
         with suppress(OSError), path.open("wb", buffering=0) as file:
             while True:
                 # Since the host was started: the same clock for all its processes, and nobody sets it.
@@ -173,7 +173,7 @@ class PeerWatch:
             except (TimeoutError, OSError):
                 continue
             except ValueError:
-                continue  # somebody else's
+                continue  # of another package
             if token != self._token or int(rank) not in self._last_heartbeat_s:
                 continue
             if word == "left":
@@ -233,6 +233,6 @@ def _addresses(hosts: list[str]) -> list[str]:
 
 
 def heartbeat_dir(environ: Mapping[str, str]) -> Path | None:
-    """Return where a launch of ours wants signs of life; None: nobody looks."""
+    """Return the folder for heartbeat files; None: no agent monitors this rank."""
     stage = environ.get("HOROVOD_TRAIN_RUN")
     return Path(stage) if stage is not None else None

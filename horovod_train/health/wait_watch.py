@@ -67,7 +67,7 @@ class WaitWatch:
             if wait is None or wait.since_s != since_s:
                 since_s, elapsed_s, is_reported = None if wait is None else wait.since_s, 0.0, False
                 continue
-            elapsed_s += self._interval_s  # not by a clock, which goes on while this process is stopped
+            elapsed_s += self._interval_s  # not by a clock, which runs while this process is stopped
             if elapsed_s >= self._warning_s and not is_reported:
                 is_reported = True
                 self._warn(wait.report(elapsed_s))

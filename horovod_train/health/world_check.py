@@ -25,7 +25,7 @@ def check_world(job: Job, world: Communicator, environment: Mapping[str, str]) -
     """Refuse a world that is not the one asked for, or whose ranks are not alike; all ranks call it.
 
     Args:
-        job: What is asked for.
+        job: The job.
         world: The ranks.
         environment: What this rank trains with (``environment_fingerprint``).
 

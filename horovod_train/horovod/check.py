@@ -1,6 +1,6 @@
 """What the installed engine can do, and what to do when it cannot.
 
-The engine is looked at in a process of its own: a library that cannot be loaded may take its process
+The engine is checked in a separate process: a library that cannot be loaded may take its process
 with it.
 """
 
@@ -37,14 +37,14 @@ hvd.shutdown()
 print(json.dumps(found))
 """
 
-# Each framework has a library and a core of its own; how to sum three ones with it.
+# Each framework has its own library; code that sums three ones with it.
 _SUMS_OF_ONES = {
     "torch": 'import torch; total = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="check")',
     "tensorflow": "import tensorflow as tf; total = hvd.allreduce(tf.ones(3), op=hvd.Sum).numpy()",
     "mxnet": "import mxnet as mx; total = hvd.allreduce(mx.nd.ones(3), average=False).asnumpy()",
 }
 
-# In a process of its own: what fails on a GPU says nothing of the rest of the engine.
+# In a separate process: what fails on a GPU says nothing of the rest of the engine.
 _GPU_PROBE = """
 import json, torch, horovod.torch as hvd
 hvd.init()

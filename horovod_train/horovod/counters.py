@@ -11,7 +11,7 @@ BINDINGS = ("torch", "tensorflow", "mxnet")
 def allreduce_counters() -> tuple[int, float] | None:
     """Return the bytes that this process has given to all-reduces so far, and how long these took in seconds.
 
-    From the moment that all ranks were ready: waiting for them is no part of it. None: no binding is loaded,
+    From the moment that all ranks were ready: the wait for them is excluded. None: no binding is loaded,
     or the engine does not count.
     """
     return _read("horovod_allreduce_bytes", "horovod_allreduce_microseconds")
@@ -28,7 +28,7 @@ def gpu_allreduce_counters() -> tuple[int, float] | None:
 
 def _read(bytes_name: str, microseconds_name: str) -> tuple[int, float] | None:
     size_bytes, microseconds, is_known = 0, 0, False
-    for binding in BINDINGS:  # each has a core of its own; a process uses one of them
+    for binding in BINDINGS:  # each has its own core; a process uses one of them
         module = sys.modules.get(f"horovod.{binding}.mpi_ops")
         library = getattr(getattr(module, "_basics", None), "MPI_LIB_CTYPES", None)
         if library is None:

@@ -108,7 +108,7 @@ def torch_build() -> TorchBuild | None:
 def find_toolkit(torch: TorchBuild) -> Toolkit | None:
     """Return the toolkit that fits PyTorch's CUDA; None: none with a compiler is here.
 
-    One that was named comes first, then the wheels beside PyTorch, ``nvcc`` on the PATH, the system's.
+    One that was named comes first, then the wheels next to PyTorch, ``nvcc`` on the PATH, the system's.
     Those that lack headers or libraries are passed over.
 
     Raises:
@@ -277,7 +277,7 @@ def _nccl_in(home: Path) -> Nccl | None:
 
 
 def _nvidia_wheels() -> list[Path]:
-    """Return the folders that NVIDIA's wheels beside PyTorch are in."""
+    """Return the folders that NVIDIA's wheels next to PyTorch are in."""
     try:
         folder = Path(str(metadata.distribution("torch").locate_file("nvidia")))
     except metadata.PackageNotFoundError:

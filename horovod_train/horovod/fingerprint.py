@@ -1,7 +1,7 @@
 """The fingerprint of an environment: what has to be the same wherever a rank of one job runs.
 
-Versions, engine, code. Hosts tell theirs before a launch, ranks once more before they train: a launch typed
-by hand is checked, too.
+Versions, engine, code. Hosts tell theirs before a launch, ranks again before they train: a launch
+without `run` is checked, too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def environment_fingerprint(task: str | None = None) -> dict[str, str]:
 
 
 def task_files(task: str) -> list[Path]:
-    """Return the source files a task may consist of: those beside it, and the packages among them.
+    """Return the source files a task may consist of: those next to it, and the packages among them.
 
     Args:
         task: ``file.py:Class`` or ``module:Class``.

@@ -59,7 +59,7 @@ class LaunchRequest:
 
     @property
     def job_id(self) -> str:
-        """Name by which a submitted job is asked for."""
+        """ID of a submitted job."""
         return f"{self.job.name}-{self.run_id}"
 
     @property
@@ -154,7 +154,7 @@ class JobStatus:
         exit_code: How it ended; None while it has not.
         message: What explains the state; may be empty.
         cause: Of a job that has failed, what kind of failure whoever carried it out has seen; empty: none.
-        lost_ranks: Ranks that were killed, showed no sign of life or stayed away, as far as that is known.
+        lost_ranks: Ranks that were killed, were frozen or missing from a collective, as far as that is known.
     """
 
     state: State
@@ -177,7 +177,7 @@ class Submitted:
     """A job that was given to a launcher.
 
     Attributes:
-        job_id: Name by which it is asked for.
+        job_id: ID of the job.
         launcher: Which launcher has it.
         native_id: What that launcher, or the system behind it, calls it.
         log_dir: Folder of the run.

@@ -75,6 +75,6 @@ class JobConsole:
         self._progress.update(
             self._task,
             completed=event.step,
-            total=event.num_steps or None,  # of a script nobody knows: the bar moves to and fro
+            total=event.num_steps or None,  # unknown for a script: the bar pulses
             numbers=progress_text(event),
         )

@@ -1,6 +1,6 @@
-"""What is remembered about jobs: how a run stands, beside its log; and which jobs were submitted.
+"""What is remembered about jobs: how a run stands, next to its log; and which jobs were submitted.
 
-<run>/state.json                                     written by whoever carries out the run
+<run>/state.json                                     written by the launcher
 $XDG_STATE_HOME/horovod_train/jobs/<job id>.json     written when a job is started
 """
 
@@ -69,7 +69,7 @@ def remember(request: LaunchRequest, native_id: str) -> Submitted:
 
 def record_end(job_id: str, status: JobStatus) -> None:
     """Remember how a job ended, for when the system that carried it out has forgotten it."""
-    with suppress(OSError):  # whoever asks is told now all the same
+    with suppress(OSError):  # the caller is informed in any case
         write_whole(_end_file(job_id), json.dumps(asdict(status)))
 
 
@@ -94,7 +94,7 @@ def known_jobs() -> Iterator[Submitted]:
             fields = json.loads(path.read_text(encoding="utf-8"))
             found.append(Submitted(**{**fields, "log_dir": Path(fields["log_dir"])}))
         except (OSError, ValueError, TypeError, KeyError):
-            continue  # written by another version, or by hand
+            continue  # written by another version, or manually
     yield from sorted(found, key=lambda job: job.submitted_unix_s, reverse=True)
 
 
@@ -125,13 +125,13 @@ def find_job(job_id: str) -> Submitted:
 
 
 def mark_cancelled(log_dir: Path) -> None:
-    """Note that nobody wants a run any more: it ends as cancelled then, not as one to be run again."""
+    """Mark a run as cancelled: it then ends as cancelled, and not as preempted."""
     with suppress(OSError):
         (log_dir / CANCELLED_FILE).touch()
 
 
 class StateFile:
-    """How one run stands, for whoever asks. A disk that refuses is told, and never ends the run.
+    """The state of one run, in a file. Errors of the disk are reported, and never end the run.
 
     Args:
         log_dir: Folder of the run.
@@ -223,7 +223,7 @@ class StateFile:
         """Return how it stands; a run whose process is gone without a word has failed."""
         status = self.read_elsewhere()
         document = self._document()
-        # Of a job that waits in a queue nobody carries it out: the launch that put it back has ended.
+        # A queued job has no launcher: the launch that requeued it has ended.
         if document is None or status.has_ended or status.state == "waiting":
             return status
         if document["host"] != socket.gethostname():
@@ -239,7 +239,7 @@ class StateFile:
         return JobStatus("failed", 137, "the process that carried it out was killed; nothing of it is left")
 
     def touched(self) -> AbstractContextManager[None]:
-        """While the block runs, show other hosts now and then that whoever carries out the run is there."""
+        """While the block runs, touch the file, so that other hosts see that the launcher lives."""
 
         def touch(over: Event) -> None:
             while not over.wait(TOUCHED_EVERY_S):
@@ -269,7 +269,7 @@ class StateFile:
         try:
             if self._path.exists():
                 self._path.open("rb").close()
-                text = f"{self._path} is damaged; {LOG_FILE} beside it has the output"
+                text = f"{self._path} is damaged; {LOG_FILE} in the same folder has the output"
                 return JobStatus("unknown", 1, text)
             if not self._path.parent.is_dir():
                 text = f"{self._path.parent} is not there: removed, or not mounted here"
@@ -303,7 +303,7 @@ class StateFile:
 
 
 def _write_over(path: Path, text: str) -> None:
-    """Replace what stands in a file, in its place and in one piece.
+    """Replace the content of a file in place, in one write.
 
     Raises:
         OSError: It has no room for it; what stood there stands there still.

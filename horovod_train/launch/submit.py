@@ -68,7 +68,7 @@ def submitted(job_id: str) -> tuple[Launcher, Submitted]:
     """Return who has a submitted job, and the job.
 
     Raises:
-        UserError: There is no such job.
+        UserError: No such job.
     """
     job = find_job(job_id)
     return launcher_named(job.launcher), job
@@ -78,7 +78,7 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
     """Return what a launch would do.
 
     Raises:
-        UnknownNameError: There is no such launcher.
+        UnknownNameError: No such launcher.
         LaunchError: It cannot start such a job here.
     """
     launcher = launcher_named(request.job.launch.launcher)
@@ -146,7 +146,7 @@ def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], N
 
 
 def record_job(request: LaunchRequest, native_id: str, warn: Callable[[str], None]) -> Submitted:
-    """Remember a job that was started. Where that cannot be, it is told how to find the job without."""
+    """Store a started job. If that fails, print how to find the job without its ID."""
     try:
         return remember(request, native_id)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What is looked at: runs that lie in folders, and ranks that are asked where there is no folder."""
+"""Runs to display: runs in folders, and ranks that are known only by their addresses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MOST_OF_THE_TIME = 5
 """Asking takes at most a fifth of the time: of a thousand ranks it takes seconds."""
 
 LOOKED_AT_S = 30.0
-"""Ranks of a run that nobody has looked at for so long are not asked."""
+"""Ranks of a run that was not requested for this time are not scraped."""
 
 
 class Watched(Protocol):
@@ -163,12 +163,12 @@ class ScrapedRun:
 
 
 class Board:
-    """Everything that can be looked at; asks ranks in a thread of its own.
+    """All runs; scrapes ranks in its own thread.
 
     Args:
         places: Folders of runs.
         sources: Files, addresses or lists of targets.
-        access: How ranks of the sources are asked.
+        access: Credentials for the ranks of the sources.
     """
 
     def __init__(
@@ -191,14 +191,14 @@ class Board:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask nobody any more."""
+        """Stop scraping."""
         self._over.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)  # whoever is being asked need not be waited for
+        self._pool.shutdown(wait=False, cancel_futures=True)  # do not wait for pending scrapes
         self._thread.join(TIMEOUT_S)
 
     @property
     def last_look_s(self) -> float:
-        """When somebody has looked at a run last, by the monotonic clock."""
+        """Time of the last request for a run, by the monotonic clock."""
         return max([*self._looked_s.values()], default=float("-inf"))
 
     def runs(self) -> list[Watched]:
@@ -207,7 +207,7 @@ class Board:
             return [*self._scraped.values(), *self._runs.all()]
 
     def look_at(self, key: str) -> tuple[Watched, Readings] | None:
-        """Return a run, and what its ranks have said last; from now on they are asked."""
+        """Return a run, and the last metrics of its ranks, which are scraped from now on."""
         with self._lock:
             run: Watched | None = self._scraped.get(key) or self._runs.find(key)
             if run is None:
@@ -275,9 +275,9 @@ class Board:
 
 
 def _access_of(run: Run) -> Access:
-    """Return how the ranks of a run are asked.
+    """Return the credentials for the ranks of a run.
 
-    A job names the variable that has its password, and the events beside it the addresses that get it: what
+    A job names the variable with its password, and its events the addresses that receive it: what
     others have written, or could have, gets none of this account's.
     """
     try:

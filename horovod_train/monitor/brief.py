@@ -11,7 +11,7 @@ from horovod_train.monitor.history import History, HistoryReader
 from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
 
 TAIL_BYTES = 1 << 20
-"""Of events no more than these are read: what is asked is how it stands now."""
+"""Only the last events are read, for the current state."""
 
 
 def read_recent(log_dir: Path) -> History:
@@ -20,7 +20,7 @@ def read_recent(log_dir: Path) -> History:
 
 
 def summary_lines(history: History, now_unix_s: float | None = None) -> Iterator[str]:
-    """Yield lines for a person; none where no step was told.
+    """Yield lines of text; none if no step was reported.
 
     Args:
         history: Of the run.
@@ -46,6 +46,6 @@ def summary_lines(history: History, now_unix_s: float | None = None) -> Iterator
     for slow in stragglers(window)[:8]:
         where = f", most of the difference in {slow.phase}" if slow.phase else ""
         yield (
-            f"rank {slow.rank} is slow: {1000 * slow.own_s:,.1f} ms of its own for a step, "
+            f"rank {slow.rank} is slow: {1000 * slow.own_s:,.1f} ms of own time per step, "
             f"the others {1000 * slow.others_s:,.1f} ms{where}"
         )

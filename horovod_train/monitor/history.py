@@ -71,13 +71,13 @@ class History:
 
     Attributes:
         started: What its last ranks train; None: they have not begun.
-        world_size_wanted: Ranks that its last attempt was to have; None: nobody has said.
+        world_size_wanted: Ranks that its last attempt was to have; None: unknown.
         num_attempts: How often its ranks were started.
-        num_preemptions: How often they were asked to leave, and saved.
-        hosts_lost: Hosts that were lost, each time anew.
+        num_preemptions: How often they were preempted, and saved.
+        hosts_lost: Hosts that were lost, counted each time.
         targets: Where its ranks serve metrics, by rank.
         points: How far training was, the oldest first, thinned.
-        last: How far it is; None: no step was told yet.
+        last: Last progress; None: no step was reported yet.
         num_steps: Steps it is to make, as last told; 0: not known.
         num_epochs: Epochs it is to make, as last told; 0: not known.
         loss_is_local: The loss is that of rank 0's samples alone, as of a script.
@@ -178,7 +178,7 @@ class History:
         self._is_preempted = False
 
     def _note_preempted(self) -> None:
-        """Count an attempt that was asked to leave, however many of its ranks say so."""
+        """Count an attempt that was preempted, however many of its ranks say so."""
         if not self._is_preempted:
             self._is_preempted = True
             self.num_preemptions += 1
@@ -244,7 +244,7 @@ class HistoryReader:
             found = self._path.stat()
             identity = (found.st_dev, found.st_ino)
             if identity != self._identity or found.st_size < self._at_bytes:
-                # It was written anew, with fewer lines.
+                # It was rewritten, with fewer lines.
                 begin = 0 if self._last_bytes is None else max(0, found.st_size - self._last_bytes)
                 self._identity, self._at_bytes, self.history = identity, begin, History()
             if found.st_size > self._at_bytes:
@@ -258,7 +258,7 @@ class HistoryReader:
             file.seek(at_bytes)
             data = file.read(MAX_READ_BYTES)
         whole, _, rest = data.rpartition(b"\n")
-        # What has no end for so long is no line of ours.
+        # A line this long is not an event.
         self._at_bytes = at_bytes + len(data) - (len(rest) if len(rest) < MAX_READ_BYTES else 0)
         for record in parsed(
             whole.decode("utf-8", errors="replace").split("\n"), with_ranks=self._with_ranks

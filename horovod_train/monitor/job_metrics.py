@@ -20,7 +20,7 @@ from horovod_train.monitor.runs import Run, Runs
 from horovod_train.telemetry.metric import JOB_LABELS, Metric
 
 RECENT_S = 3600.0
-"""For so long every run that has ended is told of: alerts look back, and a job may have begun anew."""
+"""Time for which ended runs are reported: alerts look back, and a job may have been restarted."""
 
 ENDED_FOR_S = 7 * 24 * 3600.0
 """A job that ended longer ago is not shown any more."""
@@ -146,7 +146,7 @@ JOB_CATALOG = (
 
 
 def reportable_runs(runs: Iterable[Run]) -> Iterator[tuple[Run, JobReading]]:
-    """Yield the runs that go on or have ended lately, of each job the newest for longer, and how they stand.
+    """Yield unfinished and recently ended runs with their state; the newest run of each job is kept longer.
 
     Args:
         runs: Runs, the newest first.
@@ -166,7 +166,7 @@ def reportable_runs(runs: Iterable[Run]) -> Iterator[tuple[Run, JobReading]]:
 
 
 class JobCollector(Collector):
-    """Reads jobs whenever metrics are asked for.
+    """Reads jobs on a scrape.
 
     Args:
         runs: Where they lie.

@@ -54,7 +54,7 @@ SHOWN = (
     "gpu_temperature_celsius",
     "gpu_clock_hertz",
 )
-"""Metrics that are shown as they are."""
+"""Metrics that are shown unchanged."""
 
 QUERY = urlencode(
     [("name[]", name) for name in (*COUNTERS.values(), PHASE_SUM, *(_P + each for each in SHOWN))]
@@ -76,7 +76,7 @@ class RankReading:
 
 @dataclass(frozen=True)
 class Access:
-    """How ranks are asked.
+    """Credentials for scraping ranks.
 
     Attributes:
         scheme: http or https.
@@ -90,7 +90,7 @@ class Access:
 
 
 def access_of(job: Mapping[str, object], environ: Mapping[str, str]) -> Access:
-    """Return how the ranks of a job are asked, as far as this machine has what it takes.
+    """Return the credentials for the ranks of a job, as far as this machine has them.
 
     Args:
         job: The resolved job, as JSON has it.
@@ -108,7 +108,7 @@ def access_of(job: Mapping[str, object], environ: Mapping[str, str]) -> Access:
     if isinstance(tls, Mapping):
         context = ssl.create_default_context()
         certificate = Path(str(tls.get("certificate"))).expanduser()
-        if certificate.is_file():  # the ranks' own is trusted, whoever has signed it
+        if certificate.is_file():  # the ranks' certificate is trusted, also if self-signed
             context.load_verify_locations(certificate)
     return Access("https" if tls else "http", authorization, context)
 
@@ -125,7 +125,7 @@ def scrape(address: str, access: Access = Access()) -> RankReading | None:
         return None
 
 
-@lru_cache(maxsize=8)  # a thousand ranks are asked every few seconds
+@lru_cache(maxsize=8)  # a thousand ranks are scraped every few seconds
 def _opener(context: ssl.SSLContext | None = None) -> urllib.request.OpenerDirector:
     """Return what asks a server itself: a proxy would not reach ranks, and is not to see their password."""
     direct = urllib.request.ProxyHandler({})
@@ -205,7 +205,7 @@ def _named(source: str) -> list[Target] | None:
     """Return the targets of ``host:port,host:port``; None: that is not what it is.
 
     Raises:
-        UserError: There is no such port.
+        UserError: No such port.
     """
     parts = source.split(",")
     ports = [part.rpartition(":")[2] for part in parts if ":" in part]
@@ -213,7 +213,7 @@ def _named(source: str) -> list[Target] | None:
         return None
     for port in ports:
         if not 0 < int(port) < 65536:
-            raise UserError(f"{source}: {port} is no port", hint="ports are 1 to 65535")
+            raise UserError(f"{source}: {port} is not a port", hint="ports are 1 to 65535")
     return [Target(address=part.strip(), labels={}) for part in parts]
 
 

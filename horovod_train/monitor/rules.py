@@ -1,7 +1,7 @@
 """Prometheus' recording and alerting rules, from which ``rules.yaml`` is made.
 
     recordings    what dashboards and alerts have in common: a name, and the query behind it
-    alerts        a query, for how long it has to hold, and what a person is told; each has a section of its
+    alerts        a query, for how long it has to hold, and a summary; each has a section of the
                   own in docs/runbook.md, under its name
 
 No alert fires after a normal end, a drain or a cancel: ranks that have ended are no targets any more, so that
@@ -154,7 +154,7 @@ _LEFT_BEHIND = f"min by ({JOB}) ({_P}rank_ended_timestamp_seconds) > 0"
 """What ranks have pushed, or left in files, when they ended: it stays, and nothing becomes of it."""
 
 _PRESENT = f"max by ({JOB}) ({_P}world_size_present)"
-"""Rates look back, for an hour even: of a job that is no more they are of no use."""
+"""Rates look back, for an hour even: they are useless for jobs that no longer exist."""
 
 _AGE = "CHECKPOINT_AGE"  # stands for a number of seconds that a site chooses
 
@@ -189,7 +189,7 @@ _ALERTS = (
         f"({_P}waiting_now_seconds == 0) and on ({JOB}) (max by ({JOB}) ({_P}waiting_now_seconds) > 120)",
         "0m",
         "critical",
-        "{{ $labels.training_job }}: rank {{ $labels.rank }} on {{ $labels.host }} has not come to the "
+        "{{ $labels.training_job }}: rank {{ $labels.rank }} on {{ $labels.host }} has not started the "
         "collective that others have been waiting in for two minutes",
     ),
     Alert(

@@ -15,7 +15,7 @@ from horovod_train.launch.jobs import STATE_FILE, StateFile, find_job
 from horovod_train.monitor.history import History, HistoryReader
 
 SILENT_S = 900.0
-"""A launch by hand has nobody who tells that it was killed; after so long without a word it has ended.
+"""A run without launcher is considered ended after this time without an event.
 
 Longer than ``health.stall_shutdown_s`` as it is by default, and than most evaluations.
 """
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def is_by_hand(self) -> bool:
-        """Whether nobody carries it out but its ranks."""
+        """Whether the run has no launcher."""
         return not (self.log_dir / STATE_FILE).exists()
 
     def history(self) -> History:
@@ -77,7 +77,7 @@ class Run:
             return JobStatus("preempted", 75)
         if time() - self.changed_unix_s() > SILENT_S:
             return JobStatus("failed", 137, f"its rank 0 has said nothing for {SILENT_S:.0f} s")
-        return JobStatus("running", message="launched by hand")
+        return JobStatus("running", message="launched without horovod-train run")
 
     def changed_unix_s(self) -> float:
         """Return when something was noted of it last."""
@@ -122,7 +122,7 @@ def folders_of_runs(place: Path) -> Iterator[Path]:
     for pattern in ("", "*", "*/*"):
         for folder in [place] if not pattern else place.glob(pattern):
             with suppress(OSError):
-                if folder.parent.name == CHECKPOINTS:  # which have a state.json of their own
+                if folder.parent.name == CHECKPOINTS:  # whose state.json is another file
                     continue
                 if any((folder / name).is_file() for name in (EVENTS_FILE, STATE_FILE)):
                     yield folder.resolve()
@@ -150,7 +150,7 @@ def places_of(names: Sequence[str]) -> list[Path]:
         except HorovodTrainError as error:
             near = did_you_mean(path.name, [each.name for each in path.absolute().parent.glob("*/")])
             raise UserError(
-                f"{path.absolute()} is no folder, and {error.message}",
+                f"{path.absolute()} is not a folder, and {error.message}",
                 hint=near
                 or "name the folder of a run, of a job or of several (run_dir, as a rule `runs`), "
                 "or a job of `horovod-train list --all`",

@@ -14,7 +14,7 @@ SLOWER_BY = 0.2
 """A rank is slow whose own time is so much above the median of all."""
 
 MIN_WINDOW_S = 30.0
-"""Of less time nothing is said: a hiccup is no straggler."""
+"""Minimum time of a window for a finding."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Straggler:
         rank: Which one.
         own_s: Its own time, per step.
         others_s: The median own time of the ranks that are not slow, per step.
-        phase: Where most of the difference is; empty: nobody knows.
+        phase: Where most of the difference is; empty: unknown.
         excess_s: How much it is there, per step.
     """
 

@@ -9,7 +9,7 @@ from horovod_train.monitor.runs import Run
 
 
 def http_sd(runs: Iterable[Run]) -> list[dict[str, object]]:
-    """Return the targets of all runs that go on, as ``http_sd_configs`` wants them; ended ones have none."""
+    """Return the targets of unfinished runs, in the format of ``http_sd_configs``."""
     return as_document(
         target
         for run in runs

@@ -32,7 +32,7 @@ class _Metrics(Guarded):
     """The metrics of jobs."""
 
     async def get(self) -> None:
-        """Answer in the format that is asked for."""
+        """Answer in the format that is requested."""
         encode, content_type = choose_encoder(self.request.headers.get("Accept", ""))
         registry: CollectorRegistry = self.settings["registry"]
         text = await self.read(lambda: encode(registry))

@@ -1,7 +1,7 @@
 """The page in the browser: one page, its data as JSON, and nothing from elsewhere.
 
 /                  the page; with the token it lets the browser in
-/page.js, ...      what the page is made of; Plotly comes out of its own package
+/page.js, ...      assets of the page; Plotly comes from its package
 /api/jobs          all runs
 /api/run?key=      one of them, with what its ranks say now
 /api/log?key=      the end of its log
@@ -32,7 +32,7 @@ from horovod_train.monitor.web import Guarded, Server, application
 PORT = 9301
 MAX_JOBS_SHOWN = 200
 LOOKS_S = 3.0
-"""A page that somebody looks at asks every two seconds."""
+"""An open page sends requests every two seconds."""
 
 PAGE_FILES = {
     "page.js": "text/javascript; charset=utf-8",
@@ -129,10 +129,10 @@ class _End(Guarded):
     """Ends a run."""
 
     async def post(self) -> None:
-        """Ask a job to end; what cannot be is told with 409.
+        """End a job; answers 409 if that is not possible.
 
         Raises:
-            HTTPError: 403: it was not allowed; 400: what is asked is not understood; 404: no such run.
+            HTTPError: 403: it was not allowed; 400: invalid request; 404: no such run.
         """
         # No form of another page can send this header without asking first.
         if not self.settings["may_end"] or self.request.headers.get("X-Requested-With") != "horovod_train":
@@ -176,7 +176,7 @@ def _looked_at(handler: Guarded) -> tuple[Watched, Readings]:
     board: Board = handler.settings["board"]
     found = board.look_at(handler.get_query_argument("key", ""))
     if found is None:
-        raise HTTPError(404, reason="there is no such run")
+        raise HTTPError(404, reason="no such run")
     return found
 
 
@@ -196,7 +196,7 @@ def _plotly_compressed() -> bytes:
 
 
 class PageServer(Server):
-    """Serves the page, and knows whether somebody looks at it.
+    """Serves the page, and knows whether a browser displays it.
 
     Args:
         application: What is served.
@@ -211,7 +211,7 @@ class PageServer(Server):
         self.at_close = board.close
 
     def show_the_end(self) -> None:
-        """If somebody looks, return once they have seen how it all stands now, and soon in any case."""
+        """If a browser displays the page, wait a short time until it has received the current state."""
         begun_s = monotonic()
         if begun_s - self._board.last_look_s > LOOKS_S:
             return
@@ -237,9 +237,9 @@ def serve_page(
         sources: Files, addresses or lists of targets.
         host: Address to listen on.
         port: Port; 0: any that is free.
-        token: What whoever asks has to know.
+        token: Token that requests must contain.
         may_end: Whether jobs can be ended from the page.
-        access: How ranks of the sources are asked.
+        access: Credentials for the ranks of the sources.
 
     Raises:
         UserError: It cannot listen there.

@@ -188,7 +188,7 @@ def _host(history: History, readings: Readings, rank: int) -> str:
 
 
 def _state(history: History, readings: Readings, rank: int, status: JobStatus) -> str:
-    """Return how a rank stands: trains, dead, failed, ended; empty: nobody knows."""
+    """Return how a rank stands: trains, dead, failed, ended; empty: unknown."""
     if any(rank == each and failure.is_cause for each, failure in history.failures):
         return "failed"
     if rank in history.ended:
@@ -203,7 +203,7 @@ def _state(history: History, readings: Readings, rank: int, status: JobStatus) -
 
 
 def _absent_ranks(readings: Readings) -> Json | None:
-    """Return the ranks that others wait for in a collective, for minutes; None: nobody does."""
+    """Return the ranks missing from a collective for more than ``ABSENT_AFTER_S``; None: none."""
     waiting = {rank: reading.values.get("waiting_now_seconds") for rank, reading in readings.of_ranks.items()}
     known = {rank: seconds for rank, seconds in waiting.items() if seconds is not None}
     longest_s = max(known.values(), default=0.0)

@@ -1,6 +1,6 @@
 """What small servers for people and programs have in common: who may ask, how much, and how long.
 
-Login nodes are shared, so that loopback is not private: whoever asks has to know a token. A page of another
+Login nodes are shared, so that loopback is not private: requests must contain a token. A page of another
 origin in the same browser is refused, and so is a name for this address that is not its own.
 """
 
@@ -27,7 +27,7 @@ from horovod_train.errors import UserError
 MAX_BODY_BYTES = 16 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 IDLE_S = 30.0
-"""A connection on which nobody asks anything for so long is closed."""
+"""Idle connections are closed after this time."""
 
 TOKEN_VARIABLE = "HOROVOD_TRAIN_TOKEN"  # noqa: S105  (the name of a variable)
 Result = TypeVar("Result")
@@ -37,7 +37,7 @@ class Guarded(RequestHandler):
     """Answers those who may ask.
 
     Settings of its application: ``names``, by which this server may be asked for (none: by any), ``token``
-    (None: nobody needs one), ``reader``, the one thread that reads files and asks ranks.
+    (None: not required), ``reader``, the one thread that reads files and asks ranks.
     """
 
     def set_default_headers(self) -> None:
@@ -54,7 +54,7 @@ class Guarded(RequestHandler):
         )
 
     def prepare(self) -> None:
-        """Refuse whoever may not ask.
+        """Refuse unauthorized requests.
 
         Raises:
             HTTPError: 400 for another name of this address, 401 without the token, 403 from another origin.
@@ -79,7 +79,7 @@ class Guarded(RequestHandler):
         return f"horovod_train_{self._port}"
 
     def is_known(self) -> bool:
-        """Whether whoever asks knows the token."""
+        """Whether the request contains the token."""
         given = [
             self.get_query_argument("token", ""),
             self.get_cookie(self.cookie_name, "") or "",
@@ -129,7 +129,7 @@ def application(
     Args:
         handlers: Each with the pattern of its path.
         host: Address that it will listen on.
-        token: What whoever asks has to know; None: nothing.
+        token: Token that requests must contain; None: no token.
         settings: What handlers find in their settings.
     """
     # Compressed where it is worth it: what a page asks again and again is mostly numbers.
@@ -144,7 +144,7 @@ def token_of_environment() -> str | None:
 
 
 def make_token() -> str:
-    """Return a token that nobody guesses."""
+    """Return a random token."""
     return os.urandom(16).hex()
 
 
@@ -157,7 +157,7 @@ def names_of(host: str) -> tuple[str, ...]:
 
 
 class Server:
-    """Serves an application in a thread of its own.
+    """Serves an application in its own thread.
 
     Args:
         application: What is served.

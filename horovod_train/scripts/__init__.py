@@ -1,1 +1,1 @@
-"""Scripts that know nothing of this package: run as they are, and measured from outside."""
+"""Scripts that know nothing of this package: run unchanged, and measured from outside."""

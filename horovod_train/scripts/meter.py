@@ -1,7 +1,7 @@
 """What a rank of a script does, as far as it can be seen from outside: steps, their phases, samples, bytes.
 
-A step ends when the optimizer has updated the weights. Between two of them time is told apart by what passes
-by: a batch that is read, a backward pass, a wait for Horovod. An evaluation between two steps is no part of
+A step ends when the optimizer has updated the weights. Between two of them, calls divide the
+time: reading a batch, a backward pass, waiting for Horovod. An evaluation between steps is not counted in
 either. Whatever goes wrong in here ends the measuring, and never the script.
 """
 
@@ -40,8 +40,7 @@ class StepMeter:
         num_ranks: Ranks that were started.
         recorder: Gets each step.
         reporter: Gets where time went, and on rank 0 how far it is.
-        samples_per_batch: Samples of the batch of each backward pass, where that cannot be seen; None: nobody
-            has said.
+        samples_per_batch: Samples of the batch of each backward pass, if it cannot be determined; None: unknown.
         norm_every_steps: The gradient norm is wanted this often.
         clock: Seconds that only grow.
     """
@@ -134,7 +133,7 @@ class StepMeter:
             self._samples += num_samples
 
     def exclude(self, begun_s: float) -> None:
-        """Something was done from a time until now that is no part of a step: an evaluation, say."""
+        """Exclude the time since ``begun_s`` from the step: an evaluation, for example."""
         if self._thread not in (None, get_ident()):
             return
         if not self._num_backward:
@@ -155,7 +154,7 @@ class StepMeter:
         """A backward pass was made, from a time until now; ``loss`` is None where it is not known."""
         self._thread = get_ident()
         if not (self.num_steps or self._num_backward or self._readers):
-            # What was before the first step of all, imports and broadcasts above all, is no part of it.
+            # What was before the first step of all, imports and broadcasts above all, does not belong to it.
             self._begun_s = self._mark_s = begun_s
             self._phases, self._wait_s = {}, 0.0
         self._lap("forward", begun_s)
@@ -254,7 +253,7 @@ class StepMeter:
             self._reporter.report(Notice(text=text))
 
     def _look_at_numbers(self, grad_norm: float | None) -> None:
-        """Tell, once, that the loss or the gradient is not finite; a script goes on, or not, as it likes."""
+        """Report once that the loss or the gradient is not finite; the script decides whether to continue."""
         if grad_norm is not None and not math.isfinite(grad_norm):
             self._is_finite = False
         if self._is_finite is False and self._was_finite:
@@ -343,7 +342,7 @@ class _Watching:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """End; after an error nothing more is measured, which is told."""
+        """End; after an error, measuring stops, which is reported."""
         if not isinstance(error, Exception):
             return False
         if not self._meter.is_off:

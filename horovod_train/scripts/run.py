@@ -1,8 +1,8 @@
-"""One rank of somebody's script, from a resolved job to an exit code.
+"""One rank of a user's script, from a resolved job to an exit code.
 
 A script is a job with ``framework: script`` and ``task: train.py:__main__``. It calls ``hvd.init()`` and
 trains as it always did. What it imports is watched from then on (``meter.py``); this rank serves metrics,
-tells events and gives signs of life as the rank of any job does.
+reports events and heartbeats like a rank of any job.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from horovod_train.telemetry.records import GpuExchangeRecord
 
 log = logging.getLogger(__name__)
 
-# What Horovod is told in place of jobs, whose gradients travel in buckets of ours, is not for scripts.
+# Horovod's settings for jobs, which have their own buckets, are not for scripts.
 OWN_FUSION = {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"}
 
 
@@ -52,7 +52,7 @@ WATCHED = {
 
 
 class ScriptError(HorovodTrainError):
-    """A script has ended with an exit code of its own."""
+    """A script has ended with its own exit code."""
 
     cause = "task"
 
@@ -148,7 +148,7 @@ def _give_signals_back() -> None:
 def watch_imports(meter: StepMeter) -> None:
     """Watch what a script imports, from the moment that it does.
 
-    What cannot be watched is told, and the script goes on: of another version, say.
+    Libraries that cannot be instrumented, of another version for example, are reported.
     """
 
     def watch(hooks: str, name: str, _: ModuleType) -> None:

@@ -1,7 +1,7 @@
 """TensorFlow and Horovod's binding for it, watched while a script uses them.
 
 A step is the outermost call of a function in whose graph something is given to all-reduce; where nothing is
-compiled, it ends when a Keras optimizer has updated the weights. Inside of a graph nothing is told apart.
+compiled, it ends when a Keras optimizer has updated the weights. Inside of a graph, phases are not separated.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ def watch_tensorflow(meter: StepMeter) -> None:
         if is_outermost and self in _calls.bytes_of_step and not meter.is_off:
             with meter.watching:
                 meter.sent(_calls.bytes_of_step[self])
-                if _is_horovods(
-                    self
-                ):  # where nothing is compiled, it sums gradients in a function of its own
+                if _is_horovods(self):  # where nothing is compiled, it sums gradients in its own function
                     meter.add_wait_s(perf_counter() - begun_s)
                 else:
                     meter.begin(begun_s, length_of((args, kwargs)))

@@ -73,7 +73,7 @@ class _Steps:
         self._norm: float | None = None
         self._seen: set[torch.optim.Optimizer] = set()
         self.depth = 0
-        """Horovod's optimizer calls the one it wraps: both are told of."""
+        """Horovod's optimizer calls the one it wraps: both are instrumented."""
 
     def before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """An update begins."""

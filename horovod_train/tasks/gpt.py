@@ -76,7 +76,7 @@ class GptModel(nn.Module):
 
 
 class Gpt:
-    """Learns to go on with Python code.
+    """Prepares to run Python code.
 
     Args:
         layers: Blocks of the model.

@@ -13,9 +13,9 @@ PUSH_TIMEOUT_S = 5.0
 
 
 def write_last_metrics(registry: CollectorRegistry, path: Path) -> None:
-    """Write metrics as they are now, whole or not at all, for people and for node_exporter.
+    """Write current metrics atomically, for users and for node_exporter.
 
-    A folder that is not there, or a full disk, is told and no error.
+    A missing folder or a full disk is reported, and is not an error.
     """
     try:
         write_to_textfile(str(path), registry)
@@ -25,7 +25,7 @@ def write_last_metrics(registry: CollectorRegistry, path: Path) -> None:
 
 
 def push_last_metrics(registry: CollectorRegistry, url: str, training_job: str, rank: int) -> None:
-    """Give metrics as they are now to a Pushgateway. One that does not answer is told, and no error."""
+    """Push current metrics to a Pushgateway. If it does not answer, that is reported, and is not an error."""
     try:
         push_to_gateway(
             url,

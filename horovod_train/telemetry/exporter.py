@@ -1,6 +1,6 @@
 """Serve a rank's metrics over HTTP. A port in use moves on; nothing here ever stops training.
 
-The process that answers is one that trains, so whoever asks is kept from taking much of it: an answer is
+The process that answers is one that trains, so clients cannot take much of its time: an answer is
 good for a second, few are given at the same time, and who reads slowly is left alone with it.
 """
 
@@ -82,7 +82,7 @@ class Protection:
         if self.client_ca is not None:
             context.load_verify_locations(self.client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
-        # The handshake belongs to the connection's own thread: who does not finish it holds up nobody else.
+        # The TLS handshake runs in the thread of the connection: an unfinished one does not block others.
         return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def guard(self, app: App) -> App:
@@ -112,7 +112,7 @@ def kept_fresh(app: App, clock: Callable[[], float] = monotonic) -> App:
     def fresh(environ: dict[str, str], start_response: Callable[..., object]) -> Iterable[bytes]:
         names = ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING", "HTTP_ACCEPT", "HTTP_ACCEPT_ENCODING")
         way = tuple(environ.get(name, "") for name in names)
-        with lock:  # whoever comes while an answer is made gets that one
+        with lock:  # concurrent requests get the same answer
             now_s = clock()
             if way not in answers or now_s - answers[way][0] >= FRESH_S:
                 if len(answers) >= MAX_CONNECTIONS:
@@ -138,7 +138,7 @@ class _Handler(WSGIRequestHandler):
         super().setup()
 
     def handle(self) -> None:
-        """Answer; who goes away meanwhile is no error."""
+        """Answer; a closed connection is not an error."""
         with suppress(OSError):
             super().handle()
 
@@ -169,7 +169,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def process_request(self, request: Request, client_address: Address) -> None:
         """Answer in a thread, if one is free."""
-        assert isinstance(request, socket.socket)  # it is no server of datagrams
+        assert isinstance(request, socket.socket)  # it is not a server of datagrams
         if not (self._free.acquire(blocking=False) or self._replaces_oldest()):
             self.shutdown_request(request)
             return
@@ -209,7 +209,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                     request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, *_: object) -> None:
-        """Say nothing: it is whoever asked that made a mistake."""
+        """Ignore errors of clients."""
 
 
 class Exporter:

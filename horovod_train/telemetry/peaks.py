@@ -40,6 +40,6 @@ def peak_flops(gpu: str, precision: Literal["fp32", "bf16", "fp16"]) -> float | 
     """
     words = gpu.replace("-", " ").split()
     for part, (half, single) in _PEAKS.items():
-        if set(part.split()) <= set(words):  # whole words: an RTX A4000 is no A40
+        if set(part.split()) <= set(words):  # whole words: an RTX A4000 is not an A40
             return _TERA * (single if precision == "fp32" else half)
     return None

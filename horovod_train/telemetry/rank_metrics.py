@@ -40,8 +40,8 @@ DeviceMemory = tuple[int, int | None, int]
 def open_recorder(
     job: Job, run_id: str, world: Communicator, metrics: tuple[Metric, ...] = CATALOG
 ) -> Recorder:
-    """Return the recorder of a rank; what is known of its host is read whenever somebody asks."""
-    # Of an elastic job, ranks are told: for them it is a job with as many ranks as there are now.
+    """Return the recorder of a rank; metrics of its host are read on a scrape."""
+    # Elastic jobs: the job of ranks has the current number of ranks.
     wanted = os.environ.get(WANTED_VARIABLE) or job.launch.num_ranks or world.size
     recorder = Recorder(job.name, run_id, world, int(wanted), metrics)
     recorder.sample(read_memory)
@@ -96,7 +96,7 @@ def protection_of(metrics: Metrics, environ: Mapping[str, str]) -> Protection:
 
 
 def watch_device(job: Job, recorder: Recorder, uuid: str, memory: Callable[[], DeviceMemory | None]) -> None:
-    """Have a rank's device read whenever somebody asks, and record what it can do at most.
+    """Read metrics of a rank's device on a scrape, and record its peak FLOP/s.
 
     Args:
         job: Says which precision it computes in, and may know the device's peak.
@@ -122,7 +122,7 @@ def watch_exchange(
     counters: Callable[[], tuple[int, float] | None],
     record: type[ExchangeRecord] = ExchangeRecord,
 ) -> None:
-    """Have the engine's counters read whenever somebody asks.
+    """Read Horovod's counters on a scrape.
 
     Args:
         recorder: Gets what has come since.
@@ -146,13 +146,13 @@ def watch_exchange(
 
 
 def watch_exchanges(recorder: Recorder, ranks: object) -> None:
-    """Have what all-reduces move read whenever somebody asks, on CPUs and on GPUs, if ranks count it."""
+    """Read counters of all-reduces on a scrape, on CPUs and on GPUs."""
     watch_exchange(recorder, getattr(ranks, "allreduce_counters", lambda: None))
     watch_exchange(recorder, getattr(ranks, "gpu_allreduce_counters", lambda: None), GpuExchangeRecord)
 
 
 class PendingCollective(Protocol):
-    """Knows since when a rank waits, by ``monotonic``, and for what; None: it does not, or nobody knows."""
+    """Knows since when a rank waits, by ``monotonic``, and for what; None: it does not, or unknown."""
 
     @property
     def waiting_since_s(self) -> float | None:
@@ -166,11 +166,11 @@ class PendingCollective(Protocol):
 
 
 def watch_waiting(recorder: Recorder, who: PendingCollective) -> None:
-    """Have whoever asks learn for how long this rank waits: in a hang the one that does not is the cause."""
+    """Export for how long this rank waits: in a hang, the rank that does not wait is the cause."""
 
     def read() -> CurrentWaitRecord:
         since_s, entry = who.waiting_since_s, who.waiting_in
-        # Whose own device has not come to the all-reduce yet lets others wait.
+        # Whose own device has not started the all-reduce yet lets others wait.
         is_busy = entry is not None and not entry.is_collective
         return CurrentWaitRecord(0.0 if since_s is None or is_busy else monotonic() - since_s)
 

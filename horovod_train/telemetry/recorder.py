@@ -1,6 +1,6 @@
 """What training tells about itself, as Prometheus metrics of one rank.
 
-Recording costs training a few microseconds: steps are put aside, and counted many at a time or when somebody
+Recording costs training a few microseconds: steps are buffered, and counted many at a time or when a client
 asks. A dozen metrics after each step would cost several times as much, since the step itself has driven what
 they need out of the processor's caches.
 """
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 
 TAKES = {"counter": "inc", "gauge": "set", "clock": "set_function", "histogram": "observe"}
 MAX_DEFERRED = 64
-"""Steps that are put aside at most."""
+"""Steps that are buffered at most."""
 
 Sampler = Callable[[], object | None]
-"""Reads something when metrics are asked for; returns what feeds metrics, or None: nothing to tell."""
+"""Reads something on a scrape; returns what feeds metrics, or None: nothing to tell."""
 
 
 class Recorder:
-    """The metrics of one rank, in a registry of their own.
+    """The metrics of one rank, in their own registry.
 
     Args:
         job: Name of the job.
@@ -69,7 +69,7 @@ class Recorder:
                 self._take(metric.name)  # a rate needs a value before the first event
 
     def sample(self, sampler: Sampler) -> None:
-        """Have something read whenever metrics are asked for."""
+        """Have something read on a scrape."""
         self.registry.samplers.append(sampler)
 
     def record(self, source: object) -> None:
@@ -111,7 +111,7 @@ class Recorder:
 
 
 class SampledRegistry(CollectorRegistry):
-    """Reads what is read only when somebody asks, and then answers.
+    """Samples on a scrape, then collects.
 
     Args:
         record: Gets the readings.

@@ -20,8 +20,8 @@ class StepRecord:
         lr: Learning rate. Of a script each of these four may be unknown: None.
         grad_norm: L2 norm of the gradient before clipping; None when it was not taken.
         bytes_reduced: Bytes this rank put on the wire.
-        is_finite: Loss and gradient were finite, or the step was not used; None: nobody has looked.
-        own_seconds: Its time without waiting for the all-reduce; None: that cannot be told apart.
+        is_finite: Loss and gradient were finite, or the step was not used; None: not checked.
+        own_seconds: Its time without waiting for the all-reduce; None: not measured separately.
         step: Which step of the training it was, resumed steps included; None: that is not known.
         flops: Floating-point operations of this rank in the step; None: they were not counted.
     """

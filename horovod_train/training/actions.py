@@ -1,4 +1,4 @@
-"""What a hook answers when training is not simply to go on.
+"""Actions of hooks other than to continue.
 
 Every rank gives the same answer at the same step: it follows from what is equal on all of them (losses,
 metrics, progress), or they have asked each other. The loop asks hooks in their order, and follows the
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExitPreempted:
-    """End this process with exit code 75: everything is saved, and another start goes on.
+    """End this process with exit code 75: everything is saved, and another start continues.
 
     Attributes:
         step: Optimizer steps made.
@@ -23,7 +23,7 @@ class ExitPreempted:
 
 @dataclass(frozen=True)
 class Stop:
-    """Training ends: evaluate and save as after the last epoch; another start goes on from there.
+    """Training ends: evaluate and save as after the last epoch; another start resumes from there.
 
     Attributes:
         step: Optimizer steps made.
@@ -36,7 +36,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class RestoreCheckpoint:
-    """Go on from a checkpoint of this run.
+    """Resume from a checkpoint of this run.
 
     Attributes:
         step: The step of the checkpoint.

@@ -1,6 +1,6 @@
 """What ranks tell each other about twice a second, in one collective.
 
-A collective of its own costs about a millisecond, so it is not made after every step, and whoever has
+A separate collective costs about a millisecond, so it is not called in each step, and hooks that have
 something to tell shares it: the preemption flag, the times of steps.
 """
 
@@ -22,7 +22,7 @@ _LENGTH = struct.Struct("<q")
 
 
 class Contribution(Protocol):
-    """Somebody who has something to tell to the same of other ranks."""
+    """A participant of the exchange, the same on all ranks."""
 
     def payload(self) -> bytes:
         """Return what this rank has to tell."""

@@ -1,6 +1,6 @@
 """The training loop: epochs, steps, evaluation.
 
-Each of its moments is a function of its own. A framework that owns its loop (Keras, Lightning,
+Each stage of the loop is a function. A framework that owns its loop (Keras, Lightning,
 Transformers) calls the same functions at the same moments, through ``bridge.py``.
 """
 
@@ -60,7 +60,7 @@ def train_until_done(run: Run) -> ExitPreempted | None:
 
 
 def train_epoch(run: Run) -> Action | None:
-    """Make the steps that are left in an epoch, until a hook has another answer than to go on."""
+    """Run the remaining steps of an epoch, until a hook requests an action."""
     for step in rest_of_epoch(run):
         lr = run.policy.at(run.progress.epochs_passed)
         reading = run.replica.step(step, lr, want_norm=wants_norm(run))
@@ -117,7 +117,7 @@ def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Acti
 
 
 def next_action(run: Run) -> Action | None:
-    """Return what the first hook has answered since it was last asked; None: go on.
+    """Return the first pending action, once replicas are identical; None: continue.
 
     An answer waits until replicas are identical: what is evaluated, saved or left behind is all ranks'.
     """
@@ -144,7 +144,7 @@ def preempted_error(leave: ExitPreempted) -> PreemptedError:
 
 
 def restore_checkpoint(run: Run, step: int, why: str) -> None:
-    """Go on from the checkpoint of a step.
+    """Resume from the checkpoint of a step.
 
     Raises:
         UserError: There are no checkpoints.
@@ -224,7 +224,7 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def take_metrics(run: Run) -> None:
-    """Evaluate the weights as they are now.
+    """Evaluate the current weights.
 
     Raises:
         UserError: The job names a metric that the evaluation does not give.

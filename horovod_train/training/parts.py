@@ -1,4 +1,4 @@
-"""What a job and a user's own loop do alike: record a step, save, go on."""
+"""Shared by jobs and users' own loops: record a step, save, resume."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def save_checkpoint(
     if not replica.is_finite():
         raise NumericError(
             f"step {progress.step}: weights are not finite, and are not saved",
-            hint="go on from the last checkpoint with a lower lr.base_lr or health.non_finite: skip",
+            hint="resume from the last checkpoint with a lower lr.base_lr or health.non_finite: skip",
         )
     holders = None
     if world.size > 1:
@@ -95,7 +95,7 @@ def resume_from(
 ) -> None:
     """Take over a checkpoint: where it stands, its state, and this rank's random generators.
 
-    Generators belong to a rank of a world; in another world they start anew.
+    Generators belong to a rank of a world; in another world they start from the beginning.
 
     Raises:
         CheckpointError: It does not fit, or a rank cannot read it: on all ranks.
@@ -118,7 +118,7 @@ def resume_from(
     failed = [rank for rank, found in enumerate(problems) if found is not None]
     if failed:
         raise CheckpointError(
-            f"{describe_ranks(failed)} cannot go on from {resumed.name}: {problems[failed[0]]}"
+            f"{describe_ranks(failed)} cannot resume from {resumed.name}: {problems[failed[0]]}"
         )
     if resumed.rng is None:
         reseed()

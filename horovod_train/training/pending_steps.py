@@ -1,7 +1,7 @@
 """What steps turned out to be, in their order, once it is known.
 
 On a CPU a step's loss, norm and phases are there when it is made. On a device they arrive while later
-steps are under way: the host must not wait for them. Whoever has to know (before a save, at the end of an
+steps run: the host must not wait for them. Code that needs the results (before a save, at the end of an
 epoch) waits for all that are outstanding.
 """
 
@@ -38,16 +38,16 @@ class StepReport:
 
     @property
     def outcome(self) -> StepOutcome:
-        """What it did; waits until that is known, which it is when hooks are told."""
+        """Result of the step; waits for it. Hooks receive steps whose results are available."""
         return self.reading.outcome()
 
 
 class PendingSteps:
-    """Steps that nobody has heard of yet.
+    """Steps whose results were not passed to hooks yet.
 
     Args:
-        lag_steps: A step is told when so many others were made after it. Not when it happens to be there:
-            ranks act on what they are told, and have to do so after the same step.
+        lag_steps: Steps by which results are delivered later. The lag is fixed, and not "when available":
+            ranks act on results, and have to do so after the same step.
     """
 
     def __init__(self, lag_steps: int = 0) -> None:
@@ -59,7 +59,7 @@ class PendingSteps:
         self._pending.append(report)
 
     def ready(self) -> Iterator[StepReport]:
-        """Yield the steps that are to be told now, in their order."""
+        """Yield the steps whose results are due, in order."""
         while len(self._pending) > self._lag_steps:
             yield self._pending.popleft()
 

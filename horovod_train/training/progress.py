@@ -11,7 +11,7 @@ from horovod_train.errors import UserError
 
 @dataclass(frozen=True)
 class DataOrder:
-    """What fixes the order of samples. A half-used epoch cannot go on in another order."""
+    """Settings that determine the order of samples, which must not change within an epoch."""
 
     num_samples: int
     seed: int
@@ -61,7 +61,7 @@ class Progress:
 
     @property
     def current_metrics(self) -> dict[str, float]:
-        """Result of an evaluation of the weights as they are now; empty when there is none."""
+        """Result of an evaluation of the current weights; empty: none."""
         return self.metrics if self.metrics_step == self.step else {}
 
     def to_json(self) -> dict[str, object]:

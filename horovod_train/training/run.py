@@ -27,7 +27,7 @@ class Run:
 
     Attributes:
         hooks: Look at training from outside.
-        readings: Steps whose outcome nobody has heard of yet.
+        pending_steps: Steps whose results were not passed to hooks yet.
         restore: Takes over the checkpoint of a step; None: this run has no checkpoints.
         is_stopped: A hook has ended training.
         answers: What hooks have answered that the loop has not followed yet.

@@ -44,7 +44,7 @@ class StepWatch:
         self._look_at(self._pending_steps.all())
 
     def start_again(self) -> None:
-        """Training goes on from elsewhere: look at all steps before, and count anew."""
+        """Training continues from elsewhere: look at all steps before, and count again."""
         self.flush()
         self._guard.reset()
 
@@ -56,7 +56,7 @@ class StepWatch:
                     report.step, is_finite=found.is_finite, loss=found.loss, local_loss=found.local_loss
                 )
             except NumericError:
-                # Who goes on nevertheless does so from here: the steps behind it were left out.
+                # A loop that continues does so from here: later steps were skipped.
                 self._replica.resume_updates()
                 self._pending_steps.clear()
                 raise

@@ -189,7 +189,7 @@ class TestAHostThatCannotBeUsed:
     def test_a_name_that_nobody_knows(self, tmp_path, hosts):
         said = self.refused(tmp_path, hosts, ("node1", "nodex"))
 
-        assert "nodex: there is no host of this name" in said
+        assert "nodex: unknown host name" in said
 
     def test_a_port_on_which_nobody_listens(self, tmp_path, hosts):
         said = self.refused(tmp_path, hosts, NODES[:2], "--set", "launch.ssh.port=2299")
@@ -285,7 +285,7 @@ class TestTheDoctor:
         assert done.returncode == 1
         lines = done.stdout.splitlines()
         (unknown,) = [number for number, line in enumerate(lines) if line.startswith("fail nodex")]
-        assert "there is no host of this name" in lines[unknown]
+        assert "unknown host name" in lines[unknown]
         assert lines[unknown + 1].strip().startswith("fix: ")
         assert any(line.startswith("fail node3") and "does not know node2" in line for line in lines)
 

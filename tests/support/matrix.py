@@ -77,8 +77,8 @@ STRATEGIES_HEAD = """
 ## Strategies
 
 Strategies require PyTorch; other frameworks all-reduce gradients in each step. Tested on two ranks over MPI,
-on a CPU: weights equal those of one process with the joint batch, or those of an independent implementation
-of the algorithm (`adasum`, `local_sgd`, `parameter_server`), to 1e-12 in 64 bits, 2e-6 in 32 and 2e-3 in bf16,
+on a CPU: weights equal those of one process with the joint batch, or those of another implementation of
+the algorithm (`adasum`, `local_sgd`, `parameter_server`), to 1e-12 in 64 bits, 2e-6 in 32 and 2e-3 in bf16,
 including the short last step of an epoch. `make campaign` tests them on four ranks and over Gloo, kills and
 resumes them, and changes strategy and number of ranks. `data_parallel` needs two GPUs, and was not tested.
 
@@ -88,10 +88,10 @@ CALLBACKS_HEAD = """
 
 Keras, Lightning and Transformers call the callbacks that a task's `callbacks()` returns. Each checkpoint
 contains their state, which is restored on resume: `state_dict()` and `on_save_checkpoint()` of Lightning's
-callbacks and modules; of other callbacks, the attributes that training has changed (numbers, text, arrays, and
+callbacks and modules; of other callbacks, the attributes that training has changed (numbers, text, arrays,
 containers of these). Attributes of other types, and methods of a module that a job does not call, such as
-`configure_optimizers()`, are reported at the start. A callback that sets the learning rate ends the job. These
-callbacks are refused:
+`configure_optimizers()`, are reported at the start. A callback that sets the learning rate ends the job.
+These callbacks are refused:
 
 """
 Cell = tuple[str, str]

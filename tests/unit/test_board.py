@@ -454,7 +454,7 @@ class TestInBrief:
         add(folder, as_line(progress(7)), as_line(slow))
 
         *_, line = summary_lines(read_recent(folder))
-        assert line.startswith("rank 1 is slow: 35.0 ms of its own for a step, the others 15.0 ms")
+        assert line.startswith("rank 1 is slow: 35.0 ms of own time per step, the others 15.0 ms")
         assert line.endswith("in data")
 
     def test_of_a_run_without_steps_is_nothing(self, folder):

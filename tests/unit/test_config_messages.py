@@ -122,7 +122,7 @@ SAID = [
     (
         {"launch": {"elastic": {"min_ranks": 1}}, "checkpoint": {"resume": "never"}},
         "checkpoint.resume = 'never'",
-        "would begin anew whenever hosts change",
+        "would start from the beginning whenever hosts change",
         "use auto with elastic",
     ),
     (
@@ -281,7 +281,7 @@ class TestLimitsOfAFile:
         monkeypatch.setattr(module, "MAX_FILE_BYTES", len(text) - 1)
         problem = self.refused(tmp_path, text)
 
-        assert problem.message == f"is larger than {len(text) - 1} bytes: this is no job description"
+        assert problem.message == f"is larger than {len(text) - 1} bytes: this is not a job description"
 
     def test_an_ending_that_nobody_knows_is_refused_with_those_that_are(self, tmp_path):
         problem = self.refused(tmp_path, "", "job.ini")

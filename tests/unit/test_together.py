@@ -259,7 +259,7 @@ class TestGpus:
 
         assert errors[0] == 0
         assert isinstance(errors[1], UserError)
-        assert "has no GPU of its own: 1 found" in str(errors[1])
+        assert "has no GPU: 1 found" in str(errors[1])
 
     def test_unless_they_are_to_share(self, monkeypatch):
         for variable in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):

@@ -7,7 +7,7 @@ framework.py   makes everything for a job
 replica.py     the training step
 task.py        what a user brings
 
-JAX has no binding of its own in Horovod. Arrays travel through PyTorch's, as plain memory: no JAX
+Horovod has no binding for JAX. Arrays pass through PyTorch's binding as plain memory: no JAX
 array becomes a tensor that computes.
 """
 

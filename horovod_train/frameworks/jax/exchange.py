@@ -54,7 +54,7 @@ class Exchange:
     _ranks: TensorCollectives = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ranks = with_tensors(self.world)  # once: it takes long beside a step
+        self._ranks = with_tensors(self.world)  # once: it takes long compared with a step
 
     def sum(self, arrays: Sequence[jax.Array], name: str = "gradients") -> list[jax.Array]:
         """Return the elementwise sums over ranks, in the types and shapes of the arrays.

@@ -98,7 +98,7 @@ def choose_device(job: Job, world: Communicator) -> None:
     """Make the rank's own GPU the default device, or the CPU.
 
     Raises:
-        UserError: A GPU was asked for and there is none for this rank.
+        UserError: A GPU is required, and this rank has none.
     """
     # JAX takes three quarters of each GPU that it sees, at once: of those of other ranks, too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

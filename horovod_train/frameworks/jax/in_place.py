@@ -124,7 +124,7 @@ def in_place(function: Callable[[list[Array]], None], arrays: Sequence[jax.Array
         has_side_effect=True,
         input_output_aliases={place + 1: place for place in range(len(shapes))},
     )
-    # Custom calls have no order of their own: this one runs between two callbacks, which have one.
+    # Custom calls are not ordered: this one runs between two callbacks, which are.
     ticket = io_callback(partial(_announce, function), jax.ShapeDtypeStruct((), np.int32), ordered=True)
     changed = call(ticket, *arrays)
     io_callback(_conclude, None, changed[0].ravel()[:1], ordered=True)

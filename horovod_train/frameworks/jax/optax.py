@@ -1,4 +1,4 @@
-"""For users of JAX and optax with a training loop of their own.
+"""For users of JAX and optax with their own training loop.
 
     import optax
     from horovod_train.frameworks.jax.optax import average_over_ranks, init

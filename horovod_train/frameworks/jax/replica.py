@@ -164,7 +164,7 @@ class JaxReplica(IdenticalReplica):
     def _sum(
         self, gradients: optax.Updates, loss: jax.Array
     ) -> tuple[optax.Updates, tuple[jax.Array, jax.Array]]:
-        """Sum gradients and loss over ranks; return this rank's loss beside that of all."""
+        """Sum gradients and loss over ranks; return this rank's loss and that of all ranks."""
         leaves, tree = jax.tree.flatten(gradients)
         *sums, whole_loss = self._exchange.sum([*leaves, loss])
         return jax.tree.unflatten(tree, sums), (loss, whole_loss)
@@ -259,7 +259,7 @@ class JaxReplica(IdenticalReplica):
         return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(self.params))
 
     def state(self, *, copy: bool) -> ReplicaState:
-        """Return the state, which stays as it is."""
+        """Return the state; later steps do not change it."""
         return ReplicaState(
             model=blobs_of(self.params),
             optimizer=blobs_of(self._state),

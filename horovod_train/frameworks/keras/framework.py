@@ -200,7 +200,7 @@ class _Moments(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Logs) -> None:
         """Set the learning rate of the step that begins."""
         if batch == 0:
-            # ``fit`` draws numbers of its own when it begins; an epoch that is resumed begins twice.
+            # ``fit`` draws its own numbers when it begins; an epoch that is resumed begins twice.
             back_end().load_generators(self._generators)
         if not back_end().reads_inside_step:
             self._clock.lap("data")
@@ -209,7 +209,7 @@ class _Moments(keras.callbacks.Callback):
             self._rate.set([self._lr])
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Note the loss, and the end of the update; what callbacks do after it is no part of a step."""
+        """Note the loss, and the end of the update; what callbacks do after it does not belong to a step."""
         number, place = divmod(batch, self._accumulation_steps)
         step = self._steps[number]
         has_batch = place < len(step)

@@ -28,7 +28,7 @@ def distribute(
 ) -> keras.Optimizer:
     """Make an optimizer apply the mean gradient of all ranks, and return it.
 
-    It stays of the class it was for Keras: a model compiled with it is saved and loaded as ever, also
+    It stays of the class it was for Keras: a model compiled with it is saved and loaded as usual, also
     where this package is not installed. Under the policy ``mixed_float16`` a loss scale is put around
     it that all ranks agree on.
 

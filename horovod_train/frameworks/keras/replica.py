@@ -84,7 +84,7 @@ class KerasReplica(SavesCallbacks, IdenticalReplica):
         )
 
     def state(self, *, copy: bool) -> ReplicaState:
-        """Return the state, which stays as it is."""
+        """Return the state; later steps do not change it."""
         back_end().take_back_state(self.model)
         return ReplicaState(
             model=variables.blobs_of(variables.named(variables.shared_state(self.model))),

@@ -1,4 +1,4 @@
-"""Batches for ``model.fit`` on TensorFlow, as a dataset that is no generator.
+"""Batches for ``model.fit`` on TensorFlow, as a dataset that is not a generator.
 
 Keras makes a ``Dataset.from_generator`` of a generator. On Python 3.11 and later that operation lets
 glibc give every block above 128 KiB back to the system when it is freed (``ApplyPython311MemoryPatch``
@@ -22,7 +22,7 @@ NUM_LOOKED_AT = 2  # batches by which sizes that vary are known, as in Keras
 
 
 def as_dataset(batches: Iterator[tuple[object, ...]]) -> tf.data.Dataset:
-    """Return a dataset that reads each batch when it is asked for it.
+    """Return a dataset that reads each batch on demand.
 
     Args:
         batches: NumPy arrays in any nest, at least one batch; dimensions but the first that vary must

@@ -303,7 +303,7 @@ class _Moments(lightning.Callback):
         batch: object,
         batch_idx: int,
     ) -> None:
-        """Note the end of the update; what callbacks do after it is no part of a step."""
+        """Note the end of the update; what callbacks do after it does not belong to a step."""
         self._clock.lap("optimizer")
 
     def end_step(self, batch_idx: int) -> None:
@@ -322,7 +322,7 @@ class _Moments(lightning.Callback):
         }
         outcome = self._replica.outcome_of(numbers, self._clock, self._strategy.gradients)
         self._bridge.after_step(self._source.steps[number], outcome, self._lr)
-        self._begin_step()  # what the bridge does is no part of a step
+        self._begin_step()  # time in the bridge does not belong to a step
 
     def on_validation_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Evaluate the same statistics on all ranks."""

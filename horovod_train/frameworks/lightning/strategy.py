@@ -85,7 +85,7 @@ class HorovodEnvironment(ClusterEnvironment):
         return int(os.environ.get("HOROVOD_CROSS_RANK", "0"))
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Accept whatever ``Trainer`` was told: the launcher has decided."""
+        """Ignore the setting of ``Trainer``: the launcher has decided."""
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -160,7 +160,7 @@ class HorovodStrategy(ParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """What the injected sampler is told."""
+        """Arguments of the injected sampler."""
         return {"num_replicas": self.world.size, "rank": self.world.rank}
 
     def model_to_device(self) -> None:
@@ -213,7 +213,7 @@ class HorovodStrategy(ParallelStrategy):
         return super().backward(weighted, optimizer, *args, **kwargs)
 
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
-        """Let gradients leave as they are made, in the last backward of a step."""
+        """Reduce gradients as soon as they are computed, in the last backward of a step."""
         if self.gradients is not None and not self._is_blocked:
             self.gradients.expect_last()
 

@@ -2,7 +2,7 @@
 
 collectives.py the ranks, through Horovod
 exchange.py    gradients, summed over ranks
-trainer.py     for users with a gluon loop of their own
+trainer.py     for users with their own gluon loop
 framework.py   makes everything for a job
 replica.py     the training step
 task.py        what a user brings

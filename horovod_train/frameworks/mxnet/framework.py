@@ -85,7 +85,7 @@ def choose_context(job: Job, world: Communicator) -> mx.Context:
     """Return the rank's own GPU, or the CPU.
 
     Raises:
-        UserError: A GPU was asked for and there is none for this rank.
+        UserError: A GPU is required, and this rank has none.
     """
     gpu = own_gpu(job, world, mx.context.num_gpus())
     return mx.cpu() if gpu is None else mx.gpu(gpu)

@@ -24,7 +24,7 @@ from horovod_train.frameworks.randomness import mix
 
 
 class Seeds:
-    """A rank's seeds, one for each step: MXNet tells nobody the state of its generators."""
+    """A rank's seeds, one per step, because MXNet does not expose the state of its generators."""
 
     def __init__(self) -> None:
         self.state = (0, 0)
@@ -200,7 +200,7 @@ class MxnetReplica(IdenticalReplica):
         return all(bool(np.isfinite(p.data().asnumpy()).all()) for p in self._params.values())
 
     def state(self, *, copy: bool) -> ReplicaState:
-        """Return the state, which stays as it is: MXNet's arrays are copied to be read."""
+        """Return the state; later steps do not change it: MXNet's arrays are copied to be read."""
         tree, found = pack_tree(
             {"slots": self._updater.states, "counts": self._optimizer._index_update_count},  # noqa: SLF001
             lambda leaf: isinstance(leaf, mx.nd.NDArray),

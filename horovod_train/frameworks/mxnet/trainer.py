@@ -1,4 +1,4 @@
-"""A gluon Trainer that applies the mean gradient of all ranks, for users with a loop of their own."""
+"""A gluon Trainer that applies the mean gradient of all ranks, for users with their own loop."""
 
 from __future__ import annotations
 

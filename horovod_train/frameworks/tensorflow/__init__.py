@@ -5,7 +5,7 @@ collectives.py the ranks, through Horovod
 exchange.py    gradients, summed over ranks inside the graph
 replica.py     the training step
 task.py        what a user brings
-tape.py        for users with a loop of their own
+tape.py        for users with their own loop
 """
 
 from horovod_train.frameworks.tensorflow.tape import DistributedGradientTape, broadcast, init

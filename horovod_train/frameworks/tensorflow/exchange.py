@@ -28,7 +28,7 @@ class Exchange:
         wire_dtype: Type of 32-bit tensors on the way: float32 or float16.
 
     Attributes:
-        seconds: 0: inside of a graph, waiting cannot be told from computing.
+        seconds: 0, because waiting cannot be measured inside of a graph.
     """
 
     world: Communicator

@@ -103,7 +103,7 @@ def choose_device(job: Job, world: Communicator) -> None:
     """Show TensorFlow the rank's own GPU only, or none.
 
     Raises:
-        UserError: A GPU was asked for and there is none for this rank.
+        UserError: A GPU is required, and this rank has none.
     """
     gpus = tf.config.list_physical_devices("GPU")
     own = own_gpu(job, world, len(gpus))

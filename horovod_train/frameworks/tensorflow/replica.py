@@ -204,7 +204,7 @@ class TensorflowReplica(IdenticalReplica):
         Gradients and loss are equal on all ranks here, so every rank decides alike without asking.
 
         Returns:
-            The gradient norm; 0 where nobody looks.
+            The gradient norm; 0 if it is not needed.
         """
         if self.scale.is_enabled:
             gradients = [g * tf.cast(1.0 / scale, g.dtype) for g in gradients]
@@ -234,7 +234,7 @@ class TensorflowReplica(IdenticalReplica):
         return is_finite
 
     def _with_loss(self, work: Callable[..., Out], *arguments: object) -> Out:
-        """Call what takes the task's loss; one of the wrong shape is told as that.
+        """Call what takes the task's loss; report one of the wrong shape.
 
         Raises:
             UserError: The loss is not one number.
@@ -303,7 +303,7 @@ class TensorflowReplica(IdenticalReplica):
         )
 
     def state(self, *, copy: bool) -> ReplicaState:
-        """Return the state, which stays as it is."""
+        """Return the state; later steps do not change it."""
         return ReplicaState(
             model=variables.blobs_of(variables.named(variables.shared_state(self.model))),
             optimizer=variables.blobs_of(variables.named(self.optimizer.variables)),

@@ -1,4 +1,4 @@
-"""For users of TensorFlow with a training loop of their own.
+"""For users of TensorFlow with their own training loop.
 
 Make the tape's gradients the mean over ranks, inside of ``tf.function`` or not:
 

@@ -136,7 +136,7 @@ def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> No
         UserError: A pattern fits no module.
     """
     for module in modules_fitting(model, patterns, "train.activation_checkpointing").values():
-        for each in module.modules():  # those of now: a strategy adds some of its own
+        for each in module.modules():  # the current ones: a strategy adds some
             _ATTRIBUTES[each] = {
                 name for name in vars(each) if not name.startswith("_") and name != "training"
             }
@@ -164,7 +164,7 @@ def _recomputed(module: torch.nn.Module, forward: Callable[..., Any], *args: Any
 
 
 def attributes_of(module: torch.nn.Module) -> list[tuple[str, str]]:
-    """Return what a module and those in it keep in attributes of their own, as texts to compare."""
+    """Return what a module and those in it keep in their own attributes, as texts to compare."""
     return [
         (name, python_state(value))
         for each in module.modules()

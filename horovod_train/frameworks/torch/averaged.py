@@ -1,8 +1,8 @@
-"""Weights that are evaluated and exported in the place of those that are trained.
+"""Weights that are evaluated and exported instead of those that are trained.
 
 Two kinds: an exponential moving average of the weights after each step (``ema`` in the job), and what an
 optimizer with two modes calls its weights for evaluation (``ScheduleFreeAdamW``: ``optimizer.eval()`` and
-``train()``). A rank has those of its own part of the model; a checkpoint keeps them beside the weights that
+``train()``). A rank has those of its part of the model; a checkpoint keeps them next to the weights that
 are trained, which are restored exactly after an evaluation.
 """
 
@@ -33,10 +33,10 @@ class AveragedWeights:
         model: Whose parameters they are of.
         optimizer: Over them; it may have two modes.
         strategy: Knows what of them this rank holds.
-        ema: The job's section; None: there is no moving average.
+        ema: The job's section; None: no moving average.
 
     Raises:
-        UserError: Both kinds are asked for, or the strategy cannot switch the optimizer's mode.
+        UserError: Both kinds are requested, or the strategy cannot switch the optimizer's mode.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Tells which ranks stay away from a collective of ``torch.distributed``.
+"""Tells which ranks are missing from a collective of ``torch.distributed``.
 
-Horovod's stall inspector knows its own collectives. PyTorch's wait inside of a backward pass, where nobody
-looks, until they time out. But PyTorch records them (its flight recorder). A thread of each rank looks at
+Horovod's stall inspector knows its own collectives. PyTorch's wait inside of a backward pass until they time
+out. But PyTorch records them (its flight recorder). A thread of each rank looks at
 what is under way, says so where other collectives of this rank are seen, and leaves word of it in the store
 of the process group. Who has left no word is who the others wait for.
 """
@@ -59,12 +59,12 @@ class CollectiveWatch:
 
     Args:
         ranks: All ranks of the job.
-        store: Of the process group; used by nobody else at the same time.
+        store: Store of the process group, used exclusively.
         health: When to speak.
         write: Writes the report of ranks that have not started a collective.
 
     Attributes:
-        missing: Who stays away, and from what, for a person; empty: nobody.
+        missing: Who is missing, and from what, for a person; empty: none.
         paths: Where this rank is in its passes, which other ranks may ask; None: its passes have no
             collectives.
     """
@@ -107,7 +107,7 @@ class CollectiveWatch:
                 return  # rank 0 has gone, and its store: the collectives will say so
 
     def _show(self, oldest: InFlight | None) -> None:
-        """Let whoever looks at this rank see what it waits for."""
+        """Record what this rank waits for."""
         if oldest is not None and oldest.name.startswith("nccl"):
             return  # hosts run ahead: what is under way need not be waited for
         if oldest is not None and oldest.age_s >= LOOK_INTERVAL_S:
@@ -179,8 +179,8 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def ranks_of(group_name: str) -> tuple[int, ...]:
-    """Return the ranks of a group; none: nobody knows it here."""
-    known = dist.distributed_c10d._world  # noqa: SLF001  (there is no public way from a name)
+    """Return the ranks of a group; none: unknown here."""
+    known = dist.distributed_c10d._world  # noqa: SLF001  (no public API)
     for group, name in list(known.pg_names.items()):
         if name == group_name:
             return tuple(sorted(known.pg_group_ranks[group]))

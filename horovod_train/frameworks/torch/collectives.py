@@ -41,7 +41,7 @@ class TensorCollectives(Communicator, Protocol):
         """Begin to sum a flat tensor over ranks, each of which gets its part of the sum alone.
 
         Parts are as long as ``into``, where the sum is after ``wait``. Returns at once with what that needs;
-        the tensor is left as it is, and must be until then.
+        the tensor is left unchanged, and must be until then.
         """
         ...
 
@@ -88,7 +88,7 @@ class TorchSingleRank(SingleRank):
         return True
 
     def before_closing(self, act: Callable[[], None]) -> None:
-        """Do nothing: there is nobody to leave."""
+        """Do nothing: a single rank."""
 
     def start_adasum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the tensor."""
@@ -167,7 +167,7 @@ def broadcast_model(model: torch.nn.Module, ranks: Communicator) -> None:
                 f"rank {rank} and rank {ranks.rank} have made different models: {differing[:2]}",
                 hint="a model must not depend on the rank or on its part of the data",
             )
-    together = with_tensors(ranks)  # once: it takes long beside a broadcast
+    together = with_tensors(ranks)  # once: it takes long compared with a broadcast
     for name, tensor in tensors.items():
         if not tensor.is_meta:  # each rank reads those from a file
             together.broadcast(tensor, f"horovod_train.model.{name}")
@@ -310,7 +310,7 @@ class ProcessSet(TorchCommunicator):
         self._among, self._root = {"process_set": process_set}, ranks[0]
 
     def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
-        """Call what blocks; whoever looks at all ranks sees for what, and since when."""
+        """Call what blocks; record what it waits for, and since when."""
         return self._world.wait_in(entry, blocking)
 
     def close(self) -> None:
@@ -320,7 +320,7 @@ class ProcessSet(TorchCommunicator):
 def let_stream_follow(result: torch.Tensor) -> None:
     """Let this thread's work on a GPU come after a collective that Horovod has queued there.
 
-    Horovod itself tells the default stream alone: its callback runs in a thread of its own.
+    Horovod itself tells the default stream alone: its callback runs in its own thread.
     """
     if not result.is_cuda:
         return

@@ -49,7 +49,7 @@ class Piece:
 
     @property
     def stand_in(self) -> torch.Tensor:
-        """Return a tensor of its length without memory of its own: what is on a disk has none."""
+        """Return a tensor of its length without memory, for state that is on a disk."""
         return torch.zeros((), dtype=self.flat.dtype, device=self.flat.device).expand(self.length)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class FlatState:
     def _give_back(self) -> None:
         """Give back what passes have left gathered, or on its way."""
         if self._stage == 3:
-            self._made._partition_all_parameters()  # noqa: SLF001  (there is no public way)
+            self._made._partition_all_parameters()  # noqa: SLF001  (no public API)
 
     def _local_tensor_of(self, tensor: Any) -> LocalTensor:
         if not hasattr(tensor, "ds_tensor"):

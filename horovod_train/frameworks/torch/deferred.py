@@ -13,7 +13,7 @@ from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.torch.device_clock import DeviceClock
 
 LAG_STEPS = 2
-"""A step is asked for when so many others are queued behind it: the device always has work at hand.
+"""Results are read this many steps later, so that the device always has enqueued work.
 
 The number is fixed, and not "when it is there": ranks act on what they read (they end training, and ask each
 other whose loss it was), and have to do so after the same step.
@@ -23,7 +23,7 @@ Number = torch.Tensor | float | None
 
 
 def lag_steps_of(device: torch.device) -> int:
-    """Return how many steps later a GPU is asked for what a step turned out to be; others know at once."""
+    """Return the number of steps by which results are read later: 0 on a CPU."""
     return LAG_STEPS if device.type == "cuda" else 0
 
 
@@ -35,7 +35,7 @@ class Sent:
     """
 
     def __init__(self, vector: torch.Tensor) -> None:
-        # Into pinned memory, which PyTorch keeps for copies that nobody waits for.
+        # Into pinned memory, which PyTorch keeps until the asynchronous copy has finished.
         self._arriving = vector.detach().to("cpu", non_blocking=True, copy=True)
         self._event: torch.cuda.Event | None = None
         if vector.is_cuda:

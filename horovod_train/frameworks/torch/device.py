@@ -11,7 +11,7 @@ from horovod_train.frameworks.torch.device_errors import device_error
 
 
 class TorchDevice:
-    """What frameworks on PyTorch tell of a rank's GPU."""
+    """A rank's GPU, for frameworks based on PyTorch."""
 
     def gpu_uuid(self) -> str:
         """Return the identity of this rank's GPU; empty: it has none."""

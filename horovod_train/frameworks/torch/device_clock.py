@@ -20,15 +20,15 @@ class Timer(Protocol):
         ...
 
     def is_reached(self, mark: Any) -> bool:
-        """Return whether the device has come to a mark; at once, and to any thread."""
+        """Return whether the device has reached a mark; non-blocking, from any thread."""
         ...
 
     def seconds_between(self, first: Any, second: Any) -> float:
-        """Return the device's time between two marks that it has come to."""
+        """Return the device time between two reached marks."""
         ...
 
     def release(self, marks: Iterable[Any]) -> None:
-        """Take marks back that nobody asks for any more."""
+        """Release marks that are not needed any more."""
         ...
 
 
@@ -47,7 +47,7 @@ class CudaTimer:
         return event
 
     def is_reached(self, mark: torch.cuda.Event) -> bool:
-        """Return whether the device has come to a mark."""
+        """Return whether the device has reached a mark."""
         return bool(mark.query())  # type: ignore[no-untyped-call]
 
     def seconds_between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
@@ -60,7 +60,7 @@ class CudaTimer:
 
 
 class HostTimer:
-    """The same where work is done as it is queued."""
+    """The same for a CPU, where work is not enqueued."""
 
     def mark(self) -> float:
         """Return the time."""
@@ -99,7 +99,7 @@ class DeviceClock(StepClock):
         return next((phase for phase, mark in self._laps if not self._timer.is_reached(mark)), "")
 
     def read(self) -> None:
-        """Find out how long phases took; once, and when the device has come to the last lap."""
+        """Compute the durations of phases, once, after the device has reached the last lap."""
         marks = [mark for _, mark in self._laps]
         for (_, before), (phase, after) in pairwise(self._laps):
             seconds = self._timer.seconds_between(before, after)

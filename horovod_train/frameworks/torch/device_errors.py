@@ -69,11 +69,11 @@ def what_to_change(job: Job, *, is_gpu: bool = True) -> list[str]:
     if train.precision == "fp32":
         changes.append("train.precision: bf16 halves the activations")
     if not train.activation_checkpointing:
-        changes.append("train.activation_checkpointing computes them anew instead of keeping them")
+        changes.append("train.activation_checkpointing recomputes them instead of keeping them")
     if train.cuda_graph:
-        changes.append("train.cuda_graph: false: graphs keep memory of their own")
+        changes.append("train.cuda_graph: false: graphs keep additional memory")
     if job.allreduce.wire_dtype != "fp32":
-        changes.append("allreduce.wire_dtype: fp32: there is no second copy of the gradients")
+        changes.append("allreduce.wire_dtype: fp32: without a second copy of the gradients")
     if job.framework == "torch" and job.strategy.name in {"allreduce", "ddp"}:
         changes.append(
             "strategy: zero shares the optimizer's state among ranks, fsdp the weights as well: "

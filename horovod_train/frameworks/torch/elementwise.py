@@ -20,9 +20,9 @@ KNOWN = (
 LATE = ("ScalableShampoo", "Shampoo", "SOAP", "GaLore", "Fira", "Muon")
 """Look at whole matrices after many steps, or with some settings: a trial may not see it."""
 _SHAPE = (6, 4)
-_CUTS = (0, 9, 24)  # of a weight of that many numbers; each piece is on a rank of its own
+_CUTS = (0, 9, 24)  # of a weight of that many numbers; each piece is on its own rank
 _LR = 0.05
-"""A rate of its own: that of a job may be too small to see anything."""
+"""Its own rate: that of a job may be too small to see anything."""
 _HINT = "use sgd, adam or adamw, or strategy: allreduce"
 
 
@@ -75,7 +75,7 @@ def _check_alike(
     for settings in _settings(optimizer):
         try:
             whole, apart, have_same_numbers = _updated(optimizer, settings, cut)
-        except Exception as error:  # whatever an optimizer of somebody's raises
+        except Exception as error:  # any exception of a user's optimizer
             raise UserError(
                 f"strategy {strategy} cannot have the optimizer {name} {what}: "
                 f"{type(error).__name__}: {error}",

@@ -102,7 +102,7 @@ def check_weights(
 def check_buffers(
     world: Communicator, local_tensors: Mapping[str, LocalTensor], weights: Collection[str]
 ) -> None:
-    """Refuse buffers that differ between ranks: each rank would go on from its own, or lose it.
+    """Refuse buffers that differ between ranks: each rank would resume from its own, or lose it.
 
     Args:
         world: All ranks.

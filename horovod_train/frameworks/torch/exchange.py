@@ -38,7 +38,7 @@ class Exchange:
     _ranks: TensorCollectives = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ranks = with_tensors(self.world)  # once: it takes long beside a step
+        self._ranks = with_tensors(self.world)  # once: it takes long compared with a step
 
     @torch.no_grad()
     def sum(self, tensors: Sequence[torch.Tensor], name: str = "gradients") -> list[torch.Tensor]:

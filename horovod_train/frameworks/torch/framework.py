@@ -265,7 +265,7 @@ def compiled(model: torch.nn.Module, how: Compile) -> torch.nn.Module:
     """Return a model's compiled form.
 
     Raises:
-        UnknownNameError: There is no such backend.
+        UnknownNameError: Unknown backend.
     """
     backends = torch.compiler.list_backends(exclude_tags=())
     if how.backend not in backends:
@@ -306,7 +306,7 @@ def choose_device(job: Job, world: Communicator) -> torch.device:
     """Return the rank's own GPU, or the CPU.
 
     Raises:
-        UserError: A GPU was asked for and there is none for this rank.
+        UserError: A GPU is required, and this rank has none.
     """
     is_for_cpus = torch.version.cuda is None
     why_none = f"PyTorch {torch.__version__} is built for CPUs alone: install one with CUDA"
@@ -369,7 +369,7 @@ def optimizer_of(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.opt
     """Return the job's optimizer over the model's parameters, or over the task's groups of them.
 
     Raises:
-        UserError: There is no such optimizer, or it refuses its arguments.
+        UserError: Unknown optimizer, or invalid arguments.
     """
     groups = getattr(task, "param_groups", None)
     return optimizer_over(

@@ -14,7 +14,7 @@ from horovod_train.frameworks.torch.codecs.base import Codec
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in its bucket; ``packed`` has the shape of what is here of it.
+    """A parameter's place in its bucket; ``packed`` has the shape of its local part.
 
     Attributes:
         gradient: In the form of the parameter.
@@ -90,7 +90,7 @@ def _num_reals(parameter: torch.Tensor) -> int:
 
 
 def to_local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what is here of a tensor that ranks share (a ``DTensor``), and any other as it is."""
+    """Return the local part of a ``DTensor``; other tensors are returned unchanged."""
     to_local: Callable[[], torch.Tensor] | None = getattr(tensor.detach(), "to_local", None)
     return tensor if to_local is None else to_local()
 

@@ -1,14 +1,14 @@
 """Parts of a step recorded as CUDA graphs: one launch in place of hundreds, for steps that are short.
 
     eager steps, until everything is set up
-    then each kind of work is done once as ever, recorded when it comes again, and replayed from then on
+    then each kind of work is done once as usual, recorded when it comes again, and replayed from then on
 
 A step has two such parts: forward and backward of a micro-batch, and the update. Between them gradients
 travel, which Horovod's thread launches itself; they leave when backward is complete, and nothing hides them.
 
 What is recorded is the device's work and not the Python around it: numbers that Python had at that moment
 stay. Those that belong to a step as we know it (the shapes and shares of batches, what is trained, the
-settings of the optimizer) are looked at in each step, and a change is recorded anew. The learning rate, the
+settings of the optimizer) are compared in each step; a change causes a new capture. The learning rate, the
 loss scale, dropout and what is clipped live on the device. What else a task's Python decides from step to
 step does not happen any more: this is why graphs have to be asked for.
 
@@ -66,7 +66,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """CUDA's graphs. This thread's work goes to a stream of its own: the default one cannot be recorded.
+    """CUDA's graphs. This thread's work goes to its own stream: the default one cannot be recorded.
 
     It has to be made before the model: what belongs to backward stays on the stream on which it began.
     """
@@ -231,14 +231,14 @@ class StepGraphs:
                 self._race.is_plain = False
             return
         now = self._fingerprint()
-        # Then this step is made without graphs: gradients come to lie where they will.
+        # Then this step runs eagerly, with gradients at any address.
         self._has_changed = now != self._made_with
         if self._has_changed:
             self._drop()
             self._made_with = now
 
     def discard(self) -> None:
-        """Record all anew: the optimizer's state, say, has come to lie elsewhere."""
+        """Discard all graphs: the optimizer's state, for example, has other addresses."""
         self._made_with = None
 
     def run(self, kind: Hashable, inputs: Any, work: Callable[[Any], Any]) -> Any:
@@ -247,7 +247,7 @@ class StepGraphs:
         Args:
             kind: Which work it is; what of it is not a tensor.
             inputs: Tensors, in any nest of lists, tuples and mappings.
-            work: Called with the inputs, or with others that lie where a graph reads them.
+            work: Called with the inputs, or with static copies of them that a graph reads.
 
         Returns:
             None where it was not done: it has to be done as without graphs.
@@ -277,7 +277,7 @@ class StepGraphs:
     # -- kinds of work
 
     def _key_of(self, kind: Hashable, structure: Any, leaves: Sequence[Any]) -> Hashable:
-        """Return what is the same for work of one kind; None: that cannot be told."""
+        """Return a key that is equal for work of one kind; None: it cannot be determined."""
         parts: list[Hashable] = [kind, structure]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -321,7 +321,7 @@ class StepGraphs:
         return result
 
     def _attach(self, trained: Sequence[torch.Tensor]) -> None:
-        """Have gradients lie where graphs write them: zeros, or what a step has of them by now."""
+        """Attach the gradient memory of graphs: zeros, or the gradients accumulated so far."""
         fresh: list[torch.Tensor] = []
         for parameter in trained:
             kept, gradient = self._kept.get(parameter), parameter.grad

@@ -44,7 +44,7 @@ class LocalModel:
         task: Gives loss and metrics; None when the user's own loop does.
         train: The job's section.
         forward_model: What the task calls: the model's compiled form, or the model itself.
-        averaged: Weights that are evaluated in the place of those that are trained.
+        averaged: Weights that are evaluated instead of those that are trained.
         loss: Of the step under way.
         is_training: Modules are in training mode.
         verifier: Compares the first steps with those of the plain model; None: they are not, or were.
@@ -137,7 +137,7 @@ class LocalModel:
         )
 
     def state(self, *, copy: bool) -> ReplicaState:
-        """Return the state; with ``copy`` it stays as it is until the next copy is taken."""
+        """Return the state; with ``copy``, later steps do not change it until the next copy."""
         return self.saved_state.take(copy=copy)
 
     def load_state(self, state: ReplicaState) -> None:

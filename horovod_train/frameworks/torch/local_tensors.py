@@ -32,7 +32,7 @@ class LocalTensor:
     """What a rank has of one tensor of the whole model.
 
     Attributes:
-        tensor: What is here.
+        tensor: The local data.
         part: Of what it is a part; None: it is whole.
         like: Returns another tensor of this shape in the form that the optimizer wants its state in.
     """
@@ -116,7 +116,7 @@ def _packed(
 def _by_name(document: Mapping[str, Any], optimized: Sequence[OptimizedParameter]) -> object:
     """Replace parameter numbers in an optimizer's state by names, and tensors by local tensors."""
     if not _has_numbers(document):
-        return _map_leaves(document, LocalTensor)  # an optimizer with a way of its own
+        return _map_leaves(document, LocalTensor)  # custom state_dict format
     state = {
         optimized[number].name: _map_leaves(entry, partial(_leaf, parameter=optimized[number].local))
         for number, entry in document["state"].items()

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Let parameters that are made in the block be on the meta device; buffers are made as ever.
+    """Let parameters that are made in the block be on the meta device; buffers are made as usual.
 
     Modules compute some buffers when they are made, such as frequencies of positions, and no file has them.
     """

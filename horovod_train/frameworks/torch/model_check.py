@@ -55,7 +55,7 @@ def _check_value(name: str, value: object) -> None:
 
 
 def refuse_hooks_of_parameters(model: torch.nn.Module, strategy: str) -> None:
-    """Refuse hooks of parameters that a strategy puts others in the place of.
+    """Refuse hooks of parameters that a strategy replaces.
 
     Raises:
         UserError: A parameter has hooks; names the first.

@@ -25,7 +25,7 @@ def optimizer_over(job: Job, parameters: Iterable[Any], *, may_fuse: bool = True
         may_fuse: On a GPU, choose the fused form where the job does not say.
 
     Raises:
-        UserError: There is no such optimizer, or it refuses its arguments.
+        UserError: Unknown optimizer, or invalid arguments.
     """
     groups = [_with_list(group, job.lr.base_lr) if isinstance(group, dict) else group for group in parameters]
 
@@ -46,10 +46,10 @@ def optimizer_over(job: Job, parameters: Iterable[Any], *, may_fuse: bool = True
 
 
 def is_fused_by_itself(factory: object, args: Mapping[str, Any], groups: Iterable[Any]) -> bool:
-    """Whether the fused form is taken though nobody has asked for it.
+    """Return whether the fused form is the default.
 
-    It makes the same update in one kernel in place of several for each parameter, and can be told on the
-    device to leave a step out. With dampening it cannot (see ``update.py``).
+    It performs the same update in one kernel instead of several per parameter, and can skip a step on the
+    device, except with dampening (see ``update.py``).
     """
     if factory not in FUSED or {"fused", "foreach", "capturable", "differentiable"} & args.keys():
         return False
@@ -94,7 +94,7 @@ class GroupRates(JobsLearningRate):
         """Set the rates of the next step.
 
         Raises:
-            UserError: Somebody else has set others since the last.
+            UserError: Other code has set other rates.
         """
         self.set(rates_of_groups(self._optimizer, lr))
 
@@ -106,7 +106,7 @@ class GroupRates(JobsLearningRate):
 def _with_list(group: Mapping[str, Any], base_lr: float) -> dict[str, Any]:
     """Return a group that can be looked at more than once: its parameters may come from a generator.
 
-    A learning rate of its own is one at ``lr.base_lr``: the group's rate follows the schedule by the same
+    Its own learning rate is one at ``lr.base_lr``: the group's rate follows the schedule by the same
     factor.
     """
     found = group["params"]

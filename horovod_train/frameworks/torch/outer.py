@@ -1,4 +1,4 @@
-"""The outer optimizer of local SGD: what ranks have moved between two means is a gradient of its own.
+"""The outer optimizer of local SGD: the update between two averaging steps is its gradient.
 
     change  = weights after the last mean - mean of the ranks' weights now
     m       = momentum * m + change

@@ -59,7 +59,7 @@ class GradientWatch:
         if changed is not None:
             raise UserError(
                 f"the task's loss makes or changes the gradient of {self._name_of(changed)!r} itself (a "
-                "backward pass of its own, or .grad): it would count as that of the whole batch on each rank",
+                "``backward()``, or .grad): it would count as that of the whole batch on each rank",
                 hint="return the sum of all terms, or detach what is not to be trained",
             )
         if self._hooks_of(parameters) != self._num_hooks:

@@ -1,7 +1,7 @@
 """A parameter server: it has some of the weights, and updates them with gradients as they come.
 
-Every rank is a worker and serves a part of the weights, in a thread of its own, over a communicator of MPI's
-that nobody else uses. A worker asks for weights, which it is given when no other worker is too far behind,
+Every rank is a worker and serves a part of the weights, in its own thread, over a communicator of MPI's
+used exclusively. A worker requests weights, which it receives when no other worker is too far behind,
 and sends gradients, for which it does not wait.
 """
 
@@ -76,7 +76,7 @@ class Layout:
         """Return the learning rates and gradients of a message."""
         head = self.num_groups * 8
         flags = message[head : head + len(self.names)]
-        tensors = self.unpack(message[head + len(self.names) :].copy())  # aligned anew
+        tensors = self.unpack(message[head + len(self.names) :].copy())  # aligned again
         gradients = [tensor if flag else None for tensor, flag in zip(tensors, flags, strict=True)]
         return message[:head].copy().view(np.float64).tolist(), gradients
 

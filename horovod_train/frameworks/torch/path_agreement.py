@@ -91,7 +91,7 @@ class PathAgreement:
             self._agree(name, expected[at - 1] if at <= len(expected) else END)
 
     def _agree(self, name: str, expected: str) -> None:
-        """Wait until all ranks have come to the same event."""
+        """Wait until all ranks have reached the same event."""
         if self._num_ranks == 1:
             return
         store, key = self._store, f"{PREFIX}/{self._num_passes}/{len(self._seen)}"
@@ -144,7 +144,7 @@ def differ(rank: int, name: str, other_rank: int, other: str) -> UserError:
     """Return the error of ranks that take different paths.
 
     >>> print(differ(0, "the gradient of a", 1, "the gradient of b").message)
-    ranks take different paths: rank 0 comes to the gradient of a, and rank 1 to the gradient of b
+    ranks take different paths: rank 0 reaches the gradient of a, and rank 1 the gradient of b
     """
     return UserError(
         f"ranks take different paths: {describe_ranks([rank])} comes to {name}, and "

@@ -1,6 +1,6 @@
 """``torch.distributed`` inside of ranks that any launcher has started.
 
-There is no torchrun and no variable to set: the ranks are Horovod's, rank 0 opens a port that nobody else
+No torchrun and no variables are needed: the ranks are Horovod's, rank 0 opens a port that no other process
 can have taken, and tells the others through Horovod. GPUs talk over NCCL, CPUs over Gloo, on the interface
 that the launch has chosen; ranks of one machine listen on loopback alone.
 """
@@ -137,7 +137,7 @@ def new_group(ranks: Sequence[int], health: Health) -> Any:
 def set_timeout(group: dist.ProcessGroup, health: Health) -> None:
     """Give a group of a mesh the time that a collective may take: it does not have that of all ranks."""
     timeout = timedelta(seconds=health.stall_shutdown_s)
-    dist.distributed_c10d._set_pg_timeout(timeout, group)  # noqa: SLF001  (there is no public way)
+    dist.distributed_c10d._set_pg_timeout(timeout, group)  # noqa: SLF001  (no public API)
 
 
 def choose_address(hosts: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
@@ -179,7 +179,7 @@ def _address_of_the_host() -> str | None:
 
 
 def share_interface(interface: str, environ: MutableMapping[str, str]) -> None:
-    """Let Gloo and NCCL use an interface, where nobody has said otherwise."""
+    """Set the interface of Gloo and NCCL, unless a variable sets it."""
     environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 

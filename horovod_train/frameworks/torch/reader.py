@@ -61,7 +61,7 @@ def _leave_with(rank_pid: int, _worker_id: int) -> None:
 
 
 class _Schedule:
-    """The fetches of one epoch; set anew before each, so that loader processes live on."""
+    """The fetches of one epoch; set before each epoch, so that loader processes are reused."""
 
     def __init__(self) -> None:
         self.fetches: Iterable[Fetch] = ()
@@ -173,8 +173,8 @@ class Placement:
     def put(self, batch: Any, *, pin: bool = False) -> Any:
         """Return a batch with all its tensors there.
 
-        Lists, tuples, mappings and data classes are followed; an object with a method ``to`` is asked; all
-        else, such as a string, stays as it is.
+        Lists, tuples, mappings and data classes are followed; the method ``to`` of an object is called; all
+        else, such as a string, stays unchanged.
 
         Args:
             batch: What a loader has joined.
@@ -201,14 +201,14 @@ def _same_class(batch: Any) -> Any:
 
 
 def _mapped(batch: Any, put: Callable[[Any], Any]) -> Any:
-    """Return a container with each of its members changed; what is no container stays as it is."""
+    """Return a container with each of its members changed; other objects are returned unchanged."""
     if type(batch) is dict:
         return {key: put(value) for key, value in batch.items()}
     if isinstance(batch, tuple):
         members = map(put, batch)
         return type(batch)(*members) if hasattr(batch, "_fields") else type(batch)(members)
     if isinstance(batch, list):
-        same = copy(batch)  # of its class, with attributes of its own
+        same = copy(batch)  # of its class, with its own attributes
         same[:] = map(put, batch)
         return same
     if isinstance(batch, MutableMapping):  # such as a UserDict, or a class derived from dict

@@ -35,7 +35,7 @@ class SavedState:
         optimizer: Over them.
         strategy: Knows what of them this rank holds.
         scaler: Of the loss.
-        averaged: Weights that are kept beside those that are trained.
+        averaged: Weights that are kept next to those that are trained.
         tells: This rank tells people what others would tell, too.
     """
 
@@ -58,7 +58,7 @@ class SavedState:
         self._copies: dict[str, torch.Tensor] = {}
 
     def take(self, *, copy: bool) -> ReplicaState:
-        """Return the state; with ``copy`` it stays as it is until the next copy is taken."""
+        """Return the state; with ``copy``, later steps do not change it until the next copy."""
         cache = self._copies if copy else None
         with_state = self._strategy.checkpoints_optimizer
         tree, arrays = optimizer_blobs(
@@ -144,7 +144,7 @@ class SavedState:
     def _report_other_kernel(self, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
         if bool(saved.get("fused")) != bool(own.get("fused")) and self._prints_notices:
             log.warning(
-                "the checkpoint was trained with fused: %s, and training goes on with fused: %s: as exact, "
+                "the checkpoint was trained with fused: %s, and training continues with fused: %s: as exact, "
                 "and not the same in the last bits",
                 bool(saved.get("fused")),
                 bool(own.get("fused")),

@@ -55,7 +55,7 @@ class ScatteredMessage(Message):
         self._handle = ranks.start_reduce_scatter(self._whole, into, name)
 
     def has_arrived(self, ranks: TensorCollectives) -> bool:
-        """Return whether nobody has to be waited for any more."""
+        """Return whether the message is complete."""
         return ranks.is_done(self._handle)
 
     def receive(self, ranks: TensorCollectives) -> None:

@@ -78,7 +78,7 @@ def gathered_full(model: torch.nn.Module) -> Iterator[None]:
     All ranks have to make the same changes. Each holds the whole model meanwhile.
 
     Raises:
-        UserError: The block has put another parameter in the place of one.
+        UserError: The block has replaced a parameter.
     """
     wholes: dict[Any, torch.nn.Parameter] = {}  # by the DTensor that is here
     places: list[tuple[torch.nn.Module, str, Any]] = []
@@ -94,7 +94,7 @@ def gathered_full(model: torch.nn.Module) -> Iterator[None]:
     for module, name, parameter in places:
         if module._parameters.get(name) is not wholes[parameter]:  # noqa: SLF001
             raise UserError(
-                f"after_update(model) has put another parameter in the place of {name!r} of a "
+                f"after_update(model) has replaced {name!r} of a "
                 f"{type(module).__name__}, which cannot be shared between ranks",
                 hint="change the parameter in place: parameter.copy_(...)",
             )

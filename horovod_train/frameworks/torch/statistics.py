@@ -12,7 +12,7 @@ from horovod_train.frameworks.torch.sync_batch_norm import SyncBatchNormMixin
 
 
 class RunningStatistics:
-    """The running means and variances of a model's layers that have those of their own rank.
+    """The running means and variances of a model's layers that normalize by the samples of their rank.
 
     Attributes:
         buffers: They themselves.
@@ -56,7 +56,7 @@ class RunningStatistics:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Leave them as they are, whatever passes through the model meanwhile."""
+        """Restore them after other passes through the model."""
         before = [buffer.clone() for buffer in (*self.buffers, *self.counts)]
         yield
         with torch.no_grad():

@@ -84,7 +84,7 @@ class StepLoss:
                 hint="return the mean loss over the batch, or use another strategy",
             )
         check_count(count)
-        # By samples first, so that it is about as large as a mean: fp16 could not hold a sum.
+        # By samples first, so that its size is that of a mean: fp16 could not hold a sum.
         factor = is_counted / self._num_samples
         denominator = torch.as_tensor(count, dtype=torch.float64, device=self._device) * factor
         self._denominator = denominator + (0.0 if self._denominator is None else self._denominator)

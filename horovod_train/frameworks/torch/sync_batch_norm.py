@@ -152,7 +152,7 @@ def _shaped(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def not_counted() -> Iterator[None]:
     """Let micro-batches in the block not count."""
-    global is_counted  # noqa: PLW0603  (a forward pass has no other way to be told)
+    global is_counted  # noqa: PLW0603  (a forward pass has no other argument)
     is_counted = False
     try:
         yield
@@ -171,7 +171,7 @@ def synchronize_batch_norm(model: torch.nn.Module, sum_over_ranks: Sum, *, every
         prefix: Names of sums begin with it.
 
     Raises:
-        UserError: A layer has a ``forward`` of its own.
+        UserError: A layer overrides ``forward``.
     """
     num_found = 0
     for name, module in model.named_modules():

@@ -45,10 +45,10 @@ def is_sum_and_count(value: object) -> bool:
 
 
 def check_count(count: object) -> None:
-    """Refuse what is no count of a sum.
+    """Refuse an invalid count of a sum.
 
     Raises:
-        UserError: It is no number, or depends on weights.
+        UserError: It is not a number, or depends on weights.
     """
     is_number = isinstance(count, bool | int | float) or getattr(count, "shape", None) in ((), (1,))
     if not is_number:
@@ -75,7 +75,7 @@ def checked_loss(loss: object) -> torch.Tensor:
     """Return a loss, shape [], if a gradient can be taken of it.
 
     Raises:
-        UserError: It is no tensor, has several elements, is complex or detached.
+        UserError: It is not a tensor, has several elements, is complex or detached.
     """
     if not isinstance(loss, torch.Tensor):
         raise UserError(

@@ -1,6 +1,6 @@
-"""A copy of a task, with which the plain model makes the first steps beside the strategy's.
+"""A copy of a task, for the steps of the reference model during verification.
 
-The copy has a state of its own. State that is not the task's alone cannot be copied: attributes of classes,
+The copy has its own state. State that the task shares cannot be copied: attributes of classes,
 variables of modules, what closures hold. That is compared before and after, and a change of it is refused: a
 loss that is called twice would count twice.
 """
@@ -23,7 +23,7 @@ from horovod_train.frameworks.torch.python_state import python_state
 LARGE_BYTES = 2**28
 """Larger tensors and arrays of a task are shared with its copy, as datasets are."""
 MAX_COUNTERS = 64
-"""A buffer of more integers is no counter."""
+"""A buffer with more integers is not treated as a counter."""
 COPIED = (
     MutableMapping, MutableSequence, MutableSet, dict, list, tuple, str, bytes, set, frozenset,
     torch.nn.Module, torch.Tensor, np.ndarray,
@@ -34,7 +34,7 @@ OF_A_LIBRARY = ("torch", "numpy", "builtins", "horovod_train", "horovod", "colle
 
 
 def copy_of_task(task: Any) -> Any:
-    """Return a task with a state of its own.
+    """Return a task with its own state.
 
     What is large, or cannot be copied, is shared: datasets, files, modules of Python.
     """

@@ -17,7 +17,7 @@ class TrainedParameters(Protocol):
     """What an optimizer has: layers are unfrozen, groups added."""
 
     def count(self) -> int:
-        """Return how many parameters the optimizer has; cheap, for it is asked in each step."""
+        """Return how many parameters the optimizer has; cheap, because it is called in each step."""
         ...
 
     def named(self) -> Named:

@@ -59,7 +59,7 @@ def units_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def units_to_shard(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the units of a model that can be gathered each by itself, by name.
 
-    Not those without a forward pass of their own, whose members are called, and not those that share a
+    Not those without their own forward pass, whose members are called, and not those that share a
     parameter with the rest of the model: they are gathered with the model.
     """
     units: dict[str, torch.nn.Module] = {}

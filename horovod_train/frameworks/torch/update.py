@@ -5,8 +5,8 @@ asking. A strategy whose gradients differ asks in ``is_finite``.
 
 Where numbers can be read, the host decides. On a device it would have to wait for them in each step. There
 the decision is made, on the device, by the same rules, and handed to the optimizer as a number: the fused
-ones of PyTorch leave everything as it is where ``found_inf`` is 1. After a step that ends training, all
-others are left out, too, until the host has heard of it.
+ones of PyTorch leave everything unchanged where ``found_inf`` is 1. After a step that ends training, all
+others are skipped, too, until the host has read the result.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def explained(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Refuse an optimizer that wants more than gradients.
 
     Raises:
-        UserError: It makes backward passes of its own, or wants a function that makes them.
+        UserError: It runs backward passes itself, or requires a closure.
     """
     try:
         yield
-    except Exception as error:  # packages of optimizers have errors of their own
+    except Exception as error:  # packages of optimizers have their own errors
         wants_closure = "closure" in f"{type(error).__name__} {error}".lower()
         if not wants_closure and "does not require grad" not in str(error):
             raise
@@ -84,7 +84,7 @@ class Update(Protocol):
     """Makes the update of a step."""
 
     def __call__(self, loss: torch.Tensor, *, want_norm: bool) -> Updated:
-        """Update the weights, or leave them as they are.
+        """Update the weights, or leave them unchanged.
 
         Args:
             loss: Of the whole step, shape [].
@@ -125,7 +125,7 @@ class UpdateOnHost:
         self._has_ended = False
 
     def __call__(self, loss: torch.Tensor, *, want_norm: bool) -> Updated:
-        """Update the weights, or leave them as they are."""
+        """Update the weights, or leave them unchanged."""
         if self._has_ended:
             return Updated(float(loss), None, is_used=False, was_executed=False)
         updated = self._updated(float(loss), want_norm=want_norm)
@@ -201,7 +201,7 @@ class UpdateOnDevice:
 
     @torch.no_grad()
     def __call__(self, loss: torch.Tensor, *, want_norm: bool) -> Updated:
-        """Update the weights, or leave them as they are; returns while the device works."""
+        """Update the weights, or leave them unchanged; returns while the device works."""
         self._prepare()
         was_made = ~self._has_ended
         is_loss_finite = loss.isfinite()
@@ -230,12 +230,12 @@ class UpdateOnDevice:
         return norm
 
     def _record(self, is_loss_finite: torch.Tensor, is_used: torch.Tensor) -> None:
-        """Note whether training ends with this step: what ``FiniteGuard`` will say when it hears of it."""
+        """Record whether training ends with this step, as ``FiniteGuard`` will decide."""
         may_skip = self._health.non_finite == "skip"
         if not may_skip and not self._scaler.is_enabled():
             self._has_ended |= ~is_used
             return
-        # In its place, as all that a graph of the step goes on from.
+        # In place, because graphs read it at a fixed address.
         self._num_bad_in_a_row.copy_(torch.where(is_used, 0, self._num_bad_in_a_row + 1))
         is_end = self._num_bad_in_a_row > self._health.max_skipped_steps
         self._has_ended |= is_end if may_skip else is_end | ~is_loss_finite
@@ -304,9 +304,9 @@ class DeviceScaler(torch.amp.GradScaler):
 
 
 def can_be_masked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer leaves everything as it is where a number on the device says so.
+    """Return whether an optimizer can skip a step by a number on the device.
 
-    PyTorch's fused ones do, unless somebody's code runs with each step, or the momentum of the first
+    PyTorch's fused ones do, unless hooks run with each step, or the momentum of the first
     step is not that of zeros.
     """
     own_hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # noqa: SLF001

@@ -311,7 +311,7 @@ class _Moments(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Note the end of the update; what callbacks do after it is no part of a step."""
+        """Note the end of the update; what callbacks do after it does not belong to a step."""
         self._trainer.clock.lap("optimizer")
 
     def on_train_end(
@@ -335,7 +335,7 @@ class _Moments(TrainerCallback):
         step = source.steps[source.number]
         source.number += 1
         self._bridge.after_step(step, outcome, self._lr)
-        trainer.begin_step()  # what the bridge does is no part of a step
+        trainer.begin_step()  # time in the bridge does not belong to a step
 
     def end_epoch(self, control: TrainerControl) -> None:
         """Report the end of an epoch."""

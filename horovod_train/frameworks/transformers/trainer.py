@@ -44,7 +44,7 @@ Predictions = Any  # arrays in any nest, or None
 
 _world: Communicator | None = None
 
-# Accelerate takes these for the sign of a launcher of its own, and dies without MASTER_ADDR.
+# Accelerate takes these for the sign of its own launcher, and fails without MASTER_ADDR.
 FOREIGN = ("OMPI_COMM_WORLD_", "PMI_", "PMIX_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_")
 
 
@@ -74,7 +74,7 @@ class HorovodTrainerMixin:
     """Makes a ``Trainer`` train on all ranks. Put it first: ``class T(HorovodTrainerMixin, Trainer)``.
 
     ``world``, ``bucket_size_mib``, ``wire_dtype`` and ``device`` (else the rank's own GPU) can be given by
-    name beside the arguments of the trainer. Each rank reads its part of every global batch, and each sample
+    name next to the arguments of the trainer. Each rank reads its part of every global batch, and each sample
     counts once in an epoch; one process alone trains on the same global batches in the same order.
     """
 
@@ -97,7 +97,7 @@ class HorovodTrainerMixin:
         **kwargs: Any,
     ) -> None:
         self.world = init() if world is None else world
-        self._ranks = with_tensors(self.world)  # once: it takes long beside a step
+        self._ranks = with_tensors(self.world)  # once: it takes long compared with a step
         self._allreduce = Allreduce.model_validate(
             {"bucket_size_mib": bucket_size_mib, "wire_dtype": wire_dtype}
         )
@@ -377,11 +377,11 @@ def see_all_ranks(args: TrainingArguments, world: Communicator) -> None:
     if world.size == 1 or getattr(base, "_sees_all_ranks", False):
         return
     if args.deepspeed or args.fsdp:
-        raise UserError("DeepSpeed and FSDP need ranks of their own", hint="leave them out")
+        raise UserError("DeepSpeed and FSDP need their own ranks", hint="leave them out")
 
     @contextmanager
     def main_process_first(_: object, local: bool = True, desc: str = "") -> Generator[None, None, None]:
-        del desc  # Trainer names what is waited for; nobody asks
+        del desc  # unused
         is_first = (world.local_rank if local else world.rank) == 0
         if not is_first:
             barrier(world)
@@ -397,7 +397,7 @@ def see_all_ranks(args: TrainingArguments, world: Communicator) -> None:
 
     members = {
         "_sees_all_ranks": True,
-        "__reduce_ex__": as_plain,  # saved with the model, and read where there is no such class
+        "__reduce_ex__": as_plain,  # saved with the model, and loaded without this class
         "world_size": property(lambda _: world.size),
         "process_index": property(lambda _: world.rank),
         "local_process_index": property(lambda _: world.local_rank),

@@ -27,7 +27,7 @@ class HostDescription:
     Attributes:
         python: Path of the Python that runs there.
         prefix: Its environment.
-        has_mpi: Whether Open MPI lives in that environment, and has to be told so.
+        has_mpi: Whether Open MPI is installed in that environment, and needs OPAL_PREFIX.
         path: PATH as a command over ssh gets it.
         cores: Cores that may be used.
         reads_memory: Whether a process may read another's memory.
@@ -74,7 +74,7 @@ def describe_host(others: Sequence[str]) -> HostDescription:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Return the room in a folder; None: there is no such folder."""
+    """Return the free space of a folder in bytes; None: no such folder."""
     with suppress(OSError):
         return shutil.disk_usage(folder).free
     return None
@@ -97,7 +97,7 @@ def can_read_memory() -> bool:
 
 
 def source_towards(host: str) -> str:
-    """Return the address of this machine from which packets to a host leave; empty: there is no way."""
+    """Return the address of this machine from which packets to a host leave; empty: no route."""
     try:
         # Nothing is sent: connecting a datagram socket only asks for the route.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -38,7 +38,7 @@ BUSY = 0.2
 
 @dataclass(frozen=True)
 class UnresponsiveRank:
-    """A rank that shows no sign of life.
+    """A rank that has no heartbeat.
 
     Attributes:
         rank: Which one.
@@ -91,7 +91,7 @@ class HostActions:
         return take_readings(folders, names, ports)
 
     def listen(self, address: str, name: str) -> int:
-        """Answer with a name to whoever connects to an address; returns the port."""
+        """Listen on an address, and answer connections with a name; return the port."""
         listener = socket.create_server((address, 0))
         self._listeners.append(listener)
 
@@ -141,7 +141,7 @@ class HostActions:
             with suppress(OSError, ValueError, psutil.Error):
                 rank, pid = map(int, file.name.split("-")[1:])
                 if not is_alive(pid):
-                    file.unlink()  # somebody else may have that number later
+                    file.unlink()  # the PID may be reused later
                     continue
                 process = psutil.Process(pid)
                 silent_s = now_s - max(float(file.read_text()), self._busy_until_s(process, now_s))
@@ -175,7 +175,7 @@ class HostActions:
             archive: Code for ``code/``: a zip file in base64; may be empty.
 
         Raises:
-            FileExistsError: The folder is there already, and so belongs to somebody else.
+            FileExistsError: The folder exists, and so belongs to another run.
         """
         self.stage.mkdir(mode=0o700)
         self._is_ours = True

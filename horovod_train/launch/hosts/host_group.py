@@ -63,7 +63,7 @@ def result_of(do: Callable[..., Result], document: object) -> Result:
 
 @cache
 def _adapter(do: Callable[..., Result]) -> TypeAdapter[Result]:
-    # Made once: every host is asked for its silent ranks once a second.
+    # Created once: each host is polled once a second.
     return TypeAdapter(get_type_hints(do)["return"])
 
 

@@ -24,7 +24,7 @@ def look_at_hosts(
         hosts: Which ones.
         timeout_s: One that says nothing for so long is lost, in seconds.
         on_lost: Gets its name, and why it is taken for lost.
-        over: Set when nobody is to look any more.
+        over: Set to stop watching.
     """
     looked_s, stood_still_s = monotonic(), 0.0
     while not over.wait(PING_INTERVAL_S):

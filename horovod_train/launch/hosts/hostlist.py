@@ -19,7 +19,7 @@ from horovod_train.launch.hosts.description import addresses_by_interface, sourc
 
 # "node01", "node01:8" and "node01 slots=8": what horovodrun, mpirun and the MPI operator write.
 _HOSTFILE_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?((?:\s+[\w-]+\s*=\s*\d+)*)")
-# What others write, and what to write in its place.
+# Fields of other tools, and their replacements.
 _OTHER_FORMS = {
     r"\S+@.*": "leave the user out, and give it to ssh (User in ~/.ssh/config)",
     r".*\[.*\].*": "list each host: scontrol show hostnames 'node[01-04]' prints them",

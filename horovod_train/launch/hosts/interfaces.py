@@ -35,7 +35,7 @@ def choose(host: Host, wanted: str | None, description: HostDescription, others:
         others: Addresses at which other hosts were reached, for this machine to see the way to them.
 
     Raises:
-        LostError: There is no such interface, or none that can be told.
+        LostError: No such interface, or none could be determined.
     """
     usable = {name: found for name, found in description.addresses.items() if found}
     requested = host.settings.network_interface or wanted

@@ -144,7 +144,7 @@ def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[
 
 
 def _engine() -> EngineReading:
-    # Here: an agent that is asked for nothing of this need not wait for it.
+    # Imported here: most requests to an agent do not need it.
     from horovod_train.horovod.build import own_patches
     from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
 

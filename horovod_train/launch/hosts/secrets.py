@@ -1,4 +1,4 @@
-"""Values that ranks get but nobody else sees: not on command lines, in logs or in the folder of the run."""
+"""Secrets of ranks, which do not appear on command lines, in logs or in the folder of the run."""
 
 from __future__ import annotations
 

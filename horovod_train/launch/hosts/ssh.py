@@ -88,13 +88,13 @@ _SSH_MESSAGES = (
     ("Permission denied", "it does not let this user in", _LET_IN),
     (
         "Could not resolve hostname",
-        "there is no host of this name",
+        "unknown host name",
         "correct it, or tell DNS or /etc/hosts",
     ),
     ("Connection refused", "nothing listens there", "start sshd, or set launch.ssh.port"),
     ("timed out", "it does not answer", "is it up? is a firewall in the way? `ping {host}`"),
     ("No route to host", "it cannot be reached", "is it up? `ip route get {host}`"),
-    ("Network is unreachable", "there is no way to its network", "`ip route get {host}`"),
+    ("Network is unreachable", "no route to its network", "`ip route get {host}`"),
 )
 _SHELL_MESSAGES = (
     ("No module named", "{python} has no horovod_train", _ENVIRONMENT),

@@ -16,11 +16,11 @@ from horovod_train.errors import UserError
 from horovod_train.launch.hosts.host_actions import RANK_VARIABLE, RUN_VARIABLE
 
 MAX_SHIPPED_BYTES = 64 * 1024 * 1024
-# Not code, or nobody else's business.
+# Not code, or private.
 NOT_SHIPPED = {".git", ".venv", "venv", "__pycache__", "node_modules", "runs", ".mypy_cache", ".ruff_cache"}
 
 # Started by horovodrun or mpirun in place of Python, because hosts may differ. -P: a file of the folder
-# that happens to be called like a module must not be imported in its place.
+# with the name of a module must not be imported instead.
 _RANK = """#!/bin/sh
 # One rank of {run_id} on this host.
 trap '' USR1  # until the rank itself listens
@@ -32,7 +32,7 @@ set +a
 exec {python} -P -m {program}
 """
 
-# A rank can be stopped before its Python gives signs of life (health/heartbeat.py). $$ is its process, too.
+# A rank can be stopped before its Python gives heartbeats (health/heartbeat.py). $$ is its process, too.
 _FIRST_BEAT = """read -r now_s _ </proc/uptime
 echo "$now_s" >"{stage}/alive-${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-${{SLURM_PROCID:-0}}}}}}-$$"
 """

@@ -48,9 +48,9 @@ class HorovodrunLauncher(SupervisedLauncher):
 
 
 def open_mpi_settings(request: LaunchRequest) -> dict[str, str]:
-    """Return the variables that Open MPI is started with, whoever calls mpirun."""
+    """Return the environment variables for Open MPI, for all launchers that call mpirun."""
     # Horovod's background thread polls MPI. Where it shares a core with a rank's compute thread, it
-    # has to give way.
+    # has to yield.
     settings = {"OMPI_MCA_mpi_yield_when_idle": "1", **open_mpi_alone()}
     if request.is_remote:
         settings["OMPI_MCA_plm_rsh_agent"] = shlex.join(request.ssh)

@@ -52,7 +52,7 @@ class SlurmAllocationLauncher(SupervisedLauncher):
         return [f"{name}:{n}" for name, n in zip(listed.split(), slots, strict=True)]
 
     def shell(self, request: LaunchRequest, host: Host) -> list[str]:
-        """Return what runs a command on a node: a step beside the others."""
+        """Return what runs a command on a node: a step next to the others."""
         return [
             *("srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--quiet"),
             *("/bin/sh", "-c"),
@@ -82,7 +82,7 @@ class SlurmAllocationLauncher(SupervisedLauncher):
         try:
             return super().run(request, plan, console)
         except PreemptedError as error:
-            # What Slurm sends before the end of a job's time (batch_script), and nobody else sends.
+            # Sent by Slurm before the time limit (batch_script), and by nothing else.
             is_out_of_time = error.stopped_by == signal.SIGUSR1
             if is_out_of_time and request.job.launch.slurm.requeue and "SLURM_JOB_ID" in os.environ:
                 _put_back(os.environ["SLURM_JOB_ID"], StateFile(request.log_dir), error)
@@ -91,7 +91,7 @@ class SlurmAllocationLauncher(SupervisedLauncher):
 
 def _put_back(number: str, state: StateFile, error: PreemptedError) -> None:
     """Put this job back into the queue; Slurm ends this process soon after."""
-    # First, for whoever waits: the job has not ended.
+    # First, so that waiting clients see that the job has not ended.
     state.write("waiting", message=f"its time is over, it is in the queue again; {error.message}")
     try:
         call_slurm("scontrol", "requeue", number)

@@ -65,7 +65,7 @@ class SupervisedLauncher(PolledLauncher):
         try:
             with deferred_signals() as pending_signals, state.touched():
                 if (elastic := request.job.launch.elastic) is not None:
-                    plan.write_files()  # each attempt has a plan of its own
+                    plan.write_files()  # each attempt has its own plan
                     run_elastic(
                         self, request, elastic, console, state, pending_signals, followers, events.write
                     )
@@ -90,7 +90,7 @@ class SupervisedLauncher(PolledLauncher):
             events.close()
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
-        """Let a process of its own carry out the job; return its id."""
+        """Start a separate process that runs the job; return its ID."""
         make_folder(request.run_dir, request.job.run_dir_access)
         request.log_dir.mkdir(exist_ok=True)
         (request.log_dir / "request.json").write_text(dump_job(request.job), encoding="utf-8")
@@ -111,7 +111,7 @@ class SupervisedLauncher(PolledLauncher):
         while StateFile(request.log_dir).read().state == "waiting":
             if process.poll() is not None or monotonic() > deadline_s:
                 text = (request.log_dir / "launcher.log").read_text(encoding="utf-8").strip()
-                process.kill()  # it would train, and nobody could ask for it
+                process.kill()  # it would train without an ID
                 process.wait()
                 raise LaunchError(f"the job could not be started: {text or 'no word for 30 s'}")
             sleep(POLL_S / 4)

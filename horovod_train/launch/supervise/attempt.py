@@ -35,7 +35,7 @@ from horovod_train.launch.supervise.targets import TargetFiles, target_paths
 from horovod_train.registry import SCRIPT
 
 DuringAttempt = Callable[[Callable[[], None]], AbstractContextManager[None]]
-"""What goes on alongside the ranks; it gets a function that asks them to save and leave."""
+"""Context that is entered while ranks run; it receives a function that drains them."""
 
 
 class RankLauncher(Protocol):
@@ -170,7 +170,7 @@ class AttemptOutput:
         )
 
     def report_frozen(self, text: str) -> None:
-        """Tell which ranks show no sign of life; nothing: they go on."""
+        """Report the ranks without heartbeat; an empty text clears the report."""
         if text:
             self._console.print(f"warning: {text}")
             self._log.write(f"warning: {text}")

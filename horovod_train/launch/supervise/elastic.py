@@ -2,12 +2,12 @@
 
     wait for hosts -> start ranks -> done
           ^                |
-          +----------------+ a host was lost, or a rank was killed: go on from the newest checkpoint
-          +----------------+ a host has come, or was taken from the list: save, leave, go on
+          +----------------+ a host was lost, or a rank was killed: resume from the newest checkpoint
+          +----------------+ a host was added to or removed from the list: save, exit, start again
 
 A world never changes while its ranks run. Horovod's own elastic mode changes it in process: it hangs
-when a host leaves in good order and too few stay (issue 3494 there), loses and repeats samples (3143,
-3399), and hands pickles to whoever asks (CVE-2024-10190).
+when a host leaves gracefully and too few remain (issue 3494 there), loses and repeats samples (3143,
+3399), and unpickles data from the network (CVE-2024-10190).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run_elastic(
                 launcher, attempt, plan, console, state, during_attempt, pending_signals, followers, record
             )
         except PreemptedError as error:
-            # Whoever asks the launcher means the job. Who asks a rank means its host.
+            # A preempted launcher ends the job; a preempted rank only excludes its host.
             if error.stopped_by is not None:
                 raise
             failures = 0

@@ -19,13 +19,13 @@ from horovod_train.files import LogFile
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.secrets import Mask
 
-# What TensorFlow tells on every rank before it can be told to be quiet.
+# Messages of TensorFlow on every rank, before its log level can be set.
 CHATTER = re.compile(r"before absl::InitializeLog|port\.cc:\d+\] oneDNN custom operations")
 Kind = TypeVar("Kind", bound=Event)
 
 
 class Follower(Protocol):
-    """Somebody who follows the output of a run."""
+    """Receives the output of a run."""
 
     def handle(self, line: Line) -> None:
         """Take one line. A line without rank is the launcher's."""
@@ -77,7 +77,7 @@ class RunLog:
     """Writes every line to the log of the run.
 
     Args:
-        log: The log; whoever has opened it closes it.
+        log: The log; closed by the caller.
     """
 
     def __init__(self, log: LogFile) -> None:
@@ -103,7 +103,7 @@ class ShowOnConsole:
         self._is_preempted = False
 
     def handle(self, line: Line) -> None:
-        """Show a line; failures are told at the end, and of ranks that leave together the first is enough."""
+        """Show a line; failures are reported at the end; of ranks that exit together, only the first."""
         match line.event:
             case None:
                 if not line.is_launchers and not CHATTER.search(line.text):
@@ -125,7 +125,7 @@ class WriteEvents:
     """Writes events to the file of the run.
 
     Args:
-        events: The file; whoever has opened it closes it.
+        events: The file; closed by the caller.
     """
 
     def __init__(self, events: EventsFile) -> None:
@@ -141,7 +141,7 @@ class WriteEvents:
 
 
 class RecordEvents:
-    """Keeps events, for whoever started a run to learn something from it."""
+    """Collects events of a run for its caller."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []

@@ -12,11 +12,11 @@ from horovod_train.launch.hosts.host_group import HostGroup
 from horovod_train.threads import background_thread
 
 LOOK_INTERVAL_S = 1.0
-# Signs of life come twice a second, and late now and then.
+# Heartbeats arrive twice a second, sometimes late.
 MIN_SILENCE_S = 2.0
 # What the system says of a process -> what a person does about it.
 HINTS = {
-    "stopped": "somebody has stopped it (SIGSTOP): `kill -CONT {pid}` on {host} lets it go on",
+    "stopped": "its process is stopped (SIGSTOP): `kill -CONT {pid}` on {host} continues it",
     "tracing-stop": "a debugger holds it: detach it from process {pid} on {host}",
     "sleeping": "a library that holds the GIL waits: `py-spy dump --native --pid {pid}` on {host} "
     "shows where",
@@ -27,7 +27,7 @@ OTHER_HINT = "is {host} out of memory, so that it swaps? see `dmesg` and `vmstat
 
 @dataclass(frozen=True)
 class Frozen:
-    """A rank that shows no sign of life.
+    """A rank that has no heartbeat.
 
     Attributes:
         rank: Which one.

@@ -55,7 +55,7 @@ class Membership:
             self._report(f"elastic: {name} is left alone for {pause_s:g} s")
 
     def forget_losses(self) -> None:
-        """Note that ranks have got on: what was lost before is no sign of a host that always fails."""
+        """Record progress of the ranks: earlier failures no longer count against their hosts."""
         self._losses.clear()
 
     def wait(self, note: Report) -> list[str]:
@@ -88,7 +88,7 @@ class Membership:
             if waited_s >= self._elastic.wait_s:
                 raise LaunchError(
                     f"for {self._elastic.wait_s:g} s there was {text}",
-                    hint="bring hosts back and run the job again: it goes on from its newest checkpoint",
+                    hint="add hosts and run the job again: it resumes from its newest checkpoint",
                 )
             sleep(min(self._elastic.poll_s, max(POLL_S, self._elastic.wait_s - waited_s)))
 
@@ -115,7 +115,7 @@ class Membership:
 
     @contextmanager
     def watching(self, attempt: LaunchRequest, leave: Callable[[], None]) -> Iterator[None]:
-        """While the block runs: let the ranks leave when they should go on with other hosts."""
+        """While the block runs, drain the ranks when the list of hosts changes."""
         over = Event()
         looker = Thread(target=self._look, args=(attempt, leave, over))
         looker.start()

@@ -59,11 +59,11 @@ class Outcome:
     """Collects from a run's output what its end has to be explained with.
 
     Args:
-        stalls: Knows which ranks stay away from a collective.
-        log_name: Name of the run's log, for whoever wants to read more.
+        stalls: Knows which ranks are missing from a collective.
+        log_name: Name of the run's log, for error messages.
         grace_s: Time that ranks get to save, in seconds.
         attempt: How often ranks of this run were started before.
-        is_script: Somebody's script trains: what a signal does to it is up to the script.
+        is_script: The job is a script, which handles signals itself.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class Outcome:
         """Return when the job is done; raise the one error that explains anything else.
 
         Raises:
-            PreemptedError: The ranks were asked to leave, and have saved.
+            PreemptedError: The ranks were preempted, and have saved.
             LaunchError: The ranks did not end well. Its exit code is that of the cause.
         """
         if self._preempted is not None:
             preempted = PreemptedError(
                 f"asked to leave: everything is saved at step {self._preempted.step}",
-                hint="run the same job again: it goes on from there",
+                hint="run the same job again: it resumes from there",
             )
             preempted.stopped_by = ended.stopped_by
             raise preempted
@@ -148,10 +148,10 @@ class Outcome:
 
     def _explain_stop(self, number: int) -> HorovodTrainError:
         if self._is_script and not self._causes:
-            # However politely it was asked: what reaches a script is SIGTERM.
+            # Every kind of preemption sends SIGTERM to a script.
             number = SIGTERM if number in PATIENT_SIGNALS else number
             stopped = LaunchError(
-                f"stopped by signal {number}: the script was asked to leave with SIGTERM, and has ended",
+                f"stopped by signal {number}: the script received SIGTERM, and has ended",
                 hint="one that then saves, and leaves with exit code 75, counts as preempted",
             )
             return _with_code(stopped, exit_code_of(number))
@@ -165,7 +165,7 @@ class Outcome:
             stopped.cause = cause.cause
         else:
             stopped = self._explain_unsaved(number)
-        # A drain that could not save has failed: nobody has given the job up.
+        # A drain that could not save has failed; the job was not cancelled.
         return stopped if number in PATIENT_SIGNALS else _with_code(stopped, exit_code_of(number))
 
     def _explain_unsaved(self, number: int) -> LaunchError:
@@ -186,7 +186,7 @@ class Outcome:
         if self._stalls.missing and not self._killed:
             return self._lost(
                 f"{self._stalls}; ended after health.stall_shutdown_s",
-                f"what were they doing? see rank-{min(self._stalls.missing)}.log beside {self._log_name}; "
+                f"what were they doing? see rank-{min(self._stalls.missing)}.log next to {self._log_name}; "
                 "ranks that take different branches, or a loader that hangs, look like this",
                 ranks=sorted(self._stalls.missing),
             )
@@ -209,7 +209,7 @@ class Outcome:
         if self._killed:
             return self._lost(
                 f"{self._killed}, before it could say why{noticed}",
-                f"out of memory (see dmesg), or killed by somebody; see {self._log_name}",
+                f"out of memory (see dmesg), or killed by a user; see {self._log_name}",
                 ranks=[int(number) for number in re.findall(r"^rank (\d+)", self._killed)],
             )
         last = "\n".join(f"    {line}" for line in self._last_words)
@@ -265,7 +265,7 @@ def stopped_between(number: int) -> PreemptedError:
     """Return the error of an elastic run that a signal has ended while no ranks were there."""
     error = PreemptedError(
         "asked to leave while no ranks were running",
-        hint="run the same job again: it goes on from its newest checkpoint, if there is one",
+        hint="run the same job again: it resumes from its newest checkpoint, if there is one",
     )
     error.stopped_by = number
     return error

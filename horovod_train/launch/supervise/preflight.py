@@ -54,7 +54,7 @@ def prepare(
             console.print(
                 f"{name}: network interface {interface.name} ({interface.address}): {interface.reason}"
             )
-    # Of an elastic job, ranks are told one with as many ranks as there are now.
+    # Ranks of an elastic job get a job with the current number of ranks.
     wanted = {"HOROVOD_TRAIN_RANKS_WANTED": str(request.num_wanted)} if request.num_wanted else {}
     archive = ""
     if job.launch.ship_code:
@@ -91,7 +91,7 @@ def describe(hosts: HostGroup) -> dict[str, HostDescription]:
 
 
 def check_shared_memory(hosts: HostGroup, descriptions: Mapping[str, HostDescription]) -> None:
-    """Refuse a host whose shared memory is full: launchers would say that there is no MPI.
+    """Refuse a host whose shared memory is full: launchers would report that MPI is missing.
 
     Raises:
         LostError: There is one; it names it.
@@ -236,7 +236,7 @@ def rank_variables(
         # Else Open MPI tries again with each message, and says each time that it may not.
         variables["OMPI_MCA_btl_vader_single_copy_mechanism"] = "none"
     if not host.is_local:
-        # By this name the host was reached; what it calls itself may be known to nobody else.
+        # The name by which the host was reached; its own name may be unknown elsewhere.
         variables["HOROVOD_TRAIN_HOST"] = host.name
     if description.has_mpi:
         variables["OPAL_PREFIX"] = description.prefix

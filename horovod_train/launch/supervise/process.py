@@ -1,4 +1,4 @@
-"""Start a command, follow its output, and leave nobody behind."""
+"""Run a command, follow its output, and kill its descendants at the end."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def adopting_orphans() -> Iterator[None]:
         yield
     finally:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
-        # Nobody else waits for them; as the first process of a container, this one would gather them.
+        # Reap them: as the first process of a container, this process would collect zombies.
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

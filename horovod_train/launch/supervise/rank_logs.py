@@ -1,4 +1,4 @@
-"""What each rank writes, in a log of its own."""
+"""What each rank writes, in its own log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ending a run from outside: first the ranks are asked to save and leave, then what is left is killed.
+"""Ends a run from outside: preempts the ranks first, then kills the remaining processes.
 
 What each signal means is in ``horovod_train/signals.py``. Launchers are not relied on for this: mpirun
 kills its ranks a second after SIGTERM, horovodrun five seconds after.
@@ -53,7 +53,7 @@ def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterat
 
 @contextmanager
 def signal_listener_thread(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """While the block runs, a thread of its own is told of every signal that ends a run; main thread only.
+    """While the block runs, a separate thread receives every signal that ends a run; main thread only.
 
     A handler in Python runs in the main thread, and not before that comes back from the call it is in. If a
     signal arrives just before a call blocks, or at another thread, that may be never.
@@ -82,7 +82,7 @@ def signal_listener_thread(on_signal: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """While the block runs, signals that nobody handles are noted in the list that it yields."""
+    """While the block runs, unhandled signals are appended to the list that it yields."""
     pending_signals: list[int] = []
     with handling_signals(lambda number, _: pending_signals.append(number)):
         yield pending_signals
@@ -186,7 +186,7 @@ class Stopper:
 
 
 class RunControl:
-    """Ends the ranks of one attempt for whoever has a reason to, and remembers the reason.
+    """Ends the ranks of one attempt, and records the reason.
 
     Args:
         hosts: Where they run.
@@ -219,7 +219,7 @@ class RunControl:
         self.stopper.stop()
 
     def abort_frozen_ranks(self, ranks: Sequence[Frozen]) -> None:
-        """End the ranks because some show no sign of life; from any thread."""
+        """End the ranks because some have no heartbeat; from any thread."""
         self.frozen.extend(ranks)
         self.stopper.stop()
 

@@ -1,4 +1,4 @@
-"""Ranks that stay away from a collective, as Horovod's stall inspector names them."""
+"""Ranks that are missing from a collective, as Horovod's stall inspector names them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _MISSING = re.compile(r"(\d+)!?: \[(.+?)(?: \.\.\.)?\]$")
 
 
 class Stalls:
-    """Knows which ranks stay away now.
+    """Knows which ranks are missing now.
 
     Args:
         report: Told which, whenever that changes; nothing: none.
 
     Attributes:
-        missing: Names of the collectives that a rank stays away from, by rank.
+        missing: Names of the collectives that a rank is missing from, by rank.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:

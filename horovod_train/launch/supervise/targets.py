@@ -21,7 +21,7 @@ class TargetFiles:
     Args:
         paths: The files. Other runs of the job may have targets in them, too.
         run_id: The run.
-        warn: Told of a file that cannot be written.
+        warn: Called if a file cannot be written.
     """
 
     def __init__(self, paths: Sequence[Path], run_id: str, warn: Callable[[str], None]) -> None:
@@ -31,7 +31,7 @@ class TargetFiles:
         self._targets: list[Target] = []
 
     def handle(self, line: Line) -> None:
-        """Add the targets that a line tells of."""
+        """Add the targets of a line."""
         if isinstance(line.event, Targets):
             self._targets += line.event.targets
             self._write(self._targets)

@@ -45,7 +45,7 @@ RANKS = (
     panel(
         "graph",
         "Ranks that are missing",
-        "Wanted by the job, and not there, while it goes on.",
+        "Requested by the job but missing, while it runs.",
         (
             f"{_MISSING} and on (training_job, run) {_RUNNING}",
             _JOB,
@@ -66,7 +66,7 @@ TROUBLE = (
     panel(
         "graph",
         "Started again",
-        "Ranks of a run that were started anew.",
+        "Restarts of ranks of a run.",
         ("horovod_train_job_restarts_total", _JOB),
         span=6,
     ),
@@ -77,7 +77,7 @@ TROUBLE = (
         ("horovod_train_job_preemptions_total", _JOB),
         span=6,
     ),
-    panel("graph", "Hosts lost", "Each time anew.", ("horovod_train_job_lost_hosts_total", _JOB), span=6),
+    panel("graph", "Hosts lost", "Counted each time.", ("horovod_train_job_lost_hosts_total", _JOB), span=6),
     panel(
         "graph",
         "Events a minute",

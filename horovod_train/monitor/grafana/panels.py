@@ -81,7 +81,7 @@ def of_selected(metric: str, matchers: str = "") -> str:
 
 
 def same_on_all(metric: str, by: str = "training_job, run") -> str:
-    """Return the query of what is the same on all ranks of a job, or is told by one of them."""
+    """Return the query of a value that is equal on all ranks of a job, or exported by one of them."""
     return f"max by ({by}) ({of_selected(metric)})"
 
 

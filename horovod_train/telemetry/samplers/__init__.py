@@ -1,1 +1,1 @@
-"""What is read when metrics are asked for: a file for each kind of reading."""
+"""What is read on a scrape: a file for each kind of reading."""

@@ -30,7 +30,7 @@ THROTTLE_REASONS = {
     "thermal_software": "nvmlClocksThrottleReasonSwThermalSlowdown",
     "sync_boost": "nvmlClocksThrottleReasonSyncBoost",
 }
-"""Reasons for a lower clock, as labels, by the name of NVML's bit. Idle GPUs and those whose clock somebody
+"""Reasons for a lower clock, as labels, by the name of NVML's bit. Idle GPUs and those whose clock a user
 has set are not held down."""
 
 
@@ -42,7 +42,7 @@ class GpuSampler:
         uuid: Of the GPU, 32 hexadecimal digits.
 
     Raises:
-        Exception: What the library raises where there is no driver or no such GPU.
+        Exception: The library's exception without a driver or without this GPU.
     """
 
     def __init__(self, library: ModuleType, uuid: str) -> None:
@@ -109,7 +109,7 @@ class GpuSampler:
 
 
 def gpu_sampler(uuid: str) -> GpuSampler | None:
-    """Return what reads a GPU; None: there is no library, no driver, or no such GPU.
+    """Return what reads a GPU; None: no library, no driver, or no such GPU.
 
     Args:
         uuid: Of the GPU, 32 hexadecimal digits; empty: the rank has none.

@@ -17,7 +17,7 @@ class TrackedRun:
         run_id: Name of this run of it.
         folder: Where runs of the job are kept.
         world_size: Ranks.
-        step: Steps made when it begins; more than none when it goes on from a checkpoint.
+        step: Steps made when it begins; more than none when it resumes from a checkpoint.
     """
 
     job: Mapping[str, object]
@@ -28,14 +28,14 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Is told of a run on rank 0, by one thread of its own: it may be slow, and no rank waits for it.
+    """Called on rank 0, in its own thread: it may be slow, and no rank waits for it.
 
-    It is made with ``args`` of the job by name. What it raises is told once; then it is left out, and
-    training goes on.
+    It is created with the job's ``args`` by name. An exception is reported once; then the tracker is disabled,
+    and training continues.
     """
 
     def start(self, run: TrackedRun) -> None:
-        """Training begins or goes on."""
+        """Training begins or continues."""
         ...
 
     def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:

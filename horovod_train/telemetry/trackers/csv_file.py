@@ -16,7 +16,7 @@ class CsvFile:
     """Adds rows to a file, and never changes those that are there.
 
     Args:
-        path: The file; None: ``metrics.csv`` beside the runs of the job. A relative one begins there, too.
+        path: The file; None: ``metrics.csv`` next to the runs of the job. A relative one begins there, too.
 
     Raises:
         OSError: It cannot be written.
@@ -26,7 +26,7 @@ class CsvFile:
         self._path = Path(path or "metrics.csv")
 
     def start(self, run: TrackedRun) -> None:
-        """Open the file; a line that was cut off, by a full disk or a kill, stays a line of its own."""
+        """Open the file; a line that was cut off, by a full disk or a kill, stays its own line."""
         self._run_id = run.run_id
         path = run.folder / self._path.expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -53,8 +53,8 @@ class HookParts:
 class Hook:
     """Looks at training from outside. This one does nothing; others override what they need.
 
-    A hook is a class in a file of its own and a row of ``registry.HOOKS``, whose order is theirs. All hooks
-    run on all ranks, and what one answers is the same on all of them; None: go on.
+    A hook is a class in its own file and a row of ``registry.HOOKS``, whose order is theirs. All hooks
+    run on all ranks, and what one answers is the same on all of them; None: continue.
     """
 
     @classmethod

@@ -30,7 +30,7 @@ from horovod_train.training.run import Run
 
 
 class PreemptionRequest:
-    """Notes that this process was asked to leave.
+    """Notes that this process was preempted.
 
     Signals are noted from ``listen`` on; nothing else happens by itself.
     """
@@ -59,8 +59,8 @@ class PreemptionAgreement:
 
     Args:
         world: The ranks.
-        is_preempted: Whether this rank was asked to leave.
-        exchange: Tells all ranks; None: one of its own.
+        is_preempted: Whether this rank was preempted.
+        exchange: Exchange between ranks; None: a new one.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class PreemptionAgreement:
         return bytes([self._is_preempted()])
 
     def on_gathered(self, of_ranks: Sequence[bytes]) -> None:
-        """Note whether any rank was asked."""
+        """Record whether any rank was preempted."""
         self._is_reached = any(flag == b"\1" for flag in of_ranks)
 
 
 class StopWhenPreempted(Hook):
-    """Saves and ends training when any rank was asked to leave; watches how long that would take."""
+    """Saves and ends training when any rank was preempted; watches how long that would take."""
 
     def __init__(
         self,

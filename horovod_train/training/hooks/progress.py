@@ -13,7 +13,7 @@ from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 
 MAX_UNUSED_NAMES = 20
-"""A metric counts them all; what a person is told has an end."""
+"""Most names in a message; the metric counts all."""
 
 
 class ReportProgress(Hook):
@@ -53,7 +53,7 @@ class ReportProgress(Hook):
             self._report(run, now_s, report)
 
     def on_end(self, run: Run) -> None:
-        """Report the last step, however long ago the one before it was told."""
+        """Report the last step, regardless of the time of the previous report."""
         if self._unreported is not None and run.world.rank == 0:
             self._report(run, *self._unreported)
 

@@ -1,4 +1,4 @@
-"""Trackers of the job are told of losses and metrics, on rank 0."""
+"""Experiment trackers of the job: receive losses and metrics, on rank 0."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CLOSE_S = 10.0
 
 
 class TrackerThread:
-    """Tells one tracker, in a thread of its own.
+    """Tells one tracker, in its own thread.
 
     Args:
         name: Its name, for messages.
-        tracker: Who is told.
+        tracker: The tracker.
         print_notice: Prints a line for the user.
     """
 
@@ -68,12 +68,12 @@ class TrackerThread:
             while (call := self._waiting.get()) is not None:
                 call()
             self.tracker.end()
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (whatever it is, training goes on)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  (any error: training continues)
             self._print_notice(f"tracker {self._name} is disabled: {type(error).__name__}: {error}")
             self._forget_all()
 
     def _forget_all(self) -> None:
-        """Take what is still coming, so that nobody counts it as too slow."""
+        """Discard further calls, so that they do not count as dropped."""
         while self._waiting.get() is not None:
             pass
 

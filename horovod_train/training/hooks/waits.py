@@ -25,7 +25,7 @@ MIN_REPORT_S = 2.0
 REPORT_S_PER_RANK = 0.03
 """A thousand ranks are reported every 30 s: as many bytes a second as a few ranks every 2 s, or less."""
 
-# Time and number of steps, number of samples, time of each phase; then the first step whose wait is told.
+# Time and number of steps, number of samples, time of each phase; then the first step whose wait is sent.
 _SUMS = struct.Struct(f"<{3 + len(PHASES)}d")
 _FIRST = struct.Struct("<q")
 

@@ -48,7 +48,7 @@ class BackEnd:
 
     Attributes:
         reads_inside_step: A step reads its batch itself, so reading cannot be timed.
-        optimizer_sees_micro_steps: Gradients come to the optimizer after each micro-step, not after the last.
+        optimizer_sees_micro_steps: The optimizer receives the gradients of each micro-batch.
     """
 
     reads_inside_step = False
@@ -76,7 +76,7 @@ class BackEnd:
         """Take the rank's own GPU, or the CPU.
 
         Raises:
-            UserError: A GPU was asked for and there is none for this rank.
+            UserError: A GPU is required, and this rank has none.
         """
         raise NotImplementedError
 
@@ -84,7 +84,7 @@ class BackEnd:
         """Look at, and correct, what a model of several ranks is compiled with.
 
         Raises:
-            UserError: It cannot be had.
+            UserError: It is not supported.
         """
 
     def stream(self, batches: Iterator[tuple[object, ...]]) -> object:

@@ -72,7 +72,7 @@ def make_codec(section: Allreduce) -> Codec:
     """Return the codec of a job: the one it names, or else the one that sends its ``wire_dtype``.
 
     Raises:
-        UserError: There is no such codec, or it refuses its arguments.
+        UserError: Unknown codec, or invalid arguments.
     """
     name: str = section.wire_dtype
     args: dict[str, Any] = {}

@@ -6,7 +6,7 @@ lost, it comes later. Every rank adds up what all have sent, in the order of ran
 same bit for bit. What is kept belongs to a rank alone and is in the checkpoint.
 
 A number costs 8 bytes on the way (32 bits, and its place), and all ranks send to all, so that a rank
-receives ``size`` times what it sends. For networks that are slow beside the model, and few ranks.
+receives ``size`` times what it sends. For networks that are slow relative to the model, and few ranks.
 
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", arXiv:1809.07599.
 """
@@ -32,7 +32,7 @@ class TopK(Codec):
         keep: Which part of a bucket's numbers travels, 0 < keep <= 1; one number at least.
 
     Raises:
-        UserError: It is no such part.
+        UserError: It is not such a part.
     """
 
     has_residual = True

@@ -24,7 +24,7 @@ def bf16() -> Codec:
 
 
 class Whole(Codec):
-    """Sums gradients as they are, in a type that Horovod can sum.
+    """Sums gradients unchanged, in a type that Horovod can sum.
 
     64-bit gradients stay 64-bit, and what carries extra numbers is never narrower than 32 bits. Gradients of
     bfloat16 that travel as bfloat16 are summed where they lie.

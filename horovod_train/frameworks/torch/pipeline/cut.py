@@ -60,7 +60,7 @@ def cut_model(
         return [Stage(model, frozenset(_names_of_tensors(model)))]
     if parts is not None and has_hooks(model):
         raise UserError(
-            "strategy pipeline: the model has hooks of its own, and is called in parts, which "
+            "strategy pipeline: the model itself has hooks, and is called in parts, which "
             "pipeline_parts(model) "
             "names",
             hint="register the hooks with one of the parts",
@@ -173,7 +173,7 @@ def _chain_pieces(
     if unknown or not parts:
         raise UserError(
             f"pipeline_parts(model) returns {f'a {unknown[0]}' if unknown else 'nothing'} "
-            "that is no module of the model",
+            "that is not a module of the model",
             hint="return modules of the model, in the order in which they are called",
         )
     costs = _numbers_once(parts)

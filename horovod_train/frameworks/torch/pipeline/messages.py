@@ -1,6 +1,6 @@
 """Tensors that stages of a pipeline send each other: activations one way, their gradients the other.
 
-A tensor is sent as soon as it is made, and sending waits for nothing. The receiver has to know its shape. The
+A tensor is sent as soon as it is computed, without waiting. The receiver has to know its shape. The
 first time, shapes are sent ahead of the tensors, and both sides remember them; the next time that
 micro-batches are as then, only the tensors travel, and receives are begun some passes before they are needed.
 """
@@ -65,7 +65,7 @@ class Messages:
     """Messages of one rank.
 
     Args:
-        ranks: All ranks; whoever looks on sees there what this one waits for.
+        ranks: All ranks; records what this rank waits for.
         device: Where tensors are wanted.
     """
 

@@ -140,7 +140,7 @@ def seed_all(seed: int) -> None:
 def drawing_by_stage(
     model: torch.nn.Module, firsts: Sequence[tuple[str, int] | None]
 ) -> Iterator[Callable[[int], None]]:
-    """Let a plain model draw random numbers as stages do, each of which has a seed of its own.
+    """Let a plain model draw random numbers as stages do, each of which has its own seed.
 
     Args:
         model: The model.
@@ -185,7 +185,7 @@ def drawing_by_stage(
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Let all generators of this rank start from a seed, and go on as before afterwards."""
+    """Let all generators of this rank start from a seed, and continue as before afterwards."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices), own_seeds(seed):
         torch.manual_seed(seed)

@@ -1,6 +1,6 @@
 """Tracing how a model calls its modules: in which order, with what, and what becomes of the results.
 
-Stages call the model's own modules, whose ``forward`` runs as it is. Only the code between them is traced:
+Stages call the model's own modules, whose ``forward`` runs unchanged. Only the code between them is traced:
 the ``forward`` of those modules that are opened, because a stage may end inside of them (the model itself,
 and what holds its layers). ``torch.fx`` alone would stop at each ``if`` and each loop over a shape; the
 tracer here computes an example along, so that it knows which branch to take, and each batch is checked for
@@ -42,12 +42,12 @@ from horovod_train.frameworks.torch.pipeline.lengths import (
 from horovod_train.frameworks.torch.python_state import PLAIN, python_state
 
 MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye")
-"""Make tensors from numbers: a tracer sees them only if it is told of them."""
+"""Functions that make tensors from numbers: a tracer sees only registered ones."""
 IS_RANDOM = "horovod_train.is_random"
 """Whether a node drew random numbers for the example."""
 ENTRY = "_horovod_train_entry"
 INSIDE_HINT = (
-    "move this code into a module of its own, whose forward() a stage runs as it is, or give the "
+    "move this code into a separate module, whose forward() a stage runs unchanged, or give the "
     "task a method "
     "pipeline_parts(model)"
 )
@@ -166,7 +166,7 @@ def _place_in(frames: traceback.StackSummary) -> str:
 
 def _check_hooks(name: str, module: torch.nn.Module) -> None:
     """Refuse hooks of the backward pass on a module that is not called as a whole."""
-    if module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001  (there is no public way)
+    if module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001  (no public API)
         raise UserError(
             f"strategy pipeline: {name or 'the model'} has a backward hook, and is cut into stages, "
             "which are called "
@@ -209,7 +209,7 @@ def _leaves(arguments: Any) -> list[Any]:
 
 
 def _replaced(arguments: Any, which: Sequence[bool], leaf: fx.Node) -> Any:
-    """Put a leaf in the place of some."""
+    """Replace modules by leaves."""
     each = iter(which)
     return map_aggregate(arguments, lambda old: leaf if next(each) else old)
 
@@ -262,7 +262,7 @@ class _Tracer(fx.Tracer):
         return _Traced(node, self)
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is called as it is: all are that are not opened."""
+        """Whether a module is called unchanged: all except opened ones."""
         return module_qualified_name not in self._opened
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
@@ -296,7 +296,7 @@ class _Tracer(fx.Tracer):
         return None
 
     def call_module(self, m: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Call a module: while the example is computed, as it is."""
+        """Call a module; unchanged while the example is computed."""
         if self.is_computing:
             return _orig_module_call(m, *args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
@@ -398,7 +398,7 @@ def _makers_seen_by(tracer: _Tracer) -> Iterator[None]:
 
 @contextmanager
 def _functions_seen_by(tracer: _Tracer) -> Iterator[None]:
-    """Let functions with a backward pass of their own be called as they are, while the block runs."""
+    """Let functions with their own backward pass be called unchanged, while the block runs."""
     before = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **more: Any) -> Any:

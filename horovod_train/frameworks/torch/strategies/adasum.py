@@ -1,7 +1,7 @@
 """Adasum: what ranks have moved is added where it differs in direction, and averaged where it agrees.
 
-Each rank makes the optimizer's step with the gradient of its own samples. Of two ranks' changes a and b of a
-parameter the joint one is
+Each rank performs the optimizer's step with the gradient of its own samples. For updates a and b of two
+ranks, the combined update of a parameter is
 
     (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
 
@@ -49,7 +49,7 @@ class Adasum(Strategy):
     state_kind = "adasum"
     takes_sums = False
     supports_deferred_results = False  # ranks exchange their losses in each step
-    is_sharded = True  # each has an optimizer's state of its own
+    is_sharded = True  # each rank has its own optimizer state
 
     def __init__(self, mesh: Mesh, job: Job) -> None:
         self._ranks = with_tensors(mesh.data)
@@ -67,7 +67,7 @@ class Adasum(Strategy):
         self.checkpoints_optimizer = self._ranks.rank == 0
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained.
+        """Attach to a model and its optimizer.
 
         Raises:
             UserError: Ranks train different parameters.

@@ -13,7 +13,7 @@ Three things ride along at the end of the last bucket, for free:
 * one flag for each parameter, whether this rank has a gradient for it. A parameter that no rank
   used keeps ``grad = None``, as it would in a single process (an optimizer then leaves it alone);
 * whether this rank trains other parameters than before. When any does, all ranks compare what they
-  train, sum what is new in the same step, and lay out their buckets anew;
+  train, sum what is new in the same step, and rebuild the buckets;
 * the weighted loss, whose sum is the loss of the whole step on every rank.
 
 A complex gradient travels as pairs of real numbers.
@@ -64,7 +64,7 @@ def allreduce(mesh: Mesh, job: Job) -> Strategy:
     strategy = summed_gradients(mesh.data, job.allreduce)
     if job.train.precision == "fp16" and job.allreduce.codec is not None:
         raise UserError(
-            f"codec {job.allreduce.codec.name!r} cannot be had with train.precision: fp16: what is kept back "
+            f"codec {job.allreduce.codec.name!r} is not supported with train.precision: fp16: its residual "
             "would have another loss scale when it is sent",
             hint="use bf16 or fp32",
         )
@@ -90,10 +90,10 @@ def summed_gradients(ranks: Communicator, section: Allreduce, name: str = "bucke
 
 
 class SingleRankStrategy(Strategy):
-    """The gradients of a process alone: complete as they are."""
+    """Gradients of a single process need no communication."""
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Make sparse gradients dense, as they are on several ranks; return the loss."""
+        """Convert sparse gradients to dense ones, as on several ranks; return the loss."""
         for parameter in self._parameters():
             if parameter.grad is None:
                 continue
@@ -141,7 +141,7 @@ class AllreduceStrategy(Strategy):
         self._has_reported = False
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained."""
+        """Attach to a model and its optimizer."""
         super().bind(model, optimizer)
         self.sum_gradients_of(OptimizedParameters(model, optimizer))
 
@@ -197,7 +197,7 @@ class AllreduceStrategy(Strategy):
         extra[-1] = loss
 
     def _has_changed_anywhere(self, num_changed: torch.Tensor, *, is_changed: bool) -> bool:
-        """Whether any rank, and so each of them, takes up what it trains anew.
+        """Return whether any rank trains other parameters than before.
 
         On a device a rank that has not changed does not wait for the answer: ranks change in the same step,
         or have gone wrong. One that has changed, which is rare, waits, sees whether the others have, and
@@ -286,7 +286,7 @@ class AllreduceStrategy(Strategy):
         )
 
     def _rebuild_buckets(self) -> None:
-        """Compare what ranks train from now on, sum the gradients of what is new, lay out buckets anew."""
+        """Compare the trained parameters of ranks, sum gradients of new ones, and rebuild the buckets."""
         named, problem = self._named_now()
         trained = {name: p for name, p in named.items() if p.requires_grad}
         layout = [[name, list(p.shape), str(p.dtype)] for name, p in trained.items()]

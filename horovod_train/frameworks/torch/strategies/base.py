@@ -257,7 +257,7 @@ class Strategy:
         """
         if self.is_in_loss:
             raise UserError(
-                "the task's loss makes a backward pass of its own: its gradients would count as those of the "
+                "the task's loss calls backward(): its gradients would count as those of the "
                 "whole batch on each rank",
                 hint="return the sum of all terms, or use torch.autograd.grad for what is not to be trained",
             )
@@ -360,7 +360,7 @@ def make_strategy(job: Job, mesh: Mesh) -> Strategy:
     """Return the job's strategy.
 
     Raises:
-        UserError: There is no such strategy, or it refuses its arguments or the job.
+        UserError: Unknown strategy, or it does not support its arguments or the job.
     """
     args = job.strategy.args
     if support := STRATEGY_SUPPORT.get(job.strategy.name):

@@ -114,7 +114,7 @@ class CalledByTask(torch.nn.Module):
 
     Args:
         module: The model.
-        wrap: Returns what is called in its place.
+        wrap: Returns the module that is called instead.
     """
 
     def __init__(

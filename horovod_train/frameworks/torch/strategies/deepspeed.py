@@ -106,14 +106,14 @@ class DeepSpeed(TorchDistributed):
                     "strategy: fsdp",
                 )
         if placing.device.type == "cpu" and "cpu" in self._offload.values() and self._ranks.rank == 0:
-            log.warning("strategy.args.offload_*: cpu has no effect: there is no GPU")
+            log.warning("strategy.args.offload_*: cpu has no effect without a GPU")
         self._start_groups(placing.device)
         self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # the group is there
         broadcast_model(model, self._ranks)
         return placing(model)
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained; DeepSpeed shares it between ranks.
+        """Attach to a model and its optimizer; DeepSpeed shards them.
 
         Raises:
             UserError: The optimizer cannot be split, or DeepSpeed refuses.
@@ -137,11 +137,11 @@ class DeepSpeed(TorchDistributed):
             self._engine, made, _, _ = self._deepspeed.initialize(
                 args=SimpleNamespace(device_rank=device),
                 model=model,
-                # With groups of its own: DeepSpeed puts other parameters into them.
+                # With its own groups: DeepSpeed puts other parameters into them.
                 optimizer=clone_optimizer(optimizer, [dict(group) for group in optimizer.param_groups]),
                 config=self._configuration(),
             )
-        except Exception as error:  # whatever it raises, of settings of somebody's
+        except Exception as error:  # any exception, caused by the user's settings
             set_variable("LOCAL_RANK", None)
             raise UserError(
                 f"DeepSpeed refuses: {type(error).__name__}: {error}",
@@ -179,7 +179,7 @@ class DeepSpeed(TorchDistributed):
         """Refuse what DeepSpeed would fall over, or change in silence."""
         if isinstance(optimizer, torch.optim.Adagrad):
             raise UserError(
-                "strategy deepspeed: DeepSpeed makes an Adagrad of its own, without the settings of this one",
+                "strategy deepspeed: DeepSpeed creates its own Adagrad, without the settings of this one",
                 hint="use sgd, adam or adamw, or strategy: zero or fsdp",
             )
         for number, group in enumerate(optimizer.param_groups):
@@ -191,7 +191,7 @@ class DeepSpeed(TorchDistributed):
                 )
 
     def _configuration(self) -> dict[str, Any]:
-        """Return what DeepSpeed is told."""
+        """Return DeepSpeed's configuration."""
         aligned = 2 * self._data.size  # buckets have to be multiples of it
         wanted = self._job.allreduce.bucket_size_mib * 2**20 / BYTES_OF_WEIGHT
         bucket = math.ceil(wanted / aligned) * aligned
@@ -326,7 +326,7 @@ class DeepSpeed(TorchDistributed):
         return self._numbering
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
-        """Let DeepSpeed go on from a state, and from the weights that were taken over."""
+        """Load an optimizer state into DeepSpeed, after the weights."""
         super().load_optimizer(optimizer, document)
         self._flat.update_from(optimizer)
 

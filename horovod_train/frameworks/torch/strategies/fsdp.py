@@ -61,7 +61,7 @@ class Fsdp(TorchDistributed):
         mesh: Of the ranks.
         job: The job.
         units: Name patterns of modules that are gathered as one; None: the model's layers.
-        param_dtype: Type of weights in use; None: as they are.
+        param_dtype: Data type of gathered weights; None: that of the parameters.
         reduce_dtype: Type of gradients on their way; None: that of weights in use.
         reshard_after_forward: Give a unit back after its forward pass, and gather it again for backward.
         reduce_each: Reduce gradients of each micro-batch; otherwise they add up whole until the last.
@@ -112,7 +112,7 @@ class Fsdp(TorchDistributed):
         self._start_groups(placing.device)
         if self._offload and placing.device.type == "cpu":
             raise UserError(
-                "strategy.args.offload: weights are in the memory of the host already: there is no GPU",
+                "strategy.args.offload: without a GPU, weights are in host memory already",
                 hint="leave it out",
             )
         broadcast_model(model, self._ranks)
@@ -208,7 +208,7 @@ class Fsdp(TorchDistributed):
             self._paths.begin_pass("evaluation")
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained."""
+        """Attach to a model and its optimizer."""
         super().bind(model, optimizer)
         self._plain = [p for p in self._parameters() if not isinstance(p, DTensor) and p.requires_grad]
         disable_foreach_for_mixed_groups(optimizer)
@@ -277,7 +277,7 @@ class Fsdp(TorchDistributed):
         return [sums[0], *(() if all_used else sums[1:].tolist())]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return what is here of the gradients."""
+        """Return the local parts of the gradients."""
         return [to_local(gradient) for gradient in super().gradients()]
 
     def norm(self) -> torch.Tensor:
@@ -296,7 +296,7 @@ def announce_collectives(module: FSDPModule, name: str, paths: PathAgreement, us
         paths: Where it announces them.
         used: Gets the ids of its parameters that have a gradient.
     """
-    groups: Any = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001  (there is no public way)
+    groups: Any = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001  (no public API)
     for group in groups:
         group.pre_forward = _announced(group.pre_forward, f"the forward pass of {name}", paths)
         group.post_forward = _unchanged(group.post_forward, group, name)

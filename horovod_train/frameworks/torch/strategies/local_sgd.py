@@ -5,7 +5,7 @@
 
 What travels is the model and the optimizer's state once in ``every_steps`` steps, in place of the
 gradient in each; besides, one number per step, so that every rank sees the loss of the whole step and
-decides alike about one that is not finite. For networks that are slow beside the model.
+decides alike about one that is not finite. For networks that are slow relative to the model.
 
 A rank counts in the mean by the samples that it has trained since the last one. With
 ``every_steps: 1``, and an optimizer that is linear in the gradient (SGD, with momentum or weight
@@ -13,7 +13,7 @@ decay), the mean is therefore the step of the joint batch. The last step of an e
 followed by a mean: what is evaluated, saved and compared is the same on all ranks.
 
 With ``outer`` the mean is a gradient of an outer optimizer (``outer.py``, DiLoCo), which lets ranks train by
-themselves for longer. With ``allreduce_steps`` the first steps sum gradients as ever, and ranks train by
+themselves for longer. With ``allreduce_steps`` the first steps sum gradients as usual, and ranks train by
 themselves after that (post-local SGD), when weights do not move far any more.
 
 Sources: Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767; with the mean of
@@ -83,7 +83,7 @@ class LocalSgd(Strategy):
         self._samples = [0, 0]  # since the last mean: this rank's, and all ranks'
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained."""
+        """Attach to a model and its optimizer."""
         super().bind(model, optimizer)
         self._trains = OptimizedParameters(model, optimizer)
 

@@ -3,7 +3,7 @@
 pipeline > 1                 stages along one axis, in each of them layers along the other
 pipeline = 1, shard          ``fully_shard`` over ranks that read different samples, of layers that are
                              shared along the tensor axis
-pipeline = 1, no shard       tensor parallelism as it is
+pipeline = 1, no shard       tensor parallelism
 """
 
 from __future__ import annotations

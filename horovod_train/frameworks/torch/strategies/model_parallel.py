@@ -1,4 +1,4 @@
-"""What strategies have in common whose ranks share a model, and sum gradients over Horovod beside that."""
+"""Base of strategies whose ranks shard a model, and sum gradients of data-parallel ranks over Horovod."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ModelParallel(Strategy):
         self._data = summed_gradients(mesh.data, job.allreduce)
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained."""
+        """Attach to a model and its optimizer."""
         super().bind(model, optimizer)
         self._data.defers_results = self.defers_results
         self._data.bind(model, optimizer)
@@ -65,7 +65,7 @@ class ModelParallel(Strategy):
         return self._world.wait(self._world.start_allreduce(mean, "horovod_train.loss"))[0]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return what is here of the gradients."""
+        """Return the local parts of the gradients."""
         return [to_local(gradient) for gradient in self._data.gradients()]
 
     def norm(self) -> torch.Tensor:

@@ -3,7 +3,7 @@
     worker, each step    weights from the servers -> the gradient of its own samples -> the servers
     server, each message the optimizer's step, with one worker's gradient
 
-Nobody waits for others unless they are ``max_staleness`` steps behind. That is how clusters were trained
+A rank waits for others only if they are ``max_staleness`` steps behind. This is how clusters trained
 before all-reduce; it is here for comparison. A gradient is of weights that others have changed meanwhile,
 results depend on who comes first, and a job is no faster than with all-reduce on ranks that are equally fast.
 Every ``meet_every_steps`` steps, and at the end of an epoch, ranks wait until all gradients are used, so that
@@ -75,7 +75,7 @@ class ParameterServer(Strategy):
             )
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained; share out which rank serves what."""
+        """Attach to a model and its optimizer; assign weights to servers."""
         super().bind(model, optimizer)
         trained = OptimizedParameters(model, optimizer).named()
         self._named = {name: p for name, p in trained.items() if p.requires_grad}
@@ -189,7 +189,7 @@ class ParameterServer(Strategy):
         if self._step.is_last or self._num_made % self._meet_every_steps == 0:
             with torch.no_grad():
                 self._take_weights(self._num_made)
-            self._ranks.allgather(b"")  # nobody goes on before all have them
+            self._ranks.allgather(b"")  # barrier: all ranks have them
             self.replicas_identical = True
 
     # -- checkpoints

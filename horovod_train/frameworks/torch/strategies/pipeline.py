@@ -5,8 +5,8 @@ a schedule says. The rank with the first stage reads inputs, the one with the la
 the task does: the task is given a stand-in for the model, which tells what it was called with, or returns
 what the pipeline has computed.
 
-Several pipelines beside each other read different samples; ranks with the same stage sum their gradients
-through Horovod as ever. The result is that of one process with the same micro-batches.
+Several pipelines are data-parallel replicas; ranks with the same stage sum their gradients
+through Horovod as usual. The result is that of one process with the same micro-batches.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Pipeline(ModelParallel):
         return found
 
     def _names_of_stage(self, model: torch.nn.Module, stages: Sequence[Stage]) -> frozenset[str]:
-        """Return the names of parameters and buffers that this rank has; the first has what nobody uses."""
+        """Return the names of parameters and buffers that this rank has; the first rank has unused ones."""
         tensors: dict[int, list[str]] = {}
         for found in (
             model.named_parameters(remove_duplicate=False),
@@ -206,7 +206,7 @@ class Pipeline(ModelParallel):
         return frozenset(own)
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained here; what others train leaves the optimizer.
+        """Attach to this rank's stages; parameters of other stages are removed from the optimizer.
 
         Raises:
             UserError: Nothing is trained here.
@@ -374,7 +374,7 @@ class Pipeline(ModelParallel):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(to_local(parameter.grad), group=tied.group)
-        # Ranks with the last stage have it; all are told by the first of them.
+        # Ranks with the last stage have it; the first of them broadcasts it.
         has_it = self._axes.place(self._world.rank) == (0, self._axes.pipeline - 1, 0)
         message = (loss if has_it else torch.zeros_like(loss)).reshape(1)
         return self._world.wait(self._world.start_allreduce(message, "horovod_train.loss"))[0]

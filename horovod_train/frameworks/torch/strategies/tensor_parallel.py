@@ -2,7 +2,7 @@
 
 A linear layer is cut by its outputs (colwise) and the next one by its inputs (rowwise), so that ranks
 exchange activations once for the two. Ranks that share a model read the same samples; those that have the
-same part of it read different ones, and sum their gradients through Horovod as ever.
+same part of it read different ones, and sum their gradients through Horovod as usual.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class TensorParallel(ModelParallel):
         """Share a model, rank 0's.
 
         Raises:
-            UserError: There is no plan for it, or one that does not fit.
+            UserError: No plan, or one that does not fit the model.
         """
         refuse_hooks_of_parameters(model, self._job.strategy.name)
         start_process_group(self._world, placing.device, self._job.health)

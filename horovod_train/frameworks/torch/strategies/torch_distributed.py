@@ -47,7 +47,7 @@ class TorchDistributed(Strategy):
         return tensor
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained."""
+        """Attach to a model and its optimizer."""
         super().bind(model, optimizer)
         # A list: to walk through all modules in each step takes a millisecond.
         self._all = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -68,11 +68,11 @@ class TorchDistributed(Strategy):
         """Return the loss of the whole step: gradients are summed by now."""
         if any(parameter.requires_grad != before for parameter, before in self._all):
             raise UserError(
-                f"what is trained has changed, which strategy {self._job.strategy.name} cannot take up",
+                f"what is trained has changed, which strategy {self._job.strategy.name} does not support",
                 hint="freeze parameters before training begins, or use strategy: allreduce",
             )
         loss = weighted_loss.detach().clone()
-        # Not through Horovod: its threads beside PyTorch's would take a millisecond of each step.
+        # Not through Horovod: its threads in addition to PyTorch's would cost a millisecond per step.
         dist.all_reduce(loss, group=self._group)
         return loss
 

@@ -91,7 +91,7 @@ class Zero(Strategy):
         self._removers: list[RemovableHandle] = []
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Take up what is trained; the optimizer has this rank's pieces of it from now on.
+        """Attach to a model and its optimizer; the optimizer then contains this rank's shards.
 
         Raises:
             UserError: The optimizer, or a parameter, cannot be split.

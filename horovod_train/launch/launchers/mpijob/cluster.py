@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 GROUP, VERSION, PLURAL = "kubeflow.org", "v2beta1", "mpijobs"
-# What has no class of its own in the client: kind -> group, version, plural.
+# Kinds without a class in the client: kind -> group, version, plural.
 CUSTOM = {
     "MPIJob": (GROUP, VERSION, PLURAL),
     "PodMonitor": ("monitoring.coreos.com", "v1", "podmonitors"),
@@ -160,7 +160,7 @@ class Cluster:
         self._timeout_s = timeout_s
         self._api_error = client.ApiException
         settings = client.Configuration.get_default_copy()
-        settings.retries = False  # whoever waits, asks again; three times the timeout in silence is too long
+        settings.retries = False  # callers retry; three times the timeout without a message is too long
         self._api = client.ApiClient(settings)
         self._core = client.CoreV1Api(self._api)
         self._networking = client.NetworkingV1Api(self._api)
@@ -306,7 +306,7 @@ class Cluster:
         )
 
     def delete_mpi_job(self, name: str) -> None:
-        """Delete an MPIJob, and with it all it owns. One that is gone is no error."""
+        """Delete an MPIJob, and with it all it owns. It is not an error if it does not exist."""
         where = (GROUP, VERSION, self.namespace, PLURAL, name)
         delete = partial(
             self._custom.delete_namespaced_custom_object, *where, propagation_policy="Foreground"

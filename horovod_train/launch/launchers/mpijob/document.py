@@ -20,7 +20,7 @@ def field(document: object, *path: str) -> object:
 
 
 def section(document: object, *path: str) -> Mapping[str, object]:
-    """Return a part with fields of its own.
+    """Return a section with given fields.
 
     >>> section({"spec": {"runPolicy": {"suspend": True}}}, "spec", "runPolicy")
     {'suspend': True}
@@ -65,7 +65,7 @@ def merge(target: object, patch: Mapping[str, object]) -> Manifest:
 
 
 class _PlainYaml(yaml.SafeDumper):
-    """YAML for people: no aliases, and text of several lines as it is."""
+    """YAML for people: no aliases, and text of several lines unchanged."""
 
     def ignore_aliases(self, data: object) -> bool:
         """Write everything out."""

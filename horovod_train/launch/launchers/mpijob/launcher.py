@@ -90,7 +90,7 @@ class MpiJobLauncher(PolledLauncher):
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
         """Create the job; return ``namespace/name/uid``.
 
-        The server is asked first whether it would accept everything. All that is made belongs to the
+        The objects are validated by a server-side dry run first. All created objects are owned by the
         MPIJob, and goes with it. A job of this name that has ended, or was drained, makes room.
 
         Raises:
@@ -243,7 +243,7 @@ def _status(job: Submitted, cluster: Cluster) -> JobStatus:
     known = end_of(job.job_id)
     if found is None or (known is not None and known.state == "cancelled"):
         gone = JobStatus(
-            "unknown", 1, "the MPIJob is no longer there; run.log and checkpoints are in its run_dir"
+            "unknown", 1, "the MPIJob does not exist any more; run.log and checkpoints are in its run_dir"
         )
         return known or gone
     status = status_of(found, cluster)
@@ -253,7 +253,7 @@ def _status(job: Submitted, cluster: Cluster) -> JobStatus:
 
 
 def _make_room(cluster: Cluster, name: str) -> None:
-    """Remove an MPIJob of ours that has ended: the new one goes on from its checkpoints.
+    """Remove an MPIJob of ours that has ended: the new one resumes from its checkpoints.
 
     Raises:
         LaunchError: There is one that has not ended, or is not ours; or it was deleted and does not go.
@@ -266,7 +266,7 @@ def _make_room(cluster: Cluster, name: str) -> None:
         raise LaunchError(
             f"MPIJob {name}: there is one already: {status}",
             hint="wait for its end, or `horovod-train drain` it and submit again to go on; "
-            "another name begins anew",
+            "another name starts from the beginning",
         )
     cluster.delete_mpi_job(name)
     deadline_s = monotonic() + API_TIMEOUT_S
@@ -279,7 +279,7 @@ def _make_room(cluster: Cluster, name: str) -> None:
                 f"MPIJob {name} has ended and was deleted {API_TIMEOUT_S:g} s ago, but does not go"
                 f" (pods: {pods or 'none'}; finalizers: {finalizers or 'none'})",
                 hint="a pod on a node that is gone stays until `kubectl delete pod --force`; "
-                "submit again when it is gone, or under another name to begin anew",
+                "submit again when it is gone, or under another name to start from the beginning",
             )
         sleep(POLL_S / 4)
 
@@ -287,7 +287,7 @@ def _make_room(cluster: Cluster, name: str) -> None:
 def _remove_expired(cluster: Cluster) -> None:
     """Remove MPIJobs of ours, with what they own, that have ended longer ago than they are to be kept.
 
-    The operator hands that time to the launcher's Job, and removes nothing else. Whoever may not list
+    The operator hands that time to the launcher's Job, and removes nothing else. Accounts that may not list
     MPIJobs leaves them there; the doctor says so.
     """
     with suppress(LaunchError):
@@ -307,7 +307,7 @@ def _wait_for_pods_to_go(cluster: Cluster, mpi_job: Manifest) -> None:
 
 
 def _wait_for_acceptance(cluster: Cluster, mpi_job: Manifest) -> None:
-    """Return when the operator has taken up a job, or seems not to be asked for it (suspended, queued).
+    """Return when the operator has accepted a job, or the job is not to start yet (suspended, queued).
 
     Raises:
         LaunchError: The operator refuses it.

@@ -27,7 +27,7 @@ DISCOVER = "sh /etc/mpi/discover_hosts.sh"
 MANAGED_BY, MANAGER = "app.kubernetes.io/managed-by", "horovod-train"
 # On an MPIJob that was suspended so that its ranks save and leave.
 DRAINED = "horovod-train/drained"
-# On one that nobody wants any more; it is deleted when its ranks have left.
+# For a cancelled job; it is deleted when its ranks have exited.
 CANCELLED = "horovod-train/cancelled"
 JOB_NAME_LABEL = "training.kubeflow.org/job-name"
 ROLE_LABEL = "training.kubeflow.org/job-role"
@@ -80,7 +80,7 @@ def inner_job(job: Job, *, has_source: bool) -> Job:
         file, _, attribute = job.task.rpartition(":")
         changes["task"] = f"{JOB_FOLDER}/{Path(file).name}:{attribute}"
     if "host" not in job.metrics.model_fields_set:
-        # A pod has a network of its own, and the policy below says who may come in.
+        # A pod has its own network, and the policy below says who may come in.
         changes["metrics"] = job.metrics.model_copy(update={"host": "0.0.0.0"})  # noqa: S104
     return job.model_copy(update=changes)
 
@@ -172,7 +172,7 @@ def _launcher(job: Job, run_id: str, verb: tuple[str, ...]) -> Manifest:
         hosts = ["--hostfile", "/etc/mpi/hostfile", "-n", str(job.launch.num_ranks or 1)]
         command = [ENTRYPOINT, "launcher", *run, *hosts]
     else:
-        # Which workers there are, it finds out by itself, and goes on finding out.
+        # The list of workers is read repeatedly.
         command = [ENTRYPOINT, *run]
     container = {
         "name": "launcher",
@@ -374,7 +374,7 @@ def _source(volume: Volume) -> Manifest:
 def network_policy(job: Job) -> Manifest:
     """Return who may talk to the pods.
 
-    Each other, on every port, for MPI, Gloo and NCCL choose theirs; and whoever scrapes metrics.
+    Each other, on every port, for MPI, Gloo and NCCL choose theirs; and clients that scrape metrics.
     """
     mine = {"podSelector": {"matchLabels": {JOB_NAME_LABEL: job.name}}}
     ingress: list[Manifest] = [{"from": [mine]}]

@@ -54,7 +54,7 @@ def status_of(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
 
 
 def ended_at(mpi_job: Manifest) -> datetime | None:
-    """Return when an MPIJob ended, as the operator has it; None: it has not, or nobody says when."""
+    """Return the completion time of an MPIJob by the operator; None: not completed, or unknown."""
     for condition in sections(mpi_job, "status", "conditions"):
         has_ended = field(condition, "type") in ("Succeeded", "Failed")
         if has_ended and field(condition, "status") == "True" and "lastTransitionTime" in condition:

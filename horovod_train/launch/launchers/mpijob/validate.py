@@ -1,7 +1,7 @@
 """Is this MPIJob one that the API server accepts and the operator carries out?
 
 Three kinds of mistakes: what the API server refuses, what the operator mentions in an event and then
-does nothing, and what nobody notices. Rules of the second kind follow ValidateMPIJob of operator 0.8.
+does nothing, and what is ignored. Rules of the second kind follow ValidateMPIJob of operator 0.8.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _mount_problems(path: str, mounts: list[Mapping[str, object]], volumes: set[
         name, place = text(mount, "name"), places[index]
         if name not in volumes:
             fix = did_you_mean(name, volumes)
-            yield Problem(f"{path}.volumeMounts.{index}.name", repr(name), "is no volume of this pod", fix)
+            yield Problem(f"{path}.volumeMounts.{index}.name", repr(name), "is not a volume of this pod", fix)
         if places.count(place) > 1:
             yield Problem(f"{path}.volumeMounts.{index}.mountPath", repr(place), "is mounted twice")
 
@@ -206,7 +206,7 @@ def silent_problems(manifest: Mapping[str, object]) -> Iterator[Problem]:
         yield Problem(
             "spec.runPolicy.managedBy",
             repr(manager),
-            f"nobody would reconcile it; known: {', '.join(managers)}",
+            f"no controller would reconcile it; known: {', '.join(managers)}",
         )
     gang = section(spec, "runPolicy", "schedulingPolicy")
     workers = number(replicas, "Worker", "replicas", default=1)
