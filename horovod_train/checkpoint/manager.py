@@ -162,8 +162,8 @@ class CheckpointManager:
         if problem:
             raise CheckpointError(
                 problem,
-                hint="restore one from a copy; or start from the beginning, with checkpoint.resume: never or after "
-                f"`horovod-train checkpoint discard {self.directory}`",
+                hint="restore one from a copy; or start from the beginning with checkpoint.resume: never, or "
+                f"after `horovod-train checkpoint discard {self.directory}`",
             )
         if name is None:
             if self._section.resume == "required":

@@ -58,8 +58,7 @@ class Train(Section):
     """Stop after this many optimizer steps, before ``epochs`` is reached; null: no limit."""
 
     batch_size_per_rank: Annotated[int, Field(ge=1, le=2**24)] = 32
-    """Samples per rank and micro-batch. The global batch is this x data-parallel ranks x accumulation steps.
-    """
+    """Samples per rank and micro-batch. Global batch: this x data-parallel ranks x accumulation steps."""
 
     accumulation_steps: Annotated[int, Field(ge=1, le=65536)] = 1
     """Micro-batches per optimizer step. Under allreduce, gradients are all-reduced only on the last one."""
@@ -142,8 +141,7 @@ class Ema(Section):
     """Update it after each so many optimizer steps."""
 
     warmup: bool = False
-    """Use the smaller decay (1 + n) / (10 + n) in the n-th update, so that the first weights do not stay for
-    long."""
+    """Use the smaller decay (1 + n) / (10 + n) in the n-th update, to forget the initial weights."""
 
     evaluate: bool = True
     """Evaluate the average; false: the weights that are trained."""
@@ -217,8 +215,7 @@ class Allreduce(Section):
     HOROVOD_FUSION_THRESHOLD."""
 
     wire_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    """Data type of gradients in messages. fp16 and bf16 halve the bytes and round the gradients; bf16 does
-    not overflow."""
+    """Data type of gradients in messages. fp16 and bf16 halve the bytes and round; bf16 does not overflow."""
 
     codec: Codec | None = None
     """Gradient compression; null: none."""
@@ -305,8 +302,7 @@ class Checkpoint(Section):
     """Also keep the best checkpoint."""
 
     resume: Literal["auto", "never", "required"] = "auto"
-    """auto: from the newest valid checkpoint, if any; required: fail if there is none; never: start from the
-    beginning."""
+    """auto: from the newest valid checkpoint, if any; required: fail without one; never: start over."""
 
     background: bool = True
     """Write in the background."""
@@ -361,8 +357,7 @@ class Metrics(Section):
     """Address to listen on. Addresses other than loopback are readable by others."""
 
     targets_dir: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Additional folder for the Prometheus target file (file_sd), ``<name>.json``, readable by everyone;
-    null: none."""
+    """Additional folder for the Prometheus target file ``<name>.json``, readable by everyone; null: none."""
 
     tls: MetricsTls | None = None
     """Serve over TLS; null: plain HTTP."""
@@ -381,8 +376,7 @@ class Metrics(Section):
     """Peak FLOP/s of a rank's device; null: NVIDIA's datasheet value for known GPUs."""
 
     grad_norm_every_steps: Count = 50
-    """Interval of the gradient norm, which costs a pass over all gradients; with clipping, it is computed in
-    each step."""
+    """Steps between two gradient norms, each a pass over all gradients; with clipping: each step."""
 
     trackers: list[Tracking] = []
     """Experiment trackers, for example ``[{name: csv}]`` (see docs/monitoring.md)."""

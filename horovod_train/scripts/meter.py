@@ -40,7 +40,7 @@ class StepMeter:
         num_ranks: Ranks that were started.
         recorder: Gets each step.
         reporter: Gets where time went, and on rank 0 how far it is.
-        samples_per_batch: Samples of the batch of each backward pass, if it cannot be determined; None: unknown.
+        samples_per_batch: Samples per backward pass, if they cannot be determined; None: unknown.
         norm_every_steps: The gradient norm is wanted this often.
         clock: Seconds that only grow.
     """

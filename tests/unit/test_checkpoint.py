@@ -240,7 +240,7 @@ class TestManager:
 
         for _ in range(2):
             again = manager(tmp_path)
-            with pytest.raises(CheckpointError, match="set aside(.|\n)*`horovod-train checkpoint discard"):
+            with pytest.raises(CheckpointError, match="quarantined(.|\n)*`horovod-train checkpoint discard"):
                 again.latest()
             again.close()
 

@@ -51,7 +51,7 @@ class TestIsRefused:
         made, _ = strategy()
         module = nn.Linear(2, 1)
 
-        with pytest.raises(UserError, match="makes an Adagrad of its own"):
+        with pytest.raises(UserError, match="creates its own Adagrad"):
             made.bind(module, torch.optim.Adagrad(module.parameters()))
 
     def test_a_group_of_frozen_parameters_where_groups_are_joined(self):

@@ -586,7 +586,7 @@ def test_a_checkpoint_of_the_other_setting_is_taken_over_and_told(saved_fused, c
     trained(first, world)
     second = replica_of(world, 0, optimizer=("AdamW", {"lr": 0.01, "eps": 1e-3, "fused": not saved_fused}))
     second.load_state(first.state(copy=True))
-    assert f"with fused: {saved_fused}, and training goes on with fused: {not saved_fused}" in caplog.text
+    assert f"with fused: {saved_fused}, and training continues with fused: {not saved_fused}" in caplog.text
 
     assert [group["fused"] for group in second.optimizer.param_groups] == [not saved_fused]
     trained(second, world)

@@ -50,7 +50,7 @@ class TestAStall:
         with pytest.raises(LostError, match="rank 2 stayed away(.|\n)*health.stall_shutdown_s") as caught:
             run.end(1)
 
-        assert "see rank-2.log beside run.log" in caught.value.hint
+        assert "see rank-2.log next to run.log" in caught.value.hint
         assert not caught.value.has_saved
 
     def test_is_over_when_the_ranks_go_on(self, follow):
@@ -289,4 +289,4 @@ class TestAStop:
 
         assert isinstance(error, PreemptedError)
         assert (error.exit_code, error.stopped_by) == (75, 15)
-        assert "goes on from its newest checkpoint" in error.hint
+        assert "resumes from its newest checkpoint" in error.hint

@@ -1084,7 +1084,7 @@ class TestJobs:
 
         assert (status.state, status.exit_code) == ("unknown", 1)
         assert status.has_ended
-        assert "state.json is damaged; run.log beside it has the output" in status.message
+        assert "state.json is damaged; run.log in the same folder has the output" in status.message
         assert state.pid() is None
 
     def test_a_state_that_cannot_be_written_is_told_once(self, request_):

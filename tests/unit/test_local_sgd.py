@@ -356,13 +356,15 @@ class TestWhatItRefuses:
     def test_is_a_loss_scale_of_each_rank(self):
         (problem,) = self.problems({"every_steps": 4}, train={"precision": "fp16"})
 
-        assert "train.precision = 'fp16'\n      cannot be had with strategy: local_sgd: each rank" in problem
+        assert (
+            "train.precision = 'fp16'\n      is not supported with strategy: local_sgd: each rank" in problem
+        )
         assert self.problems({"every_steps": 4}, train={"precision": "bf16"}) == []
 
     def test_is_rounding_the_weights(self):
         (problem,) = self.problems({"every_steps": 4}, allreduce={"wire_dtype": "fp16"})
 
-        assert "cannot be had with strategy: local_sgd: it would round the weights" in problem
+        assert "is not supported with strategy: local_sgd: it would round the weights" in problem
 
     def refused(self, differ):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))

@@ -191,7 +191,7 @@ class TestTheCommand:
         code, output = self.output("--device-memory", size)
 
         assert code != 0
-        assert "is no size; write a number and a unit" in output
+        assert "is not a size; write a number and a unit" in output
 
 
 def test_a_process_of_its_own_counts():

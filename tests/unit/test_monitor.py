@@ -352,7 +352,7 @@ class TestRuns:
 
     def test_what_is_neither_folder_nor_job_is_said(self, tmp_path, monkeypatch):
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-        with pytest.raises(UserError, match="/nothing is no folder, and no job 'nothing'"):
+        with pytest.raises(UserError, match="/nothing is not a folder, and no job 'nothing'"):
             places_of(["nothing"])
 
 

@@ -246,7 +246,7 @@ class TestStages:
 
     @pytest.mark.parametrize(
         ("parts", "said"),
-        [([], "returns nothing"), ([nn.Linear(1, 1)], "returns a Linear that is no module")],
+        [([], "returns nothing"), ([nn.Linear(1, 1)], "returns a Linear that is not a module")],
     )
     def test_are_not_made_of_what_is_no_part_of_the_model(self, parts, said):
         with pytest.raises(UserError, match=said):

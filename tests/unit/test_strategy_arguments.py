@@ -79,7 +79,7 @@ class TestArguments:
             ("local_sgd", {"every_steps": 8, "outer": {"momentum": 1.0}}, "momentum"),
             ("parameter_server", {"max_staleness": -1}, "max_staleness"),
             ("deepspeed", {"stage": 0}, "stage"),
-            ("deepspeed", {"zero_optimization": {"stage": 2}}, "stage is a field beside it"),
+            ("deepspeed", {"zero_optimization": {"stage": 2}}, "stage is a separate field"),
             ("deepspeed", {"stage": 2, "offload_parameters": "cpu"}, "offload_parameters needs stage: 3"),
             (
                 "deepspeed",
@@ -235,7 +235,7 @@ def test_what_is_trained_may_not_change_where_pytorch_sums():
     strategy.reduce(torch.zeros(()))
     model.bias.requires_grad_(requires_grad=False)
 
-    with pytest.raises(UserError, match="what is trained has changed, which strategy ddp cannot take up"):
+    with pytest.raises(UserError, match="what is trained has changed, which strategy ddp does not support"):
         strategy.reduce(torch.zeros(()))
 
 

@@ -72,7 +72,7 @@ def test_the_table_is_printed_without_importing_a_framework(monkeypatch):
     assert done.exit_code == 0
     for name, support in SUPPORT.items():
         assert re.search(rf"^{name} +\S+ +{re.escape(support.tested)} ", done.output, re.MULTILINE)
-    assert "refuses health.non_finite: a step cannot be taken back" in done.output
+    assert "refuses health.non_finite: a step cannot be undone" in done.output
 
 
 def test_versions_said_to_be_tested_are_those_installed_for_tests():

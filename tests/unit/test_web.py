@@ -321,7 +321,7 @@ def test_what_is_not_there_is_said(tmp_path, monkeypatch):
     done = CliRunner().invoke(cli, ["ui", "nothing"])
 
     assert isinstance(done.exception, UserError)
-    assert "is no folder, and no job 'nothing'" in str(done.exception)
+    assert "is not a folder, and no job 'nothing'" in str(done.exception)
 
 
 @pytest.mark.parametrize("verb", [["ui"], ["targets", "serve"]], ids=" ".join)

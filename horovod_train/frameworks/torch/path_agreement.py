@@ -147,7 +147,7 @@ def differ(rank: int, name: str, other_rank: int, other: str) -> UserError:
     ranks take different paths: rank 0 reaches the gradient of a, and rank 1 the gradient of b
     """
     return UserError(
-        f"ranks take different paths: {describe_ranks([rank])} comes to {name}, and "
-        f"{describe_ranks([other_rank])} to {other}",
+        f"ranks take different paths: {describe_ranks([rank])} reaches {name}, and "
+        f"{describe_ranks([other_rank])} {other}",
         hint=HINT,
     )

@@ -30,7 +30,7 @@ class TrackedRun:
 class Tracker(Protocol):
     """Called on rank 0, in its own thread: it may be slow, and no rank waits for it.
 
-    It is created with the job's ``args`` by name. An exception is reported once; then the tracker is disabled,
+    It is created with the job's ``args``. An exception is reported once; then the tracker is disabled,
     and training continues.
     """
 
