@@ -108,7 +108,7 @@ def load_attribute(location: str, *, what: str) -> Any:
         raise UserError(f"{what}: module {module_name!r} has no {attribute!r}") from None
 
 
-def check_task_exists(location: str) -> None:
+def make_task_importable(location: str) -> None:
     """Let a task's module be imported from the current folder, if it is there.
 
     Otherwise nothing is imported from there: a file that happens to be called like a module of ours, or
@@ -120,9 +120,9 @@ def check_task_exists(location: str) -> None:
     module, colon, _ = location.rpartition(":")
     if not colon or module.endswith(".py"):
         return
-    here, top = Path.cwd(), module.partition(".")[0]
-    if (here / f"{top}.py").is_file() or (here / top).is_dir():
-        sys.path[:] = [str(here), *(path for path in sys.path if path not in ("", str(here)))]
+    folder, top = Path.cwd(), module.partition(".")[0]
+    if (folder / f"{top}.py").is_file() or (folder / top).is_dir():
+        sys.path[:] = [str(folder), *(path for path in sys.path if path not in ("", str(folder)))]
 
 
 FRAMEWORKS = Registry(

@@ -51,7 +51,7 @@ from horovod_train.health.world_check import check_world
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
-from horovod_train.registry import FRAMEWORKS, SCRIPT, check_task_exists
+from horovod_train.registry import FRAMEWORKS, SCRIPT, make_task_importable
 from horovod_train.streams import ignore_unencodable_output, leave_terminal_of_mpirun, num_dropped_bytes
 from horovod_train.telemetry.rank_metrics import (
     open_recorder,
@@ -113,7 +113,7 @@ def main(options: WorkerOptions) -> int:
     try:
         # `run` has applied the environment's overrides already.
         job = load_job(options.job_file, environ={} if options.as_events else None)
-        check_task_exists(job.task)
+        make_task_importable(job.task)
         bind(job.launch.cpu_binding)
         with ExitStack() as stack:
             if job.framework == SCRIPT:

@@ -18,7 +18,7 @@ from typing import Any
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.errors import UserError
-from horovod_train.registry import TASKS, check_task_exists, load_attribute
+from horovod_train.registry import TASKS, load_attribute, make_task_importable
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def load_task_class(location: str) -> Any:
         return TASKS.load(location)
     file, _, name = location.rpartition(":")
     if not file.endswith(".py"):
-        check_task_exists(location)
+        make_task_importable(location)
         return load_attribute(location, what=f"task {location}")
     module_name = f"horovod_train_task_{Path(file).stem}"
     if module_name in sys.modules:

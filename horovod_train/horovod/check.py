@@ -176,11 +176,11 @@ def _gpus() -> list[Finding]:
 
 
 def _sum_on_gpu() -> Finding:
-    said, error = _run_probe(_GPU_PROBE)
-    if said is None:
+    output, error = _run_probe(_GPU_PROBE)
+    if output is None:
         fix = "see `nvidia-smi`; NCCL_DEBUG=INFO shows more"
         return Finding("gpu", f"all-reduce through NCCL fails: {error}", is_good=False, fix=fix)
-    facts: dict[str, Any] = json.loads(said)
+    facts: dict[str, Any] = json.loads(output)
     if "gpu" not in facts:
         return Finding("gpu", "PyTorch does not see it", is_good=False, fix="see `nvidia-smi`")
     name, total = facts["gpu"]

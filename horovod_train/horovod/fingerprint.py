@@ -15,7 +15,7 @@ from pathlib import Path
 
 from horovod_train.horovod.cuda import torch_build
 from horovod_train.horovod.installed import installed_key
-from horovod_train.registry import check_task_exists
+from horovod_train.registry import make_task_importable
 
 # Distributions that decide what is computed, or how ranks talk.
 PACKAGES = (
@@ -73,7 +73,7 @@ def task_files(task: str) -> list[Path]:
     if place.endswith(".py"):
         folder = Path(place).parent
     else:
-        check_task_exists(task)
+        make_task_importable(task)
         try:
             spec = importlib.util.find_spec(place.partition(".")[0])
         except (ImportError, ValueError):

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from horovod_train.events.types import PHASES, WAIT_PHASE, RankTimes
-from horovod_train.telemetry.waiting import attribute_waits
+from horovod_train.telemetry.waiting import attribute_waiting
 
 Floats = npt.NDArray[np.float32]
 
@@ -50,7 +50,7 @@ class Window:
         wait_s = self[WAIT_PHASE]
         if np.isfinite(self["waiting_s"]).any() or not np.isfinite(wait_s).all():
             return self["waiting_s"], self["waited_for_s"]
-        waiting, waited_for, _ = attribute_waits(wait_s[None, :].astype(np.float64))
+        waiting, waited_for, _ = attribute_waiting(wait_s[None, :].astype(np.float64))
         return waiting.astype(np.float32), waited_for.astype(np.float32)
 
     @property

@@ -20,7 +20,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 
-def attribute_waits(wait_times_s: Floats) -> tuple[Floats, Floats, Floats]:
+def attribute_waiting(wait_times_s: Floats) -> tuple[Floats, Floats, Floats]:
     """Return waiting, waited for, and communication.
 
     Args:
@@ -31,7 +31,7 @@ def attribute_waits(wait_times_s: Floats) -> tuple[Floats, Floats, Floats]:
         others waited for it, added up over them, shape [ranks]; of each step, the time that the exchange
         took, shape [steps].
 
-    >>> waiting, waited_for, communication = attribute_waits(np.array([[3.0, 1.0, 3.0]]))
+    >>> waiting, waited_for, communication = attribute_waiting(np.array([[3.0, 1.0, 3.0]]))
     >>> waiting.tolist(), waited_for.tolist(), communication.tolist()
     ([2.0, 0.0, 2.0], [0.0, 4.0, 0.0], [1.0])
     """

@@ -20,7 +20,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.pipeline.cut import best_cuts, cut_model
 from horovod_train.frameworks.torch.pipeline.messages import Kind, _head_of, _kinds_of
 from horovod_train.frameworks.torch.pipeline.orders import Pass, bubble, order_of
-from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, inputs_of_call
+from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, drawing_by_stage, inputs_of_call
 from horovod_train.frameworks.torch.strategies.pipeline import keep_only
 
 
@@ -411,3 +411,13 @@ class TestAxes:
         for groups in (axes.data_groups(), axes.pipelines()):
             assert sorted(rank for group in groups for rank in group) == list(range(12))
         assert math.prod((len(axes.pipelines()), 3)) == 12
+
+
+def test_a_stage_that_begins_with_a_script_module_is_refused_while_it_is_verified():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.jit.script(torch.nn.Linear(2, 2)))
+
+    with (
+        pytest.raises(UserError, match="a stage begins with the ScriptModule '1'"),
+        drawing_by_stage(model, [None, ("1", 0)]),
+    ):
+        pytest.fail("hooks of a ScriptModule do not exist")

@@ -14,7 +14,7 @@ from support.worlds import on_ranks
 from horovod_train.collectives.base import SingleRank
 from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.telemetry.recorder import Recorder
-from horovod_train.telemetry.waiting import attribute_waits
+from horovod_train.telemetry.waiting import attribute_waiting
 from horovod_train.training.exchange import PeriodicExchange
 from horovod_train.training.hooks import waits
 from horovod_train.training.hooks.waits import AttributeWaiting
@@ -42,7 +42,7 @@ def simulated(wait_times_s):
 
 @given(st.lists(SECONDS, min_size=1, max_size=9))
 def test_waiting_is_shared_out_as_arrivals_say(wait_times_s):
-    waiting, waited_for, communication = attribute_waits(np.array([wait_times_s]))
+    waiting, waited_for, communication = attribute_waiting(np.array([wait_times_s]))
     expected = simulated(wait_times_s)
 
     assert waiting == pytest.approx(expected[0], abs=1e-9)
@@ -53,14 +53,14 @@ def test_waiting_is_shared_out_as_arrivals_say(wait_times_s):
 
 def test_steps_are_judged_one_by_one():
     """Two ranks that are late in turn cost as much as one that always is; their sums alone do not show it."""
-    waiting, waited_for, _ = attribute_waits(np.array([[0.0, 1.0], [1.0, 0.0]]))
+    waiting, waited_for, _ = attribute_waiting(np.array([[0.0, 1.0], [1.0, 0.0]]))
 
     assert waiting.tolist() == [1.0, 1.0]
     assert waited_for.tolist() == [1.0, 1.0]
 
 
 def test_of_two_late_ranks_both_are_named():
-    _, waited_for, _ = attribute_waits(np.array([[0.1, 3.1, 0.1, 3.1]]))
+    _, waited_for, _ = attribute_waiting(np.array([[0.1, 3.1, 0.1, 3.1]]))
 
     assert waited_for == pytest.approx([3.0, 0.0, 3.0, 0.0])
 

@@ -17,7 +17,7 @@ KNOWN = (
     *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Rprop),
 )
 """PyTorch's own that update each number by itself: there is nothing to try."""
-LATE = ("ScalableShampoo", "Shampoo", "SOAP", "GaLore", "Fira", "Muon")
+MATRIX_OPTIMIZERS = ("ScalableShampoo", "Shampoo", "SOAP", "GaLore", "Fira", "Muon")
 """Look at whole matrices after many steps, or with some settings: a trial may not see it."""
 _SHAPE = (6, 4)
 _CUTS = (0, 9, 24)  # of a weight of that many numbers; each piece is on its own rank
@@ -70,7 +70,7 @@ def _check_alike(
     if type(optimizer) in KNOWN:
         return
     estimates_rate = any("d0" in group for group in optimizer.param_groups)  # D-Adaptation, from all weights
-    if estimates_rate or name in LATE:
+    if estimates_rate or name in MATRIX_OPTIMIZERS:
         raise _refused(strategy, name, what, on)
     for settings in _settings(optimizer):
         try:

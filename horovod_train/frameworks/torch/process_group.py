@@ -30,7 +30,7 @@ _watches: list[CollectiveWatch] = []  # of the process group, while there is one
 LOOPBACK = "127.0.0.1"
 # What Gloo raises, in a RuntimeError, when a peer has gone; and when it has not come in time.
 GONE = ("Connection closed by peer", "Connection reset by peer", "Application timeout caused pair closure")
-LATE = ("Timed out waiting", "Watchdog caught collective operation timeout")
+TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
 
 
 def start_process_group(ranks: Communicator, device: torch.device, health: Health) -> None:
@@ -189,7 +189,7 @@ def explain_distributed(error: Exception, health: Health) -> HorovodTrainError |
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)
-    if any(sign in text for sign in LATE):
+    if any(sign in text for sign in TIMED_OUT):
         who = next((watch.missing for watch in _watches if watch.missing), "another rank did not come")
         return PeerError(
             f"a collective of torch.distributed has waited {health.stall_shutdown_s:.0f} s: {who}; "

@@ -317,8 +317,8 @@ class StrategyVerifier:
         of_ranks = allgather_json(self._world, keys)
         first: dict[str, int] = {}
         for rank, of_rank in enumerate(of_ranks):
-            for held_part in map(repr, of_rank):
-                first.setdefault(held_part, rank)
+            for local_part in map(repr, of_rank):
+                first.setdefault(local_part, rank)
         is_whole = all(of_rank == of_ranks[0] for of_rank in of_ranks) and all(
             part is None for _, part, _ in local
         )

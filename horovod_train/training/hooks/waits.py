@@ -13,7 +13,7 @@ from horovod_train.events.types import PHASES, WAIT_PHASE, RankTimes
 from horovod_train.events.wire import Reporter
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.records import WaitRecord
-from horovod_train.telemetry.waiting import attribute_waits
+from horovod_train.telemetry.waiting import attribute_waiting
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
@@ -108,7 +108,7 @@ class AttributeWaiting(Hook):
             self._report()
 
     def _attribute(self, wait_times_s: npt.NDArray[np.float64]) -> None:
-        waiting, waited_for, communication = attribute_waits(wait_times_s)
+        waiting, waited_for, communication = attribute_waiting(wait_times_s)
         self._recorder.record(
             WaitRecord(
                 waiting_s=float(waiting[self._rank]),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -136,6 +136,16 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+def _refuse_script_modules(model: torch.nn.Module, names: Iterable[str]) -> None:
+    for name in names:
+        if isinstance(model.get_submodule(name), torch.jit.ScriptModule):
+            raise UserError(
+                f"strategy pipeline: a stage begins with the ScriptModule {name!r}, which cannot have hooks: "
+                "the first steps cannot be verified",
+                hint="use the module without torch.jit.script, or set health: {verify_strategy: false}",
+            )
+
+
 @contextmanager
 def drawing_by_stage(
     model: torch.nn.Module, firsts: Sequence[tuple[str, int] | None]
@@ -147,8 +157,13 @@ def drawing_by_stage(
         firsts: Of each stage, the module that it calls first, and how often the model has called it before.
 
     Yields:
-        What seeds a micro-batch, to be called before its loss is computed.
+        A function that seeds a micro-batch, to be called before its loss is computed.
+
+    Raises:
+        UserError: A stage begins with a ``ScriptModule``, which cannot have hooks.
     """
+    names = {first[0] for first in firsts if first is not None}
+    _refuse_script_modules(model, names)
     seeds = [0]
     num_calls: Counter[str] = Counter()
     set_back: list[Callable[[], None]] = []
@@ -172,7 +187,7 @@ def drawing_by_stage(
             set_back.pop()()
 
     hooks = [model.register_forward_pre_hook(model_is_called, prepend=True)]
-    for name in {first[0] for first in firsts if first is not None}:
+    for name in names:
         module = model.get_submodule(name)
         hooks.append(module.register_forward_pre_hook(partial(module_is_called, name), prepend=True))
     hooks.append(model.register_forward_hook(model_has_returned, always_call=True))

@@ -297,11 +297,11 @@ class AllreduceStrategy(Strategy):
         self._named = named
         before = set(map(id, self._trained))
         new = [parameter for parameter in trained.values() if id(parameter) not in before]
-        late = self._allreduce_new_gradients(new) if new else []
-        summed = [*self._summed, *(bucket.gradients for bucket in late)]
-        for bucket in (*self.buckets, *late):
+        new_buckets = self._allreduce_new_gradients(new) if new else []
+        summed = [*self._summed, *(bucket.gradients for bucket in new_buckets)]
+        for bucket in (*self.buckets, *new_buckets):
             bucket.message.commit(is_used=True)
-        not_sent = self._not_sent([*self.buckets, *late])
+        not_sent = self._not_sent([*self.buckets, *new_buckets])
         self._residuals.store_residual({name: piece for name, piece in not_sent.items() if name in trained})
         self._lay_out(named)
         self._summed = summed
