@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -27,11 +27,13 @@ class Registry:
         kind: What a row is, for messages: ``launcher``.
         group: Entry-point group through which other packages add rows.
         builtin: The rows of this package.
+        renamed: Members of a row's class that have another name now, by the old name.
     """
 
     kind: str
     group: str
     builtin: Mapping[str, str]
+    renamed: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> dict[str, str]:
@@ -57,9 +59,20 @@ class Registry:
 
         Raises:
             UnknownNameError: The name is in no row.
-            UserError: The row's module cannot be imported or lacks the attribute.
+            UserError: The row's module cannot be imported or lacks the attribute; or its class has a member
+                under a former name.
         """
-        return load_attribute(self.location(name), what=f"{self.kind} {name!r}")
+        return self._load(self.location(name), name)
+
+    def _load(self, location: str, name: str) -> Any:
+        found = load_attribute(location, what=f"{self.kind} {name!r}")
+        for old in self.renamed:
+            if hasattr(found, old):
+                raise UserError(
+                    f"{self.kind} {name!r} defines {old!r}, which is called {self.renamed[old]!r} now",
+                    hint="rename it; CHANGELOG.md lists all new names",
+                )
+        return found
 
     def make(self, name: str, call: Callable[[Any], Any], *, args_field: str) -> Any:
         """Return what a job names, made: a row's, or one that is given as ``module:Class``.
@@ -73,8 +86,7 @@ class Registry:
             UnknownNameError: The name is in no row.
             UserError: It cannot be imported, or refuses its arguments.
         """
-        location = name if ":" in name else self.location(name)
-        factory = load_attribute(location, what=f"{self.kind} {name!r}")
+        factory = self._load(name if ":" in name else self.location(name), name)
         try:
             return call(factory)
         except (TypeError, ValueError) as error:
@@ -153,6 +165,7 @@ LAUNCHERS = Registry(
         "mpijob": "horovod_train.launch.launchers.mpijob.launcher:MpiJobLauncher",
         "slurm-allocation": "horovod_train.launch.launchers.slurm_allocation:SlurmAllocationLauncher",
     },
+    renamed={"has_files_here": "has_local_files", "goes_on": "is_running"},
 )
 
 _TORCH_OPTIMIZERS = Registry(
@@ -227,6 +240,7 @@ CODECS = Registry(
         "bf16": "horovod_train.frameworks.torch.codecs.whole:bf16",
         "top-k": "horovod_train.frameworks.torch.codecs.top_k:TopK",
     },
+    renamed={"has_memory": "has_residual"},
 )
 
 STRATEGIES = Registry(
@@ -245,6 +259,20 @@ STRATEGIES = Registry(
         "pipeline": "horovod_train.frameworks.torch.strategies.pipeline:Pipeline",
         "tensor_parallel": "horovod_train.frameworks.torch.strategies.tensor_parallel:TensorParallel",
         "zero": "horovod_train.frameworks.torch.strategies.zero:Zero",
+    },
+    renamed={
+        "called": "forward_module",
+        "can_be_read_later": "supports_deferred_results",
+        "drawing_alike": "same_random_state",
+        "held": "local_tensors",
+        "layout": "layout_version",
+        "make_passes": "run_schedule",
+        "makes_passes": "owns_schedule",
+        "note_unused": "report_unused_parameters",
+        "reads_later": "defers_results",
+        "reads_weights": "accepts_meta_model",
+        "tells_optimizer": "checkpoints_optimizer",
+        "updates_itself": "owns_update",
     },
 )
 

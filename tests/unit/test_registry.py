@@ -61,6 +61,23 @@ def test_a_broken_row_is_an_error_for_who_names_it(monkeypatch, table, value, sa
     assert table.load("ours")([1]) == "[1]"
 
 
+@pytest.mark.parametrize("table", [LAUNCHERS, CODECS, STRATEGIES], ids=lambda table: table.kind)
+def test_a_class_with_a_former_name_of_a_member_is_refused_with_the_new_name(monkeypatch, table):
+    for old, new in table.renamed.items():
+        monkeypatch.setattr(Theirs, old, None, raising=False)
+        with pytest.raises(UserError, match=f"defines '{old}', which is called '{new}' now"):
+            table.make(f"{__name__}:Theirs", lambda kind: kind(), args_field="args")
+        monkeypatch.delattr(Theirs, old)
+
+    assert isinstance(table.make(f"{__name__}:Theirs", lambda kind: kind(), args_field="args"), Theirs)
+    changes = (PACKAGE.parent / "CHANGELOG.md").read_text()
+    assert all(f"| `{old}` | `{new}` |" in changes for old, new in table.renamed.items())
+
+
+class Theirs:
+    """A class of another package."""
+
+
 @pytest.mark.parametrize("name", LAUNCHERS.builtin)
 def test_a_launcher_is_made_without_arguments_and_has_what_is_called(name):
     launcher = LAUNCHERS.load(name)()

@@ -36,9 +36,20 @@ BANNED_WORDS = {
         "asked",
         "held",
     ),
-    *("here", "there", "beside", "away", "lose", "wishes", "lately", "brief", "remembered", "soon", "twice"),
-    *("outstanding", "aside", "whoever", "odd", "nobody", "somebody", "speaker", "alongside", "anew", "late"),
-    *("monstrous", "goes", "stays", "waits", "came"),
+    *("here", "there", "beside", "away", "lose", "wishes", "lately", "brief", "remembered", "soon"),
+    *(
+        "twice",
+        "outstanding",
+        "aside",
+        "whoever",
+        "odd",
+        "nobody",
+        "somebody",
+        "speaker",
+        "alongside",
+        "anew",
+    ),
+    *("late", "monstrous", "goes", "stays", "waits", "came"),
 }
 
 # In texts: phrases without a noun of the field.
