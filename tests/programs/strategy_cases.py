@@ -254,7 +254,7 @@ class Way:
         """What is tried, as the table of strategies has it."""
         width = "bf16" if self.precision == "bf16" else f"{32 if self.tolerance > 1e-9 else 64} bits"
         tried = {
-            f"as an independent computation: {width}": True,
+            f"equals an independent computation: {width}": True,
             "with accumulation and clipping": self.accumulation > 1 and self.clip is not None,
             "a step that is not finite is skipped on all ranks": self.task.startswith("Spoiled"),
             "initial weights from a file": self.start is not None,
