@@ -111,6 +111,11 @@ def test_the_page_of_models_says_what_was_seen(whole_corpus, other_corpora):
         pytest.fail(f"{PAGE} was not what was seen; it is now: look at it and commit it")
 
 
+def has_too_few_layers(found):
+    """Whether a model has fewer layers with parameters than a pipeline has stages."""
+    return "has no parameter that is trained" in found["output"]
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("strategy", REFUSED_AT_MOST)
 def test_few_models_are_refused(whole_corpus, strategy):
@@ -119,7 +124,7 @@ def test_few_models_are_refused(whole_corpus, strategy):
     refused = seen & {
         key.split()[0]
         for key, found in whole_corpus.items()
-        if key.split()[1] == strategy and found["what"] == "refused"
+        if key.split()[1] == strategy and found["what"] == "refused" and not has_too_few_layers(found)
     }
 
     assert len(refused) <= REFUSED_AT_MOST[strategy] * len(seen), sorted(refused)

@@ -124,6 +124,20 @@ class TestWhereAModelIsCut:
         assert set(found) <= set(widths)
         assert dearest(found) <= 1.1 * best + 1e-9
 
+    @given(st.lists(st.sampled_from([0.0, 1.0, 3.0]), min_size=3, max_size=8), st.integers(2, 4))
+    @settings(deadline=None)
+    def test_no_stage_is_without_parameters_if_that_can_be(self, costs, num_stages):
+        places = range(1, len(costs))
+        if len(places) < num_stages - 1:
+            return
+
+        def num_empty(cuts):
+            return sum(sum(costs[a:b]) == 0 for a, b in itertools.pairwise([0, *cuts, len(costs)]))
+
+        found = num_empty(best_cuts(costs, dict.fromkeys(places, 1), num_stages))
+
+        assert found == min(map(num_empty, itertools.combinations(places, num_stages - 1)))
+
     def test_fewer_values_cross_where_that_costs_little(self):
         assert best_cuts([1.0, 0.1, 1.0], {1: 2, 2: 1}, 2) == [2]
         assert best_cuts([1.0, 1.0, 1.0, 1.0], {2: 2, 3: 1}, 2) == [2]

@@ -104,10 +104,15 @@ def _names_of_tensors(model: torch.nn.Module) -> Iterator[str]:
     yield from (name for name, _ in model.named_buffers(remove_duplicate=False))
 
 
-def best_cuts(costs: Sequence[float], widths: Mapping[int, int], num_stages: int) -> list[int]:
-    """Return behind how many pieces each stage but the last ends.
+_Cuts = tuple[int, float, list[int]]
+"""Number of stages without cost, cost of the dearest stage, and where stages end."""
 
-    The dearest stage is to be as cheap as can be, or about so where fewer values cross then.
+
+def best_cuts(costs: Sequence[float], widths: Mapping[int, int], num_stages: int) -> list[int]:
+    """Return after how many pieces each stage except the last ends.
+
+    The cost of the dearest stage is minimal, or slightly larger if fewer values cross then. Stages without
+    cost have no parameters; they are avoided if possible.
 
     Args:
         costs: Of the pieces, in their order.
@@ -119,6 +124,8 @@ def best_cuts(costs: Sequence[float], widths: Mapping[int, int], num_stages: int
 
     >>> best_cuts([1, 1, 1, 3], {1: 1, 2: 1, 3: 1}, 2)
     [3]
+    >>> best_cuts([0, 1, 9, 0, 1], {1: 1, 2: 1, 3: 1, 4: 1}, 3)
+    [2, 3]
     """
     if len(widths) < num_stages - 1:
         raise UserError(
@@ -127,35 +134,38 @@ def best_cuts(costs: Sequence[float], widths: Mapping[int, int], num_stages: int
             hint="use fewer stages (strategy.args.stages, chunks_per_rank), or give the task "
             "pipeline_parts(model)",
         )
-    dearest, cuts = _even_cuts(costs, widths, num_stages)
+    num_empty, dearest, cuts = _even_cuts(costs, widths, num_stages)
     for width in sorted(set(widths.values())):
         narrow = [place for place, crossing in widths.items() if crossing <= width]
         if len(narrow) >= num_stages - 1:
-            found, narrow_cuts = _even_cuts(costs, narrow, num_stages)
-            if found <= ABOUT_EVEN * dearest:
+            narrow_empty, found, narrow_cuts = _even_cuts(costs, narrow, num_stages)
+            if narrow_empty == num_empty and found <= ABOUT_EVEN * dearest:
                 return narrow_cuts
     return cuts
 
 
-def _even_cuts(costs: Sequence[float], allowed: Collection[int], num_stages: int) -> tuple[float, list[int]]:
-    """Return the cost of the dearest stage, which is as cheap as can be, and where to cut for that."""
+def _even_cuts(costs: Sequence[float], allowed: Collection[int], num_stages: int) -> _Cuts:
+    """Return the cuts with the fewest stages without cost, and of these, the cheapest dearest stage."""
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
-    # For each place where a stage may end: the cheapest way to have so many stages before it.
-    ways: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
+
+    def with_stage(way: _Cuts, begin: int, end: int) -> _Cuts:
+        num_empty, dearest, cuts = way
+        cost = before[end] - before[begin]
+        return num_empty + (cost == 0), max(dearest, cost), cuts
+
+    # For each place where a stage may end: the best way to have so many stages before it.
+    ways: dict[int, _Cuts] = {0: (0, 0.0, [])}
     for _ in range(num_stages - 1):
-        following: dict[int, tuple[float, list[int]]] = {}
+        following: dict[int, _Cuts] = {}
         for place in sorted(allowed):
-            choices = [
-                (max(dearest, before[place] - before[last]), [*cuts, place])
-                for last, (dearest, cuts) in ways.items()
-                if last < place
-            ]
+            choices = [with_stage(way, last, place) for last, way in ways.items() if last < place]
             if choices:
-                following[place] = min(choices)
+                num_empty, dearest, cuts = min(choices)
+                following[place] = num_empty, dearest, [*cuts, place]
         ways = following
-    return min((max(dearest, before[-1] - before[last]), cuts) for last, (dearest, cuts) in ways.items())
+    return min(with_stage(way, last, len(costs)) for last, way in ways.items())
 
 
 # -- modules one after the other
