@@ -225,7 +225,7 @@ class TestAHostThatCannotBeUsed:
     def test_an_interface_that_is_not_there(self, tmp_path, hosts):
         said = self.refused(tmp_path, hosts, host_settings={"node2": {"network_interface": "eth7"}})
 
-        assert "node2: there is no network interface 'eth7'" in said
+        assert "node2: no network interface 'eth7'" in said
         assert "eth0 (10.77.0.12)" in said
 
     def test_other_code(self, tmp_path, hosts):

@@ -39,10 +39,10 @@ HOSTS = {
     "worker.py:run_rank": "cmd_worker.py:command",
 }
 SIGTERM = {
-    "supervise/signals.py:Stopper._note": "signal_listener_thread.<locals>.hear",
+    "supervise/signals.py:Stopper._on_signal": "signal_listener_thread.<locals>.listen",
     "host_group.py:HostGroup.signal_ranks": "Stopper._work",
     "host_actions.py:HostActions.signal_ranks": "agent.py:answer",
-    "preemption.py:PreemptionRequest._note": "PreemptionRequest._note",
+    "preemption.py:PreemptionRequest._on_signal": "PreemptionRequest._on_signal",
     "preemption.py:StopWhenPreempted.on_step": "StopWhenPreempted.on_step",
     "loop.py:left": "worker.py:main",
     "outcome.py:Outcome.check": "Outcome.check",

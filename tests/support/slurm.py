@@ -57,7 +57,7 @@ class Slurm:
         """What its commands need."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
-    def submit(self, *command: str) -> str:
+    def ask(self, *command: str) -> str:
         """Run one of its commands on the login host."""
         done = self.cluster.on_login(*command, cwd=self.folder, env=self.variables, timeout_s=30)
         assert done.returncode == 0, done.stderr
@@ -82,7 +82,7 @@ def slurm_on(cluster: Cluster) -> Iterator[Slurm]:
     try:
         daemons += [_start(cluster, node.name, f"slurmd -D -f {folder}/slurm.conf") for node in nodes]
         deadline = time.monotonic() + 30
-        while made.submit("sinfo", "-h", "-o", "%D %T").split() != [str(len(nodes)), "idle"]:
+        while made.ask("sinfo", "-h", "-o", "%D %T").split() != [str(len(nodes)), "idle"]:
             assert time.monotonic() < deadline, [log.read_text() for log in folder.glob("*.log")]
             time.sleep(0.1)
         yield made
