@@ -44,7 +44,7 @@ SIGTERM = {
     "host_actions.py:HostActions.signal_ranks": "agent.py:answer",
     "preemption.py:PreemptionRequest._on_signal": "PreemptionRequest._on_signal",
     "preemption.py:StopWhenPreempted.on_step": "StopWhenPreempted.on_step",
-    "loop.py:left": "worker.py:main",
+    "loop.py:preempted_error": "worker.py:main",
     "outcome.py:Outcome.check": "Outcome.check",
     "jobs.py:StateFile.end": "StateFile.end",
     "cli/main.py:fail": "cli/main.py:main",
