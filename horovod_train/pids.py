@@ -54,7 +54,7 @@ def kill(identity: Sequence[str | int | None]) -> bool:
     *place, pid, ticks = identity
     if not isinstance(pid, int) or pid == os.getpid() or place != _place() or ticks != start_ticks(pid):
         return False
-    with suppress(OSError):  # of another package, or just gone
+    with suppress(OSError):  # of another user, or just ended
         os.kill(pid, signal.SIGKILL)
         return True
     return False

@@ -39,7 +39,7 @@ STAY_IGNORED = frozenset({signal.SIGINT, signal.SIGHUP})
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 """To a rank: save and leave."""
 
-PREEMPTION_SIGNAL = signal.SIGUSR1
+SIGNAL_TO_RANKS = signal.SIGUSR1
 """What a launch sends to its ranks."""
 
 SENT_TO_END: Mapping[Literal["drain", "stop", "kill"], tuple[signal.Signals, ...]] = {

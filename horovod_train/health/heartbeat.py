@@ -118,7 +118,7 @@ class PeerWatch:
         """Say good-bye, and stop watching. Safe to call twice."""
         if not self._over.is_set():
             self._over.set()
-            with suppress(OSError):  # it wakes the thread, which else waits for a datagram first
+            with suppress(OSError):  # wakes the thread, which waits for a datagram
                 self._socket.sendto(b"", (LOOPBACK, self._socket.getsockname()[1]))
             self._thread.join()
             for _ in range(3):  # a datagram can be lost
@@ -143,8 +143,8 @@ class PeerWatch:
             return
         waiting_in = self._world.waiting_in
         where = f" in {waiting_in}" if waiting_in is not None else ""
-        for rank, last_answer_s in self._last_heartbeat_s.items():
-            silent_s = now_s - max(last_answer_s, waiting_since_s)
+        for rank, heartbeat_s in self._last_heartbeat_s.items():
+            silent_s = now_s - max(heartbeat_s, waiting_since_s)
             what = f"rank {rank} on {self._hosts[rank]} has shown no sign of life for {silent_s:.0f} s"
             if silent_s > self._warning_s and rank not in self._named:
                 self._named.add(rank)
@@ -173,7 +173,7 @@ class PeerWatch:
             except (TimeoutError, OSError):
                 continue
             except ValueError:
-                continue  # of another package
+                continue  # a datagram of another program
             if token != self._token or int(rank) not in self._last_heartbeat_s:
                 continue
             if word == "left":
@@ -212,12 +212,12 @@ class JoinWatch:
     def _watch(self) -> None:
         what = "this rank has waited for {:.0f} s for the others to join"
         warning_s = min(self._warning_s, self._shutdown_s)
-        if self._is_reader_behind(warning_s):
+        if self._wait_elapsed(warning_s):
             self._warn(f"{what.format(warning_s)}: was each of them started, is one stopped, are hosts slow?")
-            if self._is_reader_behind(self._shutdown_s - warning_s):
+            if self._wait_elapsed(self._shutdown_s - warning_s):
                 self._end(LostError(f"{what.format(self._shutdown_s)}; {ENDED}"))
 
-    def _is_reader_behind(self, seconds: float) -> bool:
+    def _wait_elapsed(self, seconds: float) -> bool:
         """Whether so much time has passed while this process ran, and was not stopped itself."""
         return not any(self._over.wait(INTERVAL_S) for _ in range(math.ceil(seconds / INTERVAL_S)))
 

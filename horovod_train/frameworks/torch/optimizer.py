@@ -106,7 +106,7 @@ class GroupRates(JobsLearningRate):
 def _with_list(group: Mapping[str, Any], base_lr: float) -> dict[str, Any]:
     """Return a group that can be looked at more than once: its parameters may come from a generator.
 
-    Its own learning rate is one at ``lr.base_lr``: the group's rate follows the schedule by the same
+    The ``lr`` of a group is its rate at ``lr.base_lr``: the group's rate follows the schedule by the same
     factor.
     """
     found = group["params"]

@@ -23,7 +23,7 @@ from horovod_train.signals import (
     KILLS_AT_ONCE,
     LAUNCH_SIGNALS,
     PATIENT_SIGNALS,
-    PREEMPTION_SIGNAL,
+    SIGNAL_TO_RANKS,
     STAY_IGNORED,
 )
 
@@ -225,7 +225,7 @@ class RunControl:
 
     def _request_stop(self) -> None:
         self._state.write("leaving", message=LEAVING)
-        self._hosts.signal_ranks(PREEMPTION_SIGNAL)
+        self._hosts.signal_ranks(SIGNAL_TO_RANKS)
 
     def _kill(self) -> None:
         self._hosts.kill()

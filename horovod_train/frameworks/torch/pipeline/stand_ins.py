@@ -78,14 +78,14 @@ def inputs_of_call(function: Function, model: torch.nn.Module, batch: Any, seed:
     try:
         with seeded(seed):
             function(_StandIn(model, call), batch)
-    except _ModelCalled as asked:
-        many = [name for name in asked.inputs if signature.parameters[name].kind.name.startswith("VAR_")]
+    except _ModelCalled as found:
+        many = [name for name in found.inputs if signature.parameters[name].kind.name.startswith("VAR_")]
         if many:
             raise UserError(
                 f"strategy pipeline: {type(model).__name__}.forward takes *{many[0]}",
                 hint="give each input of the model a name",
             ) from None
-        return asked.inputs
+        return found.inputs
     raise UserError(
         "strategy pipeline: the task computes without calling the model",
         hint="call the model itself, once: model(inputs); not one of its methods or parts",
