@@ -188,6 +188,13 @@ def test_losses_are_forgotten_when_ranks_have_got_on(membership, monkeypatch):
     assert rested(found) == ["up1:1", "up2:1"]
 
 
+def rewrite(file, text):
+    """Replace a file at once: a reader sees the old text or the new, never an empty file."""
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.rename(file)
+
+
 class TestWhileRanksRun:
     """The list is a file that changes; ranks are asked to leave when they should go on elsewhere."""
 
@@ -214,30 +221,30 @@ class TestWhileRanksRun:
         assert self.asked(membership, listed, lambda: None, seconds=0.7) == (False, [])
 
     def test_a_host_that_is_taken_from_the_list_is_left(self, membership, listed):
-        asked, said = self.asked(membership, listed, lambda: listed.write_text("up1\n"))
+        asked, said = self.asked(membership, listed, lambda: rewrite(listed, "up1\n"))
 
         assert asked
         assert said == ["elastic: up2 is to go; saving"]
 
     def test_a_host_that_is_added_and_answers_is_used(self, membership, listed):
-        asked, said = self.asked(membership, listed, lambda: listed.write_text("up1\nup2\nup3\n"))
+        asked, said = self.asked(membership, listed, lambda: rewrite(listed, "up1\nup2\nup3\n"))
 
         assert asked
         assert said == ["elastic: up3 can take part; saving"]
 
     def test_one_that_does_not_answer_is_not(self, membership, listed):
-        change = lambda: listed.write_text("up1\nup2\ndown\n")  # noqa: E731
+        change = lambda: rewrite(listed, "up1\nup2\ndown\n")  # noqa: E731
 
         assert self.asked(membership, listed, change, seconds=0.7) == (False, [])
 
     def test_nobody_is_added_before_the_last_start_has_paid(self, membership, listed):
-        change = lambda: listed.write_text("up1\nup2\nup3\n")  # noqa: E731
+        change = lambda: rewrite(listed, "up1\nup2\nup3\n")  # noqa: E731
 
         assert self.asked(membership, listed, change, seconds=0.7, cooldown_s=60.0) == (False, [])
 
     def test_nobody_is_added_to_as_many_as_the_job_wants(self, membership, listed):
         listed.write_text("up1\nup2\nup3\n")
-        change = lambda: listed.write_text("up1\nup2\nup3\nup4\n")  # noqa: E731
+        change = lambda: rewrite(listed, "up1\nup2\nup3\nup4\n")  # noqa: E731
 
         used = ("up1:1", "up2:1", "up3:1")
         assert self.asked(membership, listed, change, seconds=0.7, used=used) == (False, [])
@@ -253,7 +260,7 @@ class TestWhileRanksRun:
         def change():
             listed.unlink()
             sleep(0.4)
-            listed.write_text("up1\n")
+            rewrite(listed, "up1\n")
 
         asked, said = self.asked(membership, listed, change)
 
