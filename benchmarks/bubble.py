@@ -25,7 +25,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of
 from horovod_train.frameworks.torch.framework import TorchFramework
-from horovod_train.frameworks.torch.pipeline.orders import bubble
+from horovod_train.frameworks.torch.strategies.pipeline.orders import bubble
 from horovod_train.training.loop import rest_of_epoch
 from horovod_train.worker import make_run
 

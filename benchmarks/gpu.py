@@ -33,10 +33,10 @@ from horovod_train.config.schema import Allreduce, Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import share_of_step
 from horovod_train.frameworks.torch.codecs.base import make_codec
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import optimizer_of
-from horovod_train.frameworks.torch.graphs import CudaRecorder
-from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.step.graphs import CudaRecorder
+from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, SingleRankStrategy
 from horovod_train.horovod.environment import horovod_settings
 

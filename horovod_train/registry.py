@@ -251,12 +251,14 @@ STRATEGIES = Registry(
         "allreduce": "horovod_train.frameworks.torch.strategies.allreduce:allreduce",
         "data_parallel": "horovod_train.frameworks.torch.strategies.data_parallel:DataParallel",
         "ddp": "horovod_train.frameworks.torch.strategies.ddp:Ddp",
-        "deepspeed": "horovod_train.frameworks.torch.strategies.deepspeed:DeepSpeed",
+        "deepspeed": "horovod_train.frameworks.torch.strategies.deepspeed.strategy:DeepSpeed",
         "fsdp": "horovod_train.frameworks.torch.strategies.fsdp:Fsdp",
         "local_sgd": "horovod_train.frameworks.torch.strategies.local_sgd:LocalSgd",
         "mesh": "horovod_train.frameworks.torch.strategies.mesh:mesh",
-        "parameter_server": ("horovod_train.frameworks.torch.strategies.parameter_server:ParameterServer"),
-        "pipeline": "horovod_train.frameworks.torch.strategies.pipeline:Pipeline",
+        "parameter_server": (
+            "horovod_train.frameworks.torch.strategies.parameter_server.strategy:ParameterServer"
+        ),
+        "pipeline": "horovod_train.frameworks.torch.strategies.pipeline.strategy:Pipeline",
         "tensor_parallel": "horovod_train.frameworks.torch.strategies.tensor_parallel:TensorParallel",
         "zero": "horovod_train.frameworks.torch.strategies.zero:Zero",
     },

@@ -38,12 +38,12 @@ from horovod_train.data.shard import eval_micro_batches
 from horovod_train.errors import PreemptedError, UserError
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.join import join
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
-from horovod_train.frameworks.torch.deferred import Outcome
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import choose_device, seed_generators
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
-from horovod_train.frameworks.torch.replica import TorchReplica
-from horovod_train.frameworks.torch.state import load_rng_state, rng_state
+from horovod_train.frameworks.torch.state.blobs import load_rng_state, rng_state
+from horovod_train.frameworks.torch.step.deferred import Outcome
+from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.health.desync import check_replicas_identical
 from horovod_train.health.finite import FiniteGuard

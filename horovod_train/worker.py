@@ -19,13 +19,11 @@ from time import monotonic, strftime
 from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.checkpoint.manager import Resumed as CheckpointContent
 from horovod_train.checkpoint.write_report import WriteReport
-from horovod_train.children import end_children
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import axes_of, batch_size_of_lr
-from horovod_train.cpu_affinity import bind
 from horovod_train.data.waiting import WAITING
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, UserError
 from horovod_train.events.channel import channel_of
@@ -41,7 +39,6 @@ from horovod_train.events.types import (
     Targets,
 )
 from horovod_train.events.wire import Reporter
-from horovod_train.files import make_folder
 from horovod_train.frameworks.base import Framework, HasDevice, Reader, Replica, explained_by
 from horovod_train.health.data_watch import DataWatch
 from horovod_train.health.device_watch import DeviceWatch
@@ -52,7 +49,10 @@ from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import FRAMEWORKS, SCRIPT, make_task_importable
-from horovod_train.streams import ignore_unencodable_output, leave_terminal_of_mpirun, num_dropped_bytes
+from horovod_train.system import streams
+from horovod_train.system.children import end_children
+from horovod_train.system.cpu_affinity import bind
+from horovod_train.system.files import make_folder
 from horovod_train.telemetry.rank_metrics import (
     open_recorder,
     record_scaling_baseline,
@@ -98,8 +98,8 @@ def main(options: WorkerOptions) -> int:
     The rank on which a failure occurred reports it. A rank that only lost a peer reports that in one line.
     """
     if options.as_events:
-        leave_terminal_of_mpirun()
-    ignore_unencodable_output()
+        streams.leave_terminal_of_mpirun()
+    streams.ignore_unencodable_output()
     os.environ.update(from_slurm(os.environ))
     rank_hint = int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
     channel = channel_of(os.environ) if options.as_events else None
@@ -132,7 +132,7 @@ def main(options: WorkerOptions) -> int:
         return _report_failure(error, reporter)
     finally:
         end_children()
-        if lost_bytes := num_dropped_bytes():
+        if lost_bytes := streams.num_dropped_bytes():
             reporter.report(Notice(text=f"the last {lost_bytes:,} bytes of this rank's output are lost"))
     return 0
 

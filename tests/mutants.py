@@ -40,7 +40,7 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.operators.provider import OperatorProvider
 
-from horovod_train.machine import usable_cores
+from horovod_train.system.machine import usable_cores
 
 ROOT = Path(__file__).parent.parent
 CORE = (

@@ -30,9 +30,9 @@ def command() -> None:
 def export(folder: Path, runbook: str | None, checkpoint_age: float) -> None:
     """Write dashboards (JSON, for Grafana) and rules (YAML, for Prometheus) into FOLDER."""
     from horovod_train.errors import UserError
-    from horovod_train.files import write_whole
     from horovod_train.monitor.rules import RUNBOOK
     from horovod_train.monitor.shipped import RULES, dashboards, rules_file
+    from horovod_train.system.files import write_whole
 
     if runbook is not None and not runbook.startswith(("http://", "https://")):
         raise UserError(f"--runbook {runbook} is not a URL", hint="begin it with https://")

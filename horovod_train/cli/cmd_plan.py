@@ -102,7 +102,7 @@ def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
             hint="watch horovod_train_resident_memory_peak_bytes of a run",
         )
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "horovod_train.frameworks.torch.memory"],
+        [sys.executable, "-P", "-m", "horovod_train.frameworks.torch.sizes.memory"],
         input=json.dumps({"job": job.model_dump(mode="json"), "num_ranks": num_ranks}),
         capture_output=True,
         text=True,

@@ -46,7 +46,7 @@ def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[
     from rich.console import Console
 
     from horovod_train.launch.console import JobConsole
-    from horovod_train.streams import ignore_unencodable_output
+    from horovod_train.system.streams import ignore_unencodable_output
 
     ignore_unencodable_output()
     launcher = request.job.launch.launcher

@@ -12,7 +12,7 @@ from typing import Any
 
 from horovod_train.doctor.findings import Finding
 from horovod_train.events.types import AllreduceTime, PairTime
-from horovod_train.files import state_dir
+from horovod_train.system.files import state_dir
 
 SLOW_PAIR = 2.0
 SLOWER_THAN_BEFORE = 0.7

@@ -22,7 +22,7 @@ from horovod_train.launch.supervise.attempt import run_attempt
 from horovod_train.launch.supervise.follow import RecordEvents
 from horovod_train.launch.supervise.preflight import check_reach, choose_interfaces, describe
 
-BENCHMARK = ("horovod_train.frameworks.torch.allreduce_benchmark",)
+BENCHMARK = ("horovod_train.frameworks.torch.comm.allreduce_benchmark",)
 
 
 def examine_hosts(request: LaunchRequest) -> tuple[list[Finding], int]:

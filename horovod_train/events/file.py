@@ -17,7 +17,7 @@ from time import time
 
 from horovod_train import __version__
 from horovod_train.events.types import KINDS, MAX_RANKS, Event, Notice, Opened
-from horovod_train.files import LogFile, write_whole
+from horovod_train.system.files import LogFile, write_whole
 
 EVENTS_FILE = "events.jsonl"
 FORMAT_VERSION = 1

@@ -29,7 +29,7 @@ from horovod_train.data.waiting import timed
 from horovod_train.errors import UserError
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.task import load_task_class
-from horovod_train.signals import PREEMPTION_SIGNALS
+from horovod_train.system.signals import PREEMPTION_SIGNALS
 
 MAX_TEMP_BYTES = 70
 """A socket's path may have 107 bytes, and Python adds the names of a folder and of a file to TMPDIR."""

@@ -28,7 +28,7 @@ import psutil
 from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
 from horovod_train.config.schema import Health
 from horovod_train.errors import HorovodTrainError, LostError
-from horovod_train.pids import kill, own_identity
+from horovod_train.system.pids import kill, own_identity
 
 INTERVAL_S = 0.5
 NUM_WATCHED = 2

@@ -53,7 +53,7 @@ from horovod_train.horovod.toolchain import (
     framework_version,
     programs_path,
 )
-from horovod_train.machine import usable_cores, usable_memory_bytes
+from horovod_train.system.machine import usable_cores, usable_memory_bytes
 
 RECIPE = 4
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"

@@ -24,11 +24,11 @@ from typing import Any, get_args
 import psutil
 
 from horovod_train.errors import HorovodTrainError, PreemptedError, UserError, did_you_mean
-from horovod_train.files import state_dir, write_whole
 from horovod_train.launch.base import JobStatus, LaunchRequest, State, Submitted
-from horovod_train.pids import boot_id, is_alive, start_ticks
-from horovod_train.signals import exit_code_of
-from horovod_train.threads import background_thread
+from horovod_train.system.files import state_dir, write_whole
+from horovod_train.system.pids import boot_id, is_alive, start_ticks
+from horovod_train.system.signals import exit_code_of
+from horovod_train.system.threads import background_thread
 
 STATE_FILE = "state.json"
 CANCELLED_FILE = "cancelled"

@@ -30,9 +30,9 @@ from horovod_train.events.types import (
     Target,
     Targets,
 )
-from horovod_train.files import open_regular
 from horovod_train.monitor.live import by_rank
 from horovod_train.monitor.rank_series import RankSeries
+from horovod_train.system.files import open_regular
 
 MAX_POINTS = 2000
 MAX_READ_BYTES = 32 * 2**20

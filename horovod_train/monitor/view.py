@@ -11,13 +11,13 @@ import numpy as np
 
 from horovod_train.events.types import PHASES
 from horovod_train.events.wire import parse_line
-from horovod_train.files import open_regular
 from horovod_train.launch.base import JobStatus
 from horovod_train.monitor.board import Readings, Watched
 from horovod_train.monitor.history import History, as_json
 from horovod_train.monitor.live import finite
 from horovod_train.monitor.rank_series import RankSeries, Window, joined
 from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
+from horovod_train.system.files import open_regular
 
 log = logging.getLogger(__name__)
 

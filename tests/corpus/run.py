@@ -219,7 +219,7 @@ def import_what_ranks_need(strategies: Iterable[str]) -> None:
     for module in ("pipeline.cut", "equality", "verification", "local_model", "elementwise"):
         importlib.import_module(f"horovod_train.frameworks.torch.{module}")
     if any(name.startswith("deepspeed") for name in strategies):
-        from horovod_train.frameworks.torch.strategies.deepspeed import imported
+        from horovod_train.frameworks.torch.strategies.deepspeed.strategy import imported
 
         imported(torch.device("cpu"))
     gc.collect()

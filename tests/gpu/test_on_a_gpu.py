@@ -22,9 +22,9 @@ from horovod_train.errors import DeviceMemoryError
 from horovod_train.frameworks.base import explained_by
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.framework import optimizer_of
-from horovod_train.frameworks.torch.graphs import CudaRecorder
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
-from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.step.graphs import CudaRecorder
+from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from horovod_train.config.schema import Health, Job
 from horovod_train.frameworks.join import join
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 
 folder, warning_s, shutdown_s = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 health = Health(stall_warning_s=warning_s, stall_shutdown_s=shutdown_s)

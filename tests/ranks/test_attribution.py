@@ -16,7 +16,7 @@ from support.running import is_rank, launched
 
 from horovod_train.monitor.history import HistoryReader
 from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
-from horovod_train.threads import background_thread
+from horovod_train.system.threads import background_thread
 
 pytestmark = pytest.mark.ranks
 WARM_UP_STEPS = 10

@@ -118,13 +118,13 @@ def files_of(calls, stations):
 
 def test_a_gradient_goes_through_eight_files(steps):
     assert files_of(steps, GRADIENT) == {
-        "frameworks/torch/replica.py",
-        "frameworks/torch/step_loss.py",
-        "frameworks/torch/update.py",
+        "frameworks/torch/step/replica.py",
+        "frameworks/torch/step/loss.py",
+        "frameworks/torch/step/update.py",
         "frameworks/torch/strategies/allreduce.py",
         "frameworks/torch/strategies/base.py",
         "frameworks/torch/codecs/whole.py",
-        "frameworks/torch/collectives.py",
+        "frameworks/torch/comm/collectives.py",
         "collectives/horovod.py",
     }
 
@@ -135,8 +135,8 @@ def test_the_learning_rate_goes_through_six_files(steps):
         "config/load.py",
         "lr/policy.py",
         "training/loop.py",
-        "frameworks/torch/replica.py",
-        "frameworks/torch/update.py",
+        "frameworks/torch/step/replica.py",
+        "frameworks/torch/step/update.py",
     }
 
 

@@ -14,7 +14,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import share_of_step
-from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import make_strategy
 from support.torch_threads import on_torch_ranks
 

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import horovod_train
-from horovod_train.frameworks.torch.deferred import Sent
+from horovod_train.frameworks.torch.step.deferred import Sent
 
 PACKAGE = Path(horovod_train.__file__).parent
 SITE = Path(torch.__file__).parents[1]
@@ -49,7 +49,7 @@ class Watch:
         file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
         if frame.f_code is Sent.read.__code__:
             return  # what has arrived in the host's memory
-        if is_called_by(frame, PACKAGE / "frameworks/torch/equality.py"):
+        if is_called_by(frame, PACKAGE / "frameworks/torch/verify/equality.py"):
             return  # once, after the first step
         if file.is_relative_to(PACKAGE):
             where = f"{file.relative_to(PACKAGE)}:{frame.f_lineno}"

@@ -14,7 +14,7 @@ from programs import cases
 from horovod_train.collectives.log import CollectiveLog
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.framework import TorchFramework
 from horovod_train.training.run import Run
 from horovod_train.worker import make_run

@@ -14,12 +14,12 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.activations import (
+from horovod_train.frameworks.torch.framework import TorchFramework, recompute_activations
+from horovod_train.frameworks.torch.sizes.activations import (
     SavedActivations,
     layers_to_recompute,
     saved_activations,
 )
-from horovod_train.frameworks.torch.framework import TorchFramework, recompute_activations
 
 MIB = 2**20
 WIDTH, BATCH = 256, 32

@@ -12,12 +12,12 @@ from torch.nn.utils import get_total_norm
 
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.whole import Whole
+from horovod_train.frameworks.torch.state.trained import OptimizedParameters, check_same_trained
 from horovod_train.frameworks.torch.strategies.allreduce import (
     AllreduceStrategy,
     SingleRankStrategy,
     make_buckets,
 )
-from horovod_train.frameworks.torch.trained import OptimizedParameters, check_same_trained
 
 
 class Given:

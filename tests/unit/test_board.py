@@ -17,7 +17,6 @@ from support.launching import free_port
 from horovod_train.errors import HorovodTrainError
 from horovod_train.events.file import EventsFile, opened
 from horovod_train.events.types import Progress, RankTimes, Started, Target, Targets
-from horovod_train.files import open_regular
 from horovod_train.launch import jobs as jobs_module
 from horovod_train.launch.base import Submitted
 from horovod_train.launch.jobs import StateFile
@@ -28,6 +27,7 @@ from horovod_train.monitor.history import HistoryReader
 from horovod_train.monitor.live import RankReading, by_rank, scrape
 from horovod_train.monitor.runs import Run, Runs
 from horovod_train.monitor.view import job_row, log_tail, run_document
+from horovod_train.system.files import open_regular
 
 
 @pytest.fixture

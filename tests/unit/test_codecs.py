@@ -22,7 +22,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
 from horovod_train.frameworks.torch.codecs.top_k import TopK
 from horovod_train.frameworks.torch.codecs.whole import Whole
-from horovod_train.frameworks.torch.collectives import with_tensors
+from horovod_train.frameworks.torch.comm.collectives import with_tensors
 from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, allreduce
 from horovod_train.health.desync import fingerprints
 from horovod_train.training.hooks.base import Hook

@@ -14,9 +14,9 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job, Strategy
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.deepspeed_state import FlatState, joined, own_part
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
-from horovod_train.frameworks.torch.strategies.deepspeed import DeepSpeed
+from horovod_train.frameworks.torch.strategies.deepspeed.flat_state import FlatState, joined, own_part
+from horovod_train.frameworks.torch.strategies.deepspeed.strategy import DeepSpeed
 
 PADDED = 8  # of seven numbers
 

@@ -40,12 +40,12 @@ from horovod_train.collectives.log import DeviceWork
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, UserError
-from horovod_train.frameworks.torch import deferred
-from horovod_train.frameworks.torch.deferred import DeferredOutcome, pack
-from horovod_train.frameworks.torch.device_clock import DeviceClock
-from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.step import deferred
+from horovod_train.frameworks.torch.step.deferred import DeferredOutcome, pack
+from horovod_train.frameworks.torch.step.device_clock import DeviceClock
+from horovod_train.frameworks.torch.step.replica import TorchReplica
+from horovod_train.frameworks.torch.step.update import UpdateOnDevice, UpdateOnHost, can_be_masked
 from horovod_train.frameworks.torch.strategies.base import make_strategy
-from horovod_train.frameworks.torch.update import UpdateOnDevice, UpdateOnHost, can_be_masked
 from horovod_train.training import loop
 from horovod_train.training.hooks.base import Hook
 from horovod_train.worker import make_run

@@ -14,9 +14,9 @@ from horovod_train.config.schema import Job, Strategy
 from horovod_train.errors import DeviceMemoryError, GpuError, KernelError, NcclError, PeerError, UserError
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import explained_by
-from horovod_train.frameworks.torch import device_errors
+from horovod_train.frameworks.torch.comm import device_errors
+from horovod_train.frameworks.torch.comm.device_errors import device_error, what_to_change
 from horovod_train.frameworks.torch.device import TorchDevice
-from horovod_train.frameworks.torch.device_errors import device_error, what_to_change
 from horovod_train.worker import _report_failure
 
 JOB = Job.model_validate({"name": "j", "task": "own:Task", "train": {"batch_size_per_rank": 128}})

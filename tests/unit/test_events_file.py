@@ -161,10 +161,10 @@ def test_lost_events_leave_a_line_that_is_an_event(tmp_path, monkeypatch):
     def refuse(handle, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("horovod_train.files.os.write", refuse)
+    monkeypatch.setattr("horovod_train.system.files.os.write", refuse)
     file.write(progress(1), 0)
     file.write(progress(2), 0)
-    monkeypatch.setattr("horovod_train.files.os.write", write)
+    monkeypatch.setattr("horovod_train.system.files.os.write", write)
     file.write(progress(3), 0)
     file.close()
 

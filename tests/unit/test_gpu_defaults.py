@@ -14,11 +14,11 @@ from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Data, Job
 from horovod_train.errors import UnknownNameError, UserError, WorldError
 from horovod_train.frameworks.torch.codecs.whole import fp32
-from horovod_train.frameworks.torch.collectives import let_stream_follow
+from horovod_train.frameworks.torch.comm.buckets import make_buckets
+from horovod_train.frameworks.torch.comm.collectives import let_stream_follow
 from horovod_train.frameworks.torch.framework import choose_device, compiled, placement, set_up
-from horovod_train.frameworks.torch.gradient_buckets import make_buckets
-from horovod_train.frameworks.torch.optimizer import is_fused_by_itself, optimizer_over
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
+from horovod_train.frameworks.torch.state.optimizer import is_fused_by_itself, optimizer_over
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 from horovod_train.horovod.environment import horovod_settings
 

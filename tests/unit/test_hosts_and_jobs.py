@@ -27,7 +27,6 @@ from horovod_train import __version__
 from horovod_train.config.launch import HostSettings, Launch
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, UserError
-from horovod_train.files import LogFile
 from horovod_train.health.heartbeat import heartbeat_file, start_heartbeat
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.launch import jobs
@@ -53,7 +52,8 @@ from horovod_train.launch.supervise import preflight as prepare
 from horovod_train.launch.supervise.preflight import check_fingerprints, check_shared_memory, rank_variables
 from horovod_train.launch.supervise.process import guarded
 from horovod_train.launch.supervise.signals import Stopper
-from horovod_train.machine import usable_cores, usable_memory_bytes
+from horovod_train.system.files import LogFile
+from horovod_train.system.machine import usable_cores, usable_memory_bytes
 
 A_SHELL = ["/bin/sh", "-c"]  # in place of "ssh host": runs its last argument
 
@@ -1274,7 +1274,7 @@ class TestALogFile:
             close(handle)
             raise OSError(errno.EIO, "Input/output error")
 
-        monkeypatch.setattr("horovod_train.files.os.close", refuse)
+        monkeypatch.setattr("horovod_train.system.files.os.close", refuse)
         log.close()
         monkeypatch.undo()
         log.close()

@@ -15,9 +15,9 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.framework import TorchFramework
-from horovod_train.frameworks.torch.local_tensors import whole_model
-from horovod_train.frameworks.torch.meta_weights import load_initial, meta_parameters
-from horovod_train.frameworks.torch.shards import materialize
+from horovod_train.frameworks.torch.state.local_tensors import whole_model
+from horovod_train.frameworks.torch.state.meta_weights import load_initial, meta_parameters
+from horovod_train.frameworks.torch.state.shards import materialize
 
 
 class Net(nn.Module):

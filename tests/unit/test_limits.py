@@ -67,7 +67,7 @@ def test_functions_are_short():
 def test_a_step_of_training_can_be_read_on_one_screen():
     functions = {
         node.name: lines_of(node)
-        for file in ("frameworks/torch/replica.py", "training/loop.py")
+        for file in ("frameworks/torch/step/replica.py", "training/loop.py")
         for node in ast.walk(TREES[PACKAGE / file])
         if isinstance(node, FUNCTIONS)
     }

@@ -14,7 +14,7 @@ from horovod_train.cli import cmd_plan
 from horovod_train.config.memory import Sizes, fastest_that_fits, needs
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.memory import sizes_of
+from horovod_train.frameworks.torch.sizes.memory import sizes_of
 from horovod_train.tasks.gpt import Gpt
 
 SMALL = {"layers": 2, "width": 64, "head_width": 16, "length": 32, "num_samples": 16}

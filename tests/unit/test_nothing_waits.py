@@ -20,8 +20,8 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError
 from horovod_train.frameworks.base import StepOutcome
-from horovod_train.frameworks.torch import deferred
-from horovod_train.frameworks.torch.deferred import DeferredOutcome
+from horovod_train.frameworks.torch.step import deferred
+from horovod_train.frameworks.torch.step.deferred import DeferredOutcome
 from horovod_train.registry import FRAMEWORKS
 from horovod_train.training.bridge import LoopBridge
 from horovod_train.worker import make_run

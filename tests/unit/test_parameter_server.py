@@ -23,7 +23,12 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.errors import LostError, NumericError
-from horovod_train.frameworks.torch.parameter_server import Layout, Server, ServerConnection, partition
+from horovod_train.frameworks.torch.strategies.parameter_server.server import (
+    Layout,
+    Server,
+    ServerConnection,
+    partition,
+)
 from horovod_train.training.loop import train
 
 TASK = "support.torch_threads:Task"

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from horovod_train import pids
+from horovod_train.system import pids
 
 SAY_IT = """
 import json, time
-from horovod_train.pids import own_identity
+from horovod_train.system.pids import own_identity
 print(json.dumps(own_identity()), flush=True)
 time.sleep(60)
 """

@@ -17,11 +17,15 @@ from torch.nn import functional
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.axes import Axes
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.pipeline.cut import best_cuts, cut_model
-from horovod_train.frameworks.torch.pipeline.messages import Kind, _head_of, _kinds_of
-from horovod_train.frameworks.torch.pipeline.orders import Pass, bubble, order_of
-from horovod_train.frameworks.torch.pipeline.stand_ins import answered_with, drawing_by_stage, inputs_of_call
-from horovod_train.frameworks.torch.strategies.pipeline import keep_only
+from horovod_train.frameworks.torch.strategies.pipeline.cut import best_cuts, cut_model
+from horovod_train.frameworks.torch.strategies.pipeline.messages import Kind, _head_of, _kinds_of
+from horovod_train.frameworks.torch.strategies.pipeline.orders import Pass, bubble, order_of
+from horovod_train.frameworks.torch.strategies.pipeline.stand_ins import (
+    answered_with,
+    drawing_by_stage,
+    inputs_of_call,
+)
+from horovod_train.frameworks.torch.strategies.pipeline.strategy import keep_only
 
 
 def simulated(schedule, num_ranks, num_chunks, num_micro_batches):

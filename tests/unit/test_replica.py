@@ -23,7 +23,7 @@ from horovod_train.frameworks.torch.framework import (
     TorchFramework,
     recompute_activations,
 )
-from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, SingleRankStrategy
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

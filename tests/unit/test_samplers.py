@@ -23,8 +23,8 @@ from horovod_train.config.schema import Job
 from horovod_train.events.file import EventsFile
 from horovod_train.events.types import Progress, Summary
 from horovod_train.frameworks.torch.device import TorchDevice
-from horovod_train.frameworks.torch.flops import FlopCounter
 from horovod_train.frameworks.torch.framework import wants_flops
+from horovod_train.frameworks.torch.sizes.flops import FlopCounter
 from horovod_train.telemetry import baseline as baseline_module
 from horovod_train.telemetry import rank_metrics as rank_metrics_module
 from horovod_train.telemetry.baseline import MAX_RUNS, baseline_samples_per_s

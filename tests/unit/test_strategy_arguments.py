@@ -22,15 +22,15 @@ from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job, Strategy
 from horovod_train.config.strategies import STRATEGY_SUPPORT, axes_of
 from horovod_train.errors import CheckpointError, EngineError, UserError
-from horovod_train.frameworks.torch import process_group
-from horovod_train.frameworks.torch.process_group import choose_address
+from horovod_train.frameworks.torch.comm import process_group
+from horovod_train.frameworks.torch.comm.process_group import choose_address
+from horovod_train.frameworks.torch.sizes.units import units_of
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, make_strategy
 from horovod_train.frameworks.torch.strategies.fsdp import Fsdp, num_ranks_of
 from horovod_train.frameworks.torch.strategies.mesh import ShardedLayers
-from horovod_train.frameworks.torch.strategies.pipeline import Pipeline
+from horovod_train.frameworks.torch.strategies.pipeline.strategy import Pipeline
 from horovod_train.frameworks.torch.strategies.tensor_parallel import TensorParallel
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
-from horovod_train.frameworks.torch.units import units_of
 from horovod_train.registry import STRATEGIES
 
 

@@ -11,14 +11,14 @@ import threading
 import time
 from pathlib import Path
 
-from horovod_train.files import LogFile
-from horovod_train.streams import MAX_LINES_AT_ONCE, DroppingStream
+from horovod_train.system.files import LogFile
+from horovod_train.system.streams import MAX_LINES_AT_ONCE, DroppingStream
 
 FULL = "/dev/full"  # says what a full disk says
 # The same calls as `horovod-train run` makes; prints, and then says in a file that it came to its end.
 PROGRAM = """
 import sys
-from horovod_train.streams import ignore_unencodable_output
+from horovod_train.system.streams import ignore_unencodable_output
 ignore_unencodable_output()
 for number in range({lines}):
     print("line", number)

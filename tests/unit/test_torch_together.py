@@ -24,12 +24,12 @@ from horovod_train.errors import LostError, PeerError, UserError, WorldError
 from horovod_train.frameworks import join as join_module
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.randomness import mix
-from horovod_train.frameworks.torch import allreduce_benchmark as benchmark
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
-from horovod_train.frameworks.torch.exchange import Exchange
+from horovod_train.frameworks.torch.comm import allreduce_benchmark as benchmark
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.comm.exchange import Exchange
 from horovod_train.frameworks.torch.framework import TorchFramework, optimizer_of
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
-from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, summed_gradients
 from horovod_train.health.desync import fingerprints
 from horovod_train.tasks.digits import Digits
@@ -504,7 +504,8 @@ class TestThePartsOfAJob:
     def test_an_optimizer_that_is_none_is_refused(self, monkeypatch):
         job = Job.model_validate({"name": "j", "task": "digits", "optimizer": {"name": "builtins:dict"}})
         monkeypatch.setattr(
-            "horovod_train.frameworks.torch.optimizer.make_optimizer", lambda *_: {"not": "an optimizer"}
+            "horovod_train.frameworks.torch.state.optimizer.make_optimizer",
+            lambda *_: {"not": "an optimizer"},
         )
 
         with pytest.raises(UserError, match="is a dict, not a torch optimizer"):

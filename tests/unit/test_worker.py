@@ -215,7 +215,7 @@ class TestTheEnd:
 
         def run(do, file=path):
             monkeypatch.setattr(worker, "run_rank", do)
-            monkeypatch.setattr(worker, "ignore_unencodable_output", lambda: None)
+            monkeypatch.setattr(worker.streams, "ignore_unencodable_output", lambda: None)
             monkeypatch.setattr(worker, "load_job", lambda *_, **__: Job(name="line", task="digits"))
             handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
             logger = logging.getLogger("horovod_train")

@@ -24,7 +24,7 @@ from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import share_of_step
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.elementwise import check_elementwise
+from horovod_train.frameworks.torch.state.elementwise import check_elementwise
 from horovod_train.frameworks.torch.strategies import zero as zero_module
 from horovod_train.frameworks.torch.strategies.zero import Zero
 from horovod_train.health.desync import check_replicas_identical

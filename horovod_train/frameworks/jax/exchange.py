@@ -27,7 +27,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.arrays import Array
 from horovod_train.frameworks.buckets import plan_buckets
 from horovod_train.frameworks.jax.in_place import in_place, shapes_of
-from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
+from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, with_tensors
 
 NARROW = (jnp.bfloat16, jnp.float16)  # summed in 32 bits: Horovod knows no bfloat16, and fp16 overflows
 

@@ -21,7 +21,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.frameworks.arrays import check_same_layout, from_rank_0
 from horovod_train.frameworks.jax.exchange import Exchange
 from horovod_train.frameworks.join import join
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 
 Tree = TypeVar("Tree")
 """A tree of arrays, as JAX knows them."""

@@ -33,8 +33,7 @@ from horovod_train.frameworks.lightning.strategy import HorovodStrategy
 from horovod_train.frameworks.lightning.task import OPTIONAL, REQUIRED, LightningTask
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task, report_unused_methods
-from horovod_train.frameworks.torch import state
-from horovod_train.frameworks.torch.collectives import TorchCommunicator
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 from horovod_train.frameworks.torch.device import TorchDevice
 from horovod_train.frameworks.torch.framework import (
     choose_device,
@@ -42,9 +41,10 @@ from horovod_train.frameworks.torch.framework import (
     seed_generators,
     set_up,
 )
-from horovod_train.frameworks.torch.norm import total_norm
-from horovod_train.frameworks.torch.optimizer import GroupRates, optimizer_over
 from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.state import blobs
+from horovod_train.frameworks.torch.state.optimizer import GroupRates, optimizer_over
+from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 
@@ -126,11 +126,11 @@ class LightningFramework(TorchDevice):
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of all random generators."""
-        return state.rng_state()
+        return blobs.rng_state()
 
     def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
         """Take over the state of all random generators."""
-        state.load_rng_state(tree, arrays)
+        blobs.load_rng_state(tree, arrays)
 
     def seed(self, seed: int, rank: int, epoch: int) -> None:
         """Seed all random generators of this rank."""

@@ -8,7 +8,7 @@ from typing import Any
 import lightning
 
 from horovod_train.frameworks.callbacks import SavesCallbacks
-from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.step.replica import TorchReplica
 
 
 class LightningReplica(SavesCallbacks, TorchReplica):

@@ -23,10 +23,10 @@ from horovod_train.collectives.base import Communicator, barrier
 from horovod_train.config.schema import Allreduce
 from horovod_train.errors import CheckpointError, UserError
 from horovod_train.frameworks.join import join
-from horovod_train.frameworks.torch import deferred
-from horovod_train.frameworks.torch.collectives import TorchCommunicator, broadcast_model, size_bytes_of
-from horovod_train.frameworks.torch.exchange import Exchange
-from horovod_train.frameworks.torch.state import pack_tensors, unpack_tensors
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, broadcast_model, size_bytes_of
+from horovod_train.frameworks.torch.comm.exchange import Exchange
+from horovod_train.frameworks.torch.state.blobs import pack_tensors, unpack_tensors
+from horovod_train.frameworks.torch.step import deferred
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
 

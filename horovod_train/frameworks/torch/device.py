@@ -7,7 +7,7 @@ import torch
 from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError
 from horovod_train.frameworks.devices import gpu_uuid
-from horovod_train.frameworks.torch.device_errors import device_error
+from horovod_train.frameworks.torch.comm.device_errors import device_error
 
 
 class TorchDevice:

@@ -29,40 +29,40 @@ from horovod_train.frameworks.devices import own_gpu
 from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task, report_unused_methods
-from horovod_train.frameworks.torch import state
-from horovod_train.frameworks.torch.activations import (
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, sum_over, with_tensors
+from horovod_train.frameworks.torch.comm.process_group import (
+    explain_distributed,
+    explain_second_derivative,
+    explain_unused,
+)
+from horovod_train.frameworks.torch.comm.sync_batch_norm import Sum, synchronize_batch_norm
+from horovod_train.frameworks.torch.device import TorchDevice
+from horovod_train.frameworks.torch.reader import Placement, TorchReader
+from horovod_train.frameworks.torch.sizes.activations import (
     layers_to_recompute,
     recompute_activations,
     saved_activations,
 )
-from horovod_train.frameworks.torch.collectives import TorchCommunicator, sum_over, with_tensors
-from horovod_train.frameworks.torch.device import TorchDevice
-from horovod_train.frameworks.torch.flops import FlopCounter
-from horovod_train.frameworks.torch.graphs import CudaRecorder, Recorder
-from horovod_train.frameworks.torch.local_tensors import whole_model
-from horovod_train.frameworks.torch.meta_model import (
+from horovod_train.frameworks.torch.sizes.flops import FlopCounter
+from horovod_train.frameworks.torch.sizes.meta_model import (
     batch_of,
     explained,
     loss_of,
     meta_model,
     without_memory,
 )
-from horovod_train.frameworks.torch.meta_weights import load_initial, meta_parameters
-from horovod_train.frameworks.torch.model_check import check_model
-from horovod_train.frameworks.torch.optimizer import optimizer_over
-from horovod_train.frameworks.torch.process_group import (
-    explain_distributed,
-    explain_second_derivative,
-    explain_unused,
-)
-from horovod_train.frameworks.torch.reader import Placement, TorchReader
-from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.state import blobs
+from horovod_train.frameworks.torch.state.local_tensors import whole_model
+from horovod_train.frameworks.torch.state.meta_weights import load_initial, meta_parameters
+from horovod_train.frameworks.torch.state.optimizer import optimizer_over
+from horovod_train.frameworks.torch.step.graphs import CudaRecorder, Recorder
+from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy, make_strategy
-from horovod_train.frameworks.torch.sync_batch_norm import Sum, synchronize_batch_norm
 from horovod_train.frameworks.torch.task import OPTIONAL, REQUIRED, TorchTask
-from horovod_train.frameworks.torch.task_copy import copy_of_task, copy_of_value, generators_of
-from horovod_train.frameworks.torch.verification import StrategyVerifier, refused
+from horovod_train.frameworks.torch.verify.model_check import check_model
+from horovod_train.frameworks.torch.verify.task_copy import copy_of_task, copy_of_value, generators_of
+from horovod_train.frameworks.torch.verify.verification import StrategyVerifier, refused
 
 log = logging.getLogger(__name__)
 
@@ -164,11 +164,11 @@ class TorchFramework(TorchDevice):
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
         """Return the state of all random generators."""
-        return state.rng_state()
+        return blobs.rng_state()
 
     def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
         """Take over the state of all random generators."""
-        state.load_rng_state(tree, arrays)
+        blobs.load_rng_state(tree, arrays)
 
     def seed(self, seed: int, rank: int, epoch: int) -> None:
         """Seed all random generators of this rank."""
@@ -211,10 +211,10 @@ def another_model(job: Job, task: TorchTask) -> torch.nn.Module:
 @contextmanager
 def seeded_as_at_the_start(job: Job) -> Iterator[None]:
     """Let a model that is made in the block have the weights of the job's; generators continue afterwards."""
-    random_state = state.rng_state()
+    random_state = blobs.rng_state()
     seed_generators(job.train.seed, 0, 0)
     yield
-    state.load_rng_state(*random_state)
+    blobs.load_rng_state(*random_state)
 
 
 def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.device) -> TorchReplica:

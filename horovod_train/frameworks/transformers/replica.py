@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from horovod_train.frameworks.callbacks import SavesCallbacks
-from horovod_train.frameworks.torch.replica import TorchReplica
+from horovod_train.frameworks.torch.step.replica import TorchReplica
 
 
 class TransformersReplica(SavesCallbacks, TorchReplica):

@@ -32,9 +32,9 @@ from horovod_train.frameworks import arrays
 from horovod_train.frameworks.base import Dataset
 from horovod_train.frameworks.join import join
 from horovod_train.frameworks.reader import batch_length, checked_length
-from horovod_train.frameworks.torch import deferred
-from horovod_train.frameworks.torch.collectives import TorchCommunicator, broadcast_model, with_tensors
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, broadcast_model, with_tensors
 from horovod_train.frameworks.torch.framework import choose_device
+from horovod_train.frameworks.torch.step import deferred
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
 from horovod_train.frameworks.torch.strategies.base import Strategy
 

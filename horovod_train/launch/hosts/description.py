@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from horovod_train.machine import usable_cores
+from horovod_train.system.machine import usable_cores
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 

@@ -25,7 +25,7 @@ from horovod_train.events.channel import ChannelReader
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.launch.hosts.description import HostDescription, describe_host
 from horovod_train.launch.hosts.readings import HostReadings, take_readings
-from horovod_train.pids import cpu_wait_s, is_alive
+from horovod_train.system.pids import cpu_wait_s, is_alive
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
 RANK_VARIABLE = "HOROVOD_TRAIN_RANK_PID"

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from horovod_train.horovod.fingerprint import package_version
-from horovod_train.machine import usable_cores
+from horovod_train.system.machine import usable_cores
 
 COMMAND_TIMEOUT_S = 10.0
 

@@ -15,7 +15,6 @@ from horovod_train.config.load import dump_job
 from horovod_train.errors import LaunchError
 from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import StateChanged
-from horovod_train.files import make_folder
 from horovod_train.launch.base import JobStatus, LaunchPlan, LaunchRequest, PolledLauncher, Submitted
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.hostlist import Host
@@ -24,7 +23,8 @@ from horovod_train.launch.supervise.attempt import run_attempt
 from horovod_train.launch.supervise.elastic import run_elastic
 from horovod_train.launch.supervise.follow import WriteEvents
 from horovod_train.launch.supervise.signals import deferred_signals
-from horovod_train.signals import SENT_TO_END
+from horovod_train.system.files import make_folder
+from horovod_train.system.signals import SENT_TO_END
 
 POLL_S = 0.2
 

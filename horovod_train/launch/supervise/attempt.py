@@ -14,7 +14,6 @@ from typing import Protocol
 
 from horovod_train.errors import LostError
 from horovod_train.events.types import Attempt, Event, HostsLost
-from horovod_train.files import LogFile
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.host_actions import RUN_VARIABLE
@@ -33,6 +32,7 @@ from horovod_train.launch.supervise.signals import LEAVING, RunControl, interrup
 from horovod_train.launch.supervise.stalls import Stalls
 from horovod_train.launch.supervise.targets import TargetFiles, target_paths
 from horovod_train.registry import SCRIPT
+from horovod_train.system.files import LogFile
 
 DuringAttempt = Callable[[Callable[[], None]], AbstractContextManager[None]]
 """Context that is entered while ranks run; it receives a function that drains them."""

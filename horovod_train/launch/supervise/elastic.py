@@ -21,7 +21,6 @@ from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.launch import Elastic
 from horovod_train.errors import LostError, PreemptedError
 from horovod_train.events.types import Event
-from horovod_train.files import LogFile
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.hostlist import interface_towards
@@ -31,6 +30,7 @@ from horovod_train.launch.supervise.follow import Follower
 from horovod_train.launch.supervise.membership import Membership
 from horovod_train.launch.supervise.outcome import stopped_between
 from horovod_train.launch.supervise.signals import interrupted_by_signals
+from horovod_train.system.files import LogFile
 
 
 def run_elastic(

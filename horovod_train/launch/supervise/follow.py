@@ -15,9 +15,9 @@ from horovod_train.events.file import EventsFile
 from horovod_train.events.text import tagged
 from horovod_train.events.types import Event, Failure, Preempted
 from horovod_train.events.wire import Line, parse_line, split_at_event
-from horovod_train.files import LogFile
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.secrets import Mask
+from horovod_train.system.files import LogFile
 
 # Messages of TensorFlow on every rank, before its log level can be set.
 CHATTER = re.compile(r"before absl::InitializeLog|port\.cc:\d+\] oneDNN custom operations")

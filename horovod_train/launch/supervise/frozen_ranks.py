@@ -9,7 +9,7 @@ from threading import Event
 
 from horovod_train.config.schema import Health
 from horovod_train.launch.hosts.host_group import HostGroup
-from horovod_train.threads import background_thread
+from horovod_train.system.threads import background_thread
 
 LOOK_INTERVAL_S = 1.0
 # Heartbeats arrive twice a second, sometimes late.

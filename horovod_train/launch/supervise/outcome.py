@@ -29,7 +29,7 @@ from horovod_train.events.wire import Line
 from horovod_train.launch.supervise.follow import CHATTER
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.stalls import Stalls
-from horovod_train.signals import PATIENT_SIGNALS, exit_code_of
+from horovod_train.system.signals import PATIENT_SIGNALS, exit_code_of
 
 NUM_LAST_LINES = 20
 

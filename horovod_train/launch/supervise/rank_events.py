@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from threading import Event
 
 from horovod_train.launch.hosts.host_group import HostGroup
-from horovod_train.threads import background_thread
+from horovod_train.system.threads import background_thread
 
 INTERVAL_S = 0.1
 INTERVAL_PER_HOST_S = 0.005

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from horovod_train.events.wire import Line
-from horovod_train.files import LogFile
+from horovod_train.system.files import LogFile
 
 
 class RankLogs:

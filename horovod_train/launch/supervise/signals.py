@@ -1,6 +1,6 @@
 """Ends a run from outside: preempts the ranks first, then kills the remaining processes.
 
-What each signal means is in ``horovod_train/signals.py``. Launchers are not relied on for this: mpirun
+What each signal means is in ``horovod_train/system/signals.py``. Launchers are not relied on for this: mpirun
 kills its ranks a second after SIGTERM, horovodrun five seconds after.
 """
 
@@ -18,7 +18,7 @@ from horovod_train.launch.hosts.host_group import HostGroup
 from horovod_train.launch.jobs import StateFile
 from horovod_train.launch.supervise.frozen_ranks import Frozen
 from horovod_train.launch.supervise.process import kill_descendants
-from horovod_train.signals import (
+from horovod_train.system.signals import (
     HURRIED_SIGNALS,
     KILLS_AT_ONCE,
     LAUNCH_SIGNALS,

@@ -9,8 +9,8 @@ from pathlib import Path
 from horovod_train.events.targets import as_document, parse_targets
 from horovod_train.events.types import Target, Targets
 from horovod_train.events.wire import Line
-from horovod_train.files import write_whole
 from horovod_train.launch.base import LaunchRequest
+from horovod_train.system.files import write_whole
 
 TARGETS_FILE = "prometheus-targets.json"
 

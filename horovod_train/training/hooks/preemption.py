@@ -18,7 +18,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.events.types import Notice, Preempted
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework
-from horovod_train.signals import PREEMPTION_SIGNALS
+from horovod_train.system.signals import PREEMPTION_SIGNALS
 from horovod_train.telemetry.recorder import Recorder
 from horovod_train.telemetry.records import GraceRecord
 from horovod_train.training.actions import ExitPreempted

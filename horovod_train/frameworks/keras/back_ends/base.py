@@ -56,7 +56,7 @@ class BackEnd:
 
     def communicator_class(self) -> type[HorovodCommunicator]:
         """Return the binding that ranks talk through."""
-        from horovod_train.frameworks.torch.collectives import TorchCommunicator
+        from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 
         return TorchCommunicator
 

@@ -11,7 +11,8 @@ import torch
 from horovod_train.collectives.base import Communicator
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.keras.back_ends.base import BackEnd, Exchange
-from horovod_train.frameworks.torch import exchange, framework
+from horovod_train.frameworks.torch import framework
+from horovod_train.frameworks.torch.comm import exchange
 
 
 class TorchBackEnd(BackEnd):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from horovod_train.config.schema import Allreduce
-from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.registry import CODECS
 
 

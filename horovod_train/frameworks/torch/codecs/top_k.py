@@ -20,7 +20,7 @@ import torch
 
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, Message
-from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 
 PLACE = torch.int32
 

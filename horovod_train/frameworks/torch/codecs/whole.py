@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from horovod_train.frameworks.torch.codecs.base import Codec, Message
-from horovod_train.frameworks.torch.collectives import TensorCollectives
+from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 
 
 def fp32() -> Codec:

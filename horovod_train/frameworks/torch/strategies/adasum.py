@@ -27,10 +27,10 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.exchange import wide_type
+from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.comm.exchange import wide_type
+from horovod_train.frameworks.torch.state.trained import OptimizedParameters, check_same_trained
 from horovod_train.frameworks.torch.strategies.base import Strategy
-from horovod_train.frameworks.torch.trained import OptimizedParameters, check_same_trained
 
 
 class Adasum(Strategy):

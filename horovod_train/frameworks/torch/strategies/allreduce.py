@@ -34,8 +34,7 @@ from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
 from horovod_train.frameworks.torch.codecs.residuals import ResidualStore
-from horovod_train.frameworks.torch.collectives import TensorCollectives, with_tensors
-from horovod_train.frameworks.torch.gradient_buckets import (
+from horovod_train.frameworks.torch.comm.buckets import (
     Bucket,
     Slot,
     aligned,
@@ -44,13 +43,14 @@ from horovod_train.frameworks.torch.gradient_buckets import (
     make_buckets,
     to_local,
 )
-from horovod_train.frameworks.torch.strategies.base import Strategy
-from horovod_train.frameworks.torch.trained import (
+from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, with_tensors
+from horovod_train.frameworks.torch.state.trained import (
     Named,
     OptimizedParameters,
     TrainedParameters,
     check_same_trained,
 )
+from horovod_train.frameworks.torch.strategies.base import Strategy
 
 log = logging.getLogger(__name__)
 

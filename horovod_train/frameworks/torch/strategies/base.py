@@ -41,16 +41,16 @@ from horovod_train.config.schema import Job, Train
 from horovod_train.config.strategies import STRATEGY_SUPPORT
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.gradient_buckets import to_local
-from horovod_train.frameworks.torch.local_tensors import (
+from horovod_train.frameworks.torch.comm.buckets import to_local
+from horovod_train.frameworks.torch.state.local_tensors import (
     LocalTensor,
     OptimizedParameter,
     whole_model,
     whole_parameters,
 )
-from horovod_train.frameworks.torch.norm import total_norm
+from horovod_train.frameworks.torch.state.trained import OptimizedParameters
+from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.task import TorchTask
-from horovod_train.frameworks.torch.trained import OptimizedParameters
 from horovod_train.registry import STRATEGIES
 
 log = logging.getLogger(__name__)

@@ -29,14 +29,15 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.collectives import broadcast_model
-from horovod_train.frameworks.torch.exchange import Exchange
-from horovod_train.frameworks.torch.gradient_buckets import to_local
-from horovod_train.frameworks.torch.local_tensors import LocalTensor, OptimizedParameter
-from horovod_train.frameworks.torch.meta_weights import load_initial
-from horovod_train.frameworks.torch.path_agreement import PathAgreement
-from horovod_train.frameworks.torch.process_group import agree_on_paths, set_timeout
-from horovod_train.frameworks.torch.shards import (
+from horovod_train.frameworks.torch.comm.buckets import to_local
+from horovod_train.frameworks.torch.comm.collectives import broadcast_model
+from horovod_train.frameworks.torch.comm.exchange import Exchange
+from horovod_train.frameworks.torch.comm.paths import PathAgreement
+from horovod_train.frameworks.torch.comm.process_group import agree_on_paths, set_timeout
+from horovod_train.frameworks.torch.sizes.units import modules_fitting, units_to_shard
+from horovod_train.frameworks.torch.state.local_tensors import LocalTensor, OptimizedParameter
+from horovod_train.frameworks.torch.state.meta_weights import load_initial
+from horovod_train.frameworks.torch.state.shards import (
     disable_foreach_for_mixed_groups,
     gathered_full,
     local_tensors_of_model,
@@ -45,10 +46,9 @@ from horovod_train.frameworks.torch.shards import (
     optimized_parameters,
     squares_of,
 )
+from horovod_train.frameworks.torch.state.unsharded import describe, move, parameters_kept_whole
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
-from horovod_train.frameworks.torch.units import modules_fitting, units_to_shard
-from horovod_train.frameworks.torch.unsharded import describe, move, parameters_kept_whole
 
 log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -39,11 +39,11 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.exchange import Exchange, wide_type
-from horovod_train.frameworks.torch.outer import Outer
+from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.comm.exchange import Exchange, wide_type
+from horovod_train.frameworks.torch.state.trained import Named, OptimizedParameters, check_same_trained
 from horovod_train.frameworks.torch.strategies.base import Strategy
-from horovod_train.frameworks.torch.trained import Named, OptimizedParameters, check_same_trained
+from horovod_train.frameworks.torch.strategies.outer import Outer
 
 
 class LocalSgd(Strategy):

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.frameworks.torch.process_group import set_timeout
+from horovod_train.frameworks.torch.comm.process_group import set_timeout
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy
 from horovod_train.frameworks.torch.strategies.fsdp import Fsdp
-from horovod_train.frameworks.torch.strategies.pipeline import Pipeline
+from horovod_train.frameworks.torch.strategies.pipeline.strategy import Pipeline
 from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     TensorParallel,
     modules_of_plan,

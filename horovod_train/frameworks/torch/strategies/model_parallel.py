@@ -8,10 +8,10 @@ import torch
 
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.gradient_buckets import to_local
-from horovod_train.frameworks.torch.local_tensors import OptimizedParameter
-from horovod_train.frameworks.torch.shards import (
+from horovod_train.frameworks.torch.comm.buckets import to_local
+from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.state.local_tensors import OptimizedParameter
+from horovod_train.frameworks.torch.state.shards import (
     disable_foreach_for_mixed_groups,
     num_copies,
     optimized_parameters,

@@ -25,15 +25,15 @@ from torch.distributed.tensor.parallel import (
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.collectives import broadcast_model
-from horovod_train.frameworks.torch.local_tensors import LocalTensor
-from horovod_train.frameworks.torch.model_check import refuse_hooks_of_parameters
-from horovod_train.frameworks.torch.process_group import set_timeout, start_process_group
-from horovod_train.frameworks.torch.shards import (
+from horovod_train.frameworks.torch.comm.collectives import broadcast_model
+from horovod_train.frameworks.torch.comm.process_group import set_timeout, start_process_group
+from horovod_train.frameworks.torch.state.local_tensors import LocalTensor
+from horovod_train.frameworks.torch.state.shards import (
     local_tensors_of_model,
 )
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 from horovod_train.frameworks.torch.strategies.model_parallel import ModelParallel
+from horovod_train.frameworks.torch.verify.model_check import refuse_hooks_of_parameters
 
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.process_group import group_among, start_process_group
+from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.comm.process_group import group_among, start_process_group
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, Strategy
 
 

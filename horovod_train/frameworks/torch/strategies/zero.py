@@ -31,20 +31,20 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.collectives import with_tensors
-from horovod_train.frameworks.torch.elementwise import check_elementwise, move_state
-from horovod_train.frameworks.torch.gradient_buckets import (
+from horovod_train.frameworks.torch.comm.buckets import (
     Bucket,
     Slot,
     as_reals,
     gradient_reduced_already,
     make_buckets,
 )
-from horovod_train.frameworks.torch.local_tensors import LocalTensor, OptimizedParameter
-from horovod_train.frameworks.torch.norm import total_norm
-from horovod_train.frameworks.torch.scattered import Scattered, ScatteredMessage
+from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.comm.scattered import Scattered, ScatteredMessage
+from horovod_train.frameworks.torch.state.elementwise import check_elementwise, move_state
+from horovod_train.frameworks.torch.state.local_tensors import LocalTensor, OptimizedParameter
+from horovod_train.frameworks.torch.state.trained import OptimizedParameters
+from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.strategies.base import Strategy
-from horovod_train.frameworks.torch.trained import OptimizedParameters
 
 MAX_IN_FLIGHT = 3
 """So many buckets may be under way before a rank waits for the first of them."""

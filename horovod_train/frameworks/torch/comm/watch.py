@@ -1,0 +1,199 @@
+"""Tells which ranks are missing from a collective of ``torch.distributed``.
+
+Horovod's stall inspector knows its own collectives. PyTorch's wait inside of a backward pass until they time
+out. But PyTorch records them (its flight recorder). A thread of each rank looks at
+what is under way, says so where other collectives of this rank are seen, and leaves word of it in the store
+of the process group. Who has left no word is who the others wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Event, Thread
+from time import monotonic, time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+
+from horovod_train.collectives.horovod import HorovodCommunicator
+from horovod_train.collectives.log import Collective
+from horovod_train.config.schema import Health
+from horovod_train.errors import describe_ranks
+from horovod_train.frameworks.torch.comm.paths import PathAgreement, publish_position
+
+RECORDED = 128
+"""So many collectives are remembered: more are not under way at once."""
+LOOK_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A collective that this rank has begun, and that has not ended.
+
+    Attributes:
+        name: Of the operation, such as ``gloo:all_reduce``.
+        group: Name of the group of ranks, and the collective's number in it.
+        ranks: Of the group.
+        size_bytes: What this rank gives.
+        age_s: For how long it is under way.
+    """
+
+    name: str
+    group: tuple[str, int]
+    ranks: tuple[int, ...]
+    size_bytes: int
+    age_s: float
+
+    def key_of(self, rank: int) -> str:
+        """Return where a rank leaves word that it is in it."""
+        return f"horovod_train.under_way/{self.group[0]}/{self.group[1]}/{rank}"
+
+
+class CollectiveWatch:
+    """Watches the collectives of this rank.
+
+    Args:
+        ranks: All ranks of the job.
+        store: Store of the process group, used exclusively.
+        health: When to speak.
+        write: Writes the report of ranks that have not started a collective.
+
+    Attributes:
+        missing: Who is missing, and from what, for a person; empty: none.
+        paths: Where this rank is in its passes, which other ranks may ask; None: its passes have no
+            collectives.
+    """
+
+    def __init__(
+        self,
+        ranks: HorovodCommunicator,
+        store: Any,
+        health: Health,
+        write: Callable[[str], object] = sys.stderr.write,
+    ) -> None:
+        self.missing = ""
+        self._ranks, self.store, self._write = ranks, store, write
+        self.paths: PathAgreement | None = None
+        self._warning_s = max(health.stall_warning_s, 2 * LOOK_INTERVAL_S)
+        self._shown: Collective | None = None
+        self._left_word: tuple[str, int] | None = None
+        self._reported_s = 0.0
+        self._over = Event()
+        self._thread = Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching. Safe to call twice."""
+        self._over.set()
+        self._thread.join(timeout=2 * LOOK_INTERVAL_S)
+
+    def _watch(self) -> None:
+        while not self._over.wait(LOOK_INTERVAL_S):
+            try:
+                if self.paths is not None:
+                    publish_position(self.store, self._ranks.rank, self.paths.position)
+                oldest = oldest_in_flight()
+                self._show(oldest)
+                if oldest is None or oldest.age_s < self._warning_s / 2:
+                    self.missing = ""
+                else:
+                    self._compare(oldest)
+            except RuntimeError:
+                return  # rank 0 has gone, and its store: the collectives will say so
+
+    def _show(self, oldest: InFlight | None) -> None:
+        """Record what this rank waits for."""
+        if oldest is not None and oldest.name.startswith("nccl"):
+            return  # hosts run ahead: what is under way need not be waited for
+        if oldest is not None and oldest.age_s >= LOOK_INTERVAL_S:
+            if self._ranks.waiting_since_s is None:
+                since_s = monotonic() - oldest.age_s
+                self._shown = Collective(f"torch.distributed {oldest.name}", oldest.size_bytes, since_s)
+                self._ranks.waiting_in, self._ranks.waiting_since_s = self._shown, since_s
+        elif self._shown is not None and self._ranks.waiting_in is self._shown:
+            self._ranks.waiting_since_s = self._ranks.waiting_in = self._shown = None
+
+    def _compare(self, oldest: InFlight) -> None:
+        """Leave word, and find out who has left none."""
+        if self._left_word != oldest.group:
+            self.store.set(oldest.key_of(self._ranks.rank), "here")
+            self._left_word = oldest.group
+            return  # others leave theirs within a moment
+        present = [rank for rank in oldest.ranks if self.store.check([oldest.key_of(rank)])]
+        absent = [rank for rank in oldest.ranks if rank not in present]
+        if not absent:
+            return  # all are in it: it takes long
+        name = f"torch.distributed {oldest.name}"
+        self.missing = f"{describe_ranks(absent)} stayed away from {name}"
+        is_due = oldest.age_s >= self._warning_s and monotonic() - self._reported_s >= self._warning_s
+        if is_due and self._ranks.rank == min(present):
+            self._reported_s = monotonic()
+            self._write(report(name, absent, oldest.age_s))
+
+
+def report(name: str, absent: list[int], age_s: float) -> str:
+    """Return the words in which Horovod's stall inspector would say it.
+
+    >>> print(report("torch.distributed gloo:all_reduce", [1], 60.0), end="")
+    One or more collectives are waiting for the remainder of ranks for more than 60 seconds.
+    Missing ranks:
+    1: [torch.distributed gloo:all_reduce]
+    """
+    lines = [
+        f"One or more collectives are waiting for the remainder of ranks for more than {age_s:.0f} seconds.",
+        "Missing ranks:",
+        *(f"{rank}: [{name}]" for rank in absent),
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def oldest_in_flight() -> InFlight | None:
+    """Return the oldest collective that has not ended, of those whose ranks are known."""
+    now_ns = time() * 1e9
+    for entry in recorded():
+        if entry["retired"] or entry["is_p2p"] or not (ranks := ranks_of(entry["process_group"][0])):
+            continue
+        return InFlight(
+            entry["profiling_name"],
+            (entry["process_group"][0], entry["collective_seq_id"]),
+            ranks,
+            size_bytes_of(entry),
+            (now_ns - entry["time_created_ns"]) / 1e9,
+        )
+    return None
+
+
+def recorded() -> list[dict[str, Any]]:
+    """Return what PyTorch has recorded of Gloo and NCCL, the oldest first."""
+    recorder: Any = _distributed_c10d
+    dumps = [recorder._dump_fr_trace_json(True, False)]  # noqa: SLF001  (no stacks)
+    if dist.is_nccl_available():
+        dumps.append(recorder._dump_nccl_trace_json(True, False))  # noqa: SLF001
+    entries = [entry for dump in dumps for entry in json.loads(dump).get("entries", [])]
+    return sorted(entries, key=lambda entry: int(entry["time_created_ns"]))
+
+
+def ranks_of(group_name: str) -> tuple[int, ...]:
+    """Return the ranks of a group; none: unknown here."""
+    known = dist.distributed_c10d._world  # noqa: SLF001  (no public API)
+    for group, name in list(known.pg_names.items()):
+        if name == group_name:
+            return tuple(sorted(known.pg_group_ranks[group]))
+    return ()
+
+
+def size_bytes_of(entry: dict[str, Any]) -> int:
+    """Return what a rank gives to a collective."""
+    total = 0
+    for shape, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=True):
+        total += int(torch.Size(shape).numel()) * ITEM_SIZES.get(dtype, 4)
+    return total
+
+
+ITEM_SIZES = {"Double": 8, "Long": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1}
+"""In bytes, of types that have others than 4, by the names that the recorder has for them."""

@@ -1,1 +1,0 @@
-"""A model that is spread over ranks by its layers: how it is cut, and how micro-batches pass through it."""

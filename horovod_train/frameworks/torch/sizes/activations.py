@@ -1,0 +1,186 @@
+"""Which layers recompute their activations (checkpointing), so that what is kept for backward fits a budget.
+
+A forward pass is made with tensors that have no memory, and what it keeps is added up, layer by layer. A
+layer that recomputes keeps its inputs alone; while its backward pass runs, its activations are there once
+more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.sizes.units import modules_fitting, units_of
+from horovod_train.frameworks.torch.state.python_state import python_state
+
+NUM_LOOKS = 3
+_LOOKED_AT: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
+"""At how many forward passes of a module it was looked whether they change its attributes."""
+_ATTRIBUTES: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
+"""Names of attributes that a module had when it was made."""
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class SavedActivations:
+    """What a forward pass keeps for backward, in bytes.
+
+    Attributes:
+        elsewhere: Outside of layers.
+        layers: By layer, in the order of the model.
+        inputs: Of each layer.
+    """
+
+    elsewhere: int
+    layers: Mapping[str, int]
+    inputs: Mapping[str, int]
+
+    def peak(self, recomputed: set[str]) -> int:
+        """Return what is there at the peak, if some layers recompute."""
+        kept_bytes = sum(
+            self.inputs[name] if name in recomputed else size for name, size in self.layers.items()
+        )
+        return self.elsewhere + kept_bytes + max((self.layers[name] for name in recomputed), default=0)
+
+
+def saved_activations(model: torch.nn.Module, loss: Callable[[], object]) -> SavedActivations:
+    """Return what a forward pass keeps.
+
+    Args:
+        model: Its layers are ``units_of`` it.
+        loss: Makes the pass, with tensors that have no memory or with real ones.
+    """
+    layers = units_of(model)
+    sizes, inputs = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
+    elsewhere = 0
+    running: list[str] = []
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}  # noqa: SLF001
+    seen: set[int] = set()
+
+    def enter(_module: object, given: Any, named: Any, *, name: str) -> None:
+        running.append(name)
+        tensors = [leaf for leaf in tree_leaves((given, named)) if isinstance(leaf, torch.Tensor)]
+        inputs[name] += sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
+
+    def leave(*_: object) -> None:
+        running.pop()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal elsewhere
+        storage = tensor.untyped_storage()
+        if storage._cdata in weights or storage._cdata in seen:  # noqa: SLF001
+            return tensor
+        seen.add(storage._cdata)  # noqa: SLF001
+        if running:
+            sizes[running[0]] += storage.nbytes()
+        else:
+            elsewhere += storage.nbytes()
+        return tensor
+
+    hooks = [
+        hook
+        for name, layer in layers.items()
+        for hook in (
+            layer.register_forward_pre_hook(partial(enter, name=name), with_kwargs=True),
+            layer.register_forward_hook(leave, always_call=True),
+        )
+    ]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            kept_alive = loss()
+        del kept_alive
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return SavedActivations(elsewhere, sizes, inputs)
+
+
+def layers_to_recompute(kept: SavedActivations, budget_mib: float) -> list[str]:
+    """Return the fewest layers, from the first on, that have to recompute.
+
+    Raises:
+        UserError: All of them together are not enough.
+    """
+    chosen: list[str] = []
+    for name in [None, *kept.layers]:
+        if name is not None:
+            chosen.append(name)
+        if kept.peak(set(chosen)) <= budget_mib * MIB:
+            return chosen
+    least = min(kept.peak(set(list(kept.layers)[:num])) for num in range(len(kept.layers) + 1))
+    raise UserError(
+        f"train.activations_mib: {budget_mib:g} MiB are too few: a micro-batch keeps "
+        f"{kept.peak(set()) / MIB:.0f} MiB, and {least / MIB:.0f} MiB if its {len(kept.layers)} layers "
+        "recompute activations",
+        hint="allow more, or lower train.batch_size_per_rank and raise train.accumulation_steps",
+    )
+
+
+def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> None:
+    """Let modules whose name fits a pattern forget their activations and compute them again.
+
+    The second computation starts from the buffers that the first one had, and leaves them as the first one
+    did.
+
+    Raises:
+        UserError: A pattern fits no module.
+    """
+    for module in modules_fitting(model, patterns, "train.activation_checkpointing").values():
+        for each in module.modules():  # the current ones: a strategy adds some
+            _ATTRIBUTES[each] = {
+                name for name in vars(each) if not name.startswith("_") and name != "training"
+            }
+        module.forward = partial(_recomputed, module, module.forward)
+
+
+def _recomputed(module: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    before = [(buffer, buffer.clone()) for buffer in module.buffers()] if module.training else []
+    is_looked_at = module.training and _LOOKED_AT.get(module, 0) < NUM_LOOKS
+    in_python = attributes_of(module) if is_looked_at else []
+    found = checkpoint(
+        forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), _from(before)), **kwargs
+    )
+    if is_looked_at:
+        _LOOKED_AT[module] = _LOOKED_AT.get(module, 0) + 1
+        if attributes_of(module) != in_python:
+            raise UserError(
+                f"activation checkpointing: a forward pass of a {type(module).__name__} changes its "
+                "attributes, and would change them twice when it is computed again",
+                hint="keep what it counts in a buffer, or recompute other modules",
+            )
+    return found
+
+
+def attributes_of(module: torch.nn.Module) -> list[tuple[str, str]]:
+    """Return what a module and those in it keep in their own attributes, as texts to compare."""
+    return [
+        (name, python_state(value))
+        for each in module.modules()
+        for name, value in vars(each).items()
+        if name in _ATTRIBUTES.get(each, ())
+    ]
+
+
+@contextmanager
+def _from(before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Give buffers other values while the block runs, unseen by autograd, which may have kept them."""
+    now = [buffer.data for buffer, _ in before]
+    for buffer, value in before:
+        buffer.data = value.clone()
+    try:
+        yield
+    finally:
+        for (buffer, _), value in zip(before, now, strict=True):
+            buffer.data = value

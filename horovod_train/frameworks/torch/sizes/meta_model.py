@@ -1,0 +1,79 @@
+"""A task's step with tensors that have no memory: shapes and types, and no numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_map
+
+from horovod_train.config.schema import Data, Job
+from horovod_train.data.shard import MicroBatch
+from horovod_train.errors import HorovodTrainError, UserError
+from horovod_train.frameworks.torch.reader import Placement, TorchReader
+from horovod_train.frameworks.torch.state.local_model import AUTOCAST_DTYPES
+from horovod_train.frameworks.torch.task import TorchTask, checked_loss
+
+
+def meta_model(task: TorchTask) -> torch.nn.Module:
+    """Return the task's model, whose tensors have no memory; made inside of the mode."""
+    try:
+        with torch.device("meta"):
+            model = task.model()
+    except Exception:  # noqa: BLE001  (some models read numbers when they are made)
+        with unset_fake_temporarily():
+            model = task.model()
+    empty: dict[torch.Tensor, torch.Tensor] = {}  # what is one weight stays one
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in empty:
+                fake = torch.nn.Parameter(empty_like(parameter), parameter.requires_grad)
+                empty[parameter] = fake
+            setattr(module, name, empty[parameter])
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, empty.setdefault(buffer, empty_like(buffer)))
+    return model
+
+
+def empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of its shape and type on the CPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def batch_of(job: Job, task: TorchTask) -> Any:
+    """Return a micro-batch of a task, with memory."""
+    reader = TorchReader(task.train_data(), Data(), job.train.seed, Placement(torch.device("cpu")))
+    length = min(job.train.batch_size_per_rank, len(reader))
+    return next(iter(reader.read(0, np.arange(length), [MicroBatch(0, length, share=1.0)])))
+
+
+def without_memory(batch: Any) -> Any:
+    """Return a batch whose tensors have none; made inside of the mode."""
+    return tree_map(lambda leaf: empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+
+
+def loss_of(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    """Return the loss of a batch, computed as the job says."""
+    dtype = AUTOCAST_DTYPES.get(job.train.precision)
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        return checked_loss(task.loss(model, batch))
+
+
+@contextmanager
+def explained(job: Job) -> Iterator[None]:
+    """Raise UserError for what the block raises: it is a step that cannot be made so."""
+    try:
+        yield
+    except HorovodTrainError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"a step of {job.task} cannot be made with tensors that have no memory: "
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+            hint="does the model read numbers from tensors (item(), an if about one), or load weights? "
+            "watch horovod_train_resident_memory_peak_bytes of a run instead",
+        ) from error

@@ -1,0 +1,278 @@
+"""What a rank holds of a model and its optimizer, by the names that the whole model has.
+
+A checkpoint knows the whole: weights, and an optimizer's state by the names of parameters. Who reads it may
+hold all of it or a part, on as many ranks as there are then, however they share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from horovod_train.checkpoint.arrays import ArrayBlob, Part
+from horovod_train.checkpoint.stored_arrays import StoredArrays
+from horovod_train.checkpoint.tree import MAP, pack_tree, unpack_tree
+from horovod_train.frameworks.torch.state.blobs import copied, from_blob, to_blob
+
+Cache = dict[str, torch.Tensor] | None
+OWN = "rank_state"
+"""What an optimizer keeps of no parameter, in a checkpoint."""
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """What a rank has of one tensor of the whole model.
+
+    Attributes:
+        tensor: The local data.
+        part: Of what it is a part; None: it is whole.
+        like: Returns another tensor of this shape in the form that the optimizer wants its state in.
+    """
+
+    tensor: torch.Tensor
+    part: Part | None = None
+    like: Callable[[torch.Tensor], torch.Tensor] = field(default=_as_it_is, compare=False)
+
+    def blob(self, cache: Cache, key: str) -> ArrayBlob:
+        """Return its bytes: of a copy in a cache, or without one of the tensor itself."""
+        blob = to_blob(self.tensor if cache is None else copied(self.tensor, cache, key))
+        return ArrayBlob(blob.dtype, blob.shape, blob.data, self.part)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Shape of the tensor of the whole model."""
+        return tuple(self.tensor.shape) if self.part is None else self.part.whole
+
+
+@dataclass(frozen=True)
+class OptimizedParameter:
+    """A parameter of the optimizer: a parameter of the model, or this rank's part of it.
+
+    Attributes:
+        name: In the whole model; a number, if it is not of the model.
+        local: This rank's part of it.
+    """
+
+    name: str | int
+    local: LocalTensor
+
+
+def whole_model(model: torch.nn.Module) -> dict[str, LocalTensor]:
+    """Return a model's weights and buffers, all of which are here."""
+    return {name: LocalTensor(tensor) for name, tensor in model.state_dict().items()}
+
+
+def whole_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[OptimizedParameter]:
+    """Return an optimizer's parameters in its order, all of which are here."""
+    names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        OptimizedParameter(names.get(id(p), number), LocalTensor(p)) for number, p in enumerate(parameters)
+    ]
+
+
+def model_blobs(local_tensors: Mapping[str, LocalTensor], cache: Cache) -> dict[str, ArrayBlob]:
+    """Return weights and buffers as bytes."""
+    return {name: each.blob(cache, f"model.{name}") for name, each in local_tensors.items()}
+
+
+def optimizer_blobs(
+    optimizer: torch.optim.Optimizer,
+    optimized: Sequence[OptimizedParameter],
+    cache: Cache,
+    *,
+    settings_only: bool,
+) -> tuple[object, dict[str, ArrayBlob]]:
+    """Return an optimizer's state by the names of parameters: a JSON tree and the arrays it refers to."""
+    tree, arrays = _packed(optimizer, optimized, settings_only=settings_only)
+    return tree, {key: local.blob(cache, f"optimizer.{key}") for key, local in arrays.items()}
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer, optimized: Sequence[OptimizedParameter]
+) -> dict[str, LocalTensor]:
+    """Return the tensors of an optimizer's state, by the keys of the arrays of a checkpoint."""
+    return _packed(optimizer, optimized, settings_only=False)[1]
+
+
+def _packed(
+    optimizer: torch.optim.Optimizer, optimized: Sequence[OptimizedParameter], *, settings_only: bool
+) -> tuple[object, dict[str, LocalTensor]]:
+    plain = optimizer.state_dict()
+    document = _by_name({**plain, "state": {}} if settings_only else plain, optimized)
+    return pack_tree(
+        {"class": type(optimizer).__qualname__, "state": document}, lambda leaf: isinstance(leaf, LocalTensor)
+    )
+
+
+def _by_name(document: Mapping[str, Any], optimized: Sequence[OptimizedParameter]) -> object:
+    """Replace parameter numbers in an optimizer's state by names, and tensors by local tensors."""
+    if not _has_numbers(document):
+        return _map_leaves(document, LocalTensor)  # custom state_dict format
+    state = {
+        optimized[number].name: _map_leaves(entry, partial(_leaf, parameter=optimized[number].local))
+        for number, entry in document["state"].items()
+        if isinstance(number, int)
+    }
+    own = {
+        key: _map_leaves(entry, LocalTensor)
+        for key, entry in document["state"].items()
+        if not isinstance(key, int)
+    }
+    groups = [
+        {**_map_leaves(group, LocalTensor), "params": [optimized[number].name for number in group["params"]]}
+        for group in document["param_groups"]
+    ]
+    rest = {
+        key: _map_leaves(document[key], LocalTensor) for key in document.keys() - {"state", "param_groups"}
+    }
+    if own:
+        rest[OWN] = own
+    return {**rest, "state": state, "param_groups": groups}
+
+
+def _has_numbers(document: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's state is laid out as PyTorch's own are."""
+    return isinstance(document.get("state"), dict) and isinstance(document.get("param_groups"), list)
+
+
+def _leaf(leaf: torch.Tensor, parameter: LocalTensor) -> LocalTensor:
+    """Return this rank's part of a state tensor; sharded as its parameter if it has the same shape."""
+    local: torch.Tensor = leaf.to_local() if hasattr(leaf, "to_local") else leaf
+    is_like = local.shape == parameter.tensor.shape
+    return LocalTensor(local, parameter.part if is_like else None)
+
+
+def _map_leaves(tree: Any, change: Callable[[torch.Tensor], object]) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: _map_leaves(value, change) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_map_leaves(value, change) for value in tree)
+    return tree
+
+
+@torch.no_grad()
+def load_model(local_tensors: Mapping[str, LocalTensor], arrays: Mapping[str, ArrayBlob]) -> None:
+    """Overwrite the local tensors of a model, one at a time.
+
+    Raises:
+        ValueError: The arrays are of another model.
+    """
+    _check_names(local_tensors, arrays)
+    for name, each in local_tensors.items():
+        each.tensor.copy_(from_blob(_own(arrays, name, each)))
+
+
+def _check_names(local_tensors: Iterable[str], arrays: Iterable[str]) -> None:
+    missing = sorted(set(local_tensors) - set(arrays))
+    if missing:
+        raise ValueError(f"it has no {missing[0]!r}")
+
+
+def _own(arrays: Mapping[str, ArrayBlob], name: str, wanted: LocalTensor) -> ArrayBlob:
+    """Return what is wanted of an array."""
+    if isinstance(arrays, StoredArrays):
+        return arrays.part(name, tuple(wanted.tensor.shape), wanted.part)
+    found = arrays[name]  # of a replica in this process: sharded in the same way
+    if (found.shape, found.part) != (tuple(wanted.tensor.shape), wanted.part):
+        raise ValueError(f"{name} has shape {list(found.shape)}, and {list(wanted.tensor.shape)} here")
+    return found
+
+
+def optimizer_document(
+    tree: Any,
+    arrays: Mapping[str, ArrayBlob],
+    optimized: Sequence[OptimizedParameter],
+    groups: Sequence[Mapping[str, Any]],
+    numbering: Sequence[str | int],
+    *,
+    is_sharded: bool,
+) -> Any:
+    """Return what an optimizer's ``load_state_dict`` takes, of what this rank has of it.
+
+    Args:
+        tree: What ``optimizer_blobs`` returned, or the version before, by numbers in place of names.
+        arrays: Those that the tree refers to.
+        optimized: The optimizer's parameters, in its order.
+        groups: Those of the optimizer.
+        numbering: Names of the parameters as an optimizer of the whole model numbers them.
+        is_sharded: Other ranks may have what is not here.
+
+    Raises:
+        KeyError: An array is missing.
+        ValueError: It is of another optimizer.
+    """
+    if not isinstance(tree, dict) or "param_groups" not in tree or "state" not in tree:
+        return unpack_tree(tree, _Whole(arrays))
+    saved_groups = unpack_tree(tree["param_groups"], _Whole(arrays))
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"its optimizer has {len(saved_groups)} groups of parameters, and {len(groups)} here"
+        )
+    saved = [name for group in saved_groups for name in group["params"]]
+    by_number = bool(saved) and all(isinstance(name, int) for name in saved)
+    if by_number and len(saved) != len(numbering):
+        raise ValueError(f"its optimizer has {len(saved)} parameters, and {len(numbering)} here")
+    unknown = [] if by_number or is_sharded else sorted(set(saved) - set(numbering), key=str)
+    if unknown:
+        raise ValueError(f"its optimizer trains {unknown[0]!r}")
+    entries = {numbering[key] if by_number else key: entry for key, entry in _entries(tree["state"])}
+    state = {
+        number: unpack_tree(entries[each.name], _Parts(arrays, each.local))
+        for number, each in enumerate(optimized)
+        if each.name in entries
+    }
+    numbers = iter(range(len(optimized)))
+    own_groups = [
+        {**saved_group, "params": [next(numbers) for _ in group["params"]]}
+        for saved_group, group in zip(saved_groups, groups, strict=True)
+    ]
+    rest = {key: unpack_tree(tree[key], _Whole(arrays)) for key in tree.keys() - {"state", "param_groups"}}
+    state |= rest.pop(OWN, {})
+    return {**rest, "state": state, "param_groups": own_groups}
+
+
+def _entries(plain: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the entries of a packed dictionary."""
+    yield from plain[MAP] if MAP in plain else plain.items()
+
+
+class _Whole(Mapping[str, Any]):
+    """Arrays as tensors."""
+
+    def __init__(self, arrays: Mapping[str, ArrayBlob]) -> None:
+        self._arrays = arrays
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return from_blob(self._arrays[key])
+
+
+class _Parts(_Whole):
+    """Arrays of a parameter's state as tensors: this rank's part of those that have the parameter's shape."""
+
+    def __init__(self, arrays: Mapping[str, ArrayBlob], parameter: LocalTensor) -> None:
+        super().__init__(arrays)
+        self._parameter = parameter
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        arrays, parameter = self._arrays, self._parameter
+        whole = arrays.kind(key)[1] if isinstance(arrays, StoredArrays) else arrays[key].whole_shape
+        if whole != parameter.whole_shape:
+            return super().__getitem__(key)
+        return parameter.like(from_blob(_own(arrays, key, parameter)))

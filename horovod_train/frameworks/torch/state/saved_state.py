@@ -1,0 +1,184 @@
+"""The state of a replica as a checkpoint keeps it, taken and taken over."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
+from horovod_train.errors import CheckpointError, UserError
+from horovod_train.frameworks.torch.state.blobs import blobs_of, from_blob
+from horovod_train.frameworks.torch.state.local_tensors import (
+    load_model,
+    model_blobs,
+    optimizer_blobs,
+    optimizer_document,
+    optimizer_tensors,
+)
+from horovod_train.frameworks.torch.step.averaged_weights import AveragedWeights
+from horovod_train.frameworks.torch.strategies.base import Strategy
+
+log = logging.getLogger(__name__)
+
+OWN_STATE = "@"
+"""Names of what a strategy keeps for itself begin so, in a checkpoint."""
+
+
+class SavedState:
+    """Takes a replica's state, and takes one over.
+
+    Args:
+        model: Has the weights.
+        optimizer: Over them.
+        strategy: Knows what of them this rank holds.
+        scaler: Of the loss.
+        averaged: Weights that are kept next to those that are trained.
+        tells: This rank tells people what others would tell, too.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        scaler: torch.amp.GradScaler,
+        averaged: AveragedWeights,
+        *,
+        prints_notices: bool,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._strategy = strategy
+        self._scaler = scaler
+        self._averaged = averaged
+        self._prints_notices = prints_notices
+        self._copies: dict[str, torch.Tensor] = {}
+
+    def take(self, *, copy: bool) -> ReplicaState:
+        """Return the state; with ``copy``, later steps do not change it until the next copy."""
+        cache = self._copies if copy else None
+        with_state = self._strategy.checkpoints_optimizer
+        tree, arrays = optimizer_blobs(
+            self._strategy.saved_optimizer,
+            self._strategy.optimized(),
+            cache,
+            settings_only=not with_state,
+        )
+        assert isinstance(tree, dict)
+        averaged_tree, averaged = self._averaged.packed(cache)
+        return ReplicaState(
+            model=model_blobs(self._strategy.local_tensors(), cache),
+            optimizer={**arrays, **averaged},
+            optimizer_tree={**tree, **averaged_tree},
+            scaler={key: float(value) for key, value in self._scaler.state_dict().items()},
+            is_sharded=self._strategy.is_sharded,
+        )
+
+    def check(self) -> None:
+        """Refuse an optimizer whose state no checkpoint can hold.
+
+        Raises:
+            UserError: It keeps something that is neither data nor a tensor.
+        """
+        strategy = self._strategy
+        try:
+            optimizer_tensors(strategy.saved_optimizer, strategy.optimized())
+        except CheckpointError as error:
+            raise UserError(
+                f"the state of the optimizer {type(self._optimizer).__name__} fits in no checkpoint: "
+                f"{error.message}",
+                hint="use another optimizer",
+            ) from error
+
+    def load(self, state: ReplicaState) -> None:
+        """Take over a state; the optimizer's settings (decay, momentum, ...) stay those of the job.
+
+        Raises:
+            CheckpointError: The state belongs to another model or optimizer.
+        """
+        try:
+            found = state.optimizer_tree["class"]
+            if found != type(self._optimizer).__qualname__:
+                raise ValueError(f"it was trained with {found}")  # noqa: TRY301
+            self._load_weights(state.model)
+            self._load_optimizer(state.optimizer_tree["state"], state.optimizer)
+            self._averaged.load(state.optimizer_tree, state.optimizer)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint belongs to another model or optimizer: {error}",
+                hint="train under another name, or set checkpoint.resume: never",
+            ) from error
+        if self._scaler.is_enabled() and state.scaler:
+            self._scaler.load_state_dict(_scaler_state(state.scaler))
+
+    def _load_weights(self, arrays: Mapping[str, ArrayBlob]) -> None:
+        if self._strategy.is_sharded:
+            if unknown := sorted(set(arrays) - set(self._model.state_dict())):
+                raise ValueError(f"it has {unknown[0]!r}, which this model does not have")
+            load_model(self._strategy.local_tensors(), arrays)
+        else:  # a model may take over what had other names
+            self._model.load_state_dict({name: from_blob(blob) for name, blob in arrays.items()})
+
+    def _load_optimizer(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+        strategy = self._strategy
+        optimizer = strategy.saved_optimizer
+        groups = optimizer.param_groups
+        document = optimizer_document(
+            tree,
+            arrays,
+            strategy.optimized(),
+            groups,
+            strategy.numbering(),
+            is_sharded=strategy.is_sharded,
+        )
+        # The settings decide where an optimizer wants its state, and so come first.
+        for saved, group in zip(document["param_groups"], groups, strict=True):
+            own = {key: group[key] for key in (*optimizer.defaults, "lr_scale") if key in group}
+            self._report_other_kernel(saved, own)
+            saved.update(own)
+        strategy.load_optimizer(optimizer, document)
+
+    def _report_other_kernel(self, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
+        if bool(saved.get("fused")) != bool(own.get("fused")) and self._prints_notices:
+            log.warning(
+                "the checkpoint was trained with fused: %s, and training continues with fused: %s: as exact, "
+                "and not the same in the last bits",
+                bool(saved.get("fused")),
+                bool(own.get("fused")),
+            )
+
+
+def _scaler_state(plain: Mapping[str, float]) -> dict[str, float]:
+    integers = {"growth_interval", "_growth_tracker"}
+    return {key: int(value) if key in integers else value for key, value in plain.items()}
+
+
+def rank_state_of(strategy: Strategy) -> dict[str, ArrayBlob]:
+    """Return what a strategy keeps for itself on this rank, under names that say whose it is."""
+    kind = f"{OWN_STATE}{strategy.state_kind}/"
+    return blobs_of({f"{kind}{name}": each for name, each in strategy.state().items()}, None, prefix="")
+
+
+def load_rank_states(
+    strategy: Strategy, of_ranks: Sequence[Mapping[str, ArrayBlob]], device: torch.device
+) -> None:
+    """Take over what strategies of all ranks had kept for themselves; that of another kind is dropped."""
+    kind = f"{OWN_STATE}{strategy.state_kind}/"
+    others = {name for state in of_ranks for name in state if name.startswith(OWN_STATE)}
+    if dropped := sorted({name.partition("/")[0] for name in others if not name.startswith(kind)}):
+        log.warning(
+            "the checkpoint holds what %s keeps for itself: it is dropped", dropped[0].removeprefix(OWN_STATE)
+        )
+    strategy.load_state(
+        [
+            {
+                name.removeprefix(kind): from_blob(blob).to(device)
+                for name, blob in state.items()
+                if name.startswith(kind) or not name.startswith(OWN_STATE)  # as versions before wrote it
+            }
+            for state in of_ranks
+        ]
+    )

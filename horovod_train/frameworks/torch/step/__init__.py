@@ -1,0 +1,1 @@
+"""A training step: forward, backward, loss, update, and the outcome."""

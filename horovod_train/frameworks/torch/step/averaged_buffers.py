@@ -1,0 +1,78 @@
+"""Buffers that passes change by the samples of a rank, and that are averaged over ranks after each step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+import torch
+
+from horovod_train.collectives.base import Communicator
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.comm.exchange import Exchange
+
+FIELD = "train.average_buffers"
+
+
+class AveragedBuffers:
+    """Averages buffers over ranks.
+
+    A buffer that moves towards the mean of a batch (``b <- a * b + (1 - a) * mean``) is then what one
+    process with the joint batch would have.
+
+    Args:
+        model: Has them.
+        patterns: Of their names.
+        ranks: Those that share the samples of a step.
+
+    Raises:
+        UserError: A pattern fits no buffer, or one that has no mean.
+    """
+
+    def __init__(self, model: torch.nn.Module, patterns: Iterable[str], ranks: Communicator) -> None:
+        self._modules = dict(model.named_modules())
+        self._names = _fitting(model, patterns)
+        self._exchange = Exchange(ranks)
+
+    @torch.no_grad()
+    def average(self, own_share: float) -> None:
+        """Make buffers the mean over ranks.
+
+        Args:
+            own_share: This rank's part of the samples of the step; the sum over ranks is 1.
+        """
+        if not self._names:
+            return
+        buffers = [self._buffer(name) for name in self._names]  # a forward pass may have put another there
+        sums = self._exchange.sum([buffer * own_share for buffer in buffers], "buffers")
+        for buffer, total in zip(buffers, sums, strict=True):
+            buffer.copy_(total)
+
+    def _buffer(self, name: str) -> torch.Tensor:
+        module, _, key = name.rpartition(".")
+        found: torch.Tensor = getattr(self._modules[module], key)
+        return found
+
+
+def _fitting(model: torch.nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Return the names of the buffers that fit a pattern."""
+    named = {name: buffer for name, buffer in model.named_buffers() if buffer is not None}
+    found: dict[str, torch.Tensor] = {}
+    for pattern in patterns:
+        fitting = {name: buffer for name, buffer in named.items() if fnmatchcase(name, pattern)}
+        if not fitting:
+            names = list(named)
+            raise UserError(
+                f"{FIELD}: {pattern!r} fits no buffer",
+                hint=f"buffers are {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+                if names
+                else "there is none",
+            )
+        for name, buffer in fitting.items():
+            if not (buffer.is_floating_point() or buffer.is_complex()):
+                raise UserError(
+                    f"{FIELD}: {name!r} is of {str(buffer.dtype).removeprefix('torch.')}, which has no mean",
+                    hint="name buffers of floating point numbers",
+                )
+        found |= fitting
+    return [name for name, buffer in found.items() if not buffer.is_meta]

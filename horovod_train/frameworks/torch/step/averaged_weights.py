@@ -1,0 +1,189 @@
+"""Weights that are evaluated and exported instead of those that are trained.
+
+Two kinds: an exponential moving average of the weights after each step (``ema`` in the job), and what an
+optimizer with two modes calls its weights for evaluation (``ScheduleFreeAdamW``: ``optimizer.eval()`` and
+``train()``). A rank has those of its part of the model; a checkpoint keeps them next to the weights that
+are trained, which are restored exactly after an evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from horovod_train.checkpoint.arrays import ArrayBlob
+from horovod_train.checkpoint.tree import pack_tree
+from horovod_train.config.schema import Ema
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.comm.exchange import wide_type
+from horovod_train.frameworks.torch.state.local_tensors import Cache, LocalTensor, load_model
+from horovod_train.frameworks.torch.strategies.base import Strategy
+
+KEY = "averaged"
+
+
+class AveragedWeights:
+    """Those of one replica.
+
+    Args:
+        model: Whose parameters they are of.
+        optimizer: Over them; it may have two modes.
+        strategy: Knows what of them this rank holds.
+        ema: The job's section; None: no moving average.
+
+    Raises:
+        UserError: Both kinds are requested, or the strategy cannot switch the optimizer's mode.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        ema: Ema | None,
+    ) -> None:
+        self._model, self._optimizer, self._strategy, self._ema = model, optimizer, strategy, ema
+        self._has_modes = callable(getattr(optimizer, "eval", None)) and callable(
+            getattr(optimizer, "train", None)
+        )
+        name = type(optimizer).__name__
+        if self._has_modes and ema is not None:
+            raise UserError(
+                f"ema: the optimizer {name} averages weights by itself",
+                hint="leave ema out, or use another optimizer",
+            )
+        if self._has_modes and strategy.owns_update:
+            raise UserError(
+                f"the optimizer {name} has two modes, which this strategy cannot switch",
+                hint="use another optimizer, or strategy: zero, fsdp or allreduce",
+            )
+        self._averages: dict[str, torch.Tensor] = {}
+        self._num_updates = 0
+        if self._has_modes:
+            self._optimizer.train()  # type: ignore[attr-defined]
+
+    @property
+    def exist(self) -> bool:
+        """Whether there are such weights."""
+        return self._ema is not None or self._has_modes
+
+    def _trained(self) -> dict[str, LocalTensor]:
+        names = {
+            name
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+            if parameter.is_floating_point() or parameter.is_complex()
+        }
+        return {name: local for name, local in self._strategy.local_tensors().items() if name in names}
+
+    @torch.no_grad()
+    def after_update(self, *, is_used: torch.Tensor | bool) -> None:
+        """Move the average towards the weights of now, if the step was used."""
+        if self._ema is None or is_used is False:
+            return
+        trained = self._trained()
+        if not self._averages:
+            self._averages = {name: _wide(local.tensor).clone() for name, local in trained.items()}
+            # The first step's average is of the weights before it, which are gone: it begins with those
+            # after it.
+            self._num_updates += 1
+            return
+        self._num_updates += 1
+        if self._num_updates % self._ema.every_steps:
+            return
+        decay = self._ema.decay
+        if self._ema.warmup:
+            decay = min(decay, (1 + self._num_updates) / (10 + self._num_updates))
+        for name in trained.keys() - self._averages.keys():  # a parameter that the task has added since
+            self._averages[name] = _wide(trained[name].tensor).clone()
+        averages = [self._averages[name] for name in trained]
+        weights = [
+            local.tensor.detach().to(average.dtype)
+            for local, average in zip(trained.values(), averages, strict=True)
+        ]
+        if is_used is True:
+            torch._foreach_lerp_(averages, weights, 1 - decay)
+            return
+        for average, weight in zip(averages, weights, strict=True):
+            average.copy_(torch.where(is_used, torch.lerp(average, weight, 1 - decay), average))
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let the model have the averaged weights while the block runs."""
+        is_shown = self._has_modes or (self._ema is not None and self._ema.evaluate and bool(self._averages))
+        if not is_shown:
+            yield
+            return
+        trained = self._trained()
+        before = {name: local.tensor.detach().clone() for name, local in trained.items()}
+        self._show(trained)
+        try:
+            yield
+        finally:
+            if self._has_modes:
+                self._optimizer.train()  # type: ignore[attr-defined]
+            with torch.no_grad():
+                for name, local in self._trained().items():
+                    local.tensor.copy_(before[name])
+
+    @torch.no_grad()
+    def _show(self, trained: Mapping[str, LocalTensor]) -> None:
+        if self._has_modes:
+            self._optimizer.eval()  # type: ignore[attr-defined]
+            self._strategy.gather_weights()
+            return
+        for name, local in trained.items():
+            local.tensor.copy_(self._averages[name])
+
+    def tensors(self) -> dict[str, LocalTensor]:
+        """Return what this rank has of the averaged weights, by the names of parameters."""
+        if self._has_modes:
+            with self.shown():
+                return {
+                    name: replace(local, tensor=local.tensor.clone())
+                    for name, local in self._trained().items()
+                }
+        if not self._averages:
+            return {}
+        return {name: replace(local, tensor=self._averages[name]) for name, local in self._trained().items()}
+
+    def packed(self, cache: Cache) -> tuple[dict[str, Any], dict[str, ArrayBlob]]:
+        """Return them for a checkpoint: a JSON tree and the arrays it refers to."""
+        if not (tensors := self.tensors()):
+            return {}, {}
+        tree = {KEY: {"number": self._num_updates, "is_default": self._has_modes, "weights": tensors}}
+        plain, arrays = pack_tree(tree, lambda leaf: isinstance(leaf, LocalTensor))
+        assert isinstance(plain, dict)
+        return plain, {key: local.blob(cache, key) for key, local in arrays.items()}
+
+    def load(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
+        """Restore what ``packed`` returned; without it, the average begins with the weights of now.
+
+        Args:
+            tree: Of the optimizer's state.
+            arrays: Those it refers to.
+
+        Raises:
+            ValueError: They are of another model.
+        """
+        self._averages, self._num_updates = {}, 0
+        saved = tree.get(KEY) if isinstance(tree, dict) else None
+        if self._ema is None:
+            return
+        trained = self._trained()
+        self._averages = {name: _wide(local.tensor).clone() for name, local in trained.items()}
+        if saved is not None:
+            self._num_updates = int(saved["number"])
+            own = {
+                f"{KEY}.weights.{name}": replace(h, tensor=self._averages[name])
+                for name, h in trained.items()
+            }
+            load_model(own, arrays)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in a type in which a small step does not round to nothing."""
+    return tensor.detach().to(wide_type(tensor.dtype))

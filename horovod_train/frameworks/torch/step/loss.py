@@ -1,0 +1,124 @@
+"""The loss of a step: each micro-batch adds its part, and ranks add theirs.
+
+A task returns the mean over its samples, which counts by its share of the step's samples. Or it returns a
+sum and a count, where the mean is to be over something else (tokens that are no padding, samples that
+``collate`` has kept, weights of classes): then sums are added, and divided by the counts of the whole step
+at the end, when they are known. Gradients are divided with them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from horovod_train.collectives.base import Communicator, any_rank
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.comm.collectives import sum_over, with_tensors
+from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.torch.task import check_count, checked_loss, is_sum_and_count
+
+NAME = "horovod_train.denominator"
+
+
+class StepLoss:
+    """The loss of the step under way.
+
+    Args:
+        strategy: Sums losses and gradients over ranks.
+        data_ranks: Those that share the samples of a step.
+        all_ranks: Those and others, if there are others.
+        device: Where losses are.
+
+    Attributes:
+        local: This rank's part, shape [].
+    """
+
+    def __init__(
+        self, strategy: Strategy, data_ranks: Communicator, all_ranks: Communicator, device: torch.device
+    ) -> None:
+        self._strategy, self._data_ranks, self._all_ranks = strategy, data_ranks, all_ranks
+        self._device = device
+        self.local = torch.zeros((), device=device)
+        self._num_samples = 1
+        self._kinds: set[bool] = set()
+        self._denominator: torch.Tensor | None = None
+        self._has_sums: bool | None = None
+
+    def begin(self, step: PlannedStep) -> None:
+        """Begin a step."""
+        self.local.zero_()
+        self._num_samples = step.share.num_samples
+        self._kinds.clear()
+        self._denominator = None
+
+    def add(self, weighted: torch.Tensor) -> None:
+        """Add what ``weigh`` returned for a micro-batch."""
+        self.local += weighted.detach()
+
+    def weigh(self, loss: object, share: float) -> torch.Tensor:
+        """Return what a micro-batch adds to the loss of the step, shape [].
+
+        Args:
+            loss: Mean loss over the micro-batch; or a sum, and the count that it is to be divided by.
+            share: Samples of the micro-batch divided by samples of the step over all ranks.
+
+        Raises:
+            UserError: The loss is neither, or the strategy takes means alone.
+        """
+        is_sum = is_sum_and_count(loss)
+        self._kinds.add(is_sum)
+        if len(self._kinds) > 1:
+            raise UserError(
+                "the task's loss is a mean for one micro-batch, and a sum and a count for another",
+                hint="return the same for all batches",
+            )
+        if not is_sum:
+            return checked_loss(loss) * share
+        assert isinstance(loss, tuple)
+        return self._weighted_sum(*loss, is_counted=share > 0)
+
+    def _weighted_sum(self, total: object, count: float | torch.Tensor, *, is_counted: bool) -> torch.Tensor:
+        if not self._strategy.takes_sums:
+            raise UserError(
+                "the task's loss is a sum and a count, and this strategy divides by the samples of each rank",
+                hint="return the mean loss over the batch, or use another strategy",
+            )
+        check_count(count)
+        # By samples first, so that its size is that of a mean: fp16 could not hold a sum.
+        factor = is_counted / self._num_samples
+        denominator = torch.as_tensor(count, dtype=torch.float64, device=self._device) * factor
+        self._denominator = denominator + (0.0 if self._denominator is None else self._denominator)
+        return checked_loss(total) * factor
+
+    def complete(self) -> torch.Tensor:
+        """Complete loss and gradients of a step; return the loss over all ranks, shape [].
+
+        Raises:
+            PeerError: Another rank was lost.
+        """
+        loss = self._strategy.reduce(self.local)
+        total = self._total_denominator()
+        if total is None:
+            return loss
+        self._strategy.divide_gradients(total)
+        return loss / total
+
+    def _total_denominator(self) -> torch.Tensor | None:
+        """Return what the sums of this step are to be divided by, shape []; None: losses are means."""
+        own = self._denominator
+        if not self._strategy.owns_schedule:
+            return None if own is None else self._summed(own)
+        # Of ranks that share a model, some alone compute the loss.
+        if self._has_sums is None:
+            self._has_sums = any_rank(self._all_ranks, flag=own is not None)
+        if not self._has_sums:
+            return None
+        mine = torch.zeros((), dtype=torch.float64, device=self._device) if own is None else own
+        together = sum_over(with_tensors(self._all_ranks), mine.reshape(1), NAME)[0]
+        return together / self._strategy.num_loss_copies
+
+    def _summed(self, number: torch.Tensor) -> torch.Tensor:
+        """Return a number's sum over the ranks that share samples."""
+        if self._strategy.sum_in_pass is not None:
+            return self._strategy.sum_in_pass(number.reshape(1), NAME)[0]
+        return sum_over(with_tensors(self._data_ranks), number.reshape(1), NAME)[0]

@@ -1,0 +1,1 @@
+"""Asynchronous training with parameter servers."""

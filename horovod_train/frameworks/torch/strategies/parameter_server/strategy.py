@@ -1,0 +1,224 @@
+"""Asynchronous training with parameter servers, with bounded staleness.
+
+    worker, each step    weights from the servers -> the gradient of its own samples -> the servers
+    server, each message the optimizer's step, with one worker's gradient
+
+A rank waits for others only if they are ``max_staleness`` steps behind. This is how clusters trained
+before all-reduce; it is here for comparison. A gradient is of weights that others have changed meanwhile,
+results depend on who comes first, and a job is no faster than with all-reduce on ranks that are equally fast.
+Every ``meet_every_steps`` steps, and at the end of an epoch, ranks wait until all gradients are used, so that
+there are weights to evaluate and to save.
+
+Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al.,
+"More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+import torch
+
+from horovod_train.collectives.log import Collective
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Job
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.errors import NumericError, UserError
+from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.state.local_tensors import (
+    LocalTensor,
+    OptimizedParameter,
+    whole_parameters,
+)
+from horovod_train.frameworks.torch.state.trained import OptimizedParameters
+from horovod_train.frameworks.torch.strategies.base import Strategy, log
+from horovod_train.frameworks.torch.strategies.parameter_server.server import (
+    Layout,
+    Server,
+    ServerConnection,
+    partition,
+)
+
+
+class ParameterServer(Strategy):
+    """Sends gradients to servers, and takes weights from them.
+
+    Clipping and the norm are of each rank's own gradient, and the loss is each rank's own.
+
+    Args:
+        mesh: Of the ranks.
+        job: The job.
+        max_staleness: A worker may be so many steps ahead of the slowest.
+        meet_every_steps: After so many steps all gradients are waited for.
+
+    Raises:
+        UserError: These ranks have no MPI.
+    """
+
+    state_kind = "parameter_server"
+    takes_sums = False
+    supports_deferred_results = False  # gradients are sent by the host
+    is_sharded = True
+    owns_update = True
+
+    def __init__(self, mesh: Mesh, job: Job, *, max_staleness: int = 4, meet_every_steps: int = 100) -> None:
+        self._ranks = with_tensors(mesh.data)
+        self._max_staleness = max_staleness
+        self._meet_every_steps = meet_every_steps
+        self._timeout_s = job.health.stall_shutdown_s
+        self._num_made = 0
+        self._line: ServerConnection | None = None
+        if self._ranks.size > 1 and not self._ranks.is_over_mpi:
+            raise UserError(
+                "strategy parameter_server: it needs MPI, and these ranks talk over Gloo",
+                hint="start them with launch.controller: mpi, or use strategy: allreduce",
+            )
+        if self._ranks.rank == 0:
+            log.warning(
+                "strategy parameter_server is for comparison: gradients are of weights that others have "
+                "changed meanwhile, and no two runs are alike"
+            )
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Attach to a model and its optimizer; assign weights to servers."""
+        super().bind(model, optimizer)
+        trained = OptimizedParameters(model, optimizer).named()
+        self._named = {name: p for name, p in trained.items() if p.requires_grad}
+        having = partition(self._named, self._ranks.size)
+        groups = len(optimizer.param_groups)
+        self._layouts = [Layout(n, [self._named[name] for name in n], groups) for n in having]
+        self._make_server(having[self._ranks.rank])
+
+    def _make_server(self, names: Sequence[str]) -> None:
+        """Make an optimizer over copies of the weights that this rank serves."""
+        copies: dict[int, Any] = {}
+        self._served_by = copy.deepcopy(self._optimizer, copies)
+        self._served = {name: copies[id(self._named[name])] for name in names}
+        for served in self._served.values():
+            served.data = served.data.cpu()
+        own = {id(served) for served in self._served.values()}
+        for group in self._served_by.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
+        layout = self._layouts[self._ranks.rank]
+        self._server = Server(layout, self._served, self._served_by, self._ranks.size)
+
+    def _start(self) -> ServerConnection:
+        """Begin to serve; when all ranks have the weights that training starts from."""
+        self._take_up()
+        comm = None
+        if self._ranks.size > 1:
+            from mpi4py import MPI
+
+            comm = MPI.COMM_WORLD.Dup()
+            assert comm.rank == self._ranks.rank, "MPI and Horovod number ranks alike"
+        connection = ServerConnection(comm, self._ranks.rank, self._layouts, self._server, self._timeout_s)
+        self._ranks.before_closing(connection.close)
+        return connection
+
+    @torch.no_grad()
+    def _take_up(self) -> None:
+        for name, served in self._served.items():
+            served.copy_(self._named[name])
+
+    def close(self) -> None:
+        """End serving, when all ranks do."""
+        if self._line is not None:
+            self._line.close()
+
+    # -- one step
+
+    @torch.no_grad()
+    def begin(self, step: PlannedStep) -> None:
+        """Take weights that are no more than so many steps old."""
+        self._step = step
+        self._line = self._line or self._start()
+        self._take_weights(self._num_made - self._max_staleness)
+        self.replicas_identical = self._ranks.size == 1
+
+    def _take_weights(self, at_least: int) -> None:
+        assert self._line is not None
+        connection = self._line
+        size_bytes = sum(layout.size_bytes for layout in self._layouts)
+        entry = Collective("parameter_server.weights", size_bytes, monotonic())
+        found = self._ranks.wait_in(entry, lambda: connection.pull(at_least))
+        for name, weight in found.items():
+            self._named[name].copy_(weight)
+        self.bytes_per_step = size_bytes
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Make the gradient that of this rank's own samples; return their loss.
+
+        Raises:
+            NumericError: It is not finite.
+        """
+        own_share = sum(micro_batch.share for micro_batch in self._step.share.micro_batches)
+        if own_share:
+            torch._foreach_div_(self.gradients(), own_share)
+        loss = float(weighted_loss) / (own_share or 1.0)
+        self._refuse_unless_finite(loss, "the loss")
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def update(self, clip_grad_norm: float | None) -> float:
+        """Clip the gradient of this rank; it is sent after.
+
+        Raises:
+            NumericError: It is not finite.
+        """
+        norm = float(self.norm())
+        self._refuse_unless_finite(norm, "the norm of the gradient")
+        if clip_grad_norm is not None and norm > clip_grad_norm:
+            torch._foreach_mul_(self.gradients(), clip_grad_norm / norm)
+        return norm
+
+    def _refuse_unless_finite(self, value: float, what: str) -> None:
+        if not math.isfinite(value):
+            raise NumericError(
+                f"{what} of rank {self._ranks.rank} is {value}",
+                hint="lower lr.base_lr, or set clip_grad_norm",
+            )
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of this rank."""
+        for parameter in self._named.values():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+        return [p.grad for p in self._named.values() if p.grad is not None]
+
+    def after_update(self, *, is_used: torch.Tensor | bool) -> None:
+        """Send the gradients; wait for those of others when it is time."""
+        assert self._line is not None
+        gradients = {name: p.grad for name, p in self._named.items()} if is_used else {}
+        self._line.push(gradients, [group["lr"] for group in self._optimizer.param_groups])
+        self.bytes_per_step += sum(layout.push_bytes for layout in self._layouts)
+        self._num_made += 1
+        if self._step.is_last or self._num_made % self._meet_every_steps == 0:
+            with torch.no_grad():
+                self._take_weights(self._num_made)
+            self._ranks.allgather(b"")  # barrier: all ranks have them
+            self.replicas_identical = True
+
+    # -- checkpoints
+
+    @property
+    def saved_optimizer(self) -> torch.optim.Optimizer:
+        """Return the optimizer whose state is saved: that of what is served here."""
+        return self._served_by
+
+    def optimized(self) -> Sequence[OptimizedParameter]:
+        """Return the parameters that are served here."""
+        names = {id(served): name for name, served in self._served.items()}
+        groups = self._served_by.param_groups
+        return [OptimizedParameter(names[id(p)], LocalTensor(p)) for group in groups for p in group["params"]]
+
+    def numbering(self) -> Sequence[str | int]:
+        """Return the names of parameters as an optimizer of the whole model numbers them."""
+        return [parameter.name for parameter in whole_parameters(self._model, self._optimizer)]
+
+    def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Serve the weights that were taken over."""
+        super().load_state(of_ranks)
+        self._take_up()

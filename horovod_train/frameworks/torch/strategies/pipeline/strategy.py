@@ -1,0 +1,422 @@
+"""Pipeline parallelism: each rank has some layers, and micro-batches pass from rank to rank.
+
+The micro-batches of a step (``train.accumulation_steps``) are under way at the same time, in an order that
+a schedule says. The rank with the first stage reads inputs, the one with the last stage computes the loss as
+the task does: the task is given a stand-in for the model, which tells what it was called with, or returns
+what the pipeline has computed.
+
+Several pipelines are data-parallel replicas; ranks with the same stage sum their gradients
+through Horovod as usual. The result is that of one process with the same micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_map
+
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Job
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.comm.buckets import to_local
+from horovod_train.frameworks.torch.comm.collectives import broadcast_model
+from horovod_train.frameworks.torch.comm.process_group import new_group, set_timeout, start_process_group
+from horovod_train.frameworks.torch.state.elementwise import check_separable
+from horovod_train.frameworks.torch.state.local_tensors import LocalTensor, whole_parameters
+from horovod_train.frameworks.torch.state.shards import (
+    local_tensor_of,
+)
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement, PassContext
+from horovod_train.frameworks.torch.strategies.model_parallel import ModelParallel
+from horovod_train.frameworks.torch.strategies.pipeline.cut import cut_model
+from horovod_train.frameworks.torch.strategies.pipeline.messages import Messages
+from horovod_train.frameworks.torch.strategies.pipeline.orders import Pass, order_of
+from horovod_train.frameworks.torch.strategies.pipeline.passes import PipelinePasses, Place
+from horovod_train.frameworks.torch.strategies.pipeline.stages import Balance, Stage
+from horovod_train.frameworks.torch.strategies.pipeline.stand_ins import (
+    answered_with,
+    drawing_by_stage,
+    inputs_of_call,
+)
+from horovod_train.frameworks.torch.strategies.tensor_parallel import (
+    modules_of_plan,
+    plan_of,
+    share_layers,
+)
+from horovod_train.frameworks.torch.verify.task_copy import copy_of_task
+
+DIRECTIONS = ("activations", "gradients")
+
+
+@dataclass(frozen=True)
+class Tied:
+    """A parameter that several ranks of a pipeline use.
+
+    Attributes:
+        name: In the model.
+        num_ranks: How many.
+        group: Of those.
+    """
+
+    name: str
+    num_ranks: int
+    group: Any
+
+
+class Pipeline(ModelParallel):
+    """Trains a model whose layers are spread over ranks.
+
+    Args:
+        mesh: Of the ranks, one of whose axes is the pipeline.
+        job: The job.
+        stages: So many ranks have a model together; the mesh has it as its axis.
+        schedule: gpipe, 1f1b or interleaved.
+        chunks_per_rank: So many stages each rank has.
+        balance: Cut so that stages have as many parameters, or take as long.
+        plan: How layers are shared along the mesh's tensor axis; None: the model's own plan.
+    """
+
+    owns_schedule = True
+    takes_after_update = False  # a rank has the weights of its stages
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        job: Job,
+        *,
+        stages: int | None = None,
+        schedule: str = "1f1b",
+        chunks_per_rank: int = 1,
+        balance: Balance = "parameters",
+        plan: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(mesh, job)
+        self._schedule = schedule
+        self._balance = balance
+        self._plan = plan
+        self._num_chunks = chunks_per_rank if mesh.axes.pipeline > 1 else 1
+        self.num_loss_copies = mesh.axes.tensor
+        self._signatures: dict[Hashable, int] = {}
+
+    # -- the model
+
+    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
+        """Keep this rank's stages of a model, rank 0's; the rest of it leaves the memory of this process.
+
+        Raises:
+            UserError: It cannot be cut so.
+        """
+        task, example = placing.task, placing.example
+        assert task is not None
+        assert example is not None
+        start_process_group(self._world, placing.device, self._job.health)
+        broadcast_model(model, self._world)
+        parts_of = getattr(task, "pipeline_parts", None)
+        stages = cut_model(
+            model,
+            None if parts_of is None else list(parts_of(model)),
+            lambda: tree_map(_on_cpu, inputs_of_call(copy_of_task(task).loss, model, example(), 0)),
+            self._axes.pipeline * self._num_chunks,
+            self._world,
+            self._balance,
+            placing.another,
+        )
+        self._firsts = [stage.first for stage in stages]
+        self._place = self._placed(stages)
+        self._tied = self._find_tied(model, stages)
+        self._owns = self._names_of_stage(model, stages)
+        keep_only(model, self._owns, placing.device)
+        if self._axes.tensor > 1:
+            self._share_layers(model, stages, placing)
+        self._device = placing.device
+        self._messages = Messages(self._world, placing.device)
+        return model
+
+    def _placed(self, stages: Sequence[Stage]) -> Place:
+        """Return where this rank stands; all ranks make all groups, in one order."""
+        num_ranks = self._axes.pipeline
+        for ranks in self._axes.pipelines():
+            groups = {direction: new_group(ranks, self._job.health) for direction in DIRECTIONS}
+            if self._world.rank in ranks:
+                own_ranks, own_groups = ranks, groups
+        rank = own_ranks.index(self._world.rank)
+        own = [stages[chunk * num_ranks + rank] for chunk in range(self._num_chunks)]
+        return Place(rank, own_ranks, own_groups, own)
+
+    def _share_layers(
+        self, model: torch.nn.Module, stages: Sequence[Stage], placing: DevicePlacement
+    ) -> None:
+        """Share this rank's layers along the tensor axis."""
+        axes = self._axes
+        whole = init_device_mesh(
+            placing.device.type,
+            (axes.data, axes.pipeline, axes.tensor),
+            mesh_dim_names=("data", "pipeline", "tensor"),
+        )
+        set_timeout(whole.get_group("tensor"), self._job.health)
+        plan = modules_of_plan(model, self._plan or plan_of(model))
+        used_directly = [
+            f"{name}.{leaf}"
+            for name in plan
+            for leaf, _ in model.get_submodule(name).named_parameters(recurse=False)
+            if any(f"{name}.{leaf}" in stage.names for stage in stages)
+        ]
+        if used_directly:
+            raise UserError(
+                f"strategy mesh: {used_directly[0]} is used outside of its module, and cannot be shared",
+                hint="leave its module out of strategy.args.plan",
+            )
+        own = {name: style for name, style in plan.items() if any(s.owns(name) for s in self._place.stages)}
+        share_layers(model, whole["tensor"], own)
+
+    def _find_tied(self, model: torch.nn.Module, stages: Sequence[Stage]) -> list[Tied]:
+        """Return parameters that several ranks use, this one among them."""
+        aliases: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name)
+        found = []
+        for names in aliases.values():
+            using = [at for at, stage in enumerate(stages) if any(map(stage.owns, names))]
+            places = sorted({at % self._axes.pipeline for at in using})
+            for pipeline in self._axes.pipelines() if len(places) > 1 else ():
+                ranks = [pipeline[place] for place in places]
+                group = new_group(ranks, self._job.health)
+                if self._world.rank in ranks:
+                    found.append(Tied(names[0], len(ranks), group))
+        return found
+
+    def _names_of_stage(self, model: torch.nn.Module, stages: Sequence[Stage]) -> frozenset[str]:
+        """Return the names of parameters and buffers that this rank has; the first rank has unused ones."""
+        tensors: dict[int, list[str]] = {}
+        for found in (
+            model.named_parameters(remove_duplicate=False),
+            model.named_buffers(remove_duplicate=False),
+        ):
+            for name, tensor in found:
+                tensors.setdefault(id(tensor), []).append(name)
+        own: set[str] = set()
+        for names in tensors.values():
+            is_used = any(stage.owns(name) for stage in stages for name in names)
+            is_own = any(stage.owns(name) for stage in self._place.stages for name in names)
+            if is_own or (not is_used and self._place.rank == 0):
+                own.update(names)
+        return frozenset(own)
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Attach to this rank's stages; parameters of other stages are removed from the optimizer.
+
+        Raises:
+            UserError: Nothing is trained here.
+        """
+        self._numbering = [parameter.name for parameter in whole_parameters(model, optimizer)]
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+        if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+            raise UserError(
+                f"strategy pipeline: rank {self._world.rank} has no parameter that is trained",
+                hint="use fewer stages, or strategy: fsdp, where layers are frozen",
+            )
+        if self._axes.pipeline > 1:
+            check_separable(optimizer, self._job.strategy.name)
+        super().bind(model, optimizer)
+        self._required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def local_tensors(self) -> Mapping[str, LocalTensor]:
+        """Return what this rank has of the whole model's weights and buffers."""
+        found = self._model.state_dict().items()
+        return {name: local_tensor_of(tensor) for name, tensor in found if name in self._owns}
+
+    def numbering(self) -> Sequence[str | int]:
+        """Return the names of parameters as an optimizer of the whole model numbers them."""
+        return self._numbering
+
+    # -- passes
+
+    @contextmanager
+    def same_random_state(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
+        """Yield a step with which the plain model draws the random numbers of the stages."""
+        message = torch.tensor(draw_seed())  # the first rank draws the same again, when the step is made
+        if self._axes.pipeline > 1:
+            dist.broadcast(message, self._place.ranks[0], group=self._place.groups["activations"])
+
+        def batches(begin: Callable[[int], None]) -> Iterator[Any]:
+            for at, (_, batch) in enumerate(step):
+                begin(int(message) + at)
+                yield batch
+
+        with drawing_by_stage(model, self._firsts) as begin:
+            yield PlannedStep(step.share, batches(begin), step.is_last)
+
+    def run_schedule(self, step: PlannedStep, context: PassContext) -> torch.Tensor:
+        """Make the forward and backward passes of a step; return this rank's part of its loss, shape []."""
+        batches = [batch for _, batch in step] if self._reads else []
+        context.lap("data")
+        shares = [micro_batch.share for micro_batch in step.share.micro_batches]
+        losses: list[torch.Tensor] = []
+
+        def weighted(loss: object, at: int) -> torch.Tensor:
+            found = context.weigh(loss, shares[at])
+            if found.is_meta:
+                raise UserError(
+                    "strategy pipeline: the task's loss uses weights that other ranks have",
+                    hint="let the model itself return what depends on them",
+                )
+            losses.append(found.detach())
+            return found
+
+        if shares:
+            passes = self._passes(
+                context,
+                context.task.loss,
+                batches,
+                len(shares),
+                weighted,
+                lambda at: nullcontext() if shares[at] else context.not_counted(),
+            )
+            self._check_same_trained()
+            order = order_of(
+                self._schedule,
+                rank=self._place.rank,
+                num_ranks=self._axes.pipeline,
+                num_chunks=self._num_chunks,
+                num_micro_batches=len(shares),
+            )
+            passes.make(order, self._before_last)
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+
+    def _check_same_trained(self) -> None:
+        """Refuse a change of what is trained, before another rank gets a message that it does not expect.
+
+        Raises:
+            UserError: It has changed.
+        """
+        if any(parameter.requires_grad != before for parameter, before in self._required):
+            raise UserError(
+                f"strategy {self._job.strategy.name}: which parameters are trained has changed",
+                hint="freeze parameters before training begins, or use strategy: allreduce",
+            )
+
+    def _before_last(self) -> None:
+        if self._num_chunks == 1:  # otherwise the last pass is that of one of the stages
+            self._data.expect_last()
+
+    def metrics_of(
+        self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, context: PassContext
+    ) -> Mapping[str, Any]:
+        """Return the metrics of a batch, on one rank that has the last stage; others have none."""
+        batches = [batch] if self._reads else []
+        passes = self._passes(
+            context, compute, batches, 1, lambda metrics, _: metrics, lambda _: nullcontext()
+        )
+        found = [passes.forward(Pass("forward", chunk, 0)) for chunk in range(self._num_chunks)]
+        self._messages.end()
+        _, _, tensor = self._axes.place(self._world.rank)
+        return found[-1] or {} if tensor == 0 else {}
+
+    @property
+    def _reads(self) -> bool:
+        """Whether this rank has the first stage or the last, and so reads batches."""
+        return self._place.rank in {0, self._axes.pipeline - 1}
+
+    def _passes(
+        self,
+        context: PassContext,
+        function: Callable[[Any, Any], Any],
+        batches: Sequence[Any],
+        num_micro_batches: int,
+        result: Callable[[Any, int], Any],
+        enter_pass: Callable[[int], AbstractContextManager[object]],
+    ) -> PipelinePasses:
+        """Prepare the passes of micro-batches.
+
+        The first rank numbers the kinds of micro-batches and draws a seed; it broadcasts both.
+        """
+        message = torch.zeros(2, dtype=torch.int64)
+        inputs: list[dict[str, Any]] = []
+        if self._place.rank == 0:
+            seed = draw_seed()
+            with context.autocast():
+                inputs = [
+                    inputs_of_call(function, self._model, batch, seed + at)
+                    for at, batch in enumerate(batches)
+                ]
+            kind = (torch.is_grad_enabled(), num_micro_batches, str(tree_map(_shape, inputs)))
+            message = torch.tensor([self._signatures.setdefault(kind, len(self._signatures)), seed])
+        if self._axes.pipeline > 1:
+            dist.broadcast(message, self._place.ranks[0], group=self._place.groups["activations"])
+        number, seed = message.tolist()
+        self._messages.begin(number)
+
+        def made_of(at: int, output: Any) -> Any:
+            return result(answered_with(function, self._model, batches[at], output, seed + at), at)
+
+        return PipelinePasses(
+            self._place,
+            self._messages,
+            inputs=inputs.__getitem__,
+            result=made_of,
+            autocast=context.autocast,
+            lap=context.lap,
+            seed=seed,
+            context=enter_pass,
+        )
+
+    # -- the rest of a step
+
+    def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
+        """Sum gradients over ranks that have the same stage, and of weights that several stages use."""
+        loss = super().reduce(weighted_loss)
+        for tied in self._tied:
+            parameter = self._model.get_parameter(tied.name)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(to_local(parameter.grad), group=tied.group)
+        # Ranks with the last stage have it; the first of them broadcasts it.
+        has_it = self._axes.place(self._world.rank) == (0, self._axes.pipeline - 1, 0)
+        message = (loss if has_it else torch.zeros_like(loss)).reshape(1)
+        return self._world.wait(self._world.start_allreduce(message, "horovod_train.loss"))[0]
+
+    def _num_copies(self, parameter: torch.nn.Parameter) -> int:
+        """Return on how many ranks the same of a parameter lies; several stages may use it."""
+        having = [t.num_ranks for t in self._tied if self._model.get_parameter(t.name) is parameter]
+        return super()._num_copies(parameter) * (having[0] if having else 1)
+
+
+def draw_seed() -> int:
+    """Return a seed, drawn from this rank's generator."""
+    return int(torch.randint(2**31, (), dtype=torch.int64))
+
+
+def keep_only(model: torch.nn.Module, names: frozenset[str], device: torch.device) -> None:
+    """Bring the tensors of these names to a device; parameters of other names have no memory any more."""
+    empty: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # what is one weight stays one
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for name, parameter in list(module._parameters.items()):  # noqa: SLF001  (named_parameters has no None)
+            if parameter is None:
+                continue
+            if prefix + name in names:
+                parameter.data = parameter.data.to(device)
+            else:
+                if parameter not in empty:
+                    without = torch.empty_like(parameter, device="meta")
+                    empty[parameter] = torch.nn.Parameter(without, requires_grad=parameter.requires_grad)
+                setattr(module, name, empty[parameter])
+        for name, buffer in list(module._buffers.items()):  # noqa: SLF001
+            if buffer is not None and prefix + name in names:
+                buffer.data = buffer.data.to(device)
+
+
+def _on_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _shape(leaf: Any) -> object:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf

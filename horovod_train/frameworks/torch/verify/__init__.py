@@ -1,0 +1,1 @@
+"""Comparison of a strategy's steps with those of the plain model."""

@@ -1,0 +1,69 @@
+"""What a model must be like, so that it can be trained and saved: checked before training starts."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from horovod_train.checkpoint.arrays import DTYPE_CODES, METADATA
+from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.step.gradient_watch import num_hooks
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Refuse a model whose weights or buffers no checkpoint can hold.
+
+    Raises:
+        UserError: It is such a model; names the first tensor.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter | UninitializedBuffer):
+            raise UserError(
+                f"the parameter {name!r} has no shape yet: it is of a lazy module",
+                hint="call the model with a batch in the task's model(), before it is returned",
+            )
+    for name, value in model.state_dict(keep_vars=True).items():
+        _check_value(name, value)
+
+
+def _check_value(name: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise UserError(
+            f"the model's state has {name!r}, which is a {type(value).__name__}: a checkpoint holds tensors",
+            hint="let get_extra_state() return a tensor, or keep the state in a buffer",
+        )
+    if name == METADATA:
+        raise UserError(
+            f"the name {name!r} is one that safetensors files keep for themselves",
+            hint="give the parameter or buffer another name",
+        )
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in DTYPE_CODES:
+        raise UserError(
+            f"{name!r} is of type {dtype}, which a checkpoint cannot hold",
+            hint="use complex64 for complex128"
+            if dtype == "complex128"
+            else f"types are {', '.join(DTYPE_CODES)}",
+        )
+    if value.layout != torch.strided:
+        layout = str(value.layout).removeprefix("torch.")
+        raise UserError(
+            f"{name!r} is a sparse tensor ({layout}), which ranks cannot compare and a checkpoint "
+            "cannot hold",
+            hint="keep its indices and values as two buffers, and make the sparse tensor in forward()",
+        )
+
+
+def refuse_hooks_of_parameters(model: torch.nn.Module, strategy: str) -> None:
+    """Refuse hooks of parameters that a strategy replaces.
+
+    Raises:
+        UserError: A parameter has hooks; names the first.
+    """
+    for name, parameter in model.named_parameters():
+        if num_hooks(parameter, of_tensor=True):
+            raise UserError(
+                f"strategy {strategy}: {name!r} has hooks of its gradient, which are lost where ranks "
+                "hold parts of it",
+                hint="use strategy: allreduce, ddp or zero, or a hook of the module",
+            )

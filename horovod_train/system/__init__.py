@@ -1,0 +1,1 @@
+"""Files, streams, processes, signals and cores of a host; nothing here knows of Horovod or of training."""
