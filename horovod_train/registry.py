@@ -235,9 +235,9 @@ CODECS = Registry(
     kind="codec",
     group="horovod_train.codecs",
     builtin={
-        "fp32": "horovod_train.frameworks.torch.codecs.whole:fp32",
-        "fp16": "horovod_train.frameworks.torch.codecs.whole:fp16",
-        "bf16": "horovod_train.frameworks.torch.codecs.whole:bf16",
+        "fp32": "horovod_train.frameworks.torch.codecs.dense:fp32",
+        "fp16": "horovod_train.frameworks.torch.codecs.dense:fp16",
+        "bf16": "horovod_train.frameworks.torch.codecs.dense:bf16",
         "top-k": "horovod_train.frameworks.torch.codecs.top_k:TopK",
     },
     renamed={"has_memory": "has_residual"},

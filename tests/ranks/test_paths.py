@@ -123,7 +123,7 @@ def test_a_gradient_goes_through_eight_files(steps):
         "frameworks/torch/step/update.py",
         "frameworks/torch/strategies/allreduce.py",
         "frameworks/torch/strategies/base.py",
-        "frameworks/torch/codecs/whole.py",
+        "frameworks/torch/codecs/dense.py",
         "frameworks/torch/comm/collectives.py",
         "collectives/horovod.py",
     }

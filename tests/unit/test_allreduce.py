@@ -11,13 +11,10 @@ from torch import nn
 from torch.nn.utils import get_total_norm
 
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.codecs.whole import Whole
+from horovod_train.frameworks.torch.codecs.dense import Dense
+from horovod_train.frameworks.torch.comm.buckets import make_buckets
 from horovod_train.frameworks.torch.state.trained import OptimizedParameters, check_same_trained
-from horovod_train.frameworks.torch.strategies.allreduce import (
-    AllreduceStrategy,
-    SingleRankStrategy,
-    make_buckets,
-)
+from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, SingleRankStrategy
 
 
 class Given:
@@ -34,7 +31,7 @@ class Given:
 
 
 def reducer_of(optimized, ranks, *, wire_dtype=torch.float32, **options):
-    strategy = AllreduceStrategy(ranks, codec=Whole(wire_dtype), **options)
+    strategy = AllreduceStrategy(ranks, codec=Dense(wire_dtype), **options)
     strategy.sum_gradients_of(optimized)
     return strategy
 
@@ -65,7 +62,7 @@ def test_uneven_ranks_get_the_gradient_of_the_joint_batch(size, bucket_size_byte
         loss = torch.zeros(())
         mine = pieces[world.rank]
         if len(mine):
-            reducer.expect_last()
+            reducer.set_requires_sync(is_last=True)
             loss = nn.functional.mse_loss(model(inputs[mine]), targets[mine]) * (len(mine) / 7)
             loss.backward()
         total = reducer.reduce(loss.detach())
@@ -85,11 +82,11 @@ def test_only_the_last_micro_step_communicates():
         reducer = reducer_of(Given(model.parameters()), world, bucket_size_bytes=1)
         model(torch.ones(1, 4)).sum().backward()
         before = len(world.sent)
-        reducer.expect_last()
+        reducer.set_requires_sync(is_last=True)
         model(torch.ones(1, 4)).sum().backward()
         during = len(world.sent)
         reducer.reduce(torch.zeros(()))
-        return before, during, len(world.sent), len(reducer.buckets)
+        return before, during, len(world.sent), len(reducer.pipeline.buckets)
 
     ((before, during, after, num_buckets),) = on_ranks(1, rank)
     assert before == 0
@@ -101,7 +98,7 @@ def test_a_parameter_that_no_rank_used_has_no_gradient():
     def rank(world):
         used, unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
         reducer = reducer_of(Given([used, unused]), world, bucket_size_bytes=1)
-        reducer.expect_last()
+        reducer.set_requires_sync(is_last=True)
         used.sum().backward()
         reducer.reduce(torch.zeros(()))
         return used.grad, unused.grad
@@ -115,7 +112,7 @@ def test_a_parameter_that_one_rank_used_has_its_gradient_on_all():
     def rank(world):
         always, sometimes = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
         reducer = reducer_of(Given([always, sometimes]), world, bucket_size_bytes=1)
-        reducer.expect_last()
+        reducer.set_requires_sync(is_last=True)
         (always.sum() + (sometimes.sum() if world.rank == 1 else 0)).backward()
         reducer.reduce(torch.zeros(()))
         return sometimes.grad
@@ -130,7 +127,7 @@ def test_steps_do_not_leak_into_each_other():
         found = []
         for value in (1.0, 3.0):
             model.zero_grad()
-            reducer.expect_last()
+            reducer.set_requires_sync(is_last=True)
             model(torch.full((1, 4), value)).sum().backward()
             reducer.reduce(torch.zeros(()))
             found.append([p.grad.clone() for p in model.parameters()])
@@ -152,7 +149,7 @@ def test_both_ways_of_clearing_gradients_work(set_to_none):
         reducer = reducer_of(Given([parameter]), world, bucket_size_bytes=1)
         for _ in range(3):
             optimizer.zero_grad(set_to_none=set_to_none)
-            reducer.expect_last()
+            reducer.set_requires_sync(is_last=True)
             parameter.sum().backward()
             reducer.reduce(torch.zeros(()))
         return parameter.grad.tolist()
@@ -164,7 +161,7 @@ def test_sparse_gradients_are_summed_densely():
     def rank(world):
         embedding = nn.Embedding(4, 2, sparse=True)
         reducer = reducer_of(Given(embedding.parameters()), world, bucket_size_bytes=1)
-        reducer.expect_last()
+        reducer.set_requires_sync(is_last=True)
         embedding(torch.tensor([world.rank])).sum().backward()
         reducer.reduce(torch.zeros(()))
         return embedding.weight.grad.tolist()
@@ -176,11 +173,16 @@ def test_a_second_gradient_in_one_backward_is_refused():
     def rank(world):
         parameter, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
         reducer = reducer_of(Given([parameter, other]), world, bucket_size_bytes=1)
-        reducer.expect_last()
+        reducer.set_requires_sync(is_last=True)
         parameter.sum().backward()
         parameter.sum().backward()
 
     assert isinstance(on_ranks(1, rank)[0], UserError)
+
+
+def buckets_of(parameters, size_bytes, codec):
+    named = {f"p{number}": parameter for number, parameter in enumerate(parameters)}
+    return make_buckets(named, size_bytes, codec.message, len(named) + 2)
 
 
 def test_buckets_keep_types_apart_and_the_last_one_wide():
@@ -188,18 +190,18 @@ def test_buckets_keep_types_apart_and_the_last_one_wide():
         nn.Parameter(torch.ones(10, dtype=d)) for d in (torch.float32, torch.float64, torch.bfloat16)
     ]
 
-    buckets = make_buckets(parameters, 10**6, Whole(torch.float16))
+    buckets = buckets_of(parameters, 10**6, Dense(torch.float16))
 
     assert [b.gradients.dtype for b in buckets] == [torch.bfloat16, torch.float64, torch.float32]
     assert [b.message.body.dtype for b in buckets] == [torch.float16, torch.float64, torch.float32]
-    assert len(buckets[-1].extra) == len(parameters) + 2
+    assert len(buckets[-1].message.trailer) == len(parameters) + 2
 
 
 def test_neighbours_of_one_type_share_a_bucket_whatever_came_before():
     dtypes = [torch.float64, torch.float64, torch.float32, torch.float64, torch.float32, torch.float32]
     parameters = [nn.Parameter(torch.ones(10, dtype=dtype)) for dtype in dtypes]
 
-    buckets = make_buckets(parameters, 10**6, Whole(torch.float32))
+    buckets = buckets_of(parameters, 10**6, Dense(torch.float32))
 
     assert [[slot.index for slot in bucket.slots] for bucket in buckets] == [[5, 4], [3], [2], [1, 0]]
 
@@ -208,7 +210,7 @@ def test_a_bucket_is_full_with_its_size():
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(6)]
 
     for size_bytes, widths in ((16, [2, 2, 2]), (17, [3, 3]), (8, [1] * 6)):
-        buckets = make_buckets(parameters, size_bytes, Whole(torch.float32))
+        buckets = buckets_of(parameters, size_bytes, Dense(torch.float32))
         assert [len(bucket.slots) for bucket in buckets] == widths
 
 
@@ -245,7 +247,7 @@ def train(world, change, num_steps=6, accumulation=1):
         model.zero_grad()
         for piece in mine:
             if piece is mine[-1]:
-                reducer.expect_last()
+                reducer.set_requires_sync(is_last=True)
             (loss_of(model, INPUTS[piece], TARGETS[piece]) * len(piece) / 12).backward()
         reducer.reduce(torch.zeros(()))
         optimizer.step()
@@ -325,7 +327,7 @@ class TestWhatIsTrainedMayChange:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             reducer = reducer_of(OptimizedParameters(model, optimizer), world, bucket_size_bytes=16)
             model.body.requires_grad_()
-            reducer.expect_last()
+            reducer.set_requires_sync(is_last=True)
             (loss_of(model, INPUTS, TARGETS) / world.size).backward()
             reducer.reduce(torch.zeros(()))
             return float(get_total_norm(reducer.gradients()))
@@ -346,7 +348,7 @@ class TestWhatIsTrainedMayChange:
             reducer = reducer_of(Given([head, used, unused]), world, bucket_size_bytes=1)
             for parameter in (used, unused):
                 parameter.requires_grad_()
-            reducer.expect_last()
+            reducer.set_requires_sync(is_last=True)
             (head * used).sum().backward()
             reducer.reduce(torch.zeros(()))
             return used.grad.tolist(), unused.grad
@@ -385,7 +387,7 @@ class TestComplexParameters:
             parameters = [nn.Parameter(tensor.clone()) for tensor in start]
             reducer = reducer_of(Given(parameters), world, bucket_size_bytes=1, wire_dtype=wire_dtype)
             part = inputs.chunk(size)[world.rank]
-            reducer.expect_last()
+            reducer.set_requires_sync(is_last=True)
             loss = loss_of_part(parameters, part, len(part) / 6)
             loss.backward()
             reducer.reduce(loss.detach())

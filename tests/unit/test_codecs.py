@@ -20,8 +20,8 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
+from horovod_train.frameworks.torch.codecs.dense import Dense
 from horovod_train.frameworks.torch.codecs.top_k import TopK
-from horovod_train.frameworks.torch.codecs.whole import Whole
 from horovod_train.frameworks.torch.comm.collectives import with_tensors
 from horovod_train.frameworks.torch.strategies.allreduce import AllreduceStrategy, allreduce
 from horovod_train.health.desync import fingerprints
@@ -61,7 +61,7 @@ def gradients_of(num_steps, size, seed=0, dtype=np.float32):
 
 def step(strategy, model, gradients, *, is_used=True):
     """Make a step with given gradients; return their sums."""
-    strategy.expect_last()
+    strategy.set_requires_sync(is_last=True)
     loss = sum((torch.from_numpy(np.asarray(g)) * getattr(model, n)).sum() for n, g in gradients.items())
     loss.backward()
     strategy.reduce(torch.tensor(1.0))
@@ -96,7 +96,7 @@ def test_the_largest_numbers_travel_and_the_rest_is_added_to_the_next_ones(keep,
 
 
 def everything(strategy):
-    return {name: piece.double().sum().item() for name, piece in strategy.state().items()}
+    return {name: piece.double().sum().item() for name, piece in strategy.rank_state().items()}
 
 
 class TestWhatIsKept:
@@ -106,10 +106,10 @@ class TestWhatIsKept:
         def rank(world):
             strategy, model = bound(world, TopK(keep=0.2))
             step(strategy, model, steps[0][0])
-            before = {name: piece.clone() for name, piece in strategy.state().items()}
+            before = {name: piece.clone() for name, piece in strategy.rank_state().items()}
             bad = {name: np.full_like(g, np.nan) for name, g in steps[1][0].items()}
             assert step(strategy, model, bad, is_used=False)["a"].isnan().any()
-            return before, strategy.state()
+            return before, strategy.rank_state()
 
         ((before, after),) = on_ranks(1, rank)
         assert before["a"].any()
@@ -148,8 +148,8 @@ class TestWhatIsKept:
 
         def rank(world):
             strategy, _ = bound(world, TopK(keep=0.2))
-            strategy.load_state(kept)
-            return strategy.state()
+            strategy.load_rank_states(kept)
+            return strategy.rank_state()
 
         found = on_ranks(size, rank)
         for name in SHAPES:
@@ -164,7 +164,7 @@ class TestWhatIsKept:
             strategy, model = bound(world, TopK(keep=0.2))
             step(strategy, model, gradients_of(1, 1)[0][0])
             before = everything(strategy)
-            strategy.load_state(kept)
+            strategy.load_rank_states(kept)
             return before, everything(strategy)
 
         ((before, after),) = on_ranks(1, rank)
@@ -177,7 +177,9 @@ class TestWhatIsKept:
             model = Model()
             model.a.requires_grad_(requires_grad=False)
             strategy, _ = bound(world, TopK(keep=0.2), model)
-            strategy.load_state([{"a": torch.full((20,), 2.0), "b": torch.zeros(7), "c": torch.zeros(1)}])
+            strategy.load_rank_states(
+                [{"a": torch.full((20,), 2.0), "b": torch.zeros(7), "c": torch.zeros(1)}]
+            )
             kept = everything(strategy)
             model.a.requires_grad_()
             came = [step(strategy, model, gradients[0])["a"].sum().item() for gradients in gradients_of(9, 1)]
@@ -189,13 +191,13 @@ class TestWhatIsKept:
         assert sum(came) + left["a"] == pytest.approx(40 + given, abs=1e-4)
 
     def test_is_dropped_with_a_word_by_what_keeps_nothing(self, caplog):
-        strategy, _ = bound(with_tensors(SingleRank()), Whole(torch.float32))
+        strategy, _ = bound(with_tensors(SingleRank()), Dense(torch.float32))
 
-        strategy.load_state([{"a": torch.ones(20)}])
+        strategy.load_rank_states([{"a": torch.ones(20)}])
 
-        assert "what another strategy or codec keeps for itself: it is dropped" in caplog.text
+        assert "rank state is of another strategy or codec; it is dropped" in caplog.text
         caplog.clear()
-        strategy.load_state([])
+        strategy.load_rank_states([])
         assert not caplog.text
 
 
@@ -204,7 +206,7 @@ def test_the_loss_and_what_is_used_travel_as_they_are():
 
     def rank(world):
         strategy, model = bound(world, TopK(keep=0.01), size_bytes=10**6)
-        strategy.expect_last()
+        strategy.set_requires_sync(is_last=True)
         (model.a.sum() * 0.0).backward()
         loss = strategy.reduce(torch.tensor(0.1 + world.rank))
         return float(loss), model.b.grad.tolist()
@@ -299,15 +301,15 @@ class TestTraining:
 class Halves(Codec):
     """A codec of somebody's own, in one file: the half of every number travels."""
 
-    def message(self, length, num_extra, dtype, device):
-        message = Whole(dtype).message(length, num_extra, dtype, device)
-        send = message.send
+    def message(self, layout):
+        message = Dense(layout.dtype).message(layout)
+        exchange = message.exchange
 
         def half(ranks, name):
             message.body.mul_(0.5)
-            send(ranks, name)
+            return exchange(ranks, name)
 
-        message.send = half
+        message.exchange = half
         return message
 
 

@@ -150,7 +150,9 @@ def test_a_step_that_is_skipped_leaves_what_a_codec_keeps_back_as_it_was(size, l
         replica = replica_of(world, lag_steps, task=task, health={"non_finite": "skip"}, allreduce=codec)
         used = [reading.is_finite for reading in trained(replica, world, skipping=0 if poison else 3)]
         assert used.count(False) == poison
-        return everything(replica), {name: kept.clone() for name, kept in replica.strategy.state().items()}
+        return everything(replica), {
+            name: kept.clone() for name, kept in replica.strategy.rank_state().items()
+        }
 
     for (found, found_kept), (wanted, wanted_kept) in zip(
         worlds(size, lambda world: rank(world, poison=True)),

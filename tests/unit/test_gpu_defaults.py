@@ -13,7 +13,7 @@ from horovod_train.collectives.base import SingleRank
 from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Data, Job
 from horovod_train.errors import UnknownNameError, UserError, WorldError
-from horovod_train.frameworks.torch.codecs.whole import fp32
+from horovod_train.frameworks.torch.codecs.dense import fp32
 from horovod_train.frameworks.torch.comm.buckets import make_buckets
 from horovod_train.frameworks.torch.comm.collectives import let_stream_follow
 from horovod_train.frameworks.torch.framework import choose_device, compiled, placement, set_up
@@ -108,9 +108,9 @@ class TestChannelsLast:
     def test_gradients_lie_as_the_weights_do(self):
         """Optimizers with one kernel for all weights refuse anything else."""
         model = DevicePlacement(CPU, job(train={"channels_last": True}).train)(self.net())
-        parameters = list(model.parameters())
+        named = dict(model.named_parameters())
 
-        for bucket in make_buckets(parameters, 2**20, fp32()):
+        for bucket in make_buckets(named, 2**20, fp32().message, len(named) + 2):
             for slot in bucket.slots:
                 assert slot.gradient.stride() == slot.parameter.stride()
                 slot.packed.copy_(torch.arange(slot.parameter.numel()).view(slot.parameter.shape))

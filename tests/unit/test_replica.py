@@ -18,7 +18,7 @@ from horovod_train.config.schema import Health, Job, Train
 from horovod_train.data.planned_step import PlannedStep, planned_steps
 from horovod_train.data.shard import share_of_step
 from horovod_train.errors import CheckpointError, UserError
-from horovod_train.frameworks.torch.codecs.whole import fp32
+from horovod_train.frameworks.torch.codecs.dense import fp32
 from horovod_train.frameworks.torch.framework import (
     TorchFramework,
     recompute_activations,

@@ -235,7 +235,7 @@ def test_what_is_trained_may_not_change_where_pytorch_sums():
     strategy.reduce(torch.zeros(()))
     model.bias.requires_grad_(requires_grad=False)
 
-    with pytest.raises(UserError, match="what is trained has changed, which strategy ddp does not support"):
+    with pytest.raises(UserError, match="strategy ddp: which parameters are trained has changed"):
         strategy.reduce(torch.zeros(()))
 
 

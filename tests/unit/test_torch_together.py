@@ -323,7 +323,7 @@ class TestTheReplica:
         def rank(world):
             replica = self.replica(world, nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))))
             assert isinstance(replica.strategy, AllreduceStrategy)
-            return len(replica.strategy.buckets)
+            return len(replica.strategy.pipeline.buckets)
 
         assert on_torch_ranks(2, rank) == [2, 2]  # 16 MiB, and biases, in buckets of 8
 

@@ -24,6 +24,7 @@ from horovod_train.config.rules import broken_rules
 from horovod_train.config.schema import Job
 from horovod_train.data.shard import share_of_step
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.comm import gradient_pipeline
 from horovod_train.frameworks.torch.state.elementwise import check_elementwise
 from horovod_train.frameworks.torch.strategies import zero as zero_module
 from horovod_train.frameworks.torch.strategies.zero import Zero
@@ -135,7 +136,7 @@ def under_way(size, order_of=lambda _rank, layers: layers, slowness_s=0.0):
         strategy = Zero(Mesh.data_parallel(world), job)
         strategy.bind(mine, torch.optim.SGD(mine.parameters(), 0.1))
         strategy.begin(None)
-        strategy.expect_last()
+        strategy.set_requires_sync(is_last=True)
         most = 0
         for layer in order_of(world.rank, list(mine)):
             sleep(slowness_s * world.rank)
@@ -155,7 +156,7 @@ def test_gradients_of_few_buckets_are_there_at_a_time_where_others_are_slow(monk
 
 
 def test_ranks_whose_gradients_come_in_other_orders_do_not_wait_for_ever(monkeypatch):
-    monkeypatch.setattr(zero_module, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(gradient_pipeline, "MAX_WAIT_S", 0.05)
     found = under_way(2, order_of=lambda rank, layers: layers[::-1] if rank else layers)
 
     for _, received in found:
@@ -322,7 +323,7 @@ def test_what_is_frozen_later_is_refused_on_all_ranks():
 
     for error in on_torch_ranks(2, rank):
         assert isinstance(error, UserError)
-        assert "what is trained has changed: strategy zero splits it once" in str(error)
+        assert "strategy zero: which parameters are trained has changed" in str(error)
 
 
 class Normalized(Task):

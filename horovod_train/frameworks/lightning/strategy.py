@@ -181,7 +181,8 @@ class HorovodStrategy(ParallelStrategy):
                 (optimizer,) = self.optimizers
                 self.gradients = summed_gradients(self.world, self._allreduce)
                 self.gradients.bind(self.model, optimizer)
-                self.gradients.defers_results = deferred.lag_steps_of(self.root_device) > 0
+                if deferred.lag_steps_of(self.root_device):
+                    self.gradients.defer_results()
 
     def teardown(self) -> None:
         """Let go of the parameters."""
@@ -215,7 +216,7 @@ class HorovodStrategy(ParallelStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Reduce gradients as soon as they are computed, in the last backward of a step."""
         if self.gradients is not None and not self._is_blocked:
-            self.gradients.expect_last()
+            self.gradients.set_requires_sync(is_last=True)
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Wait for the other ranks' gradients, after the last backward of a step."""

@@ -357,7 +357,7 @@ def make_model(task: TorchTask, strategy: Strategy, weights: StoredArrays | None
     """
     if weights is None:
         return task.model()
-    if strategy.accepts_meta_model:
+    if strategy.capabilities.meta_model:
         with meta_parameters():
             return task.model()
     model = task.model()

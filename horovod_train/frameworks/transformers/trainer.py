@@ -192,7 +192,7 @@ class HorovodTrainerMixin:
         assert self.gradients is not None
         is_last = bool(self.accelerator.sync_gradients)
         if is_last:
-            self.gradients.expect_last()
+            self.gradients.set_requires_sync(is_last=True)
         # A model's loss may have shape [1], which Trainer adds to one of shape [].
         mine = super().training_step(model, inputs, num_items_in_batch).reshape(())  # type: ignore[misc]
         self.local_loss = self.local_loss.to(mine.device) + mine.detach()
@@ -213,7 +213,8 @@ class HorovodTrainerMixin:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         self.gradients = summed_gradients(self.world, self._allreduce)
         self.gradients.bind(model, optimizer)
-        self.gradients.defers_results = deferred.lag_steps_of(self.args.device) > 0
+        if deferred.lag_steps_of(self.args.device):
+            self.gradients.defer_results()
 
     # -- evaluation
 

@@ -1,49 +1,91 @@
-"""How the gradients of a bucket travel: whole, rounded, or only the largest of them.
+"""Gradient compression: how a bucket of gradients is summed over ranks.
 
-A codec is a file here (or in another package, see ``registry.py``) and one row in the table. For each
-bucket it makes a message, once; in each step, gradients are written into the message's ``body``,
-``send`` lets it go, and after ``receive`` the sum over ranks is where the gradients were.
+A codec is a file here (or in another package, see ``registry.py``) and one row of a table. For each bucket it
+makes a message, once. In each step gradients are written into the message's ``body``, ``exchange`` runs its
+collectives, and then the sum over ranks is in ``body``.
+
+An exchange is a generator: it yields the handle of a collective and is resumed with its result. So it may
+have several rounds that depend on each other, and the rounds of different buckets overlap.
 """
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from horovod_train.config.schema import Allreduce
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
+from horovod_train.frameworks.torch.state.rank_state import Rule, StateKey
 from horovod_train.registry import CODECS
+
+Exchange = Generator[Any, torch.Tensor, None]
+"""Yields handles of collectives; is resumed with their results."""
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """The gradients of a bucket, one after the other in flat memory.
+
+    Attributes:
+        shapes: Shape of each gradient by parameter name; a complex gradient has pairs of reals, and one more
+            dimension. The first dimension is outermost in memory.
+        dtype: Data type of the parameters; real.
+        device: Device of the parameters.
+        trailer_length: Numbers that are summed with this bucket, uncompressed; 0: none.
+    """
+
+    shapes: Mapping[str, Sequence[int]]
+    dtype: torch.dtype
+    device: torch.device
+    trailer_length: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of elements of each gradient."""
+        return [torch.Size(shape).numel() for shape in self.shapes.values()]
+
+    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the part of a flat tensor that belongs to each parameter, flat."""
+        return dict(zip(self.shapes, torch.split(flat, self.lengths), strict=True))
 
 
 class Message:
-    """The gradients of one bucket on their way, and numbers that ride along.
+    """Gradients of one bucket, and the collectives that sum them.
 
     Attributes:
-        body: The gradients, flat; after ``receive`` their sum over ranks, the same bits on all of them.
-        extra: Flags and the loss; summed too, never encoded, in 32 bits at least.
-        memory: What this rank has not sent yet, as long as ``body``; None: nothing is ever kept back.
-        size_bytes: What this rank gives away.
+        body: The gradients, flat; after ``exchange``, their sum over ranks, bitwise equal on all ranks.
+        trailer: Numbers that are summed uncompressed, in at least 32 bits; None: this message has none.
+        size_bytes: Bytes that this rank passes to collectives.
     """
 
     body: torch.Tensor
-    extra: torch.Tensor
-    memory: torch.Tensor | None = None
+    trailer: torch.Tensor | None = None
     size_bytes: int
 
-    def send(self, ranks: TensorCollectives, name: str) -> None:
-        """Let it go; returns at once."""
-        raise NotImplementedError
+    def allocate(self) -> None:
+        """Allocate ``body``, if it was released; called before a gradient is written."""
 
-    def receive(self, ranks: TensorCollectives) -> None:
-        """Return when the sums are in ``body`` and ``extra``."""
-        raise NotImplementedError
-
-    def commit(self, *, is_used: torch.Tensor | bool) -> None:
-        """The step was made with the sum; or it was left out, and ``memory`` is as it was before.
+    def exchange(self, ranks: TensorCollectives, name: str) -> Exchange:
+        """Sum ``body`` and ``trailer`` over ranks.
 
         Args:
-            is_used: Which of the two; where only the device knows, shape [].
+            ranks: The ranks that sum; all of them have the same layout.
+            name: Name of the collectives; each round appends its own suffix.
+        """
+        raise NotImplementedError
+
+    def state(self) -> Mapping[StateKey, torch.Tensor]:
+        """Return the state between steps, by parameter and key; writing to a tensor changes the state."""
+        return {}
+
+    def commit(self, *, is_used: torch.Tensor | bool) -> None:
+        """Keep the new state if the step is used, and the old one if it is skipped.
+
+        Args:
+            is_used: Whether it is used; if only the device knows, a tensor of shape [].
         """
 
 
@@ -51,25 +93,34 @@ class Codec:
     """Makes messages.
 
     Attributes:
-        has_memory: Messages keep back what they have not sent, and send it later.
+        rules: How each key of the messages' state is loaded on another number of ranks.
     """
 
-    has_residual: bool = False
+    rules: Mapping[str, Rule] = {}
 
-    def message(self, length: int, num_extra: int, dtype: torch.dtype, device: torch.device) -> Message:
-        """Return the message of a bucket.
+    @property
+    def has_residual(self) -> bool:
+        """Whether a part of a gradient may be sent in a later step."""
+        return Rule.SUM in self.rules.values()
 
-        Args:
-            length: How many numbers its gradients have.
-            num_extra: How many ride along.
-            dtype: Type of the gradients, real.
-            device: Where they are.
-        """
+    def message(self, layout: BucketLayout) -> Message:
+        """Return the message of a bucket."""
         raise NotImplementedError
+
+    def numbers(self, layouts: Sequence[BucketLayout]) -> Mapping[str, float]:
+        """Return the numbers that the codec adds to each step, by their names in the catalog of metrics."""
+        return {}
+
+    def check(self, ranks: TensorCollectives) -> None:
+        """Refuse ranks on which the sums would not be bitwise equal.
+
+        Raises:
+            UserError: They would not.
+        """
 
 
 def make_codec(section: Allreduce) -> Codec:
-    """Return the codec of a job: the one it names, or else the one that sends its ``wire_dtype``.
+    """Return the codec of a job: ``allreduce.codec``, or else the one that sends its ``wire_dtype``.
 
     Raises:
         UserError: Unknown codec, or invalid arguments.

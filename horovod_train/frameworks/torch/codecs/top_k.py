@@ -1,12 +1,12 @@
-"""Only the largest numbers of a gradient travel; the rest is kept and added to the next one.
+"""Top-k sparsification: only the largest elements of a gradient are sent, the others later.
 
-For each bucket, with what was kept back added to its gradient, a rank sends the ``keep`` part of its
-numbers that are largest in size, and their places, and keeps the others (error feedback): nothing is
-lost, it comes later. Every rank adds up what all have sent, in the order of ranks, so the sum is the
-same bit for bit. What is kept belongs to a rank alone and is in the checkpoint.
+A rank adds its residual to the gradients of a bucket, sends the ``keep`` fraction of elements with the
+largest magnitude and their indices, and keeps the others as its new residual (error feedback). All ranks add
+up the elements of all ranks in the order of ranks, so the sum is bitwise equal. Residuals belong to a rank,
+and are written to checkpoints.
 
-A number costs 8 bytes on the way (32 bits, and its place), and all ranks send to all, so that a rank
-receives ``size`` times what it sends. For networks that are slow relative to the model, and few ranks.
+An element costs 8 bytes (32 bits and its index), and each rank sends to all others: a rank receives ``size``
+times the bytes that it sends. Use it if the network is slow relative to the model, and ranks are few.
 
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", arXiv:1809.07599.
 """
@@ -14,84 +14,85 @@ Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", arXiv:1809.07
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.codecs.base import Codec, Message
+from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Exchange, Message
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
+from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
 
-PLACE = torch.int32
+INDEX = torch.int32
 
 
 class TopK(Codec):
-    """Sends the largest numbers, and keeps the others for later.
+    """Sends the elements with the largest magnitude.
 
     Args:
-        keep: Which part of a bucket's numbers travels, 0 < keep <= 1; one number at least.
+        keep: Fraction of a bucket's elements that is sent, 0 < keep <= 1; at least one element.
 
     Raises:
-        UserError: It is not such a part.
+        UserError: ``keep`` is out of range.
     """
 
-    has_residual = True
+    rules = MappingProxyType({RESIDUAL: Rule.SUM})
 
     def __init__(self, *, keep: float) -> None:
         if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
             raise UserError(
                 f"allreduce.codec.args.keep is {keep!r}",
-                hint="use the part of all numbers that travels, such as 0.01",
+                hint="use the fraction of elements to send, such as 0.01",
             )
         self._keep = keep
 
-    def message(self, length: int, num_extra: int, dtype: torch.dtype, device: torch.device) -> Message:
+    def message(self, layout: BucketLayout) -> Message:
         """Return the message of a bucket."""
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        return _TopKMessage(math.ceil(self._keep * length), length, num_extra, wide, device)
+        return TopKMessage(layout, self._keep)
 
 
-class _TopKMessage(Message):
-    """Values, their places, and the extra numbers behind them, as bytes."""
+class TopKMessage(Message):
+    """Elements, their indices and the trailer, as bytes."""
 
-    memory: torch.Tensor
+    def __init__(self, layout: BucketLayout, keep: float) -> None:
+        dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32
+        length = sum(layout.lengths)
+        self._layout = layout
+        self.body = torch.zeros(length, dtype=dtype, device=layout.device)
+        self.trailer = torch.zeros(layout.trailer_length, dtype=dtype, device=layout.device)
+        self._residual = torch.zeros_like(self.body)
+        self._new_residual = torch.zeros_like(self.body)  # at a fixed address, for CUDA graphs
+        self._is_new = False
+        self._num_sent = math.ceil(keep * length)
+        sizes = [self._num_sent * dtype.itemsize, self._num_sent * INDEX.itemsize, self.trailer.nbytes]
+        self._sizes_bytes, self.size_bytes = sizes, sum(sizes)
 
-    def __init__(
-        self, num_sent: int, length: int, num_extra: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.body = torch.zeros(length, dtype=dtype, device=device)
-        self.extra = torch.zeros(num_extra, dtype=dtype, device=device)
-        self.memory = torch.zeros_like(self.body)
-        self._kept = torch.zeros_like(self.body)  # memory after this step, if it is used
-        self._num_sent = num_sent
-        self._sizes_bytes = [num_sent * dtype.itemsize, num_sent * PLACE.itemsize, num_extra * dtype.itemsize]
-        self.size_bytes = sum(self._sizes_bytes)
-        self._handle: Any = None
-
-    def send(self, ranks: TensorCollectives, name: str) -> None:
-        """Choose what travels, and let it go."""
-        self.body.add_(self.memory)
-        places = self.body.abs().topk(self._num_sent, sorted=False).indices
-        parts = (self.body[places], places.to(PLACE), self.extra)
-        self._kept.copy_(self.body)
-        self._kept[places] = 0
-        self._handle = ranks.start_allgather(torch.cat([part.view(torch.uint8) for part in parts]), name)
-
-    def receive(self, ranks: TensorCollectives) -> None:
-        """Add up what all ranks have sent."""
+    def exchange(self, ranks: TensorCollectives, name: str) -> Exchange:
+        """Gather the largest elements of all ranks, and add them up."""
+        assert self.trailer is not None
+        self.body.add_(self._residual)
+        indices = self.body.abs().topk(self._num_sent, sorted=False).indices
+        parts = (self.body[indices], indices.to(INDEX), self.trailer)
+        self._new_residual.copy_(self.body)
+        self._new_residual[indices] = 0
+        self._is_new = True
+        gathered = yield ranks.start_allgather(torch.cat([part.view(torch.uint8) for part in parts]), name)
         self.body.zero_()
-        self.extra.zero_()
-        for sent in torch.split(ranks.wait(self._handle), self.size_bytes):
-            # Copies: a type wants its numbers at multiples of their size.
-            values, places, extra = (part.clone() for part in torch.split(sent, self._sizes_bytes))
-            self.body.index_add_(0, places.view(PLACE), values.view(self.body.dtype))
-            self.extra.add_(extra.view(self.extra.dtype))
+        self.trailer.zero_()
+        for sent in torch.split(gathered, self.size_bytes):
+            # Clones, because elements of a data type must be aligned to their size.
+            values, places, trailer = (part.clone() for part in torch.split(sent, self._sizes_bytes))
+            self.body.index_add_(0, places.view(INDEX), values.view(self.body.dtype))
+            self.trailer.add_(trailer.view(self.trailer.dtype))
+
+    def state(self) -> Mapping[StateKey, torch.Tensor]:
+        """Return the residual of each parameter."""
+        return {(name, RESIDUAL): part for name, part in self._layout.split(self._residual).items()}
 
     def commit(self, *, is_used: torch.Tensor | bool) -> None:
-        """Remember what was kept back in a step that was used."""
-        if self._handle is None:
-            return
+        """Keep the new residual if the step is used."""
         if isinstance(is_used, torch.Tensor):
-            self.memory.copy_(torch.where(is_used, self._kept, self.memory))
-        elif is_used:
-            self.memory, self._kept = self._kept, self.memory
+            self._residual.copy_(torch.where(is_used, self._new_residual, self._residual))
+        elif is_used and self._is_new:
+            self._residual.copy_(self._new_residual)

@@ -96,7 +96,7 @@ class LocalModel:
         return sums
 
     def _metrics_of(self, compute: Callable[..., Any], batch: object) -> Mapping[str, Any]:
-        if self.strategy.owns_schedule:
+        if self.strategy.capabilities.owns_schedule:
             return self.strategy.metrics_of(compute, batch, self.pass_context_of(StepClock()))
         with self.autocast():
             values: Mapping[str, Any] = compute(self.forward_model, batch)
@@ -120,7 +120,7 @@ class LocalModel:
         Raises:
             UserError: Ranks have made different models.
         """
-        if self.strategy.has_whole_weights:  # others have taken them over when they took their parts
+        if self.strategy.capabilities.whole_weights:  # others have taken them over when they took their parts
             broadcast_model(self.model, self.data_ranks)
         if self.verifier is not None:
             self.verifier.broadcast()
@@ -132,7 +132,7 @@ class LocalModel:
         is_local_finite = all(bool(tensor.isfinite().all()) for tensor in [*own, *self.statistics.buffers])
         return (
             not any_rank(self.all_ranks, flag=not is_local_finite)
-            if self.strategy.is_sharded
+            if self.strategy.capabilities.sharded
             else is_local_finite
         )
 

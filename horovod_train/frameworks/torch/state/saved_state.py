@@ -60,7 +60,7 @@ class SavedState:
     def take(self, *, copy: bool) -> ReplicaState:
         """Return the state; with ``copy``, later steps do not change it until the next copy."""
         cache = self._copies if copy else None
-        with_state = self._strategy.checkpoints_optimizer
+        with_state = self._strategy.capabilities.checkpoints_optimizer
         tree, arrays = optimizer_blobs(
             self._strategy.saved_optimizer,
             self._strategy.optimized(),
@@ -74,7 +74,7 @@ class SavedState:
             optimizer={**arrays, **averaged},
             optimizer_tree={**tree, **averaged_tree},
             scaler={key: float(value) for key, value in self._scaler.state_dict().items()},
-            is_sharded=self._strategy.is_sharded,
+            is_sharded=self._strategy.capabilities.sharded,
         )
 
     def check(self) -> None:
@@ -115,7 +115,7 @@ class SavedState:
             self._scaler.load_state_dict(_scaler_state(state.scaler))
 
     def _load_weights(self, arrays: Mapping[str, ArrayBlob]) -> None:
-        if self._strategy.is_sharded:
+        if self._strategy.capabilities.sharded:
             if unknown := sorted(set(arrays) - set(self._model.state_dict())):
                 raise ValueError(f"it has {unknown[0]!r}, which this model does not have")
             load_model(self._strategy.local_tensors(), arrays)
@@ -132,7 +132,7 @@ class SavedState:
             strategy.optimized(),
             groups,
             strategy.numbering(),
-            is_sharded=strategy.is_sharded,
+            is_sharded=strategy.capabilities.sharded,
         )
         # The settings decide where an optimizer wants its state, and so come first.
         for saved, group in zip(document["param_groups"], groups, strict=True):
@@ -158,21 +158,21 @@ def _scaler_state(plain: Mapping[str, float]) -> dict[str, float]:
 
 def rank_state_of(strategy: Strategy) -> dict[str, ArrayBlob]:
     """Return what a strategy keeps for itself on this rank, under names that say whose it is."""
-    kind = f"{OWN_STATE}{strategy.state_kind}/"
-    return blobs_of({f"{kind}{name}": each for name, each in strategy.state().items()}, None, prefix="")
+    kind = f"{OWN_STATE}{strategy.capabilities.rank_state_kind}/"
+    return blobs_of({f"{kind}{name}": each for name, each in strategy.rank_state().items()}, None, prefix="")
 
 
 def load_rank_states(
     strategy: Strategy, of_ranks: Sequence[Mapping[str, ArrayBlob]], device: torch.device
 ) -> None:
     """Take over what strategies of all ranks had kept for themselves; that of another kind is dropped."""
-    kind = f"{OWN_STATE}{strategy.state_kind}/"
+    kind = f"{OWN_STATE}{strategy.capabilities.rank_state_kind}/"
     others = {name for state in of_ranks for name in state if name.startswith(OWN_STATE)}
     if dropped := sorted({name.partition("/")[0] for name in others if not name.startswith(kind)}):
         log.warning(
             "the checkpoint holds what %s keeps for itself: it is dropped", dropped[0].removeprefix(OWN_STATE)
         )
-    strategy.load_state(
+    strategy.load_rank_states(
         [
             {
                 name.removeprefix(kind): from_blob(blob).to(device)

@@ -56,7 +56,7 @@ class AveragedWeights:
                 f"ema: the optimizer {name} averages weights by itself",
                 hint="leave ema out, or use another optimizer",
             )
-        if self._has_modes and strategy.owns_update:
+        if self._has_modes and strategy.capabilities.owns_update:
             raise UserError(
                 f"the optimizer {name} has two modes, which this strategy cannot switch",
                 hint="use another optimizer, or strategy: zero, fsdp or allreduce",

@@ -78,7 +78,7 @@ class StepLoss:
         return self._weighted_sum(*loss, is_counted=share > 0)
 
     def _weighted_sum(self, total: object, count: float | torch.Tensor, *, is_counted: bool) -> torch.Tensor:
-        if not self._strategy.takes_sums:
+        if not self._strategy.capabilities.sums:
             raise UserError(
                 "the task's loss is a sum and a count, and this strategy divides by the samples of each rank",
                 hint="return the mean loss over the batch, or use another strategy",
@@ -106,7 +106,7 @@ class StepLoss:
     def _total_denominator(self) -> torch.Tensor | None:
         """Return what the sums of this step are to be divided by, shape []; None: losses are means."""
         own = self._denominator
-        if not self._strategy.owns_schedule:
+        if not self._strategy.capabilities.owns_schedule:
             return None if own is None else self._summed(own)
         # Of ranks that share a model, some alone compute the loss.
         if self._has_sums is None:
@@ -115,7 +115,7 @@ class StepLoss:
             return None
         mine = torch.zeros((), dtype=torch.float64, device=self._device) if own is None else own
         together = sum_over(with_tensors(self._all_ranks), mine.reshape(1), NAME)[0]
-        return together / self._strategy.num_loss_copies
+        return together / self._strategy.capabilities.num_loss_copies
 
     def _summed(self, number: torch.Tensor) -> torch.Tensor:
         """Return a number's sum over the ranks that share samples."""

@@ -107,18 +107,20 @@ class TorchReplica(LocalModel):
         self.device = next(p.device for p in model.parameters() if not p.is_meta)
         self._timer = CudaTimer() if self.device.type == "cuda" else HostTimer()
         wanted = deferred.lag_steps_of(self.device) if lag_steps is None else lag_steps
-        self._gradient_watch = GradientWatch(model, sees_hooks_of_tensors=not strategy.has_whole_weights)
+        can = strategy.capabilities
+        self._gradient_watch = GradientWatch(model, sees_hooks_of_tensors=not can.whole_weights)
         self._after_update_of_task = getattr(task, "after_update", None)
-        if self._after_update_of_task is not None and not strategy.takes_after_update:
+        if self._after_update_of_task is not None and not can.after_update:
             raise UserError(
                 "the task has after_update(model), and under this strategy the model of a rank does not hold "
                 "each weight",
                 hint="choose strategy allreduce, zero, ddp or fsdp, or leave after_update out",
             )
         may_skip = self._guard_gradients or train.precision == "fp16"
-        is_known_later = strategy.supports_deferred_results and not (self._after_update_of_task and may_skip)
+        is_known_later = can.deferred_results and not (self._after_update_of_task and may_skip)
         self.lag_steps = wanted if is_known_later else 0
-        strategy.defers_results = self.lag_steps > 0
+        if self.lag_steps:
+            strategy.defer_results()
         self.loss = StepLoss(strategy, world, self.all_ranks, self.device)
         self.scaler: torch.amp.GradScaler = DeviceScaler(self.device.type, enabled=train.precision == "fp16")
         self.equality = Equality(model, strategy, self.statistics, world, self.all_ranks)
@@ -179,7 +181,7 @@ class TorchReplica(LocalModel):
     def run_schedule(self, step: PlannedStep, clock: StepClock) -> None:
         """Run the forward and backward passes of a step."""
         assert self.task is not None
-        if self.strategy.owns_schedule:
+        if self.strategy.capabilities.owns_schedule:
             self.loss.add(self.strategy.run_schedule(step, self.pass_context_of(clock)))
             return
         for number, (micro_batch, batch) in enumerate(step, 1):
@@ -275,7 +277,7 @@ class TorchReplica(LocalModel):
     @property
     def passes_are_collective(self) -> bool:
         """Whether all ranks must run the same number of forward passes in an evaluation, too."""
-        return self.strategy.passes_are_collective
+        return self.strategy.capabilities.collective_passes
 
     def begin(self, step: PlannedStep) -> None:
         """Begin a step: clear gradients."""
@@ -326,7 +328,7 @@ class TorchReplica(LocalModel):
         self._add_gradient(loss, share)
 
     def _expect(self, *, is_last: bool) -> None:
-        (self.strategy.expect_last if is_last else self.strategy.expect_more)()
+        self.strategy.set_requires_sync(is_last=is_last)
 
     def _add_gradient(self, loss: torch.Tensor, share: float) -> None:
         weighted = self.loss.weigh(loss, share)
@@ -423,11 +425,11 @@ class TorchReplica(LocalModel):
         if isinstance(clock, DeviceClock):
             packed = numbers if isinstance(numbers, Packed) else pack(numbers)
             return DeferredOutcome(
-                packed, clock, self.data_ranks, bytes_reduced=strategy.bytes_per_step, flops=flops
+                packed, clock, self.data_ranks, bytes_reduced=strategy.sent_bytes, flops=flops
             )
         assert not isinstance(numbers, Packed)
         local_numbers = {name: None if value is None else float(value) for name, value in numbers.items()}
-        return outcome_from(local_numbers, clock, strategy.bytes_per_step, flops)
+        return outcome_from(local_numbers, clock, strategy.sent_bytes, flops)
 
     def resume_updates(self) -> None:
         """Allow updates again after a non-finite step has stopped training."""

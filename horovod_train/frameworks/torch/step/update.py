@@ -135,7 +135,7 @@ class UpdateOnHost:
     def _updated(self, local_loss_value: float, *, want_norm: bool) -> Updated:
         if not math.isfinite(local_loss_value):
             return Updated(local_loss_value, None, is_used=False)
-        if self._strategy.owns_update:
+        if self._strategy.capabilities.owns_update:
             local_norm = self._strategy.update(self._limit)
             return Updated(local_loss_value, local_norm, is_used=math.isfinite(local_norm))
         scaler = self._scaler

@@ -30,7 +30,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm.collectives import with_tensors
 from horovod_train.frameworks.torch.comm.exchange import wide_type
 from horovod_train.frameworks.torch.state.trained import OptimizedParameters, check_same_trained
-from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
 
 
 class Adasum(Strategy):
@@ -46,11 +46,6 @@ class Adasum(Strategy):
         UserError: Horovod cannot compute it on these ranks.
     """
 
-    state_kind = "adasum"
-    takes_sums = False
-    supports_deferred_results = False  # ranks exchange their losses in each step
-    is_sharded = True  # each rank has its own optimizer state
-
     def __init__(self, mesh: Mesh, job: Job) -> None:
         self._ranks = with_tensors(mesh.data)
         size = self._ranks.size
@@ -64,7 +59,13 @@ class Adasum(Strategy):
                 "strategy adasum: Horovod has it over MPI alone, and these ranks talk over Gloo",
                 hint="start them with launch.controller: mpi, or use strategy: allreduce",
             )
-        self.checkpoints_optimizer = self._ranks.rank == 0
+        self.capabilities = Capabilities(
+            sums=False,
+            deferred_results=False,  # ranks exchange their losses in each step
+            sharded=True,  # each rank has its own optimizer state
+            checkpoints_optimizer=self._ranks.rank == 0,
+            rank_state_kind="adasum",
+        )
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach to a model and its optimizer.
@@ -117,11 +118,11 @@ class Adasum(Strategy):
         if not is_used or self._ranks.size == 1:
             return
         waiting = []
-        self.bytes_per_step = 8
+        self.sent_bytes = 8
         for number, (name, old) in enumerate(before.items()):
             wide = wide_type(old.dtype)
             change = (self._named[name].to(wide) - old.to(wide)).cpu().contiguous()
-            self.bytes_per_step += change.nbytes
+            self.sent_bytes += change.nbytes
             handle = self._ranks.start_adasum(change, f"horovod_train.adasum.{number}")
             waiting.append((name, old, handle))
         for name, old, handle in waiting:
@@ -133,9 +134,9 @@ class Adasum(Strategy):
 
     # -- the state of this rank's optimizer
 
-    def state(self) -> Mapping[str, torch.Tensor]:
+    def rank_state(self) -> Mapping[str, torch.Tensor]:
         """Return the optimizer's state of this rank; that of rank 0 is in the checkpoint already."""
-        if self.checkpoints_optimizer:
+        if self.capabilities.checkpoints_optimizer:
             return {}
         return {
             f"{name}/{key}": value
@@ -144,7 +145,7 @@ class Adasum(Strategy):
             if isinstance(value, torch.Tensor)
         }
 
-    def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Take over this rank's state. Ranks that were not there begin with rank 0's, as all do."""
         own = of_ranks[self._ranks.rank] if self._ranks.rank < len(of_ranks) else {}
         for path, value in own.items():

@@ -1,56 +1,39 @@
-"""All-reduce: gradients are summed over ranks while backward still runs, and all replicas are identical.
+"""All-reduce: gradients are summed over ranks during the backward pass, and all replicas are identical.
 
-Gradients are packed into flat buckets in the order backward makes them. When the last gradient of
-a bucket is there, the bucket leaves: one all-reduce, in place, no further copy. The layout follows from
-what is trained alone, so the order of every addition is fixed too: results are the same bit for bit
-from run to run, on any number of ranks.
+Gradients are packed into flat buckets in the order of the backward pass, and each bucket is summed by one
+all-reduce, in place (``comm/gradient_pipeline.py``). The loss of a micro-batch is weighted by its fraction of
+the step's samples before the backward pass, so the sum over ranks is the mean over samples, whatever their
+number on each rank.
 
-Each micro-batch's loss is weighted by its share of the step's samples before backward, so the sum
-over ranks is the mean over samples, also when ranks hold different numbers of them.
-
-Three things ride along at the end of the last bucket, for free:
-
-* one flag for each parameter, whether this rank has a gradient for it. A parameter that no rank
-  used keeps ``grad = None``, as it would in a single process (an optimizer then leaves it alone);
-* whether this rank trains other parameters than before. When any does, all ranks compare what they
-  train, sum what is new in the same step, and rebuild the buckets;
-* the weighted loss, whose sum is the loss of the whole step on every rank.
-
-A complex gradient travels as pairs of real numbers.
+If any rank trains other parameters than before, all ranks compare their parameters, sum the gradients of new
+ones in the same step, and rebuild the buckets. A complex gradient is sent as pairs of reals.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
-from horovod_train.frameworks.torch.codecs.residuals import ResidualStore
-from horovod_train.frameworks.torch.comm.buckets import (
-    Bucket,
-    Slot,
-    aligned,
-    as_reals,
-    gradient_reduced_already,
-    make_buckets,
-    to_local,
-)
+from horovod_train.frameworks.torch.comm.buckets import Bucket, aligned
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, with_tensors
+from horovod_train.frameworks.torch.comm.gradient_pipeline import GradientPipeline
+from horovod_train.frameworks.torch.state.rank_state import RankState, StateKey
 from horovod_train.frameworks.torch.state.trained import (
     Named,
     OptimizedParameters,
     TrainedParameters,
     check_same_trained,
 )
-from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.torch.step.deferred import Number
+from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +55,12 @@ def allreduce(mesh: Mesh, job: Job) -> Strategy:
 
 
 def summed_gradients(ranks: Communicator, section: Allreduce, name: str = "bucket") -> Strategy:
-    """Return what completes the gradients of a step in this world.
+    """Return the strategy that sums gradients over some ranks.
 
     Args:
-        ranks: Those that share the samples of a step.
-        section: How gradients travel.
-        name: Horovod knows the buckets by it.
+        ranks: The data-parallel ranks.
+        section: The job's ``allreduce`` section.
+        name: Part of the names of collectives.
 
     Raises:
         UserError: The codec cannot be made.
@@ -107,7 +90,7 @@ class SingleRankStrategy(Strategy):
         return [parameter for parameter in self._parameters() if parameter.grad is not None]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients there are."""
+        """Return the gradients that exist."""
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -115,13 +98,13 @@ class SingleRankStrategy(Strategy):
 
 
 class AllreduceStrategy(Strategy):
-    """Keeps the gradients of one replica equal to those of the whole step.
+    """Sums gradients over ranks, in buckets.
 
     Args:
-        ranks: Those that share the samples of a step.
-        codec: How gradients travel.
-        bucket_size_bytes: About how much is one message.
-        name: Horovod knows the buckets by it.
+        ranks: The data-parallel ranks.
+        codec: Gradient compression.
+        bucket_size_bytes: Approximate size of a bucket.
+        name: Part of the names of collectives.
     """
 
     def __init__(
@@ -130,15 +113,12 @@ class AllreduceStrategy(Strategy):
         self._ranks = ranks
         self._name = name
         self._codec = codec
-        self.state_kind = type(codec).__name__
+        self.capabilities = Capabilities(rank_state_kind=type(codec).__name__)
         self._bucket_size_bytes = bucket_size_bytes
-        self.buckets: list[Bucket] = []
-        self._residuals = ResidualStore()
-        self._listening = False
-        self._removers: list[RemovableHandle] = []
-        self._is_packed: list[bool] = []
+        self._rank_state = RankState(codec.rules)
         self.layout_version = -1
-        self._has_reported = False
+        self._has_warned = False
+        self._pipeline: GradientPipeline | None = None
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach to a model and its optimizer."""
@@ -146,67 +126,60 @@ class AllreduceStrategy(Strategy):
         self.sum_gradients_of(OptimizedParameters(model, optimizer))
 
     def sum_gradients_of(self, optimized: TrainedParameters) -> None:
-        """Sum the gradients of what an optimizer has, and of that, what requires a gradient."""
+        """Sum the gradients of an optimizer's parameters that require a gradient."""
+        self._codec.check(self._ranks)
         self._optimized = optimized
         self._lay_out(optimized.named())
 
-    def expect_last(self) -> None:
-        """The next backward is the last of this step: buckets leave as they fill."""
-        self._listening = True
+    @property
+    def pipeline(self) -> GradientPipeline:
+        """The buckets of the parameters that are trained now."""
+        assert self._pipeline is not None
+        return self._pipeline
+
+    def set_requires_sync(self, *, is_last: bool) -> None:
+        """Send buckets during the next backward pass, if it is the last of this step."""
+        if is_last:
+            self.pipeline.listen()
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Send what has not left yet, wait for all, and put the sums into ``parameter.grad``."""
-        self._listening = False
-        extra = self.buckets[-1].extra
-        flags = extra[:-2]
+        """Complete the sums, and set ``parameter.grad`` to them; return the loss of the step."""
+        pipeline, trailer = self.pipeline, self.pipeline.trailer
         is_changed = self._trains_others_than_before()
         if is_changed:
-            not_sent = self._not_sent(self.buckets)
-            self._residuals.store_residual(
-                {n: p for n, p in not_sent.items() if not self._named[n].requires_grad}
-            )
-        has_residual = self._codec.has_residual  # of what is not used now, something may have been kept
-        has_gradient = [
-            packed or parameter.grad is not None or (has_residual and parameter.requires_grad)
-            for packed, parameter in zip(self._is_packed, self._trained, strict=True)
-        ]
-        all_used = all(has_gradient)
-        self._append_trailer(extra, None if all_used else has_gradient, weighted_loss, is_changed=is_changed)
-        for number, bucket in enumerate(self.buckets):
-            if not bucket.is_sent:
-                for slot in bucket.slots:
-                    if not self._is_packed[slot.index]:
-                        self._pack(slot)
-                self._send(number)
-        self._receive(None if all_used else flags)
-        self._summed = [bucket.gradients for bucket in self.buckets]
-        if self._has_changed_anywhere(extra[-2], is_changed=is_changed):
+            frozen = {n for n, parameter in self._named.items() if not parameter.requires_grad}
+            self._rank_state.store({key: t for key, t in self._state().items() if key[0] in frozen})
+        all_used = pipeline.finish(weighted_loss, is_changed=is_changed, all_count=self._codec.has_residual)
+        # Only a rank that lacks a gradient reads this from the device; the others know that it is used.
+        used = None if all_used else self._used_anywhere(trailer.used)
+        set_gradients(pipeline.buckets, used)
+        self._summed = [bucket.gradients for bucket in pipeline.buckets]
+        if self._has_changed_anywhere(trailer.changed, is_changed=is_changed):
             self._rebuild_buckets()
-        return extra[-1]
+        return trailer.loss
 
-    def _append_trailer(
-        self, extra: torch.Tensor, has_gradient: list[bool] | None, loss: torch.Tensor, *, is_changed: bool
-    ) -> None:
-        """Write what travels behind the gradients; has_gradient: None: all have."""
-        if has_gradient is None:
-            extra[:-2] = 1.0
-        else:
-            flags = torch.tensor(has_gradient, dtype=extra.dtype, pin_memory=extra.is_cuda)
-            extra[:-2].copy_(flags, non_blocking=True)
-        extra[-2] = float(is_changed)
-        extra[-1] = loss
+    def _used_anywhere(self, num_using: torch.Tensor) -> list[bool]:
+        if self._defers_results and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "rank %d has parameters without a gradient: it waits for the GPU in each such step, to learn "
+                "whether other ranks have one",
+                self._ranks.rank,
+            )
+        used: list[bool] = (num_using > 0).tolist()
+        return used
 
     def _has_changed_anywhere(self, num_changed: torch.Tensor, *, is_changed: bool) -> bool:
         """Return whether any rank trains other parameters than before.
 
-        On a device a rank that has not changed does not wait for the answer: ranks change in the same step,
-        or have gone wrong. One that has changed, which is rare, waits, sees whether the others have, and
-        ends training if not.
+        With deferred results, a rank that has not changed does not read the number: correct ranks change in
+        the same step. A rank that has changed, which is rare, waits for it, and ends training if others have
+        not.
 
         Raises:
             UserError: This rank has changed, and others have not.
         """
-        if not self.defers_results:
+        if not self._defers_results:
             return bool(num_changed > 0)
         if not is_changed:
             return False
@@ -218,71 +191,76 @@ class AllreduceStrategy(Strategy):
         )
 
     def gradients(self) -> list[torch.Tensor]:
-        """The summed gradients, a flat tensor per bucket; writing to them changes ``parameter.grad``."""
+        """Return the summed gradients, one flat tensor per bucket."""
         return self._summed
 
+    def numbers(self) -> Mapping[str, Number]:
+        """Return the numbers of the codec."""
+        return self._numbers
+
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Let messages remember what they have kept back, if the step was used."""
-        for bucket in self.buckets:
+        """Keep the new state of messages, if the step is used."""
+        for bucket in self.pipeline.buckets:
             bucket.message.commit(is_used=is_used)
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return what this rank has not sent yet of each gradient, flat, by the names of parameters."""
-        return self._residuals.state(self._not_sent(self.buckets))
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        """Return the state of the codec, such as residuals."""
+        return self._rank_state.save(self._state(), self._ranks.rank)
 
-    def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Take over what ranks had not sent yet."""
-        if not self._codec.has_residual:
-            super().load_state(of_ranks)
+    def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Load the state of the codec."""
+        if not self._codec.rules:
+            super().load_rank_states(of_ranks)
             return
-        self._residuals.store_residual(self._not_sent(self.buckets))  # of steps that are taken back
-        self._residuals.load_state(of_ranks, self._ranks.rank, self._ranks.size)
-        self._residuals.restore_residual(self._not_sent(self.buckets))
+        self._rank_state.store(self._state())  # of steps that are undone
+        self._rank_state.load(of_ranks, self._ranks.rank, self._ranks.size)
+        self._rank_state.restore(self._state())
 
-    def _not_sent(self, buckets: Sequence[Bucket]) -> dict[str, torch.Tensor]:
-        names = {id(parameter): name for name, parameter in self._named.items()}
-        pieces = (found for bucket in buckets for found in bucket.memory())
-        return {names[id(parameter)]: piece for parameter, piece in pieces if id(parameter) in names}
+    def _state(self) -> dict[StateKey, torch.Tensor]:
+        return state_of(self.pipeline.buckets)
 
     def close(self) -> None:
-        """Let go of the parameters."""
-        for remover in self._removers:
-            remover.remove()
-        self._removers = []
-
-    # -- what is trained
-
-    def _lay_out(self, named: Named) -> None:
-        """Lay out buckets for what is trained now."""
-        self.close()
-        self._named = named
-        self._candidates = list(named.values())
-        self._required = [parameter.requires_grad for parameter in self._candidates]
-        self._trained = [parameter for parameter in self._candidates if parameter.requires_grad]
-        if not self._trained:
-            raise UserError("nothing is trained any more: no parameter requires a gradient")
-        self.layout_version += 1
-        self.buckets = make_buckets(self._trained, self._bucket_size_bytes, self._codec)
-        self._residuals.restore_residual(self._not_sent(self.buckets))
-        self._summed = [bucket.gradients for bucket in self.buckets]
-        self._is_packed = [False] * len(self._trained)
-        self.bytes_per_step = sum(bucket.message.size_bytes for bucket in self.buckets)
-        self._removers = [
-            slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._make_hook(bucket, slot)
-            )
-            for bucket in self.buckets
-            for slot in bucket.slots
-        ]
+        """Detach all hooks from the parameters."""
+        if self._pipeline is not None:
+            self._pipeline.close()
 
     def used_in_last_pass(self) -> list[torch.nn.Parameter]:
         """Return the parameters with a gradient of this step's last backward pass, before ``reduce``."""
-        return [p for p, used in zip(self._trained, self._is_packed, strict=True) if used]
+        return self.pipeline.used_in_last_pass()
+
+    # -- changes of the trained parameters
+
+    def _lay_out(self, named: Named) -> None:
+        """Make buckets for the parameters that are trained now."""
+        self.close()
+        self._named = named
+        self._required = {name: parameter.requires_grad for name, parameter in named.items()}
+        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        if not trained:
+            raise UserError("nothing is trained any more: no parameter requires a gradient")
+        self.layout_version += 1
+        self._pipeline = self._make_pipeline(trained, self._name)
+        self._pipeline.attach()
+        self._summed = [bucket.gradients for bucket in self._pipeline.buckets]
+        self.sent_bytes = self._pipeline.pass_bytes
+        self._numbers = self._codec.numbers([bucket.layout for bucket in self._pipeline.buckets])
+
+    def _make_pipeline(self, trained: Named, name: str) -> GradientPipeline:
+        pipeline = GradientPipeline(
+            trained,
+            self._ranks,
+            self._codec.message,
+            bucket_size_bytes=self._bucket_size_bytes,
+            # Horovod identifies a tensor by its name, and sizes depend on the layout.
+            name=f"horovod_train.{name}.{self.layout_version}",
+            refuse=self.refuse_in_loss,
+        )
+        self._rank_state.restore(state_of(pipeline.buckets))
+        return pipeline
 
     def _trains_others_than_before(self) -> bool:
-        return self._optimized.count() != len(self._candidates) or any(
-            parameter.requires_grad != before
-            for parameter, before in zip(self._candidates, self._required, strict=True)
+        return self._optimized.count() != len(self._named) or any(
+            parameter.requires_grad != self._required[name] for name, parameter in self._named.items()
         )
 
     def _rebuild_buckets(self) -> None:
@@ -295,14 +273,17 @@ class AllreduceStrategy(Strategy):
         ]
         check_same_trained(everyone)
         self._named = named
-        before = set(map(id, self._trained))
-        new = [parameter for parameter in trained.values() if id(parameter) not in before]
-        new_buckets = self._allreduce_new_gradients(new) if new else []
-        summed = [*self._summed, *(bucket.gradients for bucket in new_buckets)]
-        for bucket in (*self.buckets, *new_buckets):
+        before = set(map(id, self.pipeline.parameters))
+        buckets = list(self.pipeline.buckets)
+        if new := {name: p for name, p in trained.items() if id(p) not in before}:
+            added = self._make_pipeline(new, f"late_{self._name}")
+            added.finish(torch.zeros(()), is_changed=True)
+            set_gradients(added.buckets, (added.trailer.used > 0).tolist())
+            buckets += added.buckets
+        summed = [bucket.gradients for bucket in buckets]
+        for bucket in buckets:
             bucket.message.commit(is_used=True)
-        not_sent = self._not_sent([*self.buckets, *new_buckets])
-        self._residuals.store_residual({name: piece for name, piece in not_sent.items() if name in trained})
+        self._rank_state.store({key: t for key, t in state_of(buckets).items() if key[0] in trained})
         self._lay_out(named)
         self._summed = summed
 
@@ -312,84 +293,15 @@ class AllreduceStrategy(Strategy):
         except UserError as error:
             return {}, str(error)
 
-    def _allreduce_new_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> list[Bucket]:
-        """Sum gradients that are in no bucket yet, as the buckets to come will."""
-        buckets = make_buckets(parameters, self._bucket_size_bytes, self._codec)
-        self._residuals.restore_residual(self._not_sent(buckets))
-        flags = buckets[-1].extra[:-2]
-        flags[:] = torch.tensor([p.grad is not None for p in parameters]).to(flags)
-        for number, bucket in enumerate(buckets):
-            for slot in bucket.slots:
-                self._pack(slot)
-            bucket.message.send(self._ranks, f"horovod_train.late.{self.layout_version}.{number}")
-        for bucket in buckets:
-            bucket.message.receive(self._ranks)
-        is_used = (flags > 0).tolist()
-        for bucket in buckets:
-            bucket.unpack()
-            for slot in bucket.slots:
-                slot.parameter.grad = slot.gradient if is_used[slot.index] else None
-        return buckets
 
-    # -- one step
+def set_gradients(buckets: Sequence[Bucket], used: Sequence[bool] | None) -> None:
+    """Set the gradients of parameters to the sums; to None where no rank has one (used: None: all have)."""
+    for bucket in buckets:
+        bucket.unpack()
+        for slot in bucket.slots:
+            slot.parameter.grad = slot.gradient if used is None or used[slot.index] else None
 
-    def _make_hook(self, bucket: Bucket, slot: Slot) -> Callable[[torch.Tensor], None]:
-        number = self.buckets.index(bucket)
-        is_last = bucket is self.buckets[-1]
 
-        def on_gradient(_: torch.Tensor) -> None:
-            if not self._listening or slot.parameter.grad is None:
-                return  # a function of one's own may have no gradient for a parameter that it uses
-            self.refuse_in_loss()
-            if self._is_packed[slot.index]:
-                raise gradient_reduced_already()
-            self._pack(slot)
-            self._is_packed[slot.index] = True
-            slot.parameter.grad = None
-            bucket.num_missing -= 1
-            # The last bucket waits for reduce(): it carries what is only known then.
-            if bucket.num_missing == 0 and not is_last:
-                self._send(number)
-
-        return on_gradient
-
-    def _pack(self, slot: Slot) -> None:
-        gradient = slot.parameter.grad
-        if gradient is not None:
-            gradient = aligned(slot.parameter, gradient)
-        if gradient is None:
-            slot.packed.zero_()
-        elif gradient.is_sparse or to_local(gradient).data_ptr() != slot.packed.data_ptr():
-            slot.packed.copy_(as_reals(gradient))
-
-    def _send(self, number: int) -> None:
-        bucket = self.buckets[number]
-        bucket.is_sent = True
-        # Sizes follow the layout, and Horovod knows a tensor by its name.
-        bucket.message.send(self._ranks, f"horovod_train.{self._name}.{self.layout_version}.{number}")
-
-    def _receive(self, flags: torch.Tensor | None) -> None:
-        """Wait for every bucket. ``flags`` is read only by ranks that lack a gradient."""
-        for bucket in self.buckets:
-            bucket.message.receive(self._ranks)
-        # Only a rank that lacks a gradient has to ask, and wait; the others know that it is used.
-        is_used = None if flags is None else self._used_anywhere(flags)
-        for bucket in self.buckets:
-            bucket.unpack()
-            bucket.is_sent = False
-            bucket.num_missing = len(bucket.slots)
-            for slot in bucket.slots:
-                used = is_used is None or is_used[slot.index]
-                slot.parameter.grad = slot.gradient if used else None
-        self._is_packed = [False] * len(self._trained)
-
-    def _used_anywhere(self, flags: torch.Tensor) -> list[bool]:
-        if self.defers_results and not self._has_reported:
-            self._has_reported = True
-            log.warning(
-                "rank %d has parameters without a gradient: it waits for the GPU in each such step, to learn "
-                "whether other ranks have one",
-                self._ranks.rank,
-            )
-        used: list[bool] = (flags > 0).tolist()
-        return used
+def state_of(buckets: Sequence[Bucket]) -> dict[StateKey, torch.Tensor]:
+    """Return the state of the messages of buckets."""
+    return {key: tensor for bucket in buckets for key, tensor in bucket.message.state().items()}

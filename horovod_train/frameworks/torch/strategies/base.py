@@ -1,26 +1,28 @@
-"""Parallelism strategies: the interface between a replica and the way ranks synchronize.
+"""Parallelism strategies: how ranks compute one training step together.
 
-A strategy is a file here (or in another package, see ``registry.py``) with a class and its arguments,
-and one row in the table. The replica calls it in this order:
+A strategy is a file here (or in another package, see ``registry.py``), with a class and its arguments, and
+one row of a table. It is used through four interfaces, each with defaults for data parallelism:
+
+    GradientSync   gradients and loss of a step, over all ranks
+    Updater        update of the weights, and what ranks exchange after it
+    LocalState     this rank's part of weights and optimizer state, for checkpoints
+    Schedule       order of the passes of a step, for pipelines
+
+``Capabilities`` states what the replica must know of it. The replica calls it in this order:
 
     __init__     with the mesh of ranks, the job and ``strategy.args``; refuses unsupported jobs
     wrap         before the optimizer is made: moves the model to its device, and shards or wraps it
     bind         with the model and its optimizer
     forward_module  returns the module that the task calls
     in each step
-      begin        with the samples of this rank
-      expect_more  before each forward and backward pass except the last
-      expect_last  before the last forward and backward pass
-      backward     runs the backward pass
-        or run_schedule, if owns_schedule: runs all passes
-      reduce       completes the gradients; returns the loss of the global batch
-      norm, is_finite, gradients: called by the update (``update.py``), which clips the gradients
-        or update, if owns_update: replaces these three and the optimizer's step
-      after_update after the optimizer's step, or after a skipped step
-    between steps
-      local_tensors, optimized, saved_optimizer: this rank's part of the shared state, for a checkpoint
-      load_optimizer: loads an optimizer's state, after the weights
-      state, load_state: per-rank state (residuals, for example), for a checkpoint
+      begin              with the samples of this rank
+      set_requires_sync  before each forward and backward pass
+      backward           runs the backward pass
+        or run_schedule, if ``owns_schedule``: runs all passes
+      reduce             completes the gradients; returns the loss of the global batch
+      norm, is_finite, gradients: called by the update (``step/update.py``), which clips the gradients
+        or update, if ``owns_update``: replaces these three and the optimizer's step
+      after_update       after the optimizer's step, or after a skipped step
     close        detaches all hooks: the model outlives training under Lightning
 """
 
@@ -49,11 +51,48 @@ from horovod_train.frameworks.torch.state.local_tensors import (
     whole_parameters,
 )
 from horovod_train.frameworks.torch.state.trained import OptimizedParameters
+from horovod_train.frameworks.torch.step.deferred import Number
 from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.task import TorchTask
 from horovod_train.registry import STRATEGIES
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Properties of a strategy that the replica depends on.
+
+    Attributes:
+        deferred_results: A step needs no number from the device. If False, the host waits for the device in
+            each step.
+        collective_passes: Forward or backward passes contain collectives: all ranks run equally many.
+        sharded: A rank has only a part of the model or of the optimizer's state.
+        whole_weights: A rank has all weights.
+        after_update: A task's ``after_update`` can read and change each weight of the model.
+        checkpoints_optimizer: This rank's optimizer state is written to checkpoints.
+        owns_update: The strategy clips and updates; the optimizer's ``step`` is not called.
+        owns_schedule: The strategy runs the passes of a step, and computes the metrics of a batch.
+        meta_model: ``wrap`` accepts a model on the meta device, and loads its weights from a file.
+        sums: The loss of a micro-batch may be a sum and a count; gradients are divided at the end.
+        unused_have_zeros: The gradient of a parameter that no rank uses is zero, and not None.
+        num_loss_copies: Number of ranks that compute the same loss, if ``owns_schedule``.
+        rank_state_kind: Kind of the rank state; a checkpoint's rank state of another kind is dropped.
+    """
+
+    deferred_results: bool = True
+    collective_passes: bool = False
+    sharded: bool = False
+    whole_weights: bool = True
+    after_update: bool = True
+    checkpoints_optimizer: bool = True
+    owns_update: bool = False
+    owns_schedule: bool = False
+    meta_model: bool = False
+    sums: bool = True
+    unused_have_zeros: bool = False
+    num_loss_copies: int = 1
+    rank_state_kind: str = "strategy"
 
 
 @dataclass(frozen=True)
@@ -103,143 +142,26 @@ class PassContext:
     weigh: Callable[[object, float], torch.Tensor]
 
 
-class Strategy:
-    """Synchronizes the replicas of all ranks.
+class GradientSync:
+    """Gradients and loss of a step, over all ranks.
 
     Attributes:
-        bytes_per_step: Bytes of gradients and weights that this rank passed to collectives in the last step.
-        replicas_identical: Whether all ranks have identical weights and optimizer state now. Always true
-            after the last step of an epoch; checkpoints, comparisons and preemption wait for it.
-        supports_deferred_results: Whether a step needs no number from the device. If False, the host waits
-            for the device in each step.
         layout_version: Changes when gradients move to other addresses.
-        defers_results: Set by the replica: the host must not wait for the device in a step.
-        passes_are_collective: Forward or backward passes contain collectives: all ranks run equally many.
-        is_sharded: This rank has only a part of the model or of the optimizer's state.
-        has_whole_weights: This rank has all weights.
-        takes_after_update: A task's ``after_update`` can read and change each weight of the model.
-        checkpoints_optimizer: This rank's optimizer state is written to checkpoints.
-        owns_update: The strategy clips and updates; the optimizer's ``step`` is not called.
-        accepts_meta_model: ``wrap`` accepts a model on the meta device, and loads its weights from a file.
-        owns_schedule: The strategy runs the passes of a step itself, and computes the metrics of a batch.
-        compute_dtypes: Data types of its passes, besides those of the weights.
-        state_kind: Kind of the per-rank state; a checkpoint's state of another kind is dropped.
-        unused_have_zeros: The gradient of a parameter that no rank uses is zero, and not None.
-        takes_sums: The loss of a micro-batch may be a sum and a count; gradients are divided at the end.
-        is_in_loss: Set by the replica while the task's loss is computed.
-        num_loss_copies: Number of ranks that compute the same loss, if ``owns_schedule``.
-        sum_in_pass: Sums a tensor over the data-parallel ranks by PyTorch's collectives, if passes contain
-            some; None: Horovod's are used.
+        is_in_loss: The replica is computing the task's loss: a backward pass is refused.
     """
 
-    bytes_per_step: int = 0
-    replicas_identical: bool = True
     layout_version: int = 0
-    supports_deferred_results: bool = True
-    defers_results: bool = False
-    passes_are_collective: bool = False
-    is_sharded: bool = False
-    has_whole_weights: bool = True
-    takes_after_update: bool = True
-    checkpoints_optimizer: bool = True
-    owns_update: bool = False
-    accepts_meta_model: bool = False
-    owns_schedule: bool = False
-    compute_dtypes: Sequence[torch.dtype] = ()
-    state_kind: str = "strategy"
-    unused_have_zeros: bool = False
-    takes_sums: bool = True
-    num_loss_copies: int = 1
-    sum_in_pass: Callable[[torch.Tensor, str], torch.Tensor] | None = None
     is_in_loss: bool = False
-    _model: torch.nn.Module
-    _optimizer: torch.optim.Optimizer
-
-    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
-        """Return the module to train, on its device.
-
-        Args:
-            model: The task's model, on the CPU.
-            placing: Moves a model to the device.
-        """
-        return placing(model)
-
-    def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return the module that the task calls; called after ``bind``.
-
-        Args:
-            module: The model, or its compiled form.
-        """
-        return module
-
-    def close(self) -> None:
-        """Detach all hooks from the model. Safe to call twice."""
-
-    def num_parameters(self) -> int:
-        """Return the number of trainable elements."""
-        return sum(p.numel() for p in self._model.parameters() if p.requires_grad)
-
-    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Attach to a model and its optimizer.
-
-        Raises:
-            UserError: This strategy does not support them.
-        """
-        self._model, self._optimizer = model, optimizer
-        OptimizedParameters(model, optimizer).check()
-
-    @property
-    def saved_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer whose state is written to checkpoints; ``optimized`` are its parameters."""
-        return self._optimizer
-
-    def local_tensors(self) -> Mapping[str, LocalTensor]:
-        """Return this rank's part of the model's weights and buffers, by their names in the whole model."""
-        return whole_model(self._model)
-
-    def optimized(self) -> Sequence[OptimizedParameter]:
-        """Return the optimizer's parameters, in its order."""
-        return whole_parameters(self._model, self._optimizer)
-
-    def numbering(self) -> Sequence[str | int]:
-        """Return the names of the whole model's optimized parameters, in the order of its optimizer."""
-        return [parameter.name for parameter in self.optimized()]
-
-    def report_unused_parameters(self, names: Sequence[str]) -> None:
-        """Receive the parameters that the reference model did not use in the next step.
-
-        Args:
-            names: Parameters without a gradient in the last pass of the step, on at least one rank.
-        """
-
-    @contextmanager
-    def same_random_state(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
-        """Yield a step for which the reference model draws the random numbers of this strategy.
-
-        Args:
-            model: The reference model.
-            step: The next step of the strategy, from the current random state.
-        """
-        yield step
 
     def begin(self, step: PlannedStep) -> None:
         """Start a step."""
 
-    def expect_more(self) -> None:
-        """Prepare for a forward and backward pass that is not the last of this step."""
+    def set_requires_sync(self, *, is_last: bool) -> None:
+        """Prepare for a forward and backward pass.
 
-    def expect_last(self) -> None:
-        """Prepare for the last forward and backward pass of this step."""
-
-    def run_schedule(self, step: PlannedStep, context: PassContext) -> torch.Tensor:
-        """Run the passes of a step; return this rank's weighted loss, shape []."""
-        raise NotImplementedError
-
-    def metrics_of(
-        self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, context: PassContext
-    ) -> Mapping[str, Any]:
-        """Return the metrics of a batch; empty on ranks whose values are not counted."""
-        raise NotImplementedError
+        Args:
+            is_last: It is the last one of this step: gradients may be reduced as they are computed.
+        """
 
     def backward(self, weighted_loss: torch.Tensor) -> None:
         """Run the backward pass of a micro-batch.
@@ -292,6 +214,64 @@ class Strategy:
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
             torch._foreach_div_(alike, divisor.to(dtype.to_real()))
 
+    def norm(self) -> torch.Tensor:
+        """Return the L2 norm of the whole gradient, shape []."""
+        return total_norm(self.gradients())
+
+    def is_finite(self, norm: float) -> bool:
+        """Return whether the gradient is finite on all ranks, given the norm on this one."""
+        return math.isfinite(norm)
+
+
+class Updater:
+    """Update of the weights, and what ranks exchange after it.
+
+    Attributes:
+        replicas_identical: Whether all ranks have identical weights and optimizer state now. Always true
+            after the last step of an epoch; checkpoints, comparisons and preemption wait for it.
+    """
+
+    replicas_identical: bool = True
+
+    def update(self, clip_grad_norm: float | None) -> float:
+        """Clip the gradient, and update the weights if it is finite; return its norm before clipping.
+
+        Called only if ``owns_update``.
+
+        Args:
+            clip_grad_norm: Largest norm; None: no clipping.
+        """
+        raise NotImplementedError
+
+    def after_update(self, *, is_used: torch.Tensor | bool) -> None:
+        """Synchronize after the optimizer's step, or after a skipped step.
+
+        Args:
+            is_used: Whether the step was not skipped; with deferred results, a tensor of shape [].
+        """
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has whole weights, which a task may change."""
+        return nullcontext()
+
+    def gather_weights(self) -> None:
+        """Gather weights whose parts the optimizer has changed on each rank, outside of a step."""
+
+
+class LocalState:
+    """This rank's part of weights, gradients and optimizer state; by default all of it."""
+
+    _model: torch.nn.Module
+    _optimizer: torch.optim.Optimizer
+
+    def num_parameters(self) -> int:
+        """Return the number of trainable elements of the whole model."""
+        return sum(p.numel() for p in self._model.parameters() if p.requires_grad)
+
+    def local_tensors(self) -> Mapping[str, LocalTensor]:
+        """Return this rank's part of the model's weights and buffers, by their names in the whole model."""
+        return whole_model(self._model)
+
     def local_gradients(self) -> Iterator[tuple[str, Part | None, torch.Tensor | None]]:
         """Yield this rank's part of the gradient of the step, by parameter.
 
@@ -306,39 +286,21 @@ class Strategy:
                 None if parameter.grad is None else to_local(parameter.grad),
             )
 
-    def norm(self) -> torch.Tensor:
-        """Return the L2 norm of the whole gradient, shape []."""
-        gradients = self.gradients()
-        return total_norm(gradients)
+    @property
+    def saved_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer whose state is written to checkpoints; ``optimized`` are its parameters."""
+        return self._optimizer
 
-    def is_finite(self, norm: float) -> bool:
-        """Return whether the gradient is finite on all ranks, given the norm on this one."""
-        return math.isfinite(norm)
+    def optimized(self) -> Sequence[OptimizedParameter]:
+        """Return the optimizer's parameters, in its order."""
+        return whole_parameters(self._model, self._optimizer)
 
-    def update(self, clip_grad_norm: float | None) -> float:
-        """Clip the gradient, and update the weights if it is finite; return its norm before.
-
-        Args:
-            clip_grad_norm: Largest norm; None: no clipping.
-        """
-        raise NotImplementedError
-
-    def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Synchronize after the optimizer's step, or after a skipped step.
-
-        Args:
-            is_used: Whether the step was not skipped; with ``defers_results``, a tensor of shape [].
-        """
-
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has whole weights, which a task may change."""
-        return nullcontext()
-
-    def gather_weights(self) -> None:
-        """Gather weights whose parts the optimizer has changed on each rank, outside of a step."""
+    def numbering(self) -> Sequence[str | int]:
+        """Return the names of the whole model's optimized parameters, in the order of its optimizer."""
+        return [parameter.name for parameter in self.optimized()]
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
-        """Take over an optimizer's state; the weights are loaded by now.
+        """Load an optimizer's state, after the weights.
 
         Args:
             optimizer: The ``saved_optimizer``.
@@ -346,14 +308,104 @@ class Strategy:
         """
         optimizer.load_state_dict(document)
 
-    def state(self) -> Mapping[str, torch.Tensor]:
-        """Return what this rank alone has, and has to be in a checkpoint; it may still change."""
+    def rank_state(self) -> Mapping[str, torch.Tensor]:
+        """Return the state that only this rank has (residuals, for example); it may still change."""
         return {}
 
-    def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Take over what ``state`` returned on each rank, of as many ranks as there were then."""
+    def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """Load rank states.
+
+        Args:
+            of_ranks: What ``rank_state`` returned on each rank, of as many ranks as there were then.
+        """
         if any(of_ranks):
-            log.warning("the checkpoint holds what another strategy or codec keeps for itself: it is dropped")
+            log.warning("the checkpoint's rank state is of another strategy or codec; it is dropped")
+
+
+class Schedule:
+    """Order of the passes of a step; used only if ``owns_schedule``."""
+
+    def run_schedule(self, step: PlannedStep, context: PassContext) -> torch.Tensor:
+        """Run the passes of a step; return this rank's weighted loss, shape []."""
+        raise NotImplementedError
+
+    def metrics_of(
+        self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, context: PassContext
+    ) -> Mapping[str, Any]:
+        """Return the metrics of a batch; empty on ranks whose values are not counted."""
+        raise NotImplementedError
+
+
+class Strategy(GradientSync, Updater, LocalState, Schedule):
+    """Data parallelism over whole replicas, and what its variants override.
+
+    Attributes:
+        capabilities: Properties that the replica depends on.
+        sent_bytes: Bytes of gradients and weights that this rank passed to collectives in the last step.
+        sum_in_pass: Sums a tensor over the data-parallel ranks by PyTorch's collectives, if passes contain
+            some; None: Horovod's are used.
+    """
+
+    capabilities: Capabilities = Capabilities()
+    sent_bytes: int = 0
+    sum_in_pass: Callable[[torch.Tensor, str], torch.Tensor] | None = None
+    _defers_results: bool = False
+
+    def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
+        """Return the module to train, on its device.
+
+        Args:
+            model: The task's model, on the CPU.
+            placing: Moves a model to the device.
+        """
+        return placing(model)
+
+    def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Attach to a model and its optimizer.
+
+        Raises:
+            UserError: This strategy does not support them.
+        """
+        self._model, self._optimizer = model, optimizer
+        OptimizedParameters(model, optimizer).check()
+
+    def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return the module that the task calls; called after ``bind``.
+
+        Args:
+            module: The model, or its compiled form.
+        """
+        return module
+
+    def defer_results(self) -> None:
+        """From now on, the host must not wait for the device in a step."""
+        self._defers_results = True
+
+    def numbers(self) -> Mapping[str, Number]:
+        """Return further numbers of the last step, by their names in the catalog of metrics."""
+        return {}
+
+    def close(self) -> None:
+        """Detach all hooks from the model. Safe to call twice."""
+
+    # -- verification against the plain model (``verify/verification.py``)
+
+    def report_unused_parameters(self, names: Sequence[str]) -> None:
+        """Receive the parameters that the reference model did not use in the next step.
+
+        Args:
+            names: Parameters without a gradient in the last pass of the step, on at least one rank.
+        """
+
+    @contextmanager
+    def same_random_state(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
+        """Yield a step for which the reference model draws the random numbers of this strategy.
+
+        Args:
+            model: The reference model.
+            step: The next step of the strategy, from the current random state.
+        """
+        yield step
 
 
 def make_strategy(job: Job, mesh: Mesh) -> Strategy:
@@ -364,7 +416,7 @@ def make_strategy(job: Job, mesh: Mesh) -> Strategy:
     """
     args = job.strategy.args
     if support := STRATEGY_SUPPORT.get(job.strategy.name):
-        args = support.arguments.model_validate(args).model_dump()  # rules have looked at them
+        args = support.arguments.model_validate(args).model_dump()  # the rules have validated them
     strategy: Strategy = STRATEGIES.make(
         job.strategy.name,
         lambda factory: factory(mesh, job, **args),

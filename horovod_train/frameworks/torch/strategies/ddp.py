@@ -65,7 +65,8 @@ class Ddp(TorchDistributed):
         if self._find_unused is None:
             self._find_unused = bool(names)
 
-    def _expect(self, *, is_last: bool) -> None:
+    def set_requires_sync(self, *, is_last: bool) -> None:
+        """Let PyTorch sum gradients during the next backward pass, if it is the last of this step."""
         assert self._called is not None
         self._has_summed_all = False
         self._is_last = is_last
@@ -99,7 +100,7 @@ class Ddp(TorchDistributed):
         for parameter in self._parameters():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-        self.bytes_per_step = sum(gradient.nbytes for gradient in self.gradients())
+        self.sent_bytes = sum(gradient.nbytes for gradient in self.gradients())
         return super().reduce(weighted_loss)
 
     def _sum(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -47,7 +47,7 @@ from horovod_train.frameworks.torch.state.shards import (
     squares_of,
 )
 from horovod_train.frameworks.torch.state.unsharded import describe, move, parameters_kept_whole
-from horovod_train.frameworks.torch.strategies.base import DevicePlacement
+from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
 
 log = logging.getLogger(__name__)
@@ -71,9 +71,7 @@ class Fsdp(TorchDistributed):
             those of a host; None: all.
     """
 
-    is_sharded = True
-    has_whole_weights = False
-    accepts_meta_model = True
+    capabilities = Capabilities(collective_passes=True, sharded=True, whole_weights=False, meta_model=True)
 
     def __init__(
         self,
@@ -240,7 +238,8 @@ class Fsdp(TorchDistributed):
         """A step begins: no parameter has a gradient yet."""
         self._used.clear()
 
-    def _expect(self, *, is_last: bool) -> None:
+    def set_requires_sync(self, *, is_last: bool) -> None:
+        """Begin a pass; reduce its gradients if it is the last of this step, or if each pass is reduced."""
         assert isinstance(self._model, FSDPModule)
         self._paths.begin_pass("training")
         self._model.set_requires_gradient_sync(is_last or self._reduce_each)
@@ -248,7 +247,7 @@ class Fsdp(TorchDistributed):
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Sum the gradients of what is not sharded; return the loss of the whole step."""
         self._paths.end_pass()
-        self.bytes_per_step = 3 * self._bytes_once  # gathered twice, and reduced
+        self.sent_bytes = 3 * self._bytes_once  # gathered twice, and reduced
         self._used.update(id(p) for p in self._plain if p.grad is not None)
         if self._plain:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._plain]

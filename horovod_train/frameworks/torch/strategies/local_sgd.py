@@ -42,7 +42,7 @@ from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm.collectives import with_tensors
 from horovod_train.frameworks.torch.comm.exchange import Exchange, wide_type
 from horovod_train.frameworks.torch.state.trained import Named, OptimizedParameters, check_same_trained
-from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
 from horovod_train.frameworks.torch.strategies.outer import Outer
 
 
@@ -60,9 +60,11 @@ class LocalSgd(Strategy):
         outer: Arguments of the outer optimizer; None: there is none.
     """
 
-    state_kind = "local_sgd"
-    takes_sums = False
-    supports_deferred_results = False  # ranks exchange their losses in each step
+    capabilities = Capabilities(
+        sums=False,
+        deferred_results=False,  # ranks exchange their losses in each step
+        rank_state_kind="local_sgd",
+    )
 
     def __init__(
         self,
@@ -105,9 +107,9 @@ class LocalSgd(Strategy):
             elif parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
         gradients = self.gradients()
-        self.bytes_per_step = 8 if self._ranks.size > 1 else 0
+        self.sent_bytes = 8 if self._ranks.size > 1 else 0
         if self._sums_gradients:
-            self.bytes_per_step += self._exchange.bytes_on_wire(gradients)
+            self.sent_bytes += self._exchange.bytes_on_wire(gradients)
             for gradient, total in zip(gradients, self._exchange.sum(gradients, "local_sgd"), strict=True):
                 gradient.copy_(total)
         elif own_share := sum(micro_batch.share for micro_batch in self._step.share.micro_batches):
@@ -160,7 +162,7 @@ class LocalSgd(Strategy):
         whole = [*named.items(), *((None, t) for t in state.values() if t.ndim)]
         numbers = [(name, t) for name, t in whole if t.is_floating_point() or t.is_complex()]
         parts = [t.to(wide_type(t.dtype)) * weight for _, t in numbers]
-        self.bytes_per_step += self._exchange.bytes_on_wire(parts)
+        self.sent_bytes += self._exchange.bytes_on_wire(parts)
         for (name, tensor), mean in zip(numbers, self._exchange.sum(parts, "local_sgd"), strict=True):
             outer = None if name is None else self._outer
             tensor.copy_(mean if outer is None else outer.step(str(name), mean))
@@ -170,14 +172,14 @@ class LocalSgd(Strategy):
             if len({value for _, value in values}) > 1:
                 count.fill_(math.fsum(rank_weight * value for rank_weight, value in values))
 
-    def state(self) -> Mapping[str, torch.Tensor]:
+    def rank_state(self) -> Mapping[str, torch.Tensor]:
         """Return how many steps were made, and the outer momentum; all ranks have the same."""
         if self._ranks.rank or (self._outer is None and not self._allreduce_steps):
             return {}
         momenta = {} if self._outer is None else self._outer.momenta
         return {"steps": torch.tensor(self._num_made)} | {f"outer.{n}": t for n, t in momenta.items()}
 
-    def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Take over what rank 0 had."""
         saved = of_ranks[0] if of_ranks else {}
         self._num_made = int(saved.get("steps", torch.tensor(0)))

@@ -18,7 +18,7 @@ from horovod_train.frameworks.torch.state.shards import (
     squares_of,
 )
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
-from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
 
 
 class ModelParallel(Strategy):
@@ -29,8 +29,7 @@ class ModelParallel(Strategy):
         job: The job.
     """
 
-    is_sharded = True
-    has_whole_weights = False
+    capabilities = Capabilities(sharded=True, whole_weights=False)
 
     def __init__(self, mesh: Mesh, job: Job) -> None:
         self._job = job
@@ -41,12 +40,16 @@ class ModelParallel(Strategy):
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach to a model and its optimizer."""
         super().bind(model, optimizer)
-        self._data.defers_results = self.defers_results
         self._data.bind(model, optimizer)
         disable_foreach_for_mixed_groups(optimizer)
 
+    def defer_results(self) -> None:
+        """From now on, the host must not wait for the device in a step."""
+        super().defer_results()
+        self._data.defer_results()
+
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Detach all hooks from the parameters."""
         self._data.close()
 
     def optimized(self) -> Sequence[OptimizedParameter]:
@@ -56,8 +59,8 @@ class ModelParallel(Strategy):
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Sum gradients over the ranks that have the same part of the model."""
         loss = self._data.reduce(weighted_loss)
-        self.bytes_per_step, self.layout_version = self._data.bytes_per_step, self._data.layout_version
-        if self._axes.tensor == 1 or self.owns_schedule:
+        self.sent_bytes, self.layout_version = self._data.sent_bytes, self._data.layout_version
+        if self._axes.tensor == 1 or self.capabilities.owns_schedule:
             return loss
         # Ranks that share layers compute the same loss, and must decide alike if it is finite on one and not
         # on another.

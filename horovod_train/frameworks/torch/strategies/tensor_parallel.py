@@ -115,9 +115,9 @@ class TensorParallel(ModelParallel):
         """Return what this rank has of the whole model's weights and buffers."""
         return local_tensors_of_model(self._model)
 
-    def expect_last(self) -> None:
-        """The next forward and backward pass is the last of this step."""
-        self._data.expect_last()
+    def set_requires_sync(self, *, is_last: bool) -> None:
+        """Sum gradients over data-parallel ranks during the next backward pass, if it is the last."""
+        self._data.set_requires_sync(is_last=is_last)
 
 
 def plan_of(model: torch.nn.Module) -> dict[str, str]:

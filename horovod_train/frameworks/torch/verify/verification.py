@@ -154,7 +154,7 @@ class StrategyVerifier:
             self.reference.run_schedule(alike, StepClock())
         self._replica.strategy.report_unused_parameters(self._unused())
         self._loss = self.reference.reduce()
-        if self._replica.strategy.unused_have_zeros:
+        if self._replica.strategy.capabilities.unused_have_zeros:
             for parameter in self.reference.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -342,7 +342,7 @@ class StrategyVerifier:
         dtypes = {p.dtype.to_real() for p in self.reference.model.parameters() if p.dtype.is_floating_point}
         if self._job.train.precision != "fp32":
             dtypes.add(torch.bfloat16)
-        return dtypes | set(self._replica.strategy.compute_dtypes)
+        return dtypes
 
     def _gradient_limit(self) -> float:
         """Return the largest relative difference of a gradient that rounding explains."""

@@ -34,7 +34,7 @@ from horovod_train.frameworks.torch.comm.process_group import agree_on_paths
 from horovod_train.frameworks.torch.state.elementwise import check_elementwise
 from horovod_train.frameworks.torch.state.local_tensors import LocalTensor, OptimizedParameter
 from horovod_train.frameworks.torch.state.optimizer import clone_optimizer
-from horovod_train.frameworks.torch.strategies.base import DevicePlacement
+from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement
 from horovod_train.frameworks.torch.strategies.deepspeed.flat_state import FlatState
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
 
@@ -59,12 +59,15 @@ class DeepSpeed(TorchDistributed):
         UserError: DeepSpeed is not installed.
     """
 
-    is_sharded = True
-    has_whole_weights = False
-    takes_after_update = False  # its optimizer keeps copies of the weights, and overwrites them in each step
-    supports_deferred_results = False  # DeepSpeed asks the device in each step
-    owns_update = True
-    unused_have_zeros = True
+    capabilities = Capabilities(
+        collective_passes=True,
+        sharded=True,
+        whole_weights=False,
+        after_update=False,  # its optimizer keeps copies of the weights, and overwrites them in each step
+        deferred_results=False,  # DeepSpeed reads from the device in each step
+        owns_update=True,
+        unused_have_zeros=True,
+    )
 
     def __init__(
         self,
@@ -246,7 +249,8 @@ class DeepSpeed(TorchDistributed):
 
     # -- one step
 
-    def _expect(self, *, is_last: bool) -> None:
+    def set_requires_sync(self, *, is_last: bool) -> None:
+        """Begin a pass; DeepSpeed reduces gradients after the last one of this step."""
         self._is_last = is_last
         self._paths.begin_pass("training")
         self._engine.set_gradient_accumulation_boundary(is_last)
@@ -261,7 +265,7 @@ class DeepSpeed(TorchDistributed):
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Return the loss of the whole step: gradients are reduced by now."""
         self._paths.end_pass()
-        self.bytes_per_step = (3 if self._stage == 3 else 2) * self._bytes_once
+        self.sent_bytes = (3 if self._stage == 3 else 2) * self._bytes_once
         return super().reduce(weighted_loss)
 
     def local_gradients(self) -> Iterator[tuple[str, Part | None, torch.Tensor | None]]:

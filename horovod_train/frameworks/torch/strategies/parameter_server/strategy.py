@@ -35,7 +35,7 @@ from horovod_train.frameworks.torch.state.local_tensors import (
     whole_parameters,
 )
 from horovod_train.frameworks.torch.state.trained import OptimizedParameters
-from horovod_train.frameworks.torch.strategies.base import Strategy, log
+from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy, log
 from horovod_train.frameworks.torch.strategies.parameter_server.server import (
     Layout,
     Server,
@@ -59,11 +59,13 @@ class ParameterServer(Strategy):
         UserError: These ranks have no MPI.
     """
 
-    state_kind = "parameter_server"
-    takes_sums = False
-    supports_deferred_results = False  # gradients are sent by the host
-    is_sharded = True
-    owns_update = True
+    capabilities = Capabilities(
+        sums=False,
+        deferred_results=False,  # gradients are sent by the host
+        sharded=True,
+        owns_update=True,
+        rank_state_kind="parameter_server",
+    )
 
     def __init__(self, mesh: Mesh, job: Job, *, max_staleness: int = 4, meet_every_steps: int = 100) -> None:
         self._ranks = with_tensors(mesh.data)
@@ -147,7 +149,7 @@ class ParameterServer(Strategy):
         found = self._ranks.wait_in(entry, lambda: connection.pull(at_least))
         for name, weight in found.items():
             self._named[name].copy_(weight)
-        self.bytes_per_step = size_bytes
+        self.sent_bytes = size_bytes
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Make the gradient that of this rank's own samples; return their loss.
@@ -193,7 +195,7 @@ class ParameterServer(Strategy):
         assert self._line is not None
         gradients = {name: p.grad for name, p in self._named.items()} if is_used else {}
         self._line.push(gradients, [group["lr"] for group in self._optimizer.param_groups])
-        self.bytes_per_step += sum(layout.push_bytes for layout in self._layouts)
+        self.sent_bytes += sum(layout.push_bytes for layout in self._layouts)
         self._num_made += 1
         if self._step.is_last or self._num_made % self._meet_every_steps == 0:
             with torch.no_grad():
@@ -218,7 +220,7 @@ class ParameterServer(Strategy):
         """Return the names of parameters as an optimizer of the whole model numbers them."""
         return [parameter.name for parameter in whole_parameters(self._model, self._optimizer)]
 
-    def load_state(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Serve the weights that were taken over."""
-        super().load_state(of_ranks)
+        super().load_rank_states(of_ranks)
         self._take_up()

@@ -33,7 +33,7 @@ from horovod_train.frameworks.torch.state.local_tensors import LocalTensor, whol
 from horovod_train.frameworks.torch.state.shards import (
     local_tensor_of,
 )
-from horovod_train.frameworks.torch.strategies.base import DevicePlacement, PassContext
+from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement, PassContext
 from horovod_train.frameworks.torch.strategies.model_parallel import ModelParallel
 from horovod_train.frameworks.torch.strategies.pipeline.cut import cut_model
 from horovod_train.frameworks.torch.strategies.pipeline.messages import Messages
@@ -83,9 +83,6 @@ class Pipeline(ModelParallel):
         plan: How layers are shared along the mesh's tensor axis; None: the model's own plan.
     """
 
-    owns_schedule = True
-    takes_after_update = False  # a rank has the weights of its stages
-
     def __init__(
         self,
         mesh: Mesh,
@@ -102,7 +99,13 @@ class Pipeline(ModelParallel):
         self._balance = balance
         self._plan = plan
         self._num_chunks = chunks_per_rank if mesh.axes.pipeline > 1 else 1
-        self.num_loss_copies = mesh.axes.tensor
+        self.capabilities = Capabilities(
+            sharded=True,
+            whole_weights=False,
+            owns_schedule=True,
+            after_update=False,  # a rank has the weights of its stages
+            num_loss_copies=mesh.axes.tensor,
+        )
         self._signatures: dict[Hashable, int] = {}
 
     # -- the model
@@ -305,7 +308,7 @@ class Pipeline(ModelParallel):
 
     def _before_last(self) -> None:
         if self._num_chunks == 1:  # otherwise the last pass is that of one of the stages
-            self._data.expect_last()
+            self._data.set_requires_sync(is_last=True)
 
     def metrics_of(
         self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, context: PassContext

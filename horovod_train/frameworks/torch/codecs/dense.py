@@ -1,0 +1,56 @@
+"""All elements of a gradient are sent, in 32 bits or rounded to 16: an all-reduce in place."""
+
+from __future__ import annotations
+
+import torch
+
+from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Exchange, Message
+from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
+
+
+def fp32() -> Codec:
+    """Return the codec that sends gradients unchanged."""
+    return Dense(torch.float32)
+
+
+def fp16() -> Codec:
+    """Return the codec that rounds gradients to float16: half the bytes."""
+    return Dense(torch.float16)
+
+
+def bf16() -> Codec:
+    """Return the codec that rounds gradients to bfloat16: half the bytes, and the range of float32."""
+    return Dense(torch.bfloat16)
+
+
+class Dense(Codec):
+    """Sums all elements, in a data type that Horovod can sum.
+
+    64-bit gradients stay 64-bit, and a bucket with a trailer has at least 32 bits. bfloat16 gradients that
+    are sent as bfloat16 are summed in place.
+
+    Args:
+        dtype: Data type of other gradients in collectives.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def message(self, layout: BucketLayout) -> Message:
+        """Return the message of a bucket."""
+        rounded = torch.float32 if layout.trailer_length else self._dtype
+        return DenseMessage(layout, torch.float64 if layout.dtype == torch.float64 else rounded)
+
+
+class DenseMessage(Message):
+    """One tensor: gradients, and the trailer behind them."""
+
+    def __init__(self, layout: BucketLayout, dtype: torch.dtype) -> None:
+        length = sum(layout.lengths)
+        self._packed = torch.zeros(length + layout.trailer_length, dtype=dtype, device=layout.device)
+        self.body, self.trailer = self._packed[:length], self._packed[length:]
+        self.size_bytes = self._packed.nbytes
+
+    def exchange(self, ranks: TensorCollectives, name: str) -> Exchange:
+        """Sum the tensor over ranks, in place."""
+        yield ranks.start_allreduce(self._packed, name)

@@ -1,0 +1,269 @@
+"""The bucket pipeline: gradients fill buckets during the backward pass, and full buckets are summed.
+
+    a parameter's gradient is complete -> it is copied into its bucket
+    the last gradient of a bucket      -> the bucket's message starts its collectives
+    after the backward pass            -> incomplete buckets are sent, then all collectives are waited for
+
+The layout of buckets follows from the parameters alone, so the order of additions is fixed: results are
+bitwise reproducible. With each step a trailer is summed, behind the last bucket or by itself:
+
+    used      one flag per parameter: this rank has a gradient for it. A parameter that no rank uses keeps
+              ``grad = None``, as in a single process
+    changed   this rank trains other parameters than before
+    loss      its sum is the loss of the step over all ranks
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from horovod_train.frameworks.torch.codecs.base import Exchange
+from horovod_train.frameworks.torch.comm.buckets import (
+    Bucket,
+    MakeMessage,
+    Slot,
+    aligned,
+    as_reals,
+    gradient_reduced_already,
+    make_buckets,
+    to_local,
+)
+from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
+
+MAX_WAIT_S = 1.0
+POLL_S = 0.0003
+
+
+class Trailer:
+    """Numbers that ranks sum with the gradients of a step.
+
+    Args:
+        numbers: Their memory, shape [number of parameters + 2].
+
+    Attributes:
+        used: One number per parameter: on how many ranks it has a gradient.
+        changed: On how many ranks the trained parameters have changed, shape [].
+        loss: The loss, shape [].
+    """
+
+    NUM_FIXED = 2
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.used, self.changed, self.loss = numbers[: -self.NUM_FIXED], numbers[-2], numbers[-1]
+
+    def write(self, used: Sequence[bool] | None, loss: torch.Tensor, *, is_changed: bool) -> None:
+        """Write this rank's numbers; used: None: all parameters are."""
+        if used is None:
+            self.used.fill_(1.0)
+        else:
+            flags = torch.tensor(used, dtype=self.used.dtype, pin_memory=self.used.is_cuda)
+            self.used.copy_(flags, non_blocking=True)
+        self.changed.fill_(float(is_changed))
+        self.loss.copy_(loss)
+
+
+class GradientPipeline:
+    """Sums the gradients of parameters over ranks, in buckets.
+
+    Args:
+        named: The trained parameters by name.
+        ranks: The ranks that sum.
+        make: Returns the message of a bucket.
+        bucket_size_bytes: Approximate size of a bucket.
+        name: Prefix of the names of collectives.
+        refuse: Called before a gradient is packed; raises if there must be none now.
+        max_in_flight: Number of buckets that may be in flight before a rank waits for the first one; None:
+            any.
+
+    Attributes:
+        buckets: Buckets in the order in which they are sent.
+        trailer: Numbers that are summed with the gradients.
+        pass_bytes: Bytes that this rank passes to collectives in one pass.
+        sent_bytes: The same, of all passes since ``begin``.
+    """
+
+    def __init__(
+        self,
+        named: Mapping[str, torch.nn.Parameter],
+        ranks: TensorCollectives,
+        make: MakeMessage,
+        *,
+        bucket_size_bytes: int,
+        name: str,
+        refuse: Callable[[], None] = lambda: None,
+        max_in_flight: int | None = None,
+    ) -> None:
+        self.parameters = list(named.values())
+        self._ranks, self._name, self._refuse = ranks, name, refuse
+        self._max_in_flight = max_in_flight
+        length = len(self.parameters) + Trailer.NUM_FIXED
+        self.buckets = make_buckets(named, bucket_size_bytes, make, length)
+        own = self.buckets[-1].message.trailer
+        self._separate_trailer: torch.Tensor | None = None
+        if own is None:
+            wide = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+            dtype = torch.float64 if wide else torch.float32
+            own = torch.zeros(length, dtype=dtype, device=self.parameters[0].device)
+            self._separate_trailer = own
+        self.trailer = Trailer(own)
+        self.pass_bytes = sum(bucket.message.size_bytes for bucket in self.buckets)
+        self.sent_bytes = 0
+        self._is_listening = False
+        self._is_packed = [False] * len(self.parameters)
+        self.has_gradient = [False] * len(self.parameters)
+        self._in_flight: deque[tuple[Exchange, Any]] = deque()
+        self._removers: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Pack gradients from now on when autograd has accumulated them."""
+        self._removers = [
+            slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._make_hook(number, slot)
+            )
+            for number, bucket in enumerate(self.buckets)
+            for slot in bucket.slots
+        ]
+
+    def close(self) -> None:
+        """Detach all hooks from the parameters."""
+        for remover in self._removers:
+            remover.remove()
+        self._removers = []
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._is_listening = False
+        self._in_flight.clear()
+        self.sent_bytes = 0
+        self.has_gradient = [False] * len(self.parameters)
+
+    def listen(self) -> None:
+        """Pack and send the gradients of the next backward pass; those of the pass before are completed."""
+        if self._is_listening:
+            self.send_rest()
+            self.receive()
+        self._is_listening = True
+
+    def used_in_last_pass(self) -> list[torch.nn.Parameter]:
+        """Return the parameters with a gradient of the last backward pass, before ``send_rest``."""
+        return [p for p, used in zip(self.parameters, self._is_packed, strict=True) if used]
+
+    def finish(self, loss: torch.Tensor, *, is_changed: bool, all_count: bool = False) -> bool:
+        """Send what was not sent, and wait for the sums of gradients and trailer.
+
+        Args:
+            loss: This rank's part of the loss, shape [].
+            is_changed: This rank trains other parameters than before.
+            all_count: Parameters without a gradient count as used if they require one (they have a residual).
+
+        Returns:
+            Whether this rank has a gradient for each parameter: it need not read ``trailer.used``.
+        """
+        used = [
+            had or parameter.grad is not None or (all_count and parameter.requires_grad)
+            for had, parameter in zip(self.has_gradient, self.parameters, strict=True)
+        ]
+        all_used = all(used)
+        self.trailer.write(None if all_used else used, loss, is_changed=is_changed)
+        handle = None
+        if self._separate_trailer is not None:
+            handle = self._ranks.start_allreduce(self._separate_trailer, f"{self._name}.trailer")
+        self.send_rest()
+        self.receive()
+        if handle is not None:
+            self._ranks.wait(handle)
+        self.has_gradient = [False] * len(self.parameters)
+        return all_used
+
+    def send_rest(self) -> None:
+        """Send the buckets that were not sent; gradients that are missing are zero."""
+        self._is_listening = False
+        for number, bucket in enumerate(self.buckets):
+            if not bucket.is_sent:
+                for slot in bucket.slots:
+                    if not self._is_packed[slot.index]:
+                        self._pack(bucket, slot)
+                self._send(number)
+
+    def receive(self) -> None:
+        """Wait for all collectives; the second round of a bucket overlaps the first rounds of others."""
+        while self._in_flight:
+            self._advance()
+        self.sent_bytes += self.pass_bytes
+        for bucket in self.buckets:
+            bucket.is_sent = False
+            bucket.num_missing = len(bucket.slots)
+        self._is_packed = [False] * len(self.parameters)
+
+    def _make_hook(self, number: int, slot: Slot) -> Callable[[torch.Tensor], None]:
+        bucket = self.buckets[number]
+        # The bucket with the trailer waits for ``finish``, which writes that.
+        is_held = number == len(self.buckets) - 1 and self._separate_trailer is None
+
+        def on_gradient(_: torch.Tensor) -> None:
+            if not self._is_listening or slot.parameter.grad is None:
+                return  # a custom autograd function may return no gradient for a parameter
+            self._refuse()
+            if self._is_packed[slot.index]:
+                raise gradient_reduced_already()
+            self._pack(bucket, slot)
+            bucket.num_missing -= 1
+            if bucket.num_missing == 0 and not is_held:
+                self._send(number)
+
+        return on_gradient
+
+    def _pack(self, bucket: Bucket, slot: Slot) -> None:
+        """Move a gradient, or zeros if there is none, into its bucket."""
+        gradient, slot.parameter.grad = slot.parameter.grad, None
+        bucket.message.allocate()
+        if gradient is None:
+            slot.packed.zero_()
+            return
+        self._is_packed[slot.index] = self.has_gradient[slot.index] = True
+        gradient = aligned(slot.parameter, gradient)
+        if gradient.is_sparse or to_local(gradient).data_ptr() != slot.packed.data_ptr():
+            slot.packed.copy_(as_reals(gradient))
+
+    def _send(self, number: int) -> None:
+        bucket = self.buckets[number]
+        bucket.is_sent = True
+        exchange = bucket.message.exchange(self._ranks, f"{self._name}.{number}")
+        self._in_flight.append((exchange, next(exchange)))
+        self._limit_in_flight()
+
+    def _advance(self) -> None:
+        """Wait for the first collective in flight; start its message's next round, if there is one."""
+        exchange, handle = self._in_flight.popleft()
+        try:
+            following = exchange.send(self._ranks.wait(handle))
+        except StopIteration:
+            return
+        self._in_flight.append((exchange, following))
+
+    def _limit_in_flight(self) -> None:
+        """Receive what has arrived; if too many buckets are in flight, wait for the first one.
+
+        Otherwise buckets would take as much memory as the model, if the network is slower than the backward
+        pass. The wait is bounded: ranks whose gradients come in different orders would wait for each other.
+        Not on a GPU, where neither host nor backward pass may wait in a step.
+        """
+        if self._max_in_flight is None or self.parameters[0].is_cuda:
+            return
+        deadline_s = monotonic() + MAX_WAIT_S
+        while self._in_flight:
+            if self._ranks.is_done(self._in_flight[0][1]):
+                self._advance()
+            elif len(self._in_flight) <= self._max_in_flight:
+                return
+            elif monotonic() > deadline_s:
+                self._max_in_flight = None  # ranks wait for each other: do not try again
+                return
+            else:
+                sleep(POLL_S)

@@ -1,0 +1,100 @@
+"""State that a rank has for itself, by parameter: saved, and loaded on any number of ranks.
+
+Each key of the state has a rule. It says what a rank loads when the checkpoint was written by another number
+of ranks:
+
+    SUM   the sum over ranks matters (a residual): each of M ranks loads the sum divided by M
+    SAME  equal on all ranks: rank 0 saves it, and all ranks load it
+    RANK  belongs to one rank: a rank loads its own; a rank that did not exist loads nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum, auto
+
+import torch
+
+StateKey = tuple[str, str]
+"""Name of a parameter, and key of its state; a ``residual`` is saved under the parameter's name alone."""
+Tensors = Mapping[str, torch.Tensor]
+RESIDUAL = "residual"
+
+
+class Rule(Enum):
+    """How a state is loaded on another number of ranks."""
+
+    SUM = auto()
+    SAME = auto()
+    RANK = auto()
+
+
+def saved_name(key: StateKey) -> str:
+    """Return the name of a state in a checkpoint."""
+    name, kind = key
+    return name if kind == RESIDUAL else f"{name}/{kind}"
+
+
+def merged(of_ranks: Sequence[Tensors], rule: Rule, rank: int, size: int) -> dict[str, torch.Tensor]:
+    """Return the tensors that a rank loads.
+
+    Args:
+        of_ranks: Tensors of one rule that each rank has saved.
+        rule: The rule.
+        rank: This rank.
+        size: Number of ranks now.
+    """
+    if not of_ranks:
+        return {}
+    if rule is Rule.SAME:
+        return dict(of_ranks[0])
+    if rule is Rule.RANK or len(of_ranks) == size:
+        return dict(of_ranks[rank]) if rank < len(of_ranks) else {}
+    return {name: torch.stack([state[name] for state in of_ranks]).sum(0) / size for name in of_ranks[0]}
+
+
+class RankState:
+    """State of parameters that outlives messages, bucket layouts and runs.
+
+    The state of trained parameters is in messages. That of parameters which are frozen now waits here.
+
+    Args:
+        rules: Rule of each key.
+    """
+
+    def __init__(self, rules: Mapping[str, Rule]) -> None:
+        self._rules = rules
+        self._waiting: dict[str, torch.Tensor] = {}
+
+    def store(self, state: Mapping[StateKey, torch.Tensor]) -> None:
+        """Take the state of parameters out of messages: it is zero there afterwards."""
+        for key, tensor in state.items():
+            self._waiting[saved_name(key)] = tensor.clone()
+            tensor.zero_()
+
+    def restore(self, state: Mapping[StateKey, torch.Tensor]) -> None:
+        """Move what waits for these parameters into their messages."""
+        for key, tensor in state.items():
+            if (name := saved_name(key)) in self._waiting:
+                tensor.copy_(self._waiting.pop(name))
+
+    def save(self, state: Mapping[StateKey, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+        """Return the state that this rank writes to a checkpoint.
+
+        Args:
+            state: State of the messages.
+            rank: This rank.
+        """
+        found = {**self._waiting, **{saved_name(key): tensor for key, tensor in state.items()}}
+        return {name: t for name, t in found.items() if rank == 0 or self._rule(name) is not Rule.SAME}
+
+    def load(self, of_ranks: Sequence[Tensors], rank: int, size: int) -> None:
+        """Load what ranks have saved; ``restore`` then moves it into messages."""
+        self._waiting = {}
+        for rule in Rule:
+            of_rule = [{n: t for n, t in state.items() if self._rule(n) is rule} for state in of_ranks]
+            self._waiting |= merged(of_rule, rule, rank, size)
+
+    def _rule(self, name: str) -> Rule:
+        key = name.rpartition("/")[2] if "/" in name else RESIDUAL
+        return self._rules.get(key, Rule.SUM)
