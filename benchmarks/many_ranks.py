@@ -26,7 +26,7 @@ def template() -> tuple[str, str]:
     """Return what a rank says, whole and as the page asks it, with a place for its number."""
     recorder = Recorder("many", "r1", SingleRank(0, 1000, 0, "n" + PLACE), 1000)
     phases = {"data": 0.02, "forward": 0.03, "backward": 0.03, "allreduce_wait": 0.01, "optimizer": 0.01}
-    step = StepRecord(STEP_S, phases, 32, 1.0, 0.5, 0.5, 0.1, None, 1000, is_finite=True, own_seconds=0.09)
+    step = StepRecord(STEP_S, phases, 32, 1.0, 0.5, 0.5, 0.1, is_finite=True, own_seconds=0.09)
     recorder.record(step)
     recorder.record(WaitRecord(0.005, 0.005, 0.1))
     whole = generate_latest(recorder.registry).decode().replace('rank="0"', f'rank="{PLACE}"')

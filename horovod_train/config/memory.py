@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from horovod_train.config.codecs import arguments_of
 from horovod_train.config.schema import Job
 
 TRACER_BYTES = 75 * 2**20
@@ -93,7 +94,7 @@ def needs(sizes: Sizes, shared: Sizes | None, job: Job, num_ranks: int) -> dict[
         num_ranks: How many share the model.
     """
     found = {
-        "allreduce": _need(sizes, keeps_gradients=num_ranks > 1),
+        "allreduce": _allreduce(sizes, job, num_ranks),
         "zero": _need(sizes, optimizer=num_ranks, gradients=num_ranks, extra=_bucket(sizes, job)),
         "fsdp without resharding": _fsdp(sizes, num_ranks, gathered=sizes.weights),
         "fsdp": _fsdp(sizes, num_ranks, gathered=_gathered(sizes)),
@@ -142,6 +143,15 @@ def _need(
     peak = max(at_peak, in_update)
     # A model is made whole, and then shared.
     return Need(whole, sizes.trained / gradients, state, peak, max(peak, sizes.weights) + sizes.process)
+
+
+def _allreduce(sizes: Sizes, job: Job, num_ranks: int) -> Need:
+    """Return the need of ``allreduce``; residuals of a codec are there in each phase of a step."""
+    need = _need(sizes, keeps_gradients=num_ranks > 1)
+    codec = job.allreduce.codec
+    declared = None if codec is None else arguments_of(codec.name)
+    residuals = sizes.trained * (declared.residual_copies if declared else 0)
+    return replace(need, peak=need.peak + residuals, process=need.process + residuals)
 
 
 def _bucket(sizes: Sizes, job: Job) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from horovod_train.config.codecs import arguments_of
 from horovod_train.config.fields import name_of, slots_of
 from horovod_train.config.kubernetes_rules import LAUNCHER, kubernetes_rules
 from horovod_train.config.problems import explain, shorten
@@ -343,10 +344,24 @@ def strategy_supports_job(job: Job) -> Iterator[Problem]:
 
 
 def codec_is_available(job: Job) -> Iterator[Problem]:
-    """A codec is PyTorch's, and says itself in which type numbers travel."""
+    """Codecs are PyTorch's, have valid arguments, and determine the data type of collectives."""
     codec = job.allreduce.codec
     if codec is None:
         return
+    if declared := arguments_of(codec.name):
+        try:
+            declared.model_validate(codec.args)
+        except ValidationError as error:
+            for problem in explain(error, declared):
+                yield replace(problem, path=f"allreduce.codec.args.{problem.path}")
+        if declared.residual_copies and job.train.precision == "fp16":
+            yield Problem(
+                "train.precision",
+                "'fp16'",
+                f"cannot be combined with codec {codec.name!r}: its residuals would have another loss scale "
+                "when they are sent",
+                "use bf16 or fp32",
+            )
     if job.framework != "torch":
         yield Problem(
             "allreduce.codec",
@@ -358,14 +373,14 @@ def codec_is_available(job: Job) -> Iterator[Problem]:
         yield Problem(
             "train.channels_last",
             "True",
-            "cannot be combined with allreduce.codec: what is sent later is kept in the order of memory",
+            "cannot be combined with allreduce.codec: residuals are stored in the order of memory",
             "leave one of them out",
         )
     if job.allreduce.wire_dtype != "fp32":
         yield Problem(
             "allreduce.wire_dtype",
             repr(job.allreduce.wire_dtype),
-            "cannot be combined with allreduce.codec, which says how numbers travel",
+            "cannot be combined with allreduce.codec, which determines the data type",
             "leave one of them out",
         )
 

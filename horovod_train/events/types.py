@@ -134,6 +134,7 @@ class Progress(Event):
         samples_per_s: Samples a second of all ranks; None: not known.
         eta_s: Time that is left; None: not known.
         loss_is_local: The loss is that of rank 0's samples alone.
+        numbers: Further numbers of the last step that are shown, by name.
     """
 
     kind = "progress"
@@ -147,6 +148,7 @@ class Progress(Event):
     samples_per_s: float | None
     eta_s: float | None
     loss_is_local: bool = False
+    numbers: dict[str, float] = {}
 
 
 class RankTimes(Event):

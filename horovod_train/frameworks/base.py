@@ -69,24 +69,27 @@ class StepOutcome:
     Attributes:
         loss: Mean loss over the samples of the step, over all ranks: equal on every rank.
         local_loss: This rank's part of that mean: its sum of share x loss.
-        grad_norm: L2 norm of the gradient that the update uses, before clipping; None when it was not
-            taken.
         is_finite: False: loss or gradient was not finite, and the weights were not updated.
-        bytes_reduced: Bytes that this rank passed to collectives.
         clock: Time of each phase.
-        flops: Floating-point operations of this rank's forward and backward; None: not counted.
+        numbers: Further numbers of the step by name; None: not computed. Among them are ``grad_norm`` (L2
+            norm of the global gradient before clipping), ``sent_bytes`` (bytes that this rank passed to
+            collectives) and ``flops`` (operations of its forward and backward passes). A metric of the
+            catalog names the number that it exports.
         was_executed: False: an earlier step had stopped training when this one, already enqueued, ran; it
             changed nothing.
     """
 
     loss: float
     local_loss: float
-    grad_norm: float | None
     is_finite: bool
-    bytes_reduced: int
     clock: StepClock
-    flops: float | None = None
+    numbers: Mapping[str, float | None] = field(default_factory=dict)
     was_executed: bool = True
+
+    @property
+    def grad_norm(self) -> float | None:
+        """L2 norm of the global gradient before clipping; None: it was not computed."""
+        return self.numbers.get("grad_norm")
 
     def outcome(self) -> StepOutcome:
         """Return it."""

@@ -28,6 +28,7 @@ from horovod_train.monitor.live import (
     RankReading,
     access_of,
     by_rank,
+    numbers_in,
     scrape_all,
     targets_of,
     window_between,
@@ -156,6 +157,7 @@ class ScrapedRun:
                     values.get("loss"),
                     values.get("learning_rate"),
                     samples / seconds if np.isfinite(window["samples"]).any() else None,
+                    numbers_in(values),
                 )
             )
         if "world_size_wanted" in values:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
@@ -55,6 +55,7 @@ class Point:
         loss: Of the last step.
         lr: Learning rate of it.
         samples_per_s: Samples a second of all ranks.
+        numbers: Further numbers of the step by name.
     """
 
     time_unix_s: float
@@ -63,6 +64,7 @@ class Point:
     loss: float | None
     lr: float | None
     samples_per_s: float | None
+    numbers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -187,9 +189,8 @@ class History:
         self.num_steps, self.num_epochs = event.num_steps, event.num_epochs
         self.loss_is_local = event.loss_is_local
         epochs_begun = event.epoch + 1 if event.num_epochs else None
-        self.add_point(
-            Point(time_unix_s, event.step, epochs_begun, event.loss, event.lr, event.samples_per_s)
-        )
+        speed, numbers = event.samples_per_s, event.numbers
+        self.add_point(Point(time_unix_s, event.step, epochs_begun, event.loss, event.lr, speed, numbers))
 
     def add_point(self, point: Point) -> None:
         """Take how far training is."""

@@ -21,6 +21,7 @@ from horovod_train.errors import UserError
 from horovod_train.events.targets import parse_targets
 from horovod_train.events.types import MAX_RANKS, Target
 from horovod_train.monitor.rank_series import COLUMNS, Window, unknown
+from horovod_train.telemetry.catalog import SHOWN_NUMBERS
 
 TIMEOUT_S = 2.0
 MAX_BYTES = 1 << 20
@@ -53,6 +54,7 @@ SHOWN = (
     "gpu_power_watts",
     "gpu_temperature_celsius",
     "gpu_clock_hertz",
+    *(metric.name.removeprefix(_P) for metric in SHOWN_NUMBERS.values()),
 )
 """Metrics that are shown unchanged."""
 
@@ -149,6 +151,12 @@ def parse(text: str) -> RankReading:
                 reading.values[key] = sample.value
                 reading.labels = sample.labels
     return reading
+
+
+def numbers_in(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the numbers of a step among the values of a rank, by their names."""
+    names = {name: metric.name.removeprefix(_P) for name, metric in SHOWN_NUMBERS.items()}
+    return {name: values[metric] for name, metric in names.items() if metric in values}
 
 
 def scrape_all(

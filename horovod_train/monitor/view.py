@@ -18,6 +18,7 @@ from horovod_train.monitor.live import finite
 from horovod_train.monitor.rank_series import RankSeries, Window, joined
 from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
 from horovod_train.system.files import open_regular
+from horovod_train.telemetry.catalog import SHOWN_NUMBERS
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,11 @@ def _points(history: History) -> Json:
         "loss": [_number(point.loss) for point in points],
         "lr": [_number(point.lr) for point in points],
         "samples_per_s": [_number(point.samples_per_s) for point in points],
+        "numbers": {
+            SHOWN_NUMBERS[name].shown: [_number(point.numbers.get(name)) for point in points]
+            for name in SHOWN_NUMBERS
+            if any(name in point.numbers for point in points)
+        },
     }
 
 

@@ -202,8 +202,7 @@ class StepMeter:
                 loss=None,
                 local_loss=self._loss,
                 lr=lr,
-                grad_norm=grad_norm,
-                bytes_reduced=self._bytes,
+                numbers={"grad_norm": grad_norm, "sent_bytes": self._bytes},
                 is_finite=self._is_finite,
                 own_seconds=None if wait_s is None else max(0.0, total_s - wait_s),
             )

@@ -8,12 +8,12 @@ metric is a class of ``records.py``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from horovod_train.checkpoint.write_report import WriteReport
 from horovod_train.telemetry.catalog_machine import MACHINE
-from horovod_train.telemetry.metric import Metric
+from horovod_train.telemetry.metric import Metric, StepNumber
 from horovod_train.telemetry.records import (
     CurrentWaitRecord,
     EndRecord,
@@ -170,7 +170,7 @@ STEPS = (
         "L2 norm of the global gradient before clipping, when last computed.",
         "Do gradients explode or vanish?",
         StepRecord,
-        lambda step: step.grad_norm,
+        StepNumber("grad_norm"),
     ),
     Metric(
         "horovod_train_allreduce_bytes_total",
@@ -178,7 +178,17 @@ STEPS = (
         "Bytes of gradients that this rank passed to all-reduce.",
         "How many bytes does a step send?",
         StepRecord,
-        lambda step: step.bytes_reduced,
+        StepNumber("sent_bytes"),
+    ),
+    Metric(
+        "horovod_train_compression_ratio",
+        "gauge",
+        "Bytes of the gradients divided by the bytes that this rank passed to collectives for them. Absent "
+        "without gradient compression.",
+        "How many bytes does gradient compression save?",
+        StepRecord,
+        StepNumber("compression_ratio"),
+        shown="Gradient compression ratio",
     ),
     Metric(
         "horovod_train_non_finite_steps_total",
@@ -196,7 +206,7 @@ STEPS = (
         "count them.",
         "Which fraction of the device's peak does training use?",
         StepRecord,
-        lambda step: step.flops,
+        StepNumber("flops"),
         from_zero=False,
     ),
 )
@@ -352,6 +362,17 @@ JOB = (
 )
 
 CATALOG = (*STEPS, *EXCHANGE, *JOB, *MACHINE)
+
+SHOWN_NUMBERS = {
+    metric.value.name: metric for metric in CATALOG if metric.shown and isinstance(metric.value, StepNumber)
+}
+"""Numbers of a step that dashboard, page and trackers show without further code, by name."""
+
+
+def shown_numbers(numbers: Mapping[str, float | None]) -> dict[str, float]:
+    """Return the numbers of a step that are to be shown, if they were computed."""
+    return {name: value for name, value in numbers.items() if name in SHOWN_NUMBERS and value is not None}
+
 
 SCRIPT_CATALOG = tuple(
     replace(metric, from_zero=False) if metric.source is StepRecord else metric for metric in CATALOG

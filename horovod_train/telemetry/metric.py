@@ -28,6 +28,8 @@ class Metric:
         label: A label besides those of the rank; None: there is none.
         buckets_s: Upper bounds of a histogram, in seconds.
         from_zero: A counter is shown as zero before the first event. Not one that may stay unknown.
+        shown: Title under which the job's dashboard and the page show it; empty: they show it by a panel of
+            their own, or not. For numbers of a step that are equal on all ranks.
     """
 
     name: str
@@ -39,11 +41,28 @@ class Metric:
     label: str | None = None
     buckets_s: tuple[float, ...] = ()
     from_zero: bool = True
+    shown: str = ""
 
     @property
     def prometheus_type(self) -> str:
         """Its type as Prometheus knows it."""
         return "gauge" if self.kind == "clock" else self.kind
+
+
+@dataclass(frozen=True)
+class StepNumber:
+    """Value of a metric that exports a number of a step.
+
+    Attributes:
+        name: Name of the number in ``StepRecord.numbers``.
+    """
+
+    name: str
+
+    def __call__(self, step: Any) -> float | None:
+        """Return the number; None: it was not computed in this step."""
+        found: float | None = step.numbers.get(self.name)
+        return found
 
 
 def as_markdown(metrics: Iterable[Metric]) -> str:

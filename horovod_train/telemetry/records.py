@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
@@ -18,12 +18,10 @@ class StepRecord:
         loss: Mean loss over the samples of the step, over all ranks.
         local_loss: This rank's part of it.
         lr: Learning rate. Of a script each of these four may be unknown: None.
-        grad_norm: L2 norm of the gradient before clipping; None when it was not taken.
-        bytes_reduced: Bytes this rank put on the wire.
         is_finite: Loss and gradient were finite, or the step was not used; None: not checked.
         own_seconds: Its time without waiting for the all-reduce; None: not measured separately.
         step: Which step of the training it was, resumed steps included; None: that is not known.
-        flops: Floating-point operations of this rank in the step; None: they were not counted.
+        numbers: Further numbers of the step by name, as ``StepOutcome`` has them; None: not computed.
     """
 
     seconds: float
@@ -33,12 +31,10 @@ class StepRecord:
     loss: float | None
     local_loss: float | None
     lr: float | None
-    grad_norm: float | None
-    bytes_reduced: int
     is_finite: bool | None
     own_seconds: float | None = None
-    flops: float | None = None
     step: int | None = None
+    numbers: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -32,12 +32,10 @@ def record_step(
             loss=outcome.loss,
             local_loss=outcome.local_loss,
             lr=lr,
-            grad_norm=outcome.grad_norm,
-            bytes_reduced=outcome.bytes_reduced,
             is_finite=outcome.is_finite,
             own_seconds=outcome.clock.own_s,
-            flops=outcome.flops,
             step=step,
+            numbers=outcome.numbers,
         )
     )
 

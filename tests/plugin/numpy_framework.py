@@ -239,9 +239,11 @@ class NumpyReplica(IdenticalReplica):
         return StepOutcome(
             loss=float(total[-1]),
             local_loss=local_loss,
-            grad_norm=float(np.linalg.norm(total[:-1])) if want_norm else None,
             is_finite=is_finite,
-            bytes_reduced=packed.nbytes if self._world.size > 1 else 0,
+            numbers={
+                "grad_norm": float(np.linalg.norm(total[:-1])) if want_norm else None,
+                "sent_bytes": packed.nbytes if self._world.size > 1 else 0,
+            },
             clock=clock,
             flops=getattr(self.task, "FLOPS_PER_SAMPLE", 0) * step.share.num_local_samples or None,
         )

@@ -63,8 +63,8 @@ class ServedRanks:
             recorder.record(
                 StepRecord(
                     seconds=STEP_S, phase_seconds=phases, num_samples=8, epochs=self.num_steps / 100,
-                    loss=2.0 - self.num_steps / 1e4, local_loss=1.0, lr=0.125, grad_norm=None,
-                    bytes_reduced=1000, is_finite=True, own_seconds=own_s,
+                    loss=2.0 - self.num_steps / 1e4, local_loss=1.0, lr=0.125,
+                    is_finite=True, own_seconds=own_s, numbers={"sent_bytes": 1000},
                 )
             )  # fmt: skip
             late_s = (longest_s - own_s) if len(self.own_s) > 1 else 0.0

@@ -85,7 +85,9 @@ class TestRecordMetrics:
             assert metrics["local_loss"] == last.outcome.local_loss
             assert metrics["learning_rate"] == last.lr
             assert metrics["gradient_norm"] == last.outcome.grad_norm
-            assert metrics["allreduce_bytes_total"] == sum(r.outcome.bytes_reduced for r in reports) > 0
+            assert (
+                metrics["allreduce_bytes_total"] == sum(r.outcome.numbers["sent_bytes"] for r in reports) > 0
+            )
             assert metrics["non_finite_steps_total"] == 0
             assert metrics["step_seconds_count"] == 6
         (first, _), (second, _) = found

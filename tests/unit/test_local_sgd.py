@@ -217,7 +217,7 @@ def test_what_travels_is_the_model_and_its_state_once_in_a_while():
             self.found = run.replica.bytes = []
 
         def on_reading(self, run, report):
-            self.found.append((report.outcome.bytes_reduced, run.replica.replicas_identical))
+            self.found.append((report.outcome.numbers["sent_bytes"], run.replica.replicas_identical))
 
     def rank(world):
         _, run = run_of(world, locally(case, 3))

@@ -202,7 +202,7 @@ class TestInALoopOfOnesOwn:
                 outcome = step.finish(lr=0.1)
 
         assert isinstance(outcome, DeferredOutcome)
-        for name in StepOutcome.__slots__:
+        for name in StepOutcome.__slots__:  # a deferred outcome has the same fields
             assert getattr(outcome, name) == getattr(outcome.outcome(), name)
 
 

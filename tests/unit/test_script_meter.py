@@ -121,7 +121,7 @@ def test_what_was_before_the_first_step_is_no_part_of_it(make, told, does):
     meter.step(0.1)
 
     assert told.steps[0].seconds == pytest.approx(0.04)
-    assert told.steps[0].bytes_reduced == 1000
+    assert told.steps[0].numbers["sent_bytes"] == 1000
     assert told.steps[0].phase_seconds.get("allreduce_wait", 0.0) == 0.0
 
 

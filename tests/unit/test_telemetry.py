@@ -42,9 +42,8 @@ def record(recorder, **changes):
         "loss": 0.5,
         "local_loss": 0.25,
         "lr": 0.1,
-        "grad_norm": None,
-        "bytes_reduced": 1000,
         "is_finite": True,
+        "numbers": {"sent_bytes": 1000, **changes.pop("numbers", {})},
     }
     recorder.record(StepRecord(**{**fields, **changes}))
 
@@ -81,7 +80,7 @@ def test_what_is_no_step_is_counted_at_once_and_after_the_steps_before_it(record
 
 def test_a_step_moves_every_metric_it_speaks_of(recorder):
     record(recorder)
-    record(recorder, grad_norm=2.0, is_finite=False, phase_seconds=dict.fromkeys(PHASES, 0.05))
+    record(recorder, numbers={"grad_norm": 2.0}, is_finite=False, phase_seconds=dict.fromkeys(PHASES, 0.05))
 
     found = samples(recorder)
     prefix = "horovod_train_"
@@ -111,7 +110,7 @@ def test_before_the_first_step_only_what_is_known_is_shown(recorder):
 
 
 def test_every_metric_carries_the_labels_of_its_rank(recorder):
-    record(recorder, grad_norm=1.0)
+    record(recorder, numbers={"grad_norm": 1.0})
     text = generate_latest(recorder.registry).decode()
 
     for family in text_string_to_metric_families(text):

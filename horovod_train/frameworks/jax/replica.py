@@ -121,9 +121,8 @@ class JaxReplica(IdenticalReplica):
         return StepOutcome(
             loss=whole_loss,
             local_loss=local_loss,
-            grad_norm=norm,
             is_finite=is_finite,
-            bytes_reduced=self._bytes_per_step,
+            numbers={"grad_norm": norm, "sent_bytes": self._bytes_per_step},
             clock=clock,
         )
 

@@ -230,9 +230,8 @@ class _Moments(keras.callbacks.Callback):
         outcome = StepOutcome(
             loss=loss,
             local_loss=local_loss,
-            grad_norm=None,
             is_finite=math.isfinite(loss),
-            bytes_reduced=self._bytes_per_step,
+            numbers={"sent_bytes": self._bytes_per_step},
             clock=self._clock,
         )
         assert self._lr is not None

@@ -112,9 +112,8 @@ class MxnetReplica(IdenticalReplica):
         return StepOutcome(
             loss=loss,
             local_loss=local_loss,
-            grad_norm=norm,
             is_finite=is_finite,
-            bytes_reduced=self._bytes_per_step,
+            numbers={"grad_norm": norm, "sent_bytes": self._bytes_per_step},
             clock=clock,
         )
 

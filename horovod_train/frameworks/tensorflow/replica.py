@@ -126,9 +126,11 @@ class TensorflowReplica(IdenticalReplica):
         return StepOutcome(
             loss=loss,
             local_loss=local,
-            grad_norm=norm if want_norm or self._always_looks else None,
             is_finite=is_finite,
-            bytes_reduced=self._bytes_per_step,
+            numbers={
+                "grad_norm": norm if want_norm or self._always_looks else None,
+                "sent_bytes": self._bytes_per_step,
+            },
             clock=clock,
         )
 

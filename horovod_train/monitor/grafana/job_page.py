@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from horovod_train.monitor.grafana.panels import JOB_VARIABLES, Page, of_selected, panel, same_on_all
+from horovod_train.telemetry.catalog import SHOWN_NUMBERS
 
 _JOB = "{{training_job}} {{run}}"
 _BY = "by (training_job, run)"
@@ -119,6 +120,10 @@ SPEED = (
         "Part of the devices' peak that forward and backward use. Empty where the peak is not known.",
         (f"avg {_BY} ({of_selected('horovod_train:model_flops:utilization_ratio')})", _JOB),
         unit="percentunit",
+    ),
+    *(
+        panel("graph", metric.shown, metric.question, (same_on_all(metric.name), _JOB))
+        for metric in SHOWN_NUMBERS.values()
     ),
 )
 

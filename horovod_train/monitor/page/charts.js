@@ -50,6 +50,20 @@ function line(id, points, values, name, description) {
   return draw(id, [trace], { yaxis: { rangemode: name === "loss" ? "normal" : "tozero" } }, description);
 }
 
+// The chart of a further number of each step; the server says which there are.
+function numberChart(title, place) {
+  const id = `chart-number-${place}`;
+  if (!document.getElementById(id)) {
+    const figure = document.createElement("figure"), caption = document.createElement("figcaption"), chart = document.createElement("div");
+    caption.textContent = title;
+    Object.assign(chart, { id, className: "chart", role: "img" });
+    figure.append(caption, chart);
+    document.getElementById("chart-lr").closest("figure").after(figure);
+  }
+  document.getElementById(id).previousSibling.textContent = title;
+  return id;
+}
+
 export function drawProgress(points) {
   const last = (values) => values.findLast((value) => value !== null) ?? "unknown";
   return Promise.all([
@@ -57,6 +71,8 @@ export function drawProgress(points) {
     line("chart-speed", points, points.samples_per_s, "samples/s",
       `Samples a second over time, now ${last(points.samples_per_s)}`),
     line("chart-lr", points, points.lr, "learning rate", `Learning rate over time, now ${last(points.lr)}`),
+    ...Object.entries(points.numbers).map(([title, values], place) =>
+      line(numberChart(title, place), points, values, title, `${title} over time, now ${last(values)}`)),
   ]);
 }
 

@@ -8,6 +8,7 @@ from time import monotonic
 
 from horovod_train.events.types import Evaluation, Notice, Progress
 from horovod_train.events.wire import Reporter
+from horovod_train.telemetry.catalog import shown_numbers
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
@@ -88,6 +89,7 @@ class ReportProgress(Hook):
                 lr=report.lr,
                 samples_per_s=samples_per_s,
                 eta_s=samples_left / samples_per_s,
+                numbers=shown_numbers(report.outcome.numbers),
             )
         )
 

@@ -12,6 +12,7 @@ from horovod_train.config.schema import Tracking
 from horovod_train.events.types import Notice
 from horovod_train.events.wire import Reporter
 from horovod_train.registry import TRACKERS
+from horovod_train.telemetry.catalog import shown_numbers
 from horovod_train.telemetry.trackers.base import TrackedRun, Tracker
 from horovod_train.training.hooks.base import Hook, HookParts
 from horovod_train.training.pending_steps import StepReport
@@ -124,7 +125,7 @@ class Track(Hook):
     def on_reading(self, run: Run, report: StepReport) -> None:
         """Tell what a step did, as often as wanted."""
         outcome = report.outcome
-        values = {"loss": outcome.loss, "lr": report.lr}
+        values = {"loss": outcome.loss, "lr": report.lr, **shown_numbers(outcome.numbers)}
         if outcome.grad_norm is not None:
             values["grad_norm"] = outcome.grad_norm
         for section, thread in self._trackers:

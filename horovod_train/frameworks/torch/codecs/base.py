@@ -99,7 +99,7 @@ class Codec:
     rules: Mapping[str, Rule] = {}
 
     @property
-    def has_residual(self) -> bool:
+    def keeps_residual(self) -> bool:
         """Whether a part of a gradient may be sent in a later step."""
         return Rule.SUM in self.rules.values()
 
@@ -107,12 +107,8 @@ class Codec:
         """Return the message of a bucket."""
         raise NotImplementedError
 
-    def numbers(self, layouts: Sequence[BucketLayout]) -> Mapping[str, float]:
-        """Return the numbers that the codec adds to each step, by their names in the catalog of metrics."""
-        return {}
-
-    def check(self, ranks: TensorCollectives) -> None:
-        """Refuse ranks on which the sums would not be bitwise equal.
+    def check(self, ranks: TensorCollectives, layouts: Sequence[BucketLayout]) -> None:
+        """Refuse ranks on which the sums of these buckets would not be bitwise equal.
 
         Raises:
             UserError: They would not.

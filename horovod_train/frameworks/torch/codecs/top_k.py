@@ -19,8 +19,8 @@ from types import MappingProxyType
 
 import torch
 
-from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Exchange, Message
+from horovod_train.frameworks.torch.codecs.top_k_args import Arguments
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
 
@@ -34,18 +34,13 @@ class TopK(Codec):
         keep: Fraction of a bucket's elements that is sent, 0 < keep <= 1; at least one element.
 
     Raises:
-        UserError: ``keep`` is out of range.
+        ValueError: ``keep`` is out of range.
     """
 
     rules = MappingProxyType({RESIDUAL: Rule.SUM})
 
     def __init__(self, *, keep: float) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int | float) or not 0 < keep <= 1:
-            raise UserError(
-                f"allreduce.codec.args.keep is {keep!r}",
-                hint="use the fraction of elements to send, such as 0.01",
-            )
-        self._keep = keep
+        self._keep = Arguments(keep=keep).keep
 
     def message(self, layout: BucketLayout) -> Message:
         """Return the message of a bucket."""

@@ -55,23 +55,14 @@ class Sent:
         return numbers
 
 
-def outcome_from(
-    numbers: Mapping[str, float | None], clock: StepClock, bytes_reduced: int, flops: float | None
-) -> StepOutcome:
-    """Return a step's outcome, given its numbers by the names of fields, truths as 1 and 0."""
-    loss, local_loss = numbers["loss"], numbers["local_loss"]
+def outcome_from(numbers: Mapping[str, float | None], clock: StepClock) -> StepOutcome:
+    """Return a step's outcome, given its fields and further numbers by name; booleans are 1 and 0."""
+    further = dict(numbers)
+    loss, local_loss = further.pop("loss"), further.pop("local_loss")
+    is_finite, was_executed = further.pop("is_finite"), further.pop("was_executed", True)
     assert loss is not None
     assert local_loss is not None
-    return StepOutcome(
-        loss=loss,
-        local_loss=local_loss,
-        grad_norm=numbers["grad_norm"],
-        is_finite=bool(numbers["is_finite"]),
-        was_executed=bool(numbers.get("was_executed", True)),
-        bytes_reduced=bytes_reduced,
-        clock=clock,
-        flops=flops,
-    )
+    return StepOutcome(loss, local_loss, bool(is_finite), clock, further, bool(was_executed))
 
 
 @dataclass(frozen=True)
@@ -88,6 +79,10 @@ class Packed:
     vector: torch.Tensor
     known: Mapping[str, float | None]
 
+    def with_known(self, numbers: Mapping[str, float | None]) -> Packed:
+        """Return these numbers, and more that the host knows."""
+        return Packed(self.names, self.vector, {**self.known, **numbers})
+
 
 def pack(numbers: Mapping[str, Number]) -> Packed:
     """Put together what is on the device; tensors have shape []."""
@@ -99,31 +94,19 @@ def pack(numbers: Mapping[str, Number]) -> Packed:
 
 
 class DeferredOutcome:
-    """The numbers of a step on their way to the host.
+    """Outcome of a step that the device has not finished; its properties wait for the device.
 
     Args:
-        packed: By the names of ``StepOutcome``'s fields.
-        clock: Where the time goes.
-        world: The ranks; told while this one waits.
-        bytes_reduced: Bytes this rank put on the wire.
-        flops: Operations of the step; None: not counted.
+        packed: Fields of ``StepOutcome`` and further numbers, by name.
+        clock: Time of each phase.
+        world: The ranks; they learn that this one waits for its device.
     """
 
-    def __init__(
-        self,
-        packed: Packed,
-        clock: DeviceClock,
-        world: Communicator,
-        *,
-        bytes_reduced: int,
-        flops: float | None = None,
-    ) -> None:
+    def __init__(self, packed: Packed, clock: DeviceClock, world: Communicator) -> None:
         self._names, self._known = packed.names, packed.known
         self._sent = Sent(packed.vector)
         self._clock = clock
         self._world = world
-        self._bytes_reduced = bytes_reduced
-        self._flops = flops
         self._found: StepOutcome | None = None
 
     def outcome(self) -> StepOutcome:
@@ -132,22 +115,12 @@ class DeferredOutcome:
             numbers = self._world.wait_in(DeviceWork(self._clock.phase), self._sent.read)
             found = {**self._known, **dict(zip(self._names, numbers, strict=True))}
             self._clock.read()
-            self._found = outcome_from(found, self._clock, self._bytes_reduced, self._flops)
+            self._found = outcome_from(found, self._clock)
         return self._found
 
     def is_ready(self) -> bool:
         """Return whether that is known by now."""
         return self._found is not None or self._sent.is_ready()
-
-    @property
-    def bytes_reduced(self) -> int:
-        """Bytes that this rank put on the wire."""
-        return self._bytes_reduced
-
-    @property
-    def flops(self) -> float | None:
-        """Floating-point operations of this rank's forward and backward; None: they were not counted."""
-        return self._flops
 
     @property
     def loss(self) -> float:
@@ -168,6 +141,11 @@ class DeferredOutcome:
     def is_finite(self) -> bool:
         """Whether the step was used."""
         return self.outcome().is_finite
+
+    @property
+    def numbers(self) -> Mapping[str, float | None]:
+        """Further numbers of the step by name; None: not computed."""
+        return self.outcome().numbers
 
     @property
     def was_executed(self) -> bool:

@@ -409,7 +409,7 @@ class TorchReplica(LocalModel):
         updated = self._update(loss, want_norm=want_norm)
         self.strategy.after_update(is_used=updated.is_used)
         self.statistics.take_back(is_used=updated.is_used)
-        return updated.numbers(self.loss.local)
+        return {**updated.numbers(self.loss.local), **self.strategy.numbers()}
 
     def outcome_of(
         self, numbers: Mapping[str, Number] | Packed, clock: StepClock, strategy: Strategy
@@ -421,15 +421,15 @@ class TorchReplica(LocalModel):
             clock: Made by ``new_clock``.
             strategy: The strategy that summed the gradients.
         """
-        flops = None if self._flops is None else self._flops.of_step()
+        of_host: dict[str, float | None] = {"sent_bytes": float(strategy.sent_bytes), "flops": None}
+        if self._flops is not None:
+            of_host["flops"] = self._flops.of_step()
         if isinstance(clock, DeviceClock):
             packed = numbers if isinstance(numbers, Packed) else pack(numbers)
-            return DeferredOutcome(
-                packed, clock, self.data_ranks, bytes_reduced=strategy.sent_bytes, flops=flops
-            )
+            return DeferredOutcome(packed.with_known(of_host), clock, self.data_ranks)
         assert not isinstance(numbers, Packed)
         local_numbers = {name: None if value is None else float(value) for name, value in numbers.items()}
-        return outcome_from(local_numbers, clock, strategy.sent_bytes, flops)
+        return outcome_from({**local_numbers, **of_host}, clock)
 
     def resume_updates(self) -> None:
         """Allow updates again after a non-finite step has stopped training."""

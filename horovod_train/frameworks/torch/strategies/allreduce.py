@@ -21,7 +21,7 @@ from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Allreduce, Job
 from horovod_train.errors import UserError
-from horovod_train.frameworks.torch.codecs.base import Codec, make_codec
+from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, make_codec
 from horovod_train.frameworks.torch.comm.buckets import Bucket, aligned
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, with_tensors
 from horovod_train.frameworks.torch.comm.gradient_pipeline import GradientPipeline
@@ -44,14 +44,14 @@ def allreduce(mesh: Mesh, job: Job) -> Strategy:
     Raises:
         UserError: The codec cannot be made, or the job cannot be trained with it.
     """
-    strategy = summed_gradients(mesh.data, job.allreduce)
-    if job.train.precision == "fp16" and job.allreduce.codec is not None:
+    codec = make_codec(job.allreduce)
+    if job.train.precision == "fp16" and codec.keeps_residual:
         raise UserError(
-            f"codec {job.allreduce.codec.name!r} is not supported with train.precision: fp16: its residual "
-            "would have another loss scale when it is sent",
+            f"codec {type(codec).__name__} is not supported with train.precision: fp16: its residuals would "
+            "have another loss scale when they are sent",
             hint="use bf16 or fp32",
         )
-    return strategy
+    return summed_gradients(mesh.data, job.allreduce)
 
 
 def summed_gradients(ranks: Communicator, section: Allreduce, name: str = "bucket") -> Strategy:
@@ -66,7 +66,7 @@ def summed_gradients(ranks: Communicator, section: Allreduce, name: str = "bucke
         UserError: The codec cannot be made.
     """
     codec = make_codec(section)
-    if ranks.size == 1 and not codec.has_residual:
+    if ranks.size == 1 and not codec.keeps_residual:
         return SingleRankStrategy()
     size_bytes = int(section.bucket_size_mib * 2**20)
     return AllreduceStrategy(with_tensors(ranks), codec=codec, bucket_size_bytes=size_bytes, name=name)
@@ -127,7 +127,6 @@ class AllreduceStrategy(Strategy):
 
     def sum_gradients_of(self, optimized: TrainedParameters) -> None:
         """Sum the gradients of an optimizer's parameters that require a gradient."""
-        self._codec.check(self._ranks)
         self._optimized = optimized
         self._lay_out(optimized.named())
 
@@ -149,7 +148,7 @@ class AllreduceStrategy(Strategy):
         if is_changed:
             frozen = {n for n, parameter in self._named.items() if not parameter.requires_grad}
             self._rank_state.store({key: t for key, t in self._state().items() if key[0] in frozen})
-        all_used = pipeline.finish(weighted_loss, is_changed=is_changed, all_count=self._codec.has_residual)
+        all_used = pipeline.finish(weighted_loss, is_changed=is_changed, all_count=self._codec.keeps_residual)
         # Only a rank that lacks a gradient reads this from the device; the others know that it is used.
         used = None if all_used else self._used_anywhere(trailer.used)
         set_gradients(pipeline.buckets, used)
@@ -195,8 +194,8 @@ class AllreduceStrategy(Strategy):
         return self._summed
 
     def numbers(self) -> Mapping[str, Number]:
-        """Return the numbers of the codec."""
-        return self._numbers
+        """Return the ratio of compression, if gradients are compressed."""
+        return {"compression_ratio": self._compression_ratio} if self._compression_ratio > 1 else {}
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
         """Keep the new state of messages, if the step is used."""
@@ -243,7 +242,9 @@ class AllreduceStrategy(Strategy):
         self._pipeline.attach()
         self._summed = [bucket.gradients for bucket in self._pipeline.buckets]
         self.sent_bytes = self._pipeline.pass_bytes
-        self._numbers = self._codec.numbers([bucket.layout for bucket in self._pipeline.buckets])
+        layouts = [bucket.layout for bucket in self._pipeline.buckets]
+        self._codec.check(self._ranks, layouts)
+        self._compression_ratio = sum(map(bytes_of, layouts)) / max(1, self.sent_bytes)
 
     def _make_pipeline(self, trained: Named, name: str) -> GradientPipeline:
         pipeline = GradientPipeline(
@@ -292,6 +293,11 @@ class AllreduceStrategy(Strategy):
             return self._optimized.named(), ""
         except UserError as error:
             return {}, str(error)
+
+
+def bytes_of(layout: BucketLayout) -> int:
+    """Return the size of the gradients of a bucket in the parameters' data type."""
+    return sum(layout.lengths) * layout.dtype.itemsize
 
 
 def set_gradients(buckets: Sequence[Bucket], used: Sequence[bool] | None) -> None:

@@ -1,0 +1,39 @@
+"""Arguments of codecs, and properties that are known without PyTorch.
+
+A codec whose module is ``NAME.py`` declares them in ``NAME_args.py`` beside it, as a class ``Arguments``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import ClassVar
+
+from horovod_train.config.fields import Section
+from horovod_train.registry import CODECS
+
+
+class CodecArguments(Section):
+    """Arguments of a codec.
+
+    Attributes:
+        residual_copies: Copies of the gradient that a rank keeps between steps, in at least 32 bits. A codec
+            with residuals is refused with ``train.precision: fp16``: a residual would have another loss scale
+            when it is sent.
+    """
+
+    residual_copies: ClassVar[int] = 0
+
+
+def arguments_of(name: str) -> type[CodecArguments] | None:
+    """Return the declaration of a codec; None: it has none, or is of another package."""
+    if name not in CODECS.rows:
+        return None
+    module = f"{CODECS.location(name).partition(':')[0]}_args"
+    try:
+        if find_spec(module) is None:
+            return None
+    except ImportError:
+        return None
+    declared: type[CodecArguments] = import_module(module).Arguments
+    return declared

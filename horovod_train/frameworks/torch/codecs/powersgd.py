@@ -1,0 +1,223 @@
+"""PowerSGD: low-rank compression with error feedback, in two rounds of all-reduce.
+
+The gradient of a parameter with at least two dimensions is a matrix M (first dimension by all others). With
+the factor Q of the step before, a rank adds its residual to M, and then
+
+    round 1:  P = sum over ranks of M Q        each rank orthonormalizes the columns of P
+    round 2:  Q = sum over ranks of M^T P      the sum over ranks of M is approximated by P Q^T
+
+The residual of a rank is the part of its own M that was not sent: M - P (M^T P)^T. Sums of sent parts and
+residuals are the sums of gradients. If ``rank`` is the full rank of the matrix, the sum is exact. Gradients
+with one dimension, and matrices that would not become smaller, are sent uncompressed in round 1.
+
+A matrix of n by m elements costs rank * (n + m) elements.
+
+Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+Optimization", arXiv:1905.13727.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from horovod_train.errors import UserError, describe_ranks
+from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Exchange, Message
+from horovod_train.frameworks.torch.codecs.powersgd_args import Arguments
+from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
+from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
+
+FACTOR = "factor"
+
+
+class PowerSgd(Codec):
+    """Sends a low-rank approximation of each gradient matrix.
+
+    Args:
+        rank: Rank of the approximation, at least 1.
+    """
+
+    rules = MappingProxyType({RESIDUAL: Rule.SUM, FACTOR: Rule.SAME})
+
+    def __init__(self, *, rank: int = 2) -> None:
+        self._rank = Arguments(rank=rank).rank
+
+    def message(self, layout: BucketLayout) -> Message:
+        """Return the message of a bucket."""
+        return PowerSgdMessage(layout, self._rank)
+
+    def check(self, ranks: TensorCollectives, layouts: Sequence[BucketLayout]) -> None:
+        """Refuse ranks that orthonormalize to different bits: their replicas would drift apart.
+
+        Raises:
+            UserError: They do, because their processors or libraries differ.
+        """
+        digest = hashlib.sha256()
+        for layout in layouts:
+            message = PowerSgdMessage(layout, self._rank)
+            for matrix in message.matrices:
+                sample = seeded(matrix.name, matrix.rows, matrix.rank).to(matrix.left)
+                basis = orthonormal(sample)
+                digest.update((basis @ (basis.T @ sample)).cpu().numpy().tobytes())
+        everyone = ranks.allgather(digest.digest())
+        differing = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
+        if differing:
+            raise UserError(
+                f"codec powersgd: {describe_ranks(differing)} and rank 0 compute different bits: replicas "
+                "would drift apart",
+                hint="use hosts with the same processors and libraries, or another codec",
+            )
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One compressed gradient.
+
+    Attributes:
+        name: Name of the parameter.
+        gradient: The gradient and, after the exchange, its sum; shape [n, m], in the bucket's memory.
+        left: P, shape [n, rank], in the memory of round 1.
+        right: Q, shape [m, rank], in the memory of round 2.
+        factor: Q of the last step that was used; zero: there was none.
+        residual: Residual of the last step that was used, shape [n, m].
+        new_residual: Residual of this step.
+    """
+
+    name: str
+    gradient: torch.Tensor
+    left: torch.Tensor
+    right: torch.Tensor
+    factor: torch.Tensor
+    residual: torch.Tensor
+    new_residual: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        """First dimension of the matrix."""
+        return self.gradient.shape[0]
+
+    @property
+    def rank(self) -> int:
+        """Rank of the approximation."""
+        return self.left.shape[1]
+
+
+class PowerSgdMessage(Message):
+    """Two tensors: uncompressed gradients, P of all matrices and the trailer; Q of all matrices."""
+
+    def __init__(self, layout: BucketLayout, rank: int) -> None:
+        self._layout = layout
+        self._dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32
+        self.body = self._zeros(layout, sum(layout.lengths))
+        pieces = layout.split(self.body)
+        ranks = {name: rank_of(shape, rank) for name, shape in layout.shapes.items()}
+        self._whole = {name: piece for name, piece in pieces.items() if not ranks[name]}
+        shapes = {
+            name: (shape[0], len(pieces[name]) // shape[0], ranks[name])
+            for name, shape in layout.shapes.items()
+            if ranks[name]
+        }
+        num_whole = sum(map(len, self._whole.values()))
+        num_left = sum(n * r for n, _, r in shapes.values())
+        self._first = self._zeros(layout, num_whole + num_left + layout.trailer_length)
+        self._second = self._zeros(layout, sum(m * r for _, m, r in shapes.values()))
+        self._sums_of_whole = list(
+            torch.split(self._first[:num_whole], [len(p) for p in self._whole.values()])
+        )
+        self.trailer = self._first[num_whole + num_left :]
+        self.size_bytes = self._first.nbytes + self._second.nbytes
+        self.matrices = self._matrices(layout, shapes, self._first[num_whole:])
+        self._has_exchanged = False
+
+    def _zeros(self, layout: BucketLayout, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=self._dtype, device=layout.device)
+
+    def _matrices(
+        self, layout: BucketLayout, shapes: Mapping[str, tuple[int, int, int]], left: torch.Tensor
+    ) -> list[Matrix]:
+        pieces, right = layout.split(self.body), self._second
+        found = []
+        for name, (n, m, r) in shapes.items():
+            found.append(
+                Matrix(
+                    name,
+                    pieces[name].view(n, m),
+                    left[: n * r].view(n, r),
+                    right[: m * r].view(m, r),
+                    self._zeros(layout, m, r),
+                    self._zeros(layout, n, m),
+                    self._zeros(layout, n, m),
+                )
+            )
+            left, right = left[n * r :], right[m * r :]
+        return found
+
+    def exchange(self, ranks: TensorCollectives, name: str) -> Exchange:
+        """Sum uncompressed gradients and the approximations of the others."""
+        for total, piece in zip(self._sums_of_whole, self._whole.values(), strict=True):
+            total.copy_(piece)
+        for each in self.matrices:
+            each.gradient.add_(each.residual)
+            torch.mm(each.gradient, usable_factor(each), out=each.left)
+        yield ranks.start_allreduce(self._first, name)
+        for total, piece in zip(self._sums_of_whole, self._whole.values(), strict=True):
+            piece.copy_(total)
+        if not self.matrices:
+            return
+        for each in self.matrices:
+            each.left.copy_(orthonormal(each.left))
+            torch.mm(each.gradient.T, each.left, out=each.right)
+            torch.addmm(each.gradient, each.left, each.right.T, alpha=-1, out=each.new_residual)
+        yield ranks.start_allreduce(self._second, f"{name}.second")
+        for each in self.matrices:
+            torch.mm(each.left, each.right.T, out=each.gradient)
+        self._has_exchanged = True
+
+    def state(self) -> Mapping[StateKey, torch.Tensor]:
+        """Return residual and factor of each matrix."""
+        residuals = {(each.name, RESIDUAL): each.residual.view(-1) for each in self.matrices}
+        return residuals | {(each.name, FACTOR): each.factor for each in self.matrices}
+
+    def commit(self, *, is_used: torch.Tensor | bool) -> None:
+        """Keep the new residuals and factors if the step is used."""
+        if not isinstance(is_used, torch.Tensor) and not (is_used and self._has_exchanged):
+            return
+        for each in self.matrices:
+            for old, new in ((each.residual, each.new_residual), (each.factor, each.right)):
+                old.copy_(new if is_used is True else torch.where(torch.as_tensor(is_used), new, old))
+
+
+def rank_of(shape: Sequence[int], rank: int) -> int:
+    """Return the rank with which a gradient is sent; 0: uncompressed.
+
+    >>> rank_of((64, 32), 2), rank_of((64,), 2), rank_of((2, 2), 2)
+    (2, 0, 0)
+    """
+    if len(shape) < 2 or not torch.Size(shape).numel():
+        return 0
+    n, m = shape[0], torch.Size(shape).numel() // shape[0]
+    own = min(rank, n, m)
+    return own if own * (n + m) < n * m else 0
+
+
+def usable_factor(matrix: Matrix) -> torch.Tensor:
+    """Return Q of the last step, scaled to 1; that of the first step is random, and the same on all ranks."""
+    scale = matrix.factor.abs().max()
+    start = seeded(matrix.name, *matrix.right.shape).to(matrix.factor)
+    return torch.where(scale > 0, matrix.factor / scale, start)
+
+
+def seeded(name: str, rows: int, columns: int) -> torch.Tensor:
+    """Return a random matrix that depends on a name and a shape only."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(rows, columns, generator=generator)
+
+
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """Return an orthonormal basis whose span contains the columns of a matrix, shape [n, rank]."""
+    return torch.linalg.qr(matrix).Q
