@@ -291,12 +291,16 @@ TRACKERS = Registry(
     builtin={"csv": "horovod_train.telemetry.trackers.csv_file:CsvFile"},
 )
 
-HOOKS = (  # of every job, in the order in which they are called
+OBSERVERS = (  # hooks of jobs and of users' own loops, in the order in which they are called
     "horovod_train.training.hooks.replicas:CheckReplicasIdentical",
     "horovod_train.training.hooks.metrics:RecordMetrics",
     "horovod_train.training.hooks.waits:AttributeWaiting",
     "horovod_train.training.hooks.track:Track",
     "horovod_train.training.hooks.progress:ReportProgress",
+)
+
+HOOKS = (  # hooks of jobs
+    *OBSERVERS,
     "horovod_train.training.hooks.checkpoints:SaveCheckpoints",
     "horovod_train.training.hooks.preemption:StopWhenPreempted",
 )

@@ -10,65 +10,44 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, strftime
 
-from horovod_train.checkpoint.manager import CheckpointManager
-from horovod_train.checkpoint.manager import Resumed as CheckpointContent
-from horovod_train.checkpoint.write_report import WriteReport
-from horovod_train.collectives.base import Communicator, allgather_json, broadcast_json
+from horovod_train.collectives.base import Communicator, broadcast_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.load import load_job
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import axes_of, batch_size_of_lr
+from horovod_train.config.strategies import axes_of
 from horovod_train.data.waiting import WAITING
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, UserError
 from horovod_train.events.channel import channel_of
-from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import (
-    CheckpointWritten,
     Failure,
     Notice,
-    Resumed,
-    Started,
-    Summary,
-    Target,
-    Targets,
 )
 from horovod_train.events.wire import Reporter
-from horovod_train.frameworks.base import Framework, HasDevice, Reader, Replica, explained_by
+from horovod_train.frameworks.base import Framework, HasDevice, explained_by
 from horovod_train.health.data_watch import DataWatch
 from horovod_train.health.device_watch import DeviceWatch
-from horovod_train.health.finite import FiniteGuard
 from horovod_train.health.heartbeat import JoinWatch, PeerWatch, heartbeat_dir, start_heartbeat
 from horovod_train.health.world_check import check_world
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint
-from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.rank import RankServices, make_run, restore_from, resume
 from horovod_train.registry import FRAMEWORKS, SCRIPT, make_task_importable
 from horovod_train.system import streams
 from horovod_train.system.children import end_children
 from horovod_train.system.cpu_affinity import bind
-from horovod_train.system.files import make_folder
 from horovod_train.telemetry.rank_metrics import (
-    open_recorder,
     record_scaling_baseline,
-    serve,
     watch_device,
-    watch_exchanges,
-    watch_waiting,
 )
-from horovod_train.telemetry.recorder import Recorder
 from horovod_train.training.bridge import LoopBridge
-from horovod_train.training.exchange import PeriodicExchange
-from horovod_train.training.hooks.base import HookParts, make_hooks
 from horovod_train.training.hooks.preemption import PreemptionRequest
 from horovod_train.training.loop import train
-from horovod_train.training.parts import changes_since, resume_from
-from horovod_train.training.progress import DataOrder, Progress
 from horovod_train.training.run import Run
 
 # Together below 4 KiB: launchers may split longer lines.
@@ -160,20 +139,18 @@ def run_rank(
     if world.size > 1 and heartbeat_dir(os.environ) is None:
         stack.callback(PeerWatch(world, job.health, warn, end).close)
     run_id = broadcast_json(world, options.run_id or strftime("%Y%m%d-%H%M%S"))
+    services = RankServices(job, world, run_id, reporter, stack)
     if world.rank == 0 and not options.as_events:
-        keep_events(job, run_id, reporter, stack)
-    recorder = open_recorder(job, run_id, world)
-    manager = open_checkpoints(job, world, environment, recorder, reporter, stack)
-    addresses = serve_metrics(job, world, run_id, recorder, reporter, stack)
-    record_scaling_baseline(job, world, recorder)
-    watch_exchanges(recorder, world)
-    watch_waiting(recorder, world)
+        services.write_events()
+    manager = services.open_checkpoints(environment, job)
+    services.serve_metrics()
+    record_scaling_baseline(job, world, services.recorder)
 
     stack.enter_context(explained_by(framework, job, world.rank))
     mesh = Mesh.of(world, axes_of(job.strategy, world.size))
     run = make_run(job, mesh, *framework.prepare(job, mesh))
     if isinstance(framework, HasDevice):
-        watch_device(job, recorder, framework.gpu_uuid(), framework.device_memory)
+        watch_device(job, services.recorder, framework.gpu_uuid(), framework.device_memory)
     watch_this_rank(job, framework, world, warn, end, stack)
     run.replica.broadcast()
     # Random numbers from here on (dropout) differ between ranks, but not within a model-parallel group.
@@ -181,21 +158,21 @@ def run_rank(
     resume(run, manager, framework, reporter)
     run.restore = lambda step: restore_from(run, manager.at(step), framework)
 
-    parts = HookParts(
-        job=job, run_id=run_id, world=world, framework=framework, manager=manager, recorder=recorder,
-        reporter=reporter, exchange=PeriodicExchange(world), is_preempted=lambda: request.is_received,
-        report_interval_s=0.2 if options.as_events else 5.0, at_end=stack,
-    )  # fmt: skip
-    run.hooks += make_hooks(parts)
+    run.hooks += services.hooks(
+        framework=framework,
+        manager=manager,
+        is_preempted=lambda: request.is_received,
+        report_interval_s=0.2 if options.as_events else 5.0,
+    )
     if world.rank == 0:
-        report_started(run, reporter)
+        services.report_started(run)
     before, started = run.progress.epochs_passed, monotonic()
     train_all(framework, run)
     manager.close()
     if world.rank == 0:
-        seconds = monotonic() - started
         num_samples = (run.progress.epochs_passed - before) * len(run.train_reader)
-        report_summary(run, reporter, addresses, manager, seconds, num_samples / seconds)
+        checkpoint = str(manager.directory / f"step-{run.progress.step:012d}")
+        services.report_summary(run, monotonic() - started, num_samples, checkpoint)
 
 
 def watch_this_rank(
@@ -210,25 +187,6 @@ def watch_this_rank(
     if isinstance(framework, HasDevice) and world.size > 1 and framework.gpu_uuid():
         stack.callback(DeviceWatch(world, job.health, warn, end).close)
     stack.callback(DataWatch(world, job.health, lambda: WAITING.since_s, warn, end).close)
-
-
-def keep_events(job: Job, run_id: str, reporter: Reporter, stack: ExitStack) -> None:
-    """Write this rank's events to the run's folder, as `horovod-train run` does for ranks that it starts."""
-
-    def warn(problem: str) -> None:
-        reporter.report(Notice(text=problem))
-
-    run_dir = Path(job.run_dir).expanduser() / job.name
-    try:
-        make_folder(run_dir, job.run_dir_access)
-        (run_dir / run_id).mkdir(exist_ok=True)
-        events = EventsFile(run_dir / run_id / EVENTS_FILE, warn)
-    except OSError as error:
-        warn(f"no {EVENTS_FILE}: {error.filename}: {error.strerror}")
-        return
-    stack.callback(events.close)
-    events.write(opened(job.name, run_id), reporter.rank)
-    reporter.file = events
 
 
 Callbacks = tuple[Callable[[str], None], Callable[[HorovodTrainError], None]]
@@ -247,144 +205,12 @@ def watchdog_callbacks(reporter: Reporter) -> Callbacks:
     return warn, end
 
 
-def make_run(job: Job, mesh: Mesh, replica: Replica, train_reader: Reader, eval_reader: Reader | None) -> Run:
-    """Put together what the loop needs."""
-    return Run(
-        job=job,
-        mesh=mesh,
-        replica=replica,
-        train_reader=train_reader,
-        eval_reader=eval_reader,
-        policy=LearningRatePolicy(job.lr, batch_size_of_lr(job, mesh.data.size), job.train.epochs),
-        guard=FiniteGuard(job.health, mesh.world, scaler_skips=job.train.precision == "fp16"),
-        progress=Progress(DataOrder(len(train_reader), job.train.seed, job.data.shuffle)),
-    )
-
-
 def train_all(framework: Framework, run: Run) -> None:
     """Train to the end of the job: with the framework's own loop if it has one, else with ours."""
     if hasattr(framework, "fit"):
         framework.fit(LoopBridge(run))
     else:
         train(run)
-
-
-def serve_metrics(
-    job: Job, world: Communicator, run_id: str, recorder: Recorder, reporter: Reporter, stack: ExitStack
-) -> list[str]:
-    """Serve this rank's metrics; return every rank's address, and tell ``run`` about them."""
-    target = serve(job, run_id, world, recorder, stack)
-    known = allgather_json(world, None if target is None else target.model_dump(mode="json"))
-    targets = [Target.model_validate(each) for each in known if each is not None]
-    if world.rank == 0:
-        for at in range(0, len(targets), 8):  # lines stay short: launchers cut long ones
-            reporter.report(Targets(targets=tuple(targets[at : at + 8])))
-    return [target.address for target in targets]
-
-
-def open_checkpoints(
-    job: Job,
-    world: Communicator,
-    environment: Mapping[str, str],
-    recorder: Recorder,
-    reporter: Reporter,
-    stack: ExitStack,
-) -> CheckpointManager:
-    """Return the manager of the run's checkpoints."""
-
-    def on_written(report: WriteReport) -> None:
-        recorder.record(report)
-        reporter.report(CheckpointWritten(path=report.path, seconds=report.seconds, error=report.error))
-
-    run_dir = Path(job.run_dir).expanduser() / job.name
-    if world.rank == 0 and job.checkpoint.dir is None:
-        with suppress(OSError):  # the manager says what is wrong with it, on all ranks
-            make_folder(run_dir, job.run_dir_access)
-    directory = Path(job.checkpoint.dir).expanduser() if job.checkpoint.dir else run_dir / "checkpoints"
-    manager = CheckpointManager(
-        directory.resolve(),
-        job.checkpoint,
-        world,
-        job.model_dump(mode="json"),
-        on_written,
-        environment,
-    )
-    stack.callback(manager.close)
-    return manager
-
-
-def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter: Reporter) -> None:
-    """Resume from the newest valid checkpoint, if the job says so and there is one."""
-    resumed = manager.latest()
-    if resumed is None:
-        return
-    changes = changes_since(resumed, run.progress.order)
-    restore_from(run, resumed, framework)
-    manager.mark_resumed(resumed.name, changes)
-    if run.world.rank == 0:
-        progress = run.progress
-        reporter.report(
-            Resumed(checkpoint=resumed.name, epoch=round(progress.epochs_passed, 3), step=progress.step)
-        )
-        for change in changes[:MAX_CHANGES]:
-            reporter.report(Notice(text=f"changed since {resumed.name}: {change}"))
-        if len(changes) > MAX_CHANGES:
-            reporter.report(Notice(text=f"and {len(changes) - MAX_CHANGES} other changes"))
-
-
-def restore_from(run: Run, resumed: CheckpointContent, framework: Framework) -> None:
-    """Go on where a checkpoint stands."""
-    resume_from(
-        run.world,
-        resumed,
-        run.replica,
-        run.progress,
-        framework.load_rng_state,
-        lambda: framework.seed(run.job.train.seed, run.mesh.data.rank + 1, run.progress.step),
-    )
-
-
-def report_started(run: Run, reporter: Reporter) -> None:
-    """Tell what is about to be trained."""
-    reporter.report(
-        Started(
-            job=run.job.name,
-            num_parameters=run.replica.num_parameters(),
-            world_size=run.world.size,
-            global_batch_size=run.global_batch_size,
-            precision=run.job.train.precision,
-            device=run.replica.device_name(),
-        )
-    )
-
-
-def report_summary(
-    run: Run,
-    reporter: Reporter,
-    addresses: list[str],
-    manager: CheckpointManager,
-    seconds: float,
-    samples_per_s: float,
-) -> None:
-    """Tell how it went."""
-    reporter.report(
-        Summary(
-            job=run.job.name,
-            epochs=run.progress.epochs_passed,
-            steps=run.progress.step,
-            seconds=seconds,
-            metrics=run.progress.metrics,
-            samples_per_s=samples_per_s,
-            world_size=run.world.size,
-            global_batch_size=run.global_batch_size,
-            lr_scaling=run.job.lr.scaling,
-            base_lr=run.job.lr.base_lr,
-            reference_batch_size=run.job.lr.reference_batch_size,
-            peak_lr=run.policy.peak_lr,
-            metrics_addresses=tuple(addresses),
-            checkpoint=str(manager.directory / f"step-{run.progress.step:012d}"),
-        )
-    )
 
 
 class InterruptedByUserError(HorovodTrainError):

@@ -28,6 +28,9 @@ def slots_of(entry: str) -> int:
     return int(entry.rpartition(":")[2])
 
 
+Fraction = Annotated[float, Field(gt=0, le=1)]
+"""A number greater than 0, at most 1."""
+
 HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
 """Name or IPv4 address of a host."""
 

@@ -62,14 +62,14 @@ class Reporter:
     Attributes:
         rank: This rank.
         as_json: For another program instead of a person.
-        stream: Where to.
+        stream: Output; None: events are not written there.
         file: Where to as well; None: nowhere else.
         channel: Where to in place of the stream, as JSON; None: there is none.
     """
 
     rank: int
     as_json: bool
-    stream: TextIO = field(default_factory=lambda: sys.stdout)
+    stream: TextIO | None = field(default_factory=lambda: sys.stdout)
     file: EventsFile | None = None
     channel: ChannelWriter | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -79,7 +79,7 @@ class Reporter:
         if self.file is not None:
             self.file.write(event, self.rank)
         text = to_line(event, self.rank) if self.as_json else as_text(event, self.rank)
-        if text is None:
+        if text is None or self.stream is None:
             return
         with self._lock:
             if self.channel is not None and self.as_json:

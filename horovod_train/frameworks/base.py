@@ -6,7 +6,7 @@ one step and how to show its state as plain arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -55,6 +55,9 @@ class StepClock:
         now = perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
+
+    def settle(self, ranks: Communicator, read: Callable[[], object]) -> None:
+        """Wait for the device, if a step on it is to be waited for now; a CPU has finished."""
 
     def move(self, source: str, target: str, seconds: float) -> None:
         """Count some of a phase's time, measured elsewhere, as another phase's."""

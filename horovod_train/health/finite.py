@@ -9,33 +9,55 @@ from horovod_train.config.schema import Health
 from horovod_train.errors import NumericError, describe_ranks
 
 
-class FiniteGuard:
-    """Lets training continue, or ends it, when a step was not finite.
+class SkipPolicy:
+    """Decides whether training ends with a step that was skipped because it was not finite.
 
-    The replica has left the weights alone by then. Every rank sees the same losses and gradients
-    and so comes here together.
+    Args:
+        health: Which steps may be skipped, and how many in a row.
+        scaler_skips: A loss scaler is in use. It finds the largest scale by overflowing now and then.
+    """
+
+    def __init__(self, health: Health, *, scaler_skips: bool) -> None:
+        self._health = health
+        self._scaler_skips = scaler_skips
+        self.num_skipped_in_a_row = 0
+        self.has_ended = False
+
+    def record(self, *, is_used: bool, is_loss_finite: bool) -> None:
+        """Record a step; ``has_ended`` is whether training ends with it."""
+        self.num_skipped_in_a_row = 0 if is_used else self.num_skipped_in_a_row + 1
+        may_skip = self._health.non_finite == "skip" or (self._scaler_skips and is_loss_finite)
+        is_too_many = self.num_skipped_in_a_row > self._health.max_skipped_steps
+        self.has_ended = not is_used and (is_too_many or not may_skip)
+
+    def reset(self) -> None:
+        """Reset the count: training continues, perhaps from another state."""
+        self.num_skipped_in_a_row, self.has_ended = 0, False
+
+
+class FiniteGuard:
+    """Ends training if a step was not finite, and the job does not allow it to be skipped.
+
+    The replica has not updated the weights. All ranks have the same loss and gradients, so they decide alike.
+
+    Args:
+        health: Which steps may be skipped, and how many in a row.
+        world: All ranks.
+        scaler_skips: A loss scaler is in use.
     """
 
     def __init__(self, health: Health, world: Communicator, *, scaler_skips: bool) -> None:
-        self._health = health
         self._world = world
-        self._scaler_skips = scaler_skips
-        self.num_skipped_in_a_row = 0
+        self._policy = SkipPolicy(health, scaler_skips=scaler_skips)
 
     def check(self, step: int, *, is_finite: bool, loss: float, local_loss: float) -> None:
-        """Look at a step.
+        """Check the outcome of a step.
 
         Raises:
             NumericError: The job does not allow the step to be skipped.
         """
-        if is_finite:
-            self.num_skipped_in_a_row = 0
-            return
-        self.num_skipped_in_a_row += 1
-        # A loss scaler looks for the largest scale by overflowing now and then: that is its way.
-        is_search = self._scaler_skips and math.isfinite(loss)
-        may_skip = is_search or self._health.non_finite == "skip"
-        if may_skip and self.num_skipped_in_a_row <= self._health.max_skipped_steps:
+        self._policy.record(is_used=is_finite, is_loss_finite=math.isfinite(loss))
+        if not self._policy.has_ended:
             return
         error = NumericError(self._describe(step, loss, local_loss), hint=self._hint())
         self.reset()  # a user's loop that continues may skip as many steps again
@@ -43,7 +65,7 @@ class FiniteGuard:
 
     def reset(self) -> None:
         """Reset the count: training continues from another state."""
-        self.num_skipped_in_a_row = 0
+        self._policy.reset()
 
     def _describe(self, step: int, loss: float, local_loss: float) -> str:
         if math.isfinite(loss):
@@ -53,7 +75,7 @@ class FiniteGuard:
         return f"step {step}: the loss is {loss} because of {describe_ranks(bad)}"
 
     def _hint(self) -> str:
-        skipped = self.num_skipped_in_a_row
+        skipped = self._policy.num_skipped_in_a_row
         if skipped > 1:
             return f"{skipped} steps in a row could not be used: lower base_lr or set clip_grad_norm"
         return "lower base_lr, set clip_grad_norm, or leave such steps out with non_finite: skip"

@@ -48,7 +48,7 @@ class LoopBridge:
     @property
     def wants_norm(self) -> bool:
         """Whether the next step is to take the gradient norm."""
-        return loop.wants_norm(self.run)
+        return self.run.wants_norm
 
     @property
     def evaluates_next(self) -> bool:

@@ -63,7 +63,7 @@ def train_epoch(run: Run) -> Action | None:
     """Run the remaining steps of an epoch, until a hook requests an action."""
     for step in rest_of_epoch(run):
         lr = run.policy.at(run.progress.epochs_passed)
-        reading = run.replica.step(step, lr, want_norm=wants_norm(run))
+        reading = run.replica.step(step, lr, want_norm=run.wants_norm)
         if (action := after_step(run, step, reading, lr)) is not None:
             return action
     return after_epoch(run, evaluated=finish_epoch(run)) if run.is_epoch_complete else None
@@ -96,32 +96,25 @@ def rest_of_epoch(run: Run) -> list[PlannedStep]:
     )
 
 
-def wants_norm(run: Run) -> bool:
-    """Whether the next step is to take the gradient norm."""
-    metrics = run.job.metrics
-    return metrics.enabled and run.progress.step % metrics.grad_norm_every_steps == 0
-
-
 def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Action | None:
     """Note one optimizer step, tell hooks what is known by now, and return what they answer.
 
     Raises:
         NumericError: A step was not finite, and the job does not allow that.
     """
-    progress = run.progress
-    progress.advance(step.share.num_samples)
-    run.pending_steps.add(StepReport(progress.step, progress.epochs_passed, step.share, lr, reading))
+    run.progress.advance(step.share.num_samples)
+    run.pending_steps.add(StepReport(run.progress.step, run.progress.epochs_passed, step.share, lr, reading))
     run.deliver(run.pending_steps.ready())
     run.pending_actions += filter(None, [hook.on_step(run) for hook in run.hooks])
-    return next_action(run)
+    return next_action(run) if run.pending_actions else None
 
 
 def next_action(run: Run) -> Action | None:
     """Return the first pending action, once replicas are identical; None: continue.
 
-    An answer waits until replicas are identical: what is evaluated, saved or left behind is all ranks'.
+    Replicas that are evaluated, saved or resumed later must be those of all ranks.
     """
-    if not run.pending_actions or not run.replica.replicas_identical:
+    if not run.replica.replicas_identical:
         return None
     action = run.pending_actions[0]
     run.pending_actions.clear()
@@ -173,7 +166,7 @@ def finish_epoch(run: Run) -> bool:
 def after_epoch(run: Run, *, evaluated: bool) -> Action | None:
     """Call the hooks of the end of an epoch, which save it; return their answer."""
     run.pending_actions += filter(None, [hook.on_epoch(run, evaluated=evaluated) for hook in run.hooks])
-    return next_action(run)
+    return next_action(run) if run.pending_actions else None
 
 
 def end(run: Run) -> None:

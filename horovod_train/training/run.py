@@ -30,6 +30,7 @@ class Run:
         pending_steps: Steps whose results were not passed to hooks yet.
         restore: Takes over the checkpoint of a step; None: this run has no checkpoints.
         is_stopped: A hook has ended training.
+        is_open_ended: The number of epochs is not known, as in a user's own loop.
         answers: What hooks have answered that the loop has not followed yet.
     """
 
@@ -45,6 +46,7 @@ class Run:
     pending_steps: PendingSteps = field(init=False)
     restore: Callable[[int], None] | None = None
     is_stopped: bool = False
+    is_open_ended: bool = False
     pending_actions: list[Action] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,6 +79,11 @@ class Run:
         return None if limit is None else max(0, limit - self.progress.step)
 
     @property
+    def wants_norm(self) -> bool:
+        """Whether the next step is to compute the gradient norm for its metric."""
+        return self.job.metrics.enabled and self.progress.step % self.job.metrics.grad_norm_every_steps == 0
+
+    @property
     def is_epoch_complete(self) -> bool:
         """Whether every sample of the current epoch was used."""
         return self.progress.cursor >= len(self.train_reader)
@@ -99,7 +106,9 @@ class Run:
         self.deliver(self.pending_steps.all())
 
     def planned_steps(self) -> int:
-        """Return the step at which the job will end, if nothing stops it early."""
+        """Return the step at which the job will end, if nothing stops it early; 0: not known."""
+        if self.is_open_ended:
+            return 0
         progress, train = self.progress, self.job.train
         samples = len(self.train_reader)
         epochs_to_come = max(0, train.epochs - progress.epoch - 1)

@@ -243,9 +243,9 @@ class NumpyReplica(IdenticalReplica):
             numbers={
                 "grad_norm": float(np.linalg.norm(total[:-1])) if want_norm else None,
                 "sent_bytes": packed.nbytes if self._world.size > 1 else 0,
+                "flops": getattr(self.task, "FLOPS_PER_SAMPLE", 0) * step.share.num_local_samples or None,
             },
             clock=clock,
-            flops=getattr(self.task, "FLOPS_PER_SAMPLE", 0) * step.share.num_local_samples or None,
         )
 
     def _sum(self, array: np.ndarray) -> np.ndarray:

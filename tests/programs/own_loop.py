@@ -1,6 +1,6 @@
 """A user's own loop with the library, trained, saved, resumed.
 
-usage: OUT CHECKPOINTS EPOCHS PORT [stop | leave]
+usage: OUT CHECKPOINTS EPOCHS PORT [stop | leave | STRATEGY]
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import horovod_train as ht
 
 out, folder, epochs = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
-with ht.init("own-loop") as session:
+modes = {"stop", "leave"}
+strategy = next((each for each in sys.argv[5:] if each not in modes), "allreduce")
+with ht.init("own-loop", strategy=strategy) as session:
     torch.manual_seed(7)
     model = Net(partly_used=True).to(session.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)

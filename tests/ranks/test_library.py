@@ -29,10 +29,14 @@ def check(found, size):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [(2, "mpi"), (3, "gloo")], ids="{0[0]}-{0[1]}".format)
-def test_an_own_loop_on_ranks_trains_like_one_process(tmp_path, world, pools, matrix):
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [((2, "mpi"), "allreduce"), ((3, "gloo"), "allreduce"), ((2, "mpi"), "zero")],
+    ids=["2-mpi", "3-gloo", "2-mpi-zero"],
+)
+def test_an_own_loop_on_ranks_trains_like_one_process(tmp_path, world, strategy, pools, matrix):
     matrix("usable in a script, without a job", "torch")
-    arguments = [str(tmp_path), str(tmp_path / "checkpoints"), str(EPOCHS), str(free_port())]
+    arguments = [str(tmp_path), str(tmp_path / "checkpoints"), str(EPOCHS), str(free_port()), strategy]
 
     pools.get("torch", *world).run("own_loop.py", *arguments, folder=tmp_path)
 

@@ -41,6 +41,7 @@ ROOMS = {
         "data",
         "health.heartbeat",
         "health.device_watch",
+        "health.finite",
         "checkpoint.arrays",
         "checkpoint.stored_arrays",
         "checkpoint.plain_weights",
@@ -81,9 +82,23 @@ ROOMS = {
     | {"telemetry.metric", "telemetry.catalog", "telemetry.waiting"},
     "doctor": BASICS | {"config", "events", "launch"},
     "tasks": set(),
-    # Composition roots: the trainer's, and the library's.
+    # Composition roots: the services of a rank, the trainer, and the library.
+    "rank": BASICS
+    | {
+        "config",
+        "events",
+        "lr",
+        "data",
+        "collectives",
+        "checkpoint",
+        "telemetry",
+        "health",
+        "training",
+        "frameworks.base",
+    },
     "worker": BASICS
     | {
+        "rank",
         "config",
         "events",
         "lr",
@@ -97,9 +112,15 @@ ROOMS = {
         "scripts",
     }
     | {"frameworks.base"},
+    "own_loop": BASICS
+    | {"rank", "config", "events", "lr", "data", "collectives", "checkpoint", "health", "training"}
+    | {"frameworks"},
     "session": BASICS
     | {
+        "rank",
+        "own_loop",
         "config",
+        "events",
         "lr",
         "data",
         "collectives",
@@ -117,7 +138,7 @@ ROOMS = {
 
 # Only these rooms may import these packages.
 OUTSIDE = {
-    "torch": {"frameworks", "session", "tasks", "scripts"},
+    "torch": {"frameworks", "own_loop", "session", "tasks", "scripts"},
     "wrapt": {"scripts"},
     "horovod": {"frameworks", "collectives", "horovod"},
     "tensorflow": {"frameworks", "tasks", "scripts"},

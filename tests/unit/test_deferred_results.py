@@ -42,7 +42,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import NumericError, UserError
 from horovod_train.frameworks.torch.step import deferred
 from horovod_train.frameworks.torch.step.deferred import DeferredOutcome, pack
-from horovod_train.frameworks.torch.step.device_clock import DeviceClock
+from horovod_train.frameworks.torch.step.device_clock import DeviceClock, HostTimer
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.step.update import UpdateOnDevice, UpdateOnHost, can_be_masked
 from horovod_train.frameworks.torch.strategies.base import make_strategy
@@ -566,7 +566,7 @@ def test_the_host_says_that_it_waits_for_the_device_before_it_does(monkeypatch, 
 
     world = World()
     replica = replica_of(world, lag_steps)
-    replica.device = torch.device("meta")  # as one that is no CPU, for the clock
+    replica._timer = HostTimer()  # as on a device
     readings = trained(replica, world)
     assert len(waits) == (0 if lag_steps else NUM_STEPS)  # where the update asks the device
     for reading in readings:

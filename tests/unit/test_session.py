@@ -298,8 +298,78 @@ def test_metrics_are_recorded(session):
 
     metrics.record(step, step.finish(0.1), 0.1, 0.2)
 
-    found = metrics._records._recorder.registry.get_sample_value
+    recorder = session._services.recorder
+    found = recorder.registry.get_sample_value
     labels = {"training_job": "own", "rank": "0", "local_rank": "0", "host": session.world.host}
-    labels["run"] = metrics._records._recorder._rank_labels[1]
+    labels["run"] = recorder._rank_labels[1]
     assert found("horovod_train_samples_total", labels) == 2
     assert found("horovod_train_epoch", labels) == 0.2
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "zero", "local_sgd"])
+def test_a_loop_has_the_services_of_a_job(tmp_path, strategy):
+    args = {"every_steps": 2} if strategy == "local_sgd" else {}
+    tracker = {"name": "csv", "args": {"path": str(tmp_path / "steps.csv")}}
+    with horovod_train.init(
+        "own",
+        device="cpu",
+        run_dir=tmp_path,
+        strategy={"name": strategy, "args": args},
+        metrics={"trackers": [tracker]},
+    ) as session:
+        replica, loader = prepared(session), session.loader(DATA, batch_size=2)
+        session.learning_rate(loader, epochs=2, base_lr=0.1, reference_batch_size=2)
+        step_through(loader, replica, 2)
+        session.report_evaluation(replica, {"accuracy": 0.5})
+
+    (events,) = tmp_path.glob("own/*/events.jsonl")
+    found = [json.loads(line) for line in events.read_text().splitlines()]
+    kinds = [each["kind"] for each in found]
+    assert {"opened", "started", "progress", "evaluation"} <= set(kinds)
+    last = [each for each in found if each["kind"] == "progress"][-1]
+    assert (last["step"], last["num_steps"], last["num_epochs"]) == (10, 10, 2)
+    assert "accuracy" in (tmp_path / "steps.csv").read_text()
+
+
+SHARDED = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+import horovod_train
+
+data = TensorDataset(torch.linspace(-1, 1, 10).view(-1, 1))
+make_model = lambda: nn.Sequential(nn.Linear(1, 4), nn.Linear(4, 1))
+with horovod_train.init("own", device="cpu", strategy="fsdp") as session:
+    model = make_model()
+    try:
+        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    except horovod_train.errors.UserError as error:
+        print(error)
+    model = make_model()
+    replica = session.prepare(model, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    losses = []
+    for step in session.loader(data, batch_size=10).epoch(0, replica):
+        for (x,) in step:
+            step.backward((model(x) - x).square().mean())
+        losses.append(step.finish(0.1).loss)
+    print(len(losses), (model(data.tensors[0]) - data.tensors[0]).square().mean().item() < losses[0])
+"""
+
+
+def test_a_loop_with_sharded_weights_needs_a_function_that_makes_the_optimizer():
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED], stdout=subprocess.PIPE, check=True, text=True, timeout=120
+    )
+
+    assert "give session.prepare a function that makes it" in done.stdout
+    assert done.stdout.splitlines()[-1] == "1 True"
+
+
+def test_a_strategy_that_runs_the_passes_is_refused():
+    with (
+        horovod_train.init(
+            "own", device="cpu", strategy={"name": "pipeline", "args": {"stages": 1}}
+        ) as session,
+        pytest.raises(UserError, match="runs the passes of a step itself"),
+    ):
+        prepared(session)

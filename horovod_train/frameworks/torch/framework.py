@@ -54,7 +54,7 @@ from horovod_train.frameworks.torch.sizes.meta_model import (
 from horovod_train.frameworks.torch.state import blobs
 from horovod_train.frameworks.torch.state.local_tensors import whole_model
 from horovod_train.frameworks.torch.state.meta_weights import load_initial, meta_parameters
-from horovod_train.frameworks.torch.state.optimizer import optimizer_over
+from horovod_train.frameworks.torch.state.optimizer import explain_closure, optimizer_over
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder, Recorder
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
@@ -135,13 +135,13 @@ class TorchFramework(TorchDevice):
             world=mesh.data,
             all_ranks=mesh.world,
             train=job.train,
-            flops=FlopCounter() if wants_flops(job, device.type) else None,
+            flops=FlopCounter(is_enabled=wants_flops(job, device.type)),
             health=job.health,
             ema=job.ema,
         )
         if is_verified(job) and can_be_copied(task, mesh):
             reference = reference_replica(job, mesh, plain_task, device)
-            replica.verifier = StrategyVerifier(job, reference, replica, mesh.world, is_explained)
+            replica.first_steps.verifier = StrategyVerifier(job, reference, replica, mesh.world, is_explained)
         if recorder is not None:
             replica.record_steps(recorder, only_if_faster=job.train.cuda_graph == "auto")
         return replica, reader, eval_reader
@@ -159,7 +159,7 @@ class TorchFramework(TorchDevice):
     def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
         """Return our error for one of the GPU, or of other ranks; None: it is of something else."""
         of_others = explain_distributed(error, job.health) or explain_unused(error)
-        of_others = of_others or explain_second_derivative(error)
+        of_others = of_others or explain_second_derivative(error) or explain_closure(error, job)
         return of_others or super().explain(error, job, rank)
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:

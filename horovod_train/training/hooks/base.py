@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -27,8 +27,8 @@ class HookParts:
         job: The job.
         run_id: Name of this run of it.
         world: Its ranks.
-        framework: What it trains with.
-        manager: Of its checkpoints.
+        framework: The framework; None: a user's own loop.
+        manager: Manager of the checkpoints; None: a user's own loop.
         recorder: Of this rank's metrics.
         reporter: Tells people.
         exchange: What ranks tell each other now and then.
@@ -40,8 +40,8 @@ class HookParts:
     job: Job
     run_id: str
     world: Communicator
-    framework: Framework
-    manager: CheckpointManager
+    framework: Framework | None
+    manager: CheckpointManager | None
     recorder: Recorder
     reporter: Reporter
     exchange: PeriodicExchange
@@ -84,7 +84,12 @@ class Hook:
         """Training is complete."""
 
 
-def make_hooks(parts: HookParts) -> list[Hook]:
-    """Return the hooks of a run, in their order."""
-    made = (load_attribute(location, what="hook").of(parts) for location in HOOKS)
+def make_hooks(parts: HookParts, locations: Sequence[str] = HOOKS) -> list[Hook]:
+    """Return the hooks of a run, in their order.
+
+    Args:
+        parts: Their parts.
+        locations: Import paths of their classes.
+    """
+    made = (load_attribute(location, what="hook").of(parts) for location in locations)
     return [hook for hook in made if hook is not None]

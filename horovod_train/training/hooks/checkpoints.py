@@ -21,6 +21,8 @@ class SaveCheckpoints(Hook):
     @classmethod
     def of(cls, parts: HookParts) -> SaveCheckpoints:
         """Return the hook."""
+        assert parts.manager is not None
+        assert parts.framework is not None
         return cls(parts.manager, parts.framework)
 
     def on_step(self, run: Run) -> None:

@@ -81,14 +81,19 @@ class PreemptionAgreement:
         """Time between the last two exchanges: so long a request may have to wait, in seconds."""
         return self._exchange.interval_s if self._world.size > 1 else 0.0
 
+    @property
+    def is_reached(self) -> bool:
+        """Whether all ranks exit now; the same on all ranks between two exchanges."""
+        return self._is_reached or (self._world.size == 1 and self._is_preempted())
+
     def reached(self) -> bool:
-        """Return whether the ranks leave now; every rank calls it after each of its steps.
+        """Exchange flags if it is time, and return whether all ranks exit now; called after each step.
 
         Raises:
             PeerError: Another rank was lost.
         """
         self._exchange.after_step()
-        return self._is_reached or (self._world.size == 1 and self._is_preempted())
+        return self.is_reached
 
     def payload(self) -> bytes:
         """Return this rank's flag."""
@@ -122,6 +127,8 @@ class StopWhenPreempted(Hook):
     @classmethod
     def of(cls, parts: HookParts) -> StopWhenPreempted:
         """Return the hook."""
+        assert parts.manager is not None
+        assert parts.framework is not None
         agreement = PreemptionAgreement(parts.world, parts.is_preempted, parts.exchange)
         return cls(agreement, parts.manager, parts.framework, parts.recorder, parts.reporter)
 

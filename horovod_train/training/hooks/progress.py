@@ -78,17 +78,19 @@ class ReportProgress(Hook):
             self._recent.popleft()
         since_s, before = self._recent[0]
         samples_per_s = (self._samples - before) / max(1e-9, now_s - since_s)
-        samples_left = (self._num_steps - report.step) * run.global_batch_size
+        samples_left = max(0, self._num_steps - report.step) * run.global_batch_size
         self._reporter.report(
             Progress(
                 step=report.step,
                 num_steps=self._num_steps,
-                epoch=min(int(report.epochs_passed), run.job.train.epochs - 1),
-                num_epochs=run.job.train.epochs,
+                epoch=int(report.epochs_passed)
+                if run.is_open_ended
+                else min(int(report.epochs_passed), run.job.train.epochs - 1),
+                num_epochs=0 if run.is_open_ended else run.job.train.epochs,
                 loss=report.outcome.loss,
                 lr=report.lr,
                 samples_per_s=samples_per_s,
-                eta_s=samples_left / samples_per_s,
+                eta_s=samples_left / samples_per_s if self._num_steps else None,
                 numbers=shown_numbers(report.outcome.numbers),
             )
         )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
-
-from pydantic import Field
+from typing import ClassVar
 
 from horovod_train.config.codecs import CodecArguments
+from horovod_train.config.fields import Fraction
 
 
 class Arguments(CodecArguments):
@@ -14,5 +13,5 @@ class Arguments(CodecArguments):
 
     residual_copies: ClassVar[int] = 2
 
-    keep: Annotated[float, Field(gt=0, le=1)]
+    keep: Fraction
     """Fraction of a bucket's elements that is sent, such as 0.01; at least one element."""

@@ -204,7 +204,7 @@ class GradientPipeline:
     def _make_hook(self, number: int, slot: Slot) -> Callable[[torch.Tensor], None]:
         bucket = self.buckets[number]
         # The bucket with the trailer waits for ``finish``, which writes that.
-        waits_for_trailer = number == len(self.buckets) - 1 and self._separate_trailer is None
+        has_trailer = number == len(self.buckets) - 1 and self._separate_trailer is None
 
         def on_gradient(_: torch.Tensor) -> None:
             if not self._is_listening or slot.parameter.grad is None:
@@ -214,7 +214,7 @@ class GradientPipeline:
                 raise gradient_reduced_already()
             self._pack(bucket, slot)
             bucket.num_missing -= 1
-            if bucket.num_missing == 0 and not waits_for_trailer:
+            if bucket.num_missing == 0 and not has_trailer:
                 self._send(number)
 
         return on_gradient

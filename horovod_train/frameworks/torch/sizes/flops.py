@@ -12,9 +12,14 @@ SETTLED_AFTER_STEPS = 2
 
 
 class FlopCounter:
-    """Counts one of the first steps; attention and products of matrices, as PyTorch's own counter does."""
+    """Counts the operations of one of the first steps: attention and matrix products, as PyTorch does.
 
-    def __init__(self) -> None:
+    Args:
+        is_enabled: Whether operations are counted.
+    """
+
+    def __init__(self, *, is_enabled: bool = True) -> None:
+        self._is_enabled = is_enabled
         self._num_steps = 0
         self._num_samples = 0
         self._per_sample: float | None = None
@@ -24,7 +29,8 @@ class FlopCounter:
         """Count what the block computes for so many samples, once it is due."""
         self._num_steps += 1
         self._num_samples = num_samples
-        if self._per_sample is not None or self._num_steps < SETTLED_AFTER_STEPS or not num_samples:
+        is_due = self._per_sample is None and self._num_steps >= SETTLED_AFTER_STEPS
+        if not (self._is_enabled and is_due and num_samples):
             yield
             return
         with FlopCounterMode(display=False) as counter:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,10 +21,7 @@ from horovod_train.frameworks.torch.step.statistics import RunningStatistics
 from horovod_train.frameworks.torch.strategies.base import PassContext, Strategy
 from horovod_train.frameworks.torch.task import TorchTask, as_numbers
 from horovod_train.frameworks.torch.verify.equality import Equality
-
-if TYPE_CHECKING:
-    from horovod_train.frameworks.torch.verify.verification import StrategyVerifier
-
+from horovod_train.frameworks.torch.verify.first_steps import FirstSteps
 
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -47,7 +44,7 @@ class LocalModel:
         averaged: Weights that are evaluated instead of those that are trained.
         loss: Of the step under way.
         is_training: Modules are in training mode.
-        verifier: Compares the first steps with those of the plain model; None: they are not, or were.
+        first_steps: Checks of the first steps.
     """
 
     model: torch.nn.Module
@@ -58,7 +55,7 @@ class LocalModel:
     statistics: RunningStatistics
     equality: Equality
     saved_state: SavedState
-    verifier: StrategyVerifier | None = None
+    first_steps: FirstSteps
     task: TorchTask | None
     train: Train
     forward_model: torch.nn.Module
@@ -122,8 +119,7 @@ class LocalModel:
         """
         if self.strategy.capabilities.whole_weights:  # others have taken them over when they took their parts
             broadcast_model(self.model, self.data_ranks)
-        if self.verifier is not None:
-            self.verifier.broadcast()
+        self.first_steps.broadcast()
 
     def is_finite(self) -> bool:
         """Return whether all weights and running statistics are finite numbers: the same on every rank."""
@@ -147,8 +143,7 @@ class LocalModel:
             CheckpointError: The state belongs to another model or optimizer.
         """
         self.saved_state.load(state)
-        if self.verifier is not None:
-            self.verifier.reference.load_state(state)
+        self.first_steps.load_state(state)
 
     def rank_state(self) -> Mapping[str, ArrayBlob]:
         """Return what this rank's strategy keeps for itself."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from horovod_train.config.schema import Job
-from horovod_train.errors import UserError
+from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.frameworks.callbacks import JobsLearningRate
 from horovod_train.frameworks.optimizers import make_optimizer
 
@@ -75,6 +75,24 @@ def clone_optimizer(
     twin.__dict__.update(optimizer.__dict__)
     twin.param_groups, twin.state = param_groups, type(optimizer.state)(dict)
     return twin
+
+
+def explain_closure(error: Exception, job: Job) -> HorovodTrainError | None:
+    """Return our error of an optimizer that needs more than gradients; None: the error has another reason."""
+    wants_closure = "closure" in f"{type(error).__name__} {error}".lower()
+    if isinstance(error, HorovodTrainError) or not (wants_closure or "does not require grad" in str(error)):
+        return None
+    return UserError(
+        f"the optimizer {job.optimizer.name} wants a closure, or second derivatives, in its step, and a job "
+        f"gives it gradients: {error}",
+        hint="use an optimizer that needs gradients alone, or a loop of your own (docs/own-loop.md)",
+    )
+
+
+def set_rates(optimizer: torch.optim.Optimizer, lr: float, rounded: Callable[[float], float]) -> None:
+    """Set the learning rate of each group: ``lr``, times the group's ``lr_scale``."""
+    for group, rate in zip(optimizer.param_groups, rates_of_groups(optimizer, lr), strict=True):
+        group["lr"] = rounded(rate)
 
 
 def rates_of_groups(optimizer: torch.optim.Optimizer, lr: float) -> list[float]:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from horovod_train.collectives.base import Communicator
+from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.comm.exchange import Exchange
 
@@ -33,18 +34,19 @@ class AveragedBuffers:
         self._modules = dict(model.named_modules())
         self._names = _fitting(model, patterns)
         self._exchange = Exchange(ranks)
+        self._own_share = 0.0
+
+    def begin(self, step: PlannedStep) -> None:
+        """Begin a step: a rank counts in the mean by its fraction of the samples."""
+        self._own_share = sum(micro_batch.share for micro_batch in step.share.micro_batches)
 
     @torch.no_grad()
-    def average(self, own_share: float) -> None:
-        """Make buffers the mean over ranks.
-
-        Args:
-            own_share: This rank's part of the samples of the step; the sum over ranks is 1.
-        """
+    def after_update(self, *, is_used: torch.Tensor | bool) -> None:
+        """Set buffers to their mean over ranks, also in a skipped step."""
         if not self._names:
             return
         buffers = [self._buffer(name) for name in self._names]  # a forward pass may have put another there
-        sums = self._exchange.sum([buffer * own_share for buffer in buffers], "buffers")
+        sums = self._exchange.sum([buffer * self._own_share for buffer in buffers], "buffers")
         for buffer, total in zip(buffers, sums, strict=True):
             buffer.copy_(total)
 

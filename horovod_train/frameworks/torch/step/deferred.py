@@ -160,3 +160,25 @@ class DeferredOutcome:
 
 Outcome = StepOutcome | DeferredOutcome
 """What a step turned out to be, known now or later."""
+
+
+def outcome_of(
+    numbers: Mapping[str, Number] | Packed,
+    of_host: Mapping[str, float | None],
+    clock: StepClock,
+    ranks: Communicator,
+) -> Outcome:
+    """Return a step's outcome, or a future of it.
+
+    Args:
+        numbers: Fields of ``StepOutcome`` and further numbers of the step.
+        of_host: Further numbers that the host knows.
+        clock: Time of each phase; if it is one of a device, the numbers are not read now.
+        ranks: The ranks; they learn that this one waits for its device.
+    """
+    if isinstance(clock, DeviceClock):
+        packed = numbers if isinstance(numbers, Packed) else pack(numbers)
+        return DeferredOutcome(packed.with_known(of_host), clock, ranks)
+    assert not isinstance(numbers, Packed)
+    known = {name: None if value is None else float(value) for name, value in numbers.items()}
+    return outcome_from({**known, **of_host}, clock)

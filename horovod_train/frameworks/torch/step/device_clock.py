@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 
+from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.log import DeviceWork
 from horovod_train.frameworks.base import StepClock
 
 
@@ -83,16 +85,31 @@ class DeviceClock(StepClock):
 
     A phase is what the device did, or waited for, between two laps: the time of the optimizer is that of
     its kernels, and data that was read while the device had other work to do took none.
+
+    Args:
+        timer: Marks times on the device.
+        settles: The update of the step reads numbers from the device.
     """
 
-    def __init__(self, timer: Timer) -> None:
+    def __init__(self, timer: Timer, *, settles: bool = False) -> None:
         super().__init__()
         self._timer = timer
+        self._settles = settles
         self._laps: list[tuple[str, Any]] = [("", timer.mark())]
 
     def lap(self, phase: str) -> None:
         """End a phase."""
         self._laps.append((phase, self._timer.mark()))
+
+    def settle(self, ranks: Communicator, read: Callable[[], object]) -> None:
+        """Read a number of the device here, where the watchdog sees the pending work, if the update will.
+
+        Args:
+            ranks: The ranks; they learn that this one waits for its device.
+            read: Waits for the number.
+        """
+        if self._settles:
+            ranks.wait_in(DeviceWork(self.phase), read)
 
     def phase(self) -> str:
         """Return the phase that the device is in, for a thread that looks on; empty: in none of them."""

@@ -7,12 +7,14 @@ the gradient has left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import is_
 
 import torch
 
 from horovod_train.errors import UserError
+from horovod_train.frameworks.torch.strategies.base import Strategy
 
 Gradients = list[torch.Tensor | None]
 
@@ -33,15 +35,36 @@ class GradientWatch:
 
     Args:
         model: For the names of parameters.
-        sees_hooks_of_tensors: Hooks of a parameter itself are lost, too: the strategy has replaced it.
+        strategy: Refuses a backward pass while the loss is computed.
+        parameters: Returns the parameters that may have gradients.
     """
 
-    def __init__(self, model: torch.nn.Module, *, sees_hooks_of_tensors: bool) -> None:
-        self._model = model
-        self._sees_hooks_of_tensors = sees_hooks_of_tensors
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        strategy: Strategy,
+        parameters: Callable[[], Sequence[torch.nn.Parameter]],
+    ) -> None:
+        self._model, self._strategy, self._parameters = model, strategy, parameters
+        # Hooks of a parameter itself are lost, too, if the strategy has replaced it.
+        self._sees_hooks_of_tensors = not strategy.capabilities.whole_weights
         self._num_hooks = 0
         self._gradients: Gradients = []
         self._versions: list[int] = []
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Compare gradients and hooks before and after the block, which computes the task's loss.
+
+        Raises:
+            UserError: The loss has changed a gradient, or registered a hook.
+        """
+        parameters = self._parameters()
+        self.before_loss(parameters)
+        self._strategy.is_in_loss = True
+        yield
+        self._strategy.is_in_loss = False
+        self.after_loss(parameters)
 
     def before_loss(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Remember gradients and hooks of the parameters that may have them."""

@@ -218,8 +218,8 @@ class StepGraphs:
         """Whether work may be recorded, or has been, in this step."""
         return not self._is_off and self._num_steps > self._num_eager and not self._has_changed
 
-    def begin(self) -> None:
-        """A step begins, and no parameter has a gradient."""
+    def begin(self, step: object = None) -> None:
+        """Begin a step; no parameter has a gradient."""
         self._num_steps += 1
         # On all ranks alike, also where nothing could be recorded: they compare.
         if self._race is not None and (is_faster := self._race.begin(self._num_steps)) is not None:

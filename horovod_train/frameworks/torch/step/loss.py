@@ -13,7 +13,10 @@ import torch
 from horovod_train.collectives.base import Communicator, any_rank
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import UserError
+from horovod_train.events.types import WAIT_PHASE
+from horovod_train.frameworks.base import StepClock
 from horovod_train.frameworks.torch.comm.collectives import sum_over, with_tensors
+from horovod_train.frameworks.torch.step.deferred import Sent
 from horovod_train.frameworks.torch.strategies.base import Strategy
 from horovod_train.frameworks.torch.task import check_count, checked_loss, is_sum_and_count
 
@@ -90,18 +93,29 @@ class StepLoss:
         self._denominator = denominator + (0.0 if self._denominator is None else self._denominator)
         return checked_loss(total) * factor
 
-    def complete(self) -> torch.Tensor:
+    def add_micro_batch(self, loss: object, share: float) -> torch.Tensor:
+        """Add the contribution of a micro-batch to this rank's part of the loss; return it, shape []."""
+        weighted = self.weigh(loss, share)
+        self.add(weighted)
+        return weighted
+
+    def complete(self, clock: StepClock) -> torch.Tensor:
         """Complete loss and gradients of a step; return the loss over all ranks, shape [].
+
+        Args:
+            clock: Records the wait for other ranks.
 
         Raises:
             PeerError: Another rank was lost.
         """
         loss = self._strategy.reduce(self.local)
         total = self._total_denominator()
-        if total is None:
-            return loss
-        self._strategy.divide_gradients(total)
-        return loss / total
+        if total is not None:
+            self._strategy.divide_gradients(total)
+            loss = loss / total
+        clock.lap(WAIT_PHASE)
+        clock.settle(self._data_ranks, lambda: Sent(loss.reshape(1)).read())
+        return loss
 
     def _total_denominator(self) -> torch.Tensor | None:
         """Return what the sums of this step are to be divided by, shape []; None: losses are means."""

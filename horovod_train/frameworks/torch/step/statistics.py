@@ -31,22 +31,22 @@ class RunningStatistics:
         self.buffers = _present(buffer for m in layers for buffer in (m.running_mean, m.running_var))
         self.counts = _present(module.num_batches_tracked for module in layers)
         self._before: list[torch.Tensor] = []
-        self._is_noted = False
+        self._has_copy = False
 
     @torch.no_grad()
-    def remember(self) -> None:
-        """Note them, and how many batches they are of; always in the same memory."""
+    def begin(self, step: object = None) -> None:
+        """Copy the statistics before a step; always into the same memory."""
         now = [_flat(kind) for kind in self._kinds()]
         if self._before:
             torch._foreach_copy_(self._before, now)
         else:
             self._before = now
-        self._is_noted = True
+        self._has_copy = True
 
     @torch.no_grad()
-    def take_back(self, *, is_used: torch.Tensor | bool) -> None:
-        """Where a step was not used, make them what was noted, if anything was."""
-        if not self._is_noted or is_used is True:
+    def after_update(self, *, is_used: torch.Tensor | bool) -> None:
+        """Restore the statistics of before the step, if it was skipped and they were copied."""
+        if not self._has_copy or is_used is True:
             return
         for kind, before in zip(self._kinds(), self._before, strict=True):
             flat = torch.where(is_used, _flat(kind), before) if isinstance(is_used, torch.Tensor) else before

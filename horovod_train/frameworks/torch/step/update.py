@@ -12,71 +12,40 @@ others are skipped, too, until the host has read the result.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from horovod_train.config.schema import Health
-from horovod_train.errors import UserError
 from horovod_train.frameworks.torch.step.deferred import Number
 from horovod_train.frameworks.torch.strategies.base import Strategy
+from horovod_train.health.finite import SkipPolicy
 
 MASKABLE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Updated:
-    """What became of a step; on a device, tensors of shape [].
+    """Result of the update of a step.
 
     Attributes:
-        loss: Of the whole step.
-        grad_norm: Before clipping; None: it was not taken.
-        is_used: Whether weights have changed: loss and gradient were finite.
-        was_executed: False: training had ended before.
+        is_used: Whether weights have changed; if only the device knows, a tensor of shape [].
+        numbers: Fields of ``StepOutcome`` and further numbers, by name.
     """
 
-    loss: torch.Tensor | float
-    grad_norm: torch.Tensor | float | None
     is_used: torch.Tensor | bool
-    was_executed: torch.Tensor | bool = True
+    numbers: Mapping[str, Number] = field(default_factory=dict)
 
-    def numbers(self, local_loss: torch.Tensor) -> Mapping[str, Number]:
-        """Return them by the names of ``StepOutcome``'s fields, with this rank's part of the loss."""
-        return {
-            "loss": self.loss,
-            "local_loss": local_loss,
-            "grad_norm": self.grad_norm,
-            "is_finite": self.is_used,
-            "was_executed": self.was_executed,
-        }
-
-
-@contextmanager
-def explained(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Refuse an optimizer that wants more than gradients.
-
-    Raises:
-        UserError: It runs backward passes itself, or requires a closure.
-    """
-    try:
-        yield
-    except Exception as error:  # packages of optimizers have their own errors
-        wants_closure = "closure" in f"{type(error).__name__} {error}".lower()
-        if not wants_closure and "does not require grad" not in str(error):
-            raise
-        raise UserError(
-            f"the optimizer {type(optimizer).__name__} wants a closure, or second derivatives, in its step, "
-            f"and a job gives it gradients: {error}",
-            hint="use an optimizer that needs gradients alone, or a loop of your own (docs/own-loop.md)",
-        ) from error
+    def with_numbers(self, **more: Number) -> Updated:
+        """Return the result with further numbers."""
+        return Updated(self.is_used, {**self.numbers, "is_finite": self.is_used, **more})
 
 
 def may_be_used(is_used: torch.Tensor | bool) -> bool:
-    """Whether a step was used, or only the device knows."""
+    """Whether a step was used, or only the device knows it."""
     return isinstance(is_used, torch.Tensor) or is_used
 
 
@@ -97,15 +66,26 @@ class Update(Protocol):
         ...
 
 
+def clip(strategy: Strategy, limit: float | None) -> float:
+    """Scale the gradient to a norm of at most ``limit`` (None: any); return its norm before.
+
+    A gradient whose norm is not finite is left unchanged.
+    """
+    norm = float(strategy.norm())
+    if limit is not None and limit < norm < math.inf:
+        torch._foreach_mul_(strategy.gradients(), limit / norm)
+    return norm
+
+
 class UpdateOnHost:
-    """Reads loss and norm, and decides.
+    """Reads loss and norm, and decides whether the step is used.
 
     Args:
-        optimizer: Makes the update.
-        strategy: Has the gradients.
-        scaler: Of the loss; disabled except with fp16.
+        optimizer: Updates the weights.
+        strategy: Completes the gradients.
+        scaler: Loss scaler; disabled except with fp16.
         clip_grad_norm: Largest norm; None: no clipping.
-        health: Says which steps may be left out, and how many.
+        health: Which steps may be skipped, and how many in a row.
     """
 
     def __init__(
@@ -120,51 +100,40 @@ class UpdateOnHost:
         self._strategy = strategy
         self._scaler = scaler
         self._limit = clip_grad_norm
-        self._health = health
-        self._num_bad_in_a_row = 0
-        self._has_ended = False
+        self._needs_norm = clip_grad_norm is not None or health.non_finite == "skip"
+        self._policy = SkipPolicy(health, scaler_skips=scaler.is_enabled())
+        owns_update = strategy.capabilities.owns_update
+        self._make = self._updated_by_strategy if owns_update else self._clip_and_step
 
     def __call__(self, loss: torch.Tensor, *, want_norm: bool) -> Updated:
         """Update the weights, or leave them unchanged."""
-        if self._has_ended:
-            return Updated(float(loss), None, is_used=False, was_executed=False)
-        updated = self._updated(float(loss), want_norm=want_norm)
-        self._record(is_loss_finite=math.isfinite(float(updated.loss)), is_used=bool(updated.is_used))
-        return updated
+        loss_value, was_executed, norm, is_used = float(loss), not self._policy.has_ended, None, False
+        if was_executed:
+            if math.isfinite(loss_value):
+                norm, is_used = self._make(want_norm=want_norm)
+            self._policy.record(is_used=is_used, is_loss_finite=math.isfinite(loss_value))
+        return Updated(is_used, {"loss": loss_value, "grad_norm": norm, "was_executed": was_executed})
 
-    def _updated(self, local_loss_value: float, *, want_norm: bool) -> Updated:
-        if not math.isfinite(local_loss_value):
-            return Updated(local_loss_value, None, is_used=False)
-        if self._strategy.capabilities.owns_update:
-            local_norm = self._strategy.update(self._limit)
-            return Updated(local_loss_value, local_norm, is_used=math.isfinite(local_norm))
+    def _updated_by_strategy(self, *, want_norm: bool) -> tuple[float | None, bool]:
+        norm = self._strategy.update(self._limit)
+        return norm, math.isfinite(norm)
+
+    def _clip_and_step(self, *, want_norm: bool) -> tuple[float | None, bool]:
+        """Unscale, clip and step; return the norm before clipping, and whether the step is used."""
         scaler = self._scaler
         scaler.unscale_(self._optimizer)
-        norm: float | None = None
-        if want_norm or self._limit is not None:
-            norm = float(self._strategy.norm())
-            if not self._strategy.is_finite(norm) and not scaler.is_enabled():
-                return Updated(local_loss_value, norm, is_used=False)
-            if self._limit is not None and norm > self._limit:
-                torch._foreach_mul_(self._strategy.gradients(), self._limit / norm)
+        norm = clip(self._strategy, self._limit) if want_norm or self._needs_norm else None
+        if norm is not None and not self._strategy.is_finite(norm) and not scaler.is_enabled():
+            return norm, False
         scale = scaler.get_scale()
-        with explained(self._optimizer):
-            scaler.step(self._optimizer)
+        scaler.step(self._optimizer)
         scaler.update()
         # A scaler that backs off has skipped the step: some gradient overflowed.
-        return Updated(local_loss_value, norm, is_used=not scaler.is_enabled() or scaler.get_scale() >= scale)
-
-    def _record(self, *, is_loss_finite: bool, is_used: bool) -> None:
-        """Note whether training ends with this step: what ``FiniteGuard`` says of it, later perhaps."""
-        self._num_bad_in_a_row = 0 if is_used else self._num_bad_in_a_row + 1
-        is_search = self._scaler.is_enabled() and is_loss_finite
-        may_skip = is_search or self._health.non_finite == "skip"
-        is_too_many = self._num_bad_in_a_row > self._health.max_skipped_steps
-        self._has_ended = not is_used and (is_too_many or not may_skip)
+        return norm, not scaler.is_enabled() or scaler.get_scale() >= scale
 
     def resume_updates(self) -> None:
-        """Make updates again, though training had ended."""
-        self._has_ended, self._num_bad_in_a_row = False, 0
+        """Allow updates again after a non-finite step has stopped training."""
+        self._policy.reset()
 
 
 class UpdateOnDevice:
@@ -195,6 +164,7 @@ class UpdateOnDevice:
         if clip_grad_norm is not None:
             self._limit = torch.tensor(clip_grad_norm, dtype=torch.float64, device=device)
         self._health = health
+        self._needs_norm = clip_grad_norm is not None or health.non_finite == "skip"
         self._has_ended = torch.zeros((), dtype=torch.bool, device=device)
         self._num_bad_in_a_row = torch.zeros((), dtype=torch.int32, device=device)
         self._num_prepared = -1
@@ -207,7 +177,7 @@ class UpdateOnDevice:
         is_loss_finite = loss.isfinite()
         is_used = is_loss_finite
         self._scaler.unscale_(self._optimizer)
-        norm = self._clipped() if want_norm or self._limit is not None else None
+        norm = self._clipped() if want_norm or self._needs_norm else None
         if self._scaler.is_enabled():
             is_used = is_used & ~self._scaler.has_overflowed(self._optimizer)
         elif norm is not None:
@@ -215,7 +185,7 @@ class UpdateOnDevice:
         self._record(is_loss_finite, is_used)
         is_used = is_used & was_made
         self._scaler.step_where(self._optimizer, is_used=is_used, is_seen=is_loss_finite & was_made)
-        return Updated(loss, norm, is_used, was_made)
+        return Updated(is_used, {"loss": loss, "grad_norm": norm, "was_executed": was_made})
 
     def _clipped(self) -> torch.Tensor:
         """Clip gradients; return their norm before."""

@@ -153,7 +153,7 @@ class StrategyVerifier:
         with self._replica.strategy.same_random_state(self.reference.model, plain_step) as alike:
             self.reference.run_schedule(alike, StepClock())
         self._replica.strategy.report_unused_parameters(self._unused())
-        self._loss = self.reference.reduce()
+        self._loss = self.reference.loss.complete(StepClock())
         if self._replica.strategy.capabilities.unused_have_zeros:
             for parameter in self.reference.model.parameters():
                 if parameter.requires_grad and parameter.grad is None:

@@ -1,0 +1,448 @@
+"""Parts of a user's own training loop: steps, the sharded loader, checkpoints and preemption.
+
+A step of such a loop ends like a step of a job: ``training/loop.py`` records it and calls the same hooks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from time import strftime
+from typing import Any, Self
+
+import torch
+
+from horovod_train.checkpoint.arrays import dump_state
+from horovod_train.checkpoint.manager import CheckpointManager
+from horovod_train.collectives.base import Communicator, broadcast_json
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Job
+from horovod_train.config.strategies import axes_of
+from horovod_train.data.planned_step import PlannedStep
+from horovod_train.errors import NumericError, PreemptedError, UserError
+from horovod_train.events.wire import Reporter
+from horovod_train.frameworks.torch.framework import choose_device, seed_generators
+from horovod_train.frameworks.torch.reader import TorchReader
+from horovod_train.frameworks.torch.state.blobs import load_rng_state, rng_state
+from horovod_train.frameworks.torch.step.deferred import Outcome
+from horovod_train.frameworks.torch.step.replica import TorchReplica
+from horovod_train.frameworks.torch.strategies.base import DevicePlacement, make_strategy
+from horovod_train.health.desync import check_replicas_identical
+from horovod_train.health.finite import FiniteGuard
+from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.rank import RankServices
+from horovod_train.registry import OBSERVERS
+from horovod_train.training import loop
+from horovod_train.training.exchange import PeriodicExchange
+from horovod_train.training.hooks.base import Hook
+from horovod_train.training.hooks.preemption import PreemptionAgreement
+from horovod_train.training.parts import changes_since, resume_from, save_checkpoint
+from horovod_train.training.progress import Progress
+from horovod_train.training.run import Run
+
+log = logging.getLogger(__name__)
+
+
+class OwnRun(Run):
+    """One replica's run in a user's own loop."""
+
+    replica: TorchReplica
+
+    def deliver_all(self) -> None:
+        """Pass the results of all steps to hooks; wait for them.
+
+        Raises:
+            NumericError: A step was not finite, and may not be skipped.
+        """
+        with self.resuming_updates():
+            super().deliver_all()
+
+    def report_evaluation(self, metrics: Mapping[str, float]) -> None:
+        """Record an evaluation of the user's loop, and report it to hooks."""
+        self.deliver_all()
+        self.progress.metrics, self.progress.metrics_step = dict(metrics), self.progress.step
+        for hook in self.hooks:
+            hook.on_epoch(self, evaluated=True)
+
+    def resuming_updates(self) -> ResumingUpdates:
+        """Return a context in which an error of a step lets a loop continue: later steps were skipped."""
+        return ResumingUpdates(self)
+
+
+def make_own_run(
+    job: Job, mesh: Mesh, replica: TorchReplica, loader: ShardedLoader, services: RankServices
+) -> OwnRun:
+    """Return the run of a replica over the data of a loader."""
+    data = {"batch_size_per_rank": loader.batch_size, "accumulation_steps": loader.accumulation_steps}
+    job = changed(job, train={**data, "epochs": math.ceil(loader.num_epochs or 1)})
+    run = OwnRun(
+        job=job,
+        mesh=mesh,
+        replica=replica,
+        train_reader=loader.reader,
+        eval_reader=None,
+        policy=LearningRatePolicy(job.lr, loader.global_batch_size, job.train.epochs),
+        guard=FiniteGuard(job.health, mesh.world, scaler_skips=job.train.precision == "fp16"),
+        progress=loader.progress,
+        is_open_ended=loader.num_epochs is None,
+    )
+    run.hooks += [*services.hooks(OBSERVERS), ExchangeAfterSteps(services.exchange)]
+    if mesh.world.rank == 0:
+        services.report_started(run)
+    loop.begin(run)
+    return run
+
+
+def end_runs(runs: Iterable[OwnRun], *, has_failed: bool) -> None:
+    """End the runs of a session.
+
+    Raises:
+        NumericError: A last step was not finite, and the session has not failed otherwise.
+    """
+    for run in runs:
+        (loop.report_pending_steps_after_failure if has_failed else loop.end)(run)
+
+
+@dataclass
+class ResumingUpdates:
+    """Allows updates again after a step that was not finite."""
+
+    run: OwnRun
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, NumericError):
+            self.run.replica.resume_updates()
+            self.run.pending_steps.clear()
+
+
+AnyOptimizer = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+"""An optimizer, or a function of parameters that makes one."""
+
+
+def prepare_replica(
+    job: Job, mesh: Mesh, device: torch.device, model: torch.nn.Module, optimizer: AnyOptimizer
+) -> TorchReplica:
+    """Return the replica of a user's model under the job's strategy; all ranks start with rank 0's weights.
+
+    Args:
+        job: The job of the session.
+        mesh: Its ranks.
+        device: Device of the model.
+        model: The model.
+        optimizer: An optimizer over the model's parameters, or a function that makes one.
+
+    Raises:
+        UserError: The strategy does not support a user's own loop, or requires such a function.
+    """
+    strategy = make_strategy(job, mesh)
+    name = job.strategy.name
+    if strategy.capabilities.owns_schedule:
+        raise UserError(
+            f"strategy {name} runs the passes of a step itself, which a loop of your own does",
+            hint="describe a job with a task (docs/job.md), or use another strategy",
+        )
+    before = set(map(id, model.parameters()))
+    model = strategy.wrap(model, DevicePlacement(device, job.train))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(model.parameters())
+    elif not before & set(map(id, model.parameters())):
+        raise UserError(
+            f"strategy {name} replaces the model's parameters, and the optimizer has those of before",
+            hint="give session.prepare a function that makes it: lambda parameters: SGD(parameters)",
+        )
+    strategy.bind(model, optimizer)
+    replica = TorchReplica(
+        model=model,
+        forward_model=strategy.forward_module(model),
+        optimizer=optimizer,
+        strategy=strategy,
+        world=mesh.data,
+        all_ranks=mesh.world,
+        train=job.train,
+        health=job.health,
+        ema=job.ema,
+    )
+    replica.broadcast()
+    check_replicas_identical(mesh.world, replica.state(copy=False), "at the start")
+    # From here on, random numbers (dropout) differ between ranks.
+    seed_generators(job.train.seed, mesh.data.rank + 1, 0)
+    return replica
+
+
+class ExchangeAfterSteps(Hook):
+    """Lets ranks exchange waiting times and preemption flags about twice a second."""
+
+    def __init__(self, exchange: PeriodicExchange) -> None:
+        self._exchange = exchange
+
+    def on_step(self, run: Run) -> None:
+        """Exchange, if it is time."""
+        self._exchange.after_step()
+
+
+class Step:
+    """One optimizer step: iterate over it for this rank's micro-batches, then ``finish`` it.
+
+    A rank may have no micro-batch, if the last step of an epoch has fewer samples than there are ranks; it
+    still takes part in the step.
+    """
+
+    def __init__(self, planned: PlannedStep, run: OwnRun) -> None:
+        self.share = planned.share
+        self.clock = run.replica.new_clock()
+        self._planned = planned
+        self._run = run
+        self._at = -1
+        self.number = run.progress.step + 1
+        """Counted from the beginning of training through all restarts; the first is 1."""
+        run.replica.begin(planned)
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, (_, batch) in enumerate(self._planned):
+            self._at = number
+            self.clock.lap("data")
+            yield batch
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradient of the current micro-batch, given its mean loss, shape []."""
+        self.clock.lap("forward")
+        is_last = self._at == len(self._planned) - 1
+        self._run.replica.backward(loss, self._planned.share_at(self._at), is_last=is_last)
+        self.clock.lap("backward")
+
+    def finish(self, lr: float, *, want_norm: bool = False) -> Outcome:
+        """Wait for the other ranks' gradients and update the weights.
+
+        On a GPU this returns while the device works. Properties of the outcome, such as ``loss``, wait for
+        the
+        device: read them rarely, or those of some steps ago.
+
+        Raises:
+            PeerError: Another rank was lost.
+            NumericError: Loss or gradient is not finite, and ``prepare`` does not allow such steps to be
+                skipped. On a GPU it is raised some steps later; those were skipped, too.
+            UserError: Not all micro-batches of the step were read.
+        """
+        unread = len(self._planned) - 1 - self._at
+        if unread:
+            raise UserError(
+                f"the step was finished with {unread} of its micro-batches unread",
+                hint="iterate over the whole step; to leave out a batch, multiply its loss by 0",
+            )
+        run = self._run
+        outcome = run.replica.finish(self.clock, lr, want_norm=want_norm or run.wants_norm)
+        with run.resuming_updates():
+            loop.after_step(run, self._planned, outcome, lr)
+        if run.is_epoch_complete:
+            run.progress.finish_epoch()
+        return outcome
+
+
+@dataclass(eq=False)
+class ShardedLoader:
+    """Shards a dataset over ranks; its position is saved and restored.
+
+    Attributes:
+        progress: Position in the data, and steps so far.
+        batch_size: Samples per rank and micro-batch.
+        accumulation_steps: Micro-batches per step.
+    """
+
+    _run_of: Callable[[TorchReplica, ShardedLoader], OwnRun]
+    reader: TorchReader
+    progress: Progress
+    batch_size: int
+    accumulation_steps: int
+    num_data_ranks: int
+    num_epochs: float | None = None
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step, over all ranks."""
+        return self.batch_size * self.accumulation_steps * self.num_data_ranks
+
+    @property
+    def epochs_passed(self) -> float:
+        """Epochs with the fraction of the current one, before the current step."""
+        return self.progress.epochs_passed
+
+    def epoch(self, epoch: int, replica: TorchReplica) -> Iterator[Step]:
+        """Yield the steps that an epoch still has: all of them, or after a resume the rest.
+
+        A complete epoch yields nothing.
+        """
+        if epoch < self.progress.epoch:
+            return
+        if epoch > self.progress.epoch:
+            self.progress.epoch, self.progress.cursor = epoch, 0
+        run = self._run_of(replica, self)
+        for planned in loop.rest_of_epoch(run):
+            yield Step(planned, run)
+        run.deliver_all()
+
+
+@dataclass(frozen=True)
+class SessionMetrics:
+    """The Prometheus metrics of this rank. Steps are recorded when they are finished.
+
+    Attributes:
+        address: Address at which they are served; None: they are not.
+    """
+
+    address: str | None
+
+    def record(self, step: Step, outcome: Outcome, lr: float, epochs: float) -> None:
+        """Do nothing: ``step.finish`` records. Kept for loops that call it."""
+
+
+@dataclass
+class SessionCheckpoints:
+    """Saves and resumes a replica and its position in the data."""
+
+    _manager: CheckpointManager
+    run: OwnRun
+
+    def save(self, metrics: Mapping[str, float] | None = None, *, wait: bool = False) -> None:
+        """Save, between two steps; every rank calls it. Writes in the background unless ``wait``.
+
+        Raises:
+            NumericError: A step before was not finite: as ``Step.finish``.
+        """
+        run = self.run
+        run.deliver_all()
+        rng = dump_state(*rng_state())
+        save_checkpoint(
+            self._manager, run.world, run.replica, run.progress, rng, metrics=metrics or {}, wait=wait
+        )
+
+    def resume(self) -> bool:
+        """Resume from the newest valid checkpoint; False if there is none.
+
+        Afterwards ``loader.progress.epoch`` is the epoch to continue with.
+
+        Raises:
+            NumericError: A step before was not finite: as ``Step.finish``.
+        """
+        run, progress = self.run, self.run.progress
+        run.deliver_all()
+        run.guard.reset()
+        resumed = self._manager.latest()
+        if resumed is None:
+            return False
+        changes = changes_since(resumed, progress.order)
+        rank = run.mesh.data.rank + 1
+        resume_from(
+            run.world,
+            resumed,
+            run.replica,
+            progress,
+            load_rng_state,
+            lambda: seed_generators(progress.order.seed, rank, progress.step),
+        )
+        check_replicas_identical(run.world, run.replica.state(copy=False), "after the resume")
+        self._manager.mark_resumed(resumed.name, changes)
+        for change in changes if run.world.rank == 0 else ():
+            log.warning("changed since %s: %s", resumed.name, change)
+        return True
+
+
+@dataclass(frozen=True)
+class SessionPreemption:
+    """Saves and ends the process when any rank was preempted."""
+
+    _checkpoints: SessionCheckpoints
+    _agreement: PreemptionAgreement
+
+    def after_step(self) -> None:
+        """Exit if any rank was preempted; every rank calls it after each of its steps.
+
+        Raises:
+            SystemExit: A checkpoint was written; with exit code 75 ("run me again").
+            PeerError: Another rank was lost.
+        """
+        if self._agreement.is_reached and self._checkpoints.run.replica.replicas_identical:
+            self._checkpoints.save(wait=True)
+            raise SystemExit(PreemptedError.exit_code)
+
+
+class SessionBase:
+    """One rank's ranks, services and runs, of a job whose training loop is the user's.
+
+    Args:
+        job: The job, which has no task.
+        world: All ranks.
+        writes_events: Write ``events.jsonl`` to ``job.run_dir``.
+    """
+
+    def __init__(self, job: Job, world: Communicator, *, writes_events: bool = False) -> None:
+        self._job, self.world = job, world
+        self._stack = ExitStack()
+        self._stack.callback(world.close)
+        self.device = choose_device(job, world)
+        self._mesh = Mesh.of(world, axes_of(job.strategy, world.size))
+        self._runs: dict[tuple[TorchReplica, ShardedLoader], OwnRun] = {}
+        self._jobs: dict[TorchReplica, Job] = {}
+        run_id = broadcast_json(world, strftime("%Y%m%d-%H%M%S"))
+        reporter = Reporter(world.rank, as_json=False, stream=None)
+        self._services = RankServices(job, world, run_id, reporter, self._stack)
+        if writes_events and world.rank == 0:
+            self._services.write_events()
+        seed_generators(job.train.seed, 0, 0)
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            end_runs(self._runs.values(), has_failed=kind is not None)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Finish writing checkpoints, stop serving metrics, leave the world. Safe to call twice."""
+        self._stack.close()
+
+    def _run(self, replica: TorchReplica, loader: ShardedLoader) -> OwnRun:
+        """Return the run of a replica over the data of a loader; it begins when it is first asked for."""
+        if (replica, loader) not in self._runs:
+            job = self._jobs[replica]
+            self._runs[replica, loader] = make_own_run(job, self._mesh, replica, loader, self._services)
+        return self._runs[replica, loader]
+
+    def _runs_of(self, replica: TorchReplica) -> list[OwnRun]:
+        return [run for (of, _), run in self._runs.items() if of is replica]
+
+    def _prepare(
+        self, model: torch.nn.Module, optimizer: AnyOptimizer, **changes: Mapping[str, object]
+    ) -> TorchReplica:
+        """Return a replica under the session's job with changes of its sections."""
+        job = changed(self._job, **changes)
+        replica = prepare_replica(job, self._mesh, self.device, model, optimizer)
+        self._jobs[replica] = job
+        return replica
+
+
+def changed(job: Job, **sections: Mapping[str, object]) -> Job:
+    """Return a job with changes of its sections; None changes nothing."""
+    return job.model_copy(
+        update={
+            name: getattr(job, name).model_copy(update={k: v for k, v in new.items() if v is not None})
+            for name, new in sections.items()
+        }
+    )

@@ -1,0 +1,230 @@
+"""Services of one rank around its training: events, metrics, checkpoints, hooks.
+
+The worker uses them for a job, and a session for a user's own training loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from horovod_train.checkpoint.manager import CheckpointManager
+from horovod_train.checkpoint.manager import Resumed as CheckpointContent
+from horovod_train.checkpoint.write_report import WriteReport
+from horovod_train.collectives.base import Communicator, allgather_json
+from horovod_train.collectives.mesh import Mesh
+from horovod_train.config.schema import Job
+from horovod_train.config.strategies import batch_size_of_lr
+from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
+from horovod_train.events.types import CheckpointWritten, Notice, Resumed, Started, Summary, Target, Targets
+from horovod_train.events.wire import Reporter
+from horovod_train.frameworks.base import Framework, Reader, Replica
+from horovod_train.health.finite import FiniteGuard
+from horovod_train.lr.policy import LearningRatePolicy
+from horovod_train.registry import HOOKS
+from horovod_train.system.files import make_folder
+from horovod_train.telemetry.rank_metrics import open_recorder, serve, watch_exchanges, watch_waiting
+from horovod_train.telemetry.recorder import Recorder
+from horovod_train.training.exchange import PeriodicExchange
+from horovod_train.training.hooks.base import Hook, HookParts, make_hooks
+from horovod_train.training.parts import changes_since, resume_from
+from horovod_train.training.progress import DataOrder, Progress
+from horovod_train.training.run import Run
+
+MAX_CHANGES = 20
+
+
+@dataclass
+class RankServices:
+    """Services of one rank.
+
+    Attributes:
+        job: The job.
+        world: All ranks.
+        run_id: Name of this run of the job.
+        reporter: Writes events.
+        stack: Closes the services.
+        recorder: Metrics of this rank.
+        exchange: Exchange between ranks about twice a second.
+        addresses: Addresses at which ranks serve metrics.
+    """
+
+    job: Job
+    world: Communicator
+    run_id: str
+    reporter: Reporter
+    stack: ExitStack
+    recorder: Recorder = field(init=False)
+    exchange: PeriodicExchange = field(init=False)
+    addresses: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.recorder = open_recorder(self.job, self.run_id, self.world)
+        self.exchange = PeriodicExchange(self.world)
+        watch_exchanges(self.recorder, self.world)
+        watch_waiting(self.recorder, self.world)
+
+    def serve_metrics(self) -> str | None:
+        """Serve this rank's metrics; return the address. Rank 0 reports the addresses of all ranks."""
+        target = serve(self.job, self.run_id, self.world, self.recorder, self.stack)
+        known = allgather_json(self.world, None if target is None else target.model_dump(mode="json"))
+        targets = [Target.model_validate(each) for each in known if each is not None]
+        if self.world.rank == 0:
+            for at in range(0, len(targets), 8):  # lines stay short: launchers cut long ones
+                self.reporter.report(Targets(targets=tuple(targets[at : at + 8])))
+        self.addresses = [each.address for each in targets]
+        return None if target is None else target.address
+
+    def write_events(self) -> None:
+        """Write this rank's events to the run's folder, as `horovod-train run` does."""
+
+        def warn(problem: str) -> None:
+            self.reporter.report(Notice(text=problem))
+
+        run_dir = Path(self.job.run_dir).expanduser() / self.job.name
+        try:
+            make_folder(run_dir, self.job.run_dir_access)
+            (run_dir / self.run_id).mkdir(exist_ok=True)
+            events = EventsFile(run_dir / self.run_id / EVENTS_FILE, warn)
+        except OSError as error:
+            warn(f"no {EVENTS_FILE}: {error.filename}: {error.strerror}")
+            return
+        self.stack.callback(events.close)
+        events.write(opened(self.job.name, self.run_id), self.reporter.rank)
+        self.reporter.file = events
+
+    def on_checkpoint_written(self, report: WriteReport) -> None:
+        """Record a checkpoint that was written, or that could not be written."""
+        self.recorder.record(report)
+        self.reporter.report(CheckpointWritten(path=report.path, seconds=report.seconds, error=report.error))
+
+    def open_checkpoints(self, environment: Mapping[str, str], job: Job) -> CheckpointManager:
+        """Return the manager of a job's checkpoints."""
+        run_dir = Path(job.run_dir).expanduser() / job.name
+        if self.world.rank == 0 and job.checkpoint.dir is None:
+            with suppress(OSError):  # the manager reports the error, on all ranks
+                make_folder(run_dir, job.run_dir_access)
+        directory = Path(job.checkpoint.dir).expanduser() if job.checkpoint.dir else run_dir / "checkpoints"
+        manager = CheckpointManager(
+            directory.resolve(),
+            job.checkpoint,
+            self.world,
+            job.model_dump(mode="json"),
+            self.on_checkpoint_written,
+            environment,
+        )
+        self.stack.callback(manager.close)
+        return manager
+
+    def hooks(
+        self,
+        locations: Sequence[str] = HOOKS,
+        *,
+        framework: Framework | None = None,
+        manager: CheckpointManager | None = None,
+        is_preempted: Callable[[], bool] = lambda: False,
+        report_interval_s: float = 5.0,
+    ) -> list[Hook]:
+        """Return the hooks of a run, in their order.
+
+        Args:
+            locations: Import paths of their classes.
+            framework: The framework of the job, for hooks that save.
+            manager: Manager of the checkpoints, for hooks that save.
+            is_preempted: Whether this rank was preempted.
+            report_interval_s: Time between two reports of progress, in seconds.
+        """
+        parts = HookParts(
+            job=self.job, run_id=self.run_id, world=self.world, framework=framework, manager=manager,
+            recorder=self.recorder, reporter=self.reporter, exchange=self.exchange, is_preempted=is_preempted,
+            report_interval_s=report_interval_s, at_end=self.stack,
+        )  # fmt: skip
+        return make_hooks(parts, locations)
+
+    def report_started(self, run: Run) -> None:
+        """Report the model that is about to be trained."""
+        self.reporter.report(
+            Started(
+                job=run.job.name,
+                num_parameters=run.replica.num_parameters(),
+                world_size=run.world.size,
+                global_batch_size=run.global_batch_size,
+                precision=run.job.train.precision,
+                device=run.replica.device_name(),
+            )
+        )
+
+    def report_summary(self, run: Run, seconds: float, num_samples: float, checkpoint: str = "") -> None:
+        """Report the result of a training.
+
+        Args:
+            run: The run that has ended.
+            seconds: Duration of the training.
+            num_samples: Samples of all ranks in this time.
+            checkpoint: Path of the last checkpoint.
+        """
+        self.reporter.report(
+            Summary(
+                job=run.job.name,
+                epochs=run.progress.epochs_passed,
+                steps=run.progress.step,
+                seconds=seconds,
+                metrics=run.progress.metrics,
+                samples_per_s=num_samples / seconds,
+                world_size=run.world.size,
+                global_batch_size=run.global_batch_size,
+                lr_scaling=run.job.lr.scaling,
+                base_lr=run.job.lr.base_lr,
+                reference_batch_size=run.job.lr.reference_batch_size,
+                peak_lr=run.policy.peak_lr,
+                metrics_addresses=tuple(self.addresses),
+                checkpoint=checkpoint,
+            )
+        )
+
+
+def make_run(job: Job, mesh: Mesh, replica: Replica, train_reader: Reader, eval_reader: Reader | None) -> Run:
+    """Return a run of a job, at its beginning and without hooks."""
+    return Run(
+        job=job,
+        mesh=mesh,
+        replica=replica,
+        train_reader=train_reader,
+        eval_reader=eval_reader,
+        policy=LearningRatePolicy(job.lr, batch_size_of_lr(job, mesh.data.size), job.train.epochs),
+        guard=FiniteGuard(job.health, mesh.world, scaler_skips=job.train.precision == "fp16"),
+        progress=Progress(DataOrder(len(train_reader), job.train.seed, job.data.shuffle)),
+    )
+
+
+def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter: Reporter) -> None:
+    """Resume from the newest valid checkpoint, if the job allows it and there is one."""
+    resumed = manager.latest()
+    if resumed is None:
+        return
+    changes = changes_since(resumed, run.progress.order)
+    restore_from(run, resumed, framework)
+    manager.mark_resumed(resumed.name, changes)
+    if run.world.rank == 0:
+        progress = run.progress
+        reporter.report(
+            Resumed(checkpoint=resumed.name, epoch=round(progress.epochs_passed, 3), step=progress.step)
+        )
+        for change in changes[:MAX_CHANGES]:
+            reporter.report(Notice(text=f"changed since {resumed.name}: {change}"))
+        if len(changes) > MAX_CHANGES:
+            reporter.report(Notice(text=f"and {len(changes) - MAX_CHANGES} other changes"))
+
+
+def restore_from(run: Run, resumed: CheckpointContent, framework: Framework) -> None:
+    """Continue from a checkpoint."""
+    resume_from(
+        run.world,
+        resumed,
+        run.replica,
+        run.progress,
+        framework.load_rng_state,
+        lambda: framework.seed(run.job.train.seed, run.mesh.data.rank + 1, run.progress.step),
+    )
