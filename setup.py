@@ -21,7 +21,7 @@ setup(
         "horovod_train": ["py.typed"],
         "horovod_train.horovod": ["patches/*.patch", "*.cc"],
         "horovod_train.launch.launchers.mpijob": ["*.json"],
-        "horovod_train.monitor": ["page/*"],
+        "horovod_train.serve": ["page_files/*"],
         "horovod_train.monitor.grafana": ["shipped/*"],
         "horovod_train.tasks": ["*.yaml"],
     },

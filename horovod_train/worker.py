@@ -24,10 +24,7 @@ from horovod_train.config.strategies import axes_of
 from horovod_train.data.waiting import WAITING
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, UserError
 from horovod_train.events.channel import channel_of
-from horovod_train.events.types import (
-    Failure,
-    Notice,
-)
+from horovod_train.events.types import Failure, Notice
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework, HasDevice, explained_by
 from horovod_train.health.data_watch import DataWatch

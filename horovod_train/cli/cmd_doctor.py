@@ -14,7 +14,7 @@ import click
 from horovod_train.cli.options import LaunchOptions, launch_options, make_request
 
 if TYPE_CHECKING:
-    from horovod_train.doctor.findings import Finding
+    from horovod_train.checks.finding import Finding
     from horovod_train.doctor.network import AllreduceBenchmark
 
 
@@ -33,7 +33,7 @@ def command(
 
     Ends with 1 when something keeps jobs from running.
     """
-    from horovod_train.doctor.run import report
+    from horovod_train.checks.finding import prevents_jobs, report
 
     examine = _examine_kubernetes if kubernetes else _examine_hosts
     findings, measured = examine(job, options, is_measured=not no_sweep)
@@ -44,7 +44,7 @@ def command(
     else:
         for line in [*(measured.table() if measured.times else ()), *report(findings)]:
             click.echo(line)
-    sys.exit(1 if _cannot_run(findings) else 0)
+    sys.exit(1 if prevents_jobs(findings) else 0)
 
 
 def _examine_hosts(
@@ -52,6 +52,7 @@ def _examine_hosts(
 ) -> tuple[list[Finding], AllreduceBenchmark]:
     from rich.console import Console
 
+    from horovod_train.checks.finding import prevents_jobs
     from horovod_train.doctor.network import AllreduceBenchmark
     from horovod_train.doctor.run import examine_hosts, examine_network
     from horovod_train.launch.console import JobConsole
@@ -68,7 +69,7 @@ def _examine_hosts(
         if elastic is not None and elastic.discover is not None:
             request = on_hosts(request, discover(elastic.discover, elastic.ranks_per_host), 0)
         findings, link_mbit_s = examine_hosts(request)
-        if not is_measured or _cannot_run(findings):
+        if not is_measured or prevents_jobs(findings):
             return findings, AllreduceBenchmark()
         found, measured = examine_network(request, link_mbit_s, JobConsole(Console(quiet=True)))
     return [*findings, *found], measured
@@ -77,6 +78,7 @@ def _examine_hosts(
 def _examine_kubernetes(
     job: str | None, options: LaunchOptions, *, is_measured: bool
 ) -> tuple[list[Finding], AllreduceBenchmark]:
+    from horovod_train.checks.finding import prevents_jobs
     from horovod_train.doctor.kubernetes import examine_cluster, examine_pods
     from horovod_train.doctor.network import AllreduceBenchmark
 
@@ -86,11 +88,7 @@ def _examine_kubernetes(
     options["launcher"] = "mpijob"
     request = make_request([job], **options)
     findings = list(examine_cluster(request.job, request.job.launch.kubernetes))
-    if not is_measured or _cannot_run(findings):
+    if not is_measured or prevents_jobs(findings):
         return findings, AllreduceBenchmark()
     found, measured = examine_pods(request, lambda text: click.echo(text, err=True))
     return [*findings, *found], measured
-
-
-def _cannot_run(findings: list[Finding]) -> bool:
-    return any(finding.level == "fail" for finding in findings)

@@ -39,9 +39,10 @@ def build(sdist: Path | None, *, force: bool, without_cuda: bool, no_install: bo
 @command.command()
 def check() -> None:
     """Print what is built in; exit 1 with the fix when something is missing."""
-    from horovod_train.horovod.check import check_engine
+    from horovod_train.checks.engine import check_engine
+    from horovod_train.checks.finding import prevents_jobs
 
     findings = check_engine()
     for finding in findings:
-        print_line(finding)
-    sys.exit(0 if all(finding.is_good for finding in findings) else 1)
+        print_line(finding.line(with_host=False))
+    sys.exit(1 if prevents_jobs(findings) else 0)

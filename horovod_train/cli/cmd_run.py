@@ -83,10 +83,10 @@ def page_of(folder: Path) -> Iterator[None]:
     Args:
         folder: Where they lie.
     """
-    from horovod_train.cli.cmd_ui import page_addresses
+    from horovod_train.cli.cmd_serve import page_addresses
     from horovod_train.errors import UserError
-    from horovod_train.monitor.ui_server import PORT, serve_page
-    from horovod_train.monitor.web import make_token, token_of_environment
+    from horovod_train.serve.page import PORT, serve_page
+    from horovod_train.serve.web import make_token, token_of_environment
 
     host, token = "127.0.0.1", token_of_environment() or make_token()
     try:
@@ -100,4 +100,4 @@ def page_of(folder: Path) -> Iterator[None]:
     finally:
         server.show_the_end()
         server.close()
-        click.echo(f"the run stays to be looked at: horovod-train ui {quote(str(folder))}")
+        click.echo(f"the run stays to be looked at: horovod-train serve {quote(str(folder))}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from horovod_train.cli.cmd_serve import until_interrupted
+
 
 @click.group(name="targets")
 def command() -> None:
@@ -15,15 +17,14 @@ def command() -> None:
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=9300, show_default=True, type=click.IntRange(0, 65535), metavar="PORT")
 def serve(folders: tuple[str, ...], host: str, port: int) -> None:
-    """Serve the ranks of all jobs in FOLDERs of runs (default: runs), and metrics of the jobs themselves.
+    """Serve /targets and /metrics of the jobs in FOLDERs of runs (default: runs), without the page.
 
-    /targets is for Prometheus' http_sd_configs, /metrics for its scrape_configs. Requests have to contain
-    the token in HOROVOD_TRAIN_TOKEN, if that is set.
+    /targets is for Prometheus' http_sd_configs, /metrics for its scrape_configs. Requests must contain the
+    token in HOROVOD_TRAIN_TOKEN, if that is set.
     """
     from pathlib import Path
 
-    from horovod_train.launch.supervise.signals import interrupted_by_signals
-    from horovod_train.monitor.targets_server import serve_targets
+    from horovod_train.serve.targets import serve_targets
 
     places = [Path(folder).expanduser() for folder in folders or ("runs",)]
     for place in places:
@@ -31,13 +32,5 @@ def serve(folders: tuple[str, ...], host: str, port: int) -> None:
             click.echo(f"{place.absolute()} does not exist yet; its jobs are listed when it does", err=True)
     server = serve_targets(places, host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
-    try:
-        with interrupted_by_signals(lambda _: KeyboardInterrupt()):
-            click.echo(
-                f"{address}/targets for http_sd_configs, {address}/metrics for a scrape; Ctrl-C ends it"
-            )
-            server.wait()
-    except KeyboardInterrupt:
-        pass  # whenever it comes, from the line on
-    finally:
-        server.close()
+    with until_interrupted(server):
+        click.echo(f"{address}/targets for http_sd_configs, {address}/metrics for a scrape; Ctrl-C ends it")

@@ -10,10 +10,10 @@ from functools import partial
 from time import monotonic, sleep
 from typing import Any
 
+from horovod_train.checks.finding import Finding
 from horovod_train.config.kubernetes import Kubernetes
 from horovod_train.config.kubernetes_rules import num_workers
 from horovod_train.config.schema import Job
-from horovod_train.doctor.findings import Finding
 from horovod_train.doctor.network import AllreduceBenchmark, History, compare
 from horovod_train.errors import HorovodTrainError, LaunchError
 from horovod_train.events.types import AllreduceTime

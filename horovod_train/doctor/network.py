@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from horovod_train.doctor.findings import Finding
+from horovod_train.checks.finding import Finding
 from horovod_train.events.types import AllreduceTime, PairTime
 from horovod_train.system.files import state_dir
 

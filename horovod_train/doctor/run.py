@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from horovod_train.doctor.findings import Finding, clock, examine
+from horovod_train.checks.finding import Finding
+from horovod_train.checks.hosts import clock, examine
 from horovod_train.doctor.network import AllreduceBenchmark, History, judge
 from horovod_train.errors import HorovodTrainError, LaunchError, LostError
 from horovod_train.events.types import AllreduceTime, PairTime
@@ -135,12 +135,3 @@ def _supervised(request: LaunchRequest) -> SupervisedLauncher:
             hint="inside an allocation use --launcher slurm-allocation; for Kubernetes, --kubernetes",
         )
     return launcher
-
-
-def report(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the lines of a report, and what it comes to."""
-    for finding in findings:
-        yield str(finding)
-    failed = sum(finding.level == "fail" for finding in findings)
-    num_warnings = sum(finding.level == "warn" for finding in findings)
-    yield f"{len(findings)} findings: {failed} that keep a job from running, {num_warnings} that are odd"

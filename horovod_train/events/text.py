@@ -14,6 +14,7 @@ from horovod_train.events.types import (
     Progress,
     Resumed,
     ScriptDone,
+    Stalled,
     Started,
     Summary,
     Targets,
@@ -50,6 +51,9 @@ def _text_with_rank(event: Event, rank: int) -> str | None:
     match event:
         case Notice():
             return f"rank {rank}: {event.text}"
+        case Stalled():
+            absent = ", ".join(map(str, event.absent_ranks))
+            return f"rank {rank}: ranks missing from {event.collective} for {event.seconds:.0f} s: {absent}"
         case Preempted():
             return f"rank {rank}: asked to leave; saved after step {event.step}"
         case ScriptDone():

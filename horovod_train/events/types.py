@@ -151,6 +151,22 @@ class Progress(Event):
     numbers: dict[str, float] = {}
 
 
+class Stalled(Event):
+    """Ranks are missing from a collective of ``torch.distributed``.
+
+    Attributes:
+        collective: Name of the collective.
+        absent_ranks: Ranks that have not entered it.
+        seconds: Time for which the others have been waiting.
+    """
+
+    kind = "stalled"
+
+    collective: str
+    absent_ranks: list[int]
+    seconds: float
+
+
 class RankTimes(Event):
     """Times of some ranks since the last such event, summed over steps, in the order of ranks.
 

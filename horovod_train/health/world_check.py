@@ -9,9 +9,9 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 
+from horovod_train.checks.consistency import CLOCK_HINT, clock_mismatch, fingerprint_mismatch
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.config.schema import Job
-from horovod_train.consistency import CLOCK_HINT, clock_mismatch, fingerprint_mismatch
 from horovod_train.errors import WorldError, describe_ranks
 
 MAX_NAMED = 4

@@ -24,6 +24,7 @@ from horovod_train.events.types import (
     RankTimes,
     Resumed,
     ScriptDone,
+    Stalled,
     Started,
     StateChanged,
     Summary,
@@ -40,7 +41,7 @@ MAX_EVENTS = 500
 # What a person wants to see marked on a time axis.
 MARKED = (
     Attempt, CheckpointWritten, Evaluation, Failure, HostsLost, Notice, Opened, Preempted, Resumed,
-    ScriptDone, Started, StateChanged, Summary,
+    ScriptDone, Stalled, Started, StateChanged, Summary,
 )  # fmt: skip
 
 

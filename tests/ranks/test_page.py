@@ -16,7 +16,7 @@ from support.launching import BIN, PROGRAMS, TIMEOUT_S, environment, free_port, 
 
 from horovod_train.monitor import board as board_module
 from horovod_train.monitor import view as view_module
-from horovod_train.monitor.ui_server import serve_page
+from horovod_train.serve.page import serve_page
 
 pytestmark = [pytest.mark.ranks, needs_browser]
 TOKEN = "s3cret"  # noqa: S105

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from horovod_train.launch.hosts.description import HostDescription
+from horovod_train.checks.host_facts import HostFacts
 
-GOOD = HostDescription(
+GOOD = HostFacts(
     python="/p/bin/python",
     prefix="/p",
     has_mpi=False,
@@ -21,6 +21,6 @@ GOOD = HostDescription(
 )
 
 
-def described(**changes: object) -> HostDescription:
+def described(**changes: object) -> HostFacts:
     """A host that differs in this from a good one."""
     return replace(GOOD, **changes)

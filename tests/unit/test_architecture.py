@@ -12,18 +12,19 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "horovod_train"
 
-BASICS = {"errors", "registry", "system", "consistency"}
+BASICS = {"errors", "registry", "system", "checks.consistency"}
 ROOMS = {
     # room: rooms of ours it may import
     "errors": set(),
     "system": set(),
-    "consistency": set(),
+    "checks.consistency": set(),
     "registry": {"errors"},
     "events": {"system", "__init__"},
     "config": BASICS,
     "lr": BASICS | {"config"},
     "data": BASICS | {"config"},
     "horovod": BASICS | {"config"},
+    "checks": BASICS | {"horovod"},
     "collectives": BASICS | {"config", "horovod.environment", "horovod.counters"},
     "checkpoint": BASICS | {"config", "collectives.base"},
     "health": BASICS
@@ -64,12 +65,20 @@ ROOMS = {
     | {"config", "events", "collectives.base", "horovod.environment", "horovod.counters", "telemetry"},
     "launch": set(),
     "launch.hosts": BASICS
-    | {"__init__", "config", "events.channel", "horovod.fingerprint", "horovod.build", "horovod.installed"},
+    | {
+        "__init__",
+        "config",
+        "events.channel",
+        "horovod.fingerprint",
+        "horovod.build",
+        "horovod.installed",
+        "checks",
+    },
     "launch.base": BASICS | {"config", "launch.hosts"},
     "launch.jobs": BASICS | {"config", "launch.base"},
     "launch.console": BASICS | {"config", "events"},
     "launch.supervise": BASICS
-    | {"config", "events", "launch.hosts"}
+    | {"config", "events", "checks", "launch.hosts"}
     | {"launch.base", "launch.jobs", "launch.console"},
     "launch.launchers": BASICS
     | {"config", "events", "horovod.environment"}
@@ -78,9 +87,10 @@ ROOMS = {
     | {"config", "events"}
     | {"launch.hosts", "launch.base", "launch.jobs", "launch.console", "launch.supervise"},
     "monitor": BASICS
-    | {"config", "events", "launch.base", "launch.jobs", "launch.submit"}
+    | {"config", "events", "launch.base", "launch.jobs"}
     | {"telemetry.metric", "telemetry.catalog", "telemetry.waiting"},
-    "doctor": BASICS | {"config", "events", "launch"},
+    "serve": BASICS | {"events", "launch.submit", "monitor"},
+    "doctor": BASICS | {"config", "events", "checks", "launch"},
     "tasks": set(),
     # Composition roots: the services of a rank, the trainer, and the library.
     "rank": BASICS
@@ -150,9 +160,9 @@ OUTSIDE = {
     "mxnet": {"frameworks", "tasks"},
     "click": {"cli"},
     "rich": {"launch", "cli"},
-    "prometheus_client": {"telemetry", "monitor"},
-    "tornado": {"monitor"},
-    "plotly": {"monitor"},
+    "prometheus_client": {"telemetry", "monitor", "serve"},
+    "tornado": {"serve"},
+    "plotly": {"serve"},
     "pydantic": {"config", "checkpoint", "events", "launch"},
     "mpi4py": {"frameworks"},
 }

@@ -20,13 +20,13 @@ from horovod_train.events.types import Progress, RankTimes, Started, Target, Tar
 from horovod_train.launch import jobs as jobs_module
 from horovod_train.launch.base import Submitted
 from horovod_train.launch.jobs import StateFile
-from horovod_train.monitor import ui_server
 from horovod_train.monitor.board import Board, Readings, ScrapedRun, _access_of
 from horovod_train.monitor.brief import read_recent, summary_lines
 from horovod_train.monitor.history import HistoryReader
 from horovod_train.monitor.live import RankReading, by_rank, scrape
 from horovod_train.monitor.runs import Run, Runs
 from horovod_train.monitor.view import job_row, log_tail, run_document
+from horovod_train.serve import page as ui_server
 from horovod_train.system.files import open_regular
 
 

@@ -6,27 +6,26 @@ import json
 from dataclasses import asdict, replace
 
 import pytest
+from support.hosts import GOOD as GOOD_FACTS
 
-from horovod_train.doctor.findings import Finding, clock, examine
+from horovod_train.checks.finding import Finding, report
+from horovod_train.checks.host_details import EngineFacts, Gpu, HostDetails, cells_of, examine_host
+from horovod_train.checks.hosts import clock, examine
 from horovod_train.doctor.network import AllreduceBenchmark, History, judge
-from horovod_train.doctor.run import report
 from horovod_train.events.types import AllreduceTime, PairTime
 from horovod_train.horovod import build, installed
 from horovod_train.launch.hosts.host_actions import HostActions
 from horovod_train.launch.hosts.host_group import result_of
-from horovod_train.launch.hosts.readings import EngineReading, Gpu, HostReadings, cells_of, take_readings
 
-GOOD = HostReadings(
+GOOD = HostDetails(
+    **asdict(replace(GOOD_FACTS, shared_memory_bytes=8 << 30)),
     python_version="3.11.7",
-    python="/v/bin/python",
-    engine=EngineReading(horovod="0.28.1", wanted="0.28.1", build="abc", nccl="", patches_differ=[]),
+    engine=EngineFacts(horovod="0.28.1", wanted="0.28.1", build="abc", nccl="", patches_differ=[]),
     mpi="4.1.8",
     names={"b": "10.0.0.2"},
     disks={"/runs": 100 << 30},
-    shared_memory_bytes=8 << 30,
     open_files=65536,
     locked_memory_bytes=-1,
-    cores=8,
     load=0.1,
     gpus=[],
     gpu_links=[],
@@ -63,7 +62,7 @@ def test_an_engine_of_other_patches_is_noticed(monkeypatch, plan, expected):
     monkeypatch.setattr(build, "own_patches", lambda: {"own.patch": "a", "other.patch": "b"})
     monkeypatch.setattr(installed, "installed_plan", lambda: plan)
 
-    assert set(take_readings([], [], []).engine.patches_differ) == expected
+    assert set(examine_host([], [], []).engine.patches_differ) == expected
 
 
 def test_a_good_host_is_fine():
@@ -210,7 +209,7 @@ class TestNetwork:
 
 
 def test_this_machine_can_be_read(tmp_path):
-    readings = take_readings([str(tmp_path / "not" / "there")], ["localhost"], [1])
+    readings = examine_host([str(tmp_path / "not" / "there")], ["localhost"], [1])
 
     assert readings.names == {"localhost": "127.0.0.1"}
     assert next(iter(readings.disks.values())) > 0
@@ -223,7 +222,7 @@ def test_a_report_ends_with_what_it_comes_to():
     *lines, last = report([Finding("a", "disk", "full", "fail", "make room"), Finding("a", "mpi", "4.1.8")])
 
     assert lines[0].endswith("fix: make room")
-    assert last == "2 findings: 1 that keep a job from running, 0 that are odd"
+    assert last == "2 findings: 1 prevent jobs from running, 0 are warnings"
 
 
 def test_links_of_gpus_are_what_the_table_has_between_them():

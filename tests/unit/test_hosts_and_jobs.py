@@ -24,6 +24,8 @@ from support.hosts import described
 from support.waiting import wait_until
 
 from horovod_train import __version__
+from horovod_train.checks import host_details, host_facts
+from horovod_train.checks.host_facts import can_read_memory
 from horovod_train.config.launch import HostSettings, Launch
 from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, UserError
@@ -31,8 +33,7 @@ from horovod_train.health.heartbeat import heartbeat_file, start_heartbeat
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.launch import jobs
 from horovod_train.launch.base import JobStatus
-from horovod_train.launch.hosts import description, host_actions, host_group, host_watch, hostlist, readings
-from horovod_train.launch.hosts.description import can_read_memory
+from horovod_train.launch.hosts import host_actions, host_group, host_watch, hostlist
 from horovod_train.launch.hosts.host_actions import RANK_VARIABLE, RUN_VARIABLE, HostActions
 from horovod_train.launch.hosts.host_group import (
     HostGroup,
@@ -356,7 +357,7 @@ class TestCores:
             check_shared_memory(hosts, {"a": described(shared_memory_bytes=free_bytes)})
 
         if is_refused:
-            assert "a: /dev/shm has room for 10.0 MiB, and 2 ranks need 10 MiB" in str(caught.value)
+            assert "a: there is room for 10.0 MiB in /dev/shm, and 2 ranks need 10 MiB" in str(caught.value)
 
     def test_whether_memory_can_be_read_is_tried(self):
         assert isinstance(can_read_memory(), bool)
@@ -1158,12 +1159,12 @@ class TestSlurm:
 
 class TestWhatAHostSaysOfItself:
     def test_folders_that_are_not_there_have_no_room(self, tmp_path):
-        assert description._free_bytes(tmp_path / "nowhere") is None
-        assert description._free_bytes(tmp_path) > 0
+        assert host_facts._free_bytes(tmp_path / "nowhere") is None
+        assert host_facts._free_bytes(tmp_path) > 0
 
     def test_packets_to_this_machine_leave_from_it(self):
-        assert description.source_towards("127.0.0.1") == "127.0.0.1"
-        assert description.source_towards("host.invalid") == ""
+        assert host_facts.source_towards("127.0.0.1") == "127.0.0.1"
+        assert host_facts.source_towards("host.invalid") == ""
 
     def test_an_address_is_reached_if_whoever_answers_is_meant(self, tmp_path):
         host = HostActions(str(tmp_path / "stage"))
@@ -1305,23 +1306,23 @@ class TestALogFile:
 
 class TestReadings:
     def test_a_name_that_nobody_knows_has_no_address(self):
-        assert readings._address("host.invalid") == ""
-        assert readings._address("127.0.0.1") == "127.0.0.1"
+        assert host_details._address("host.invalid") == ""
+        assert host_details._address("127.0.0.1") == "127.0.0.1"
 
     def test_a_port_that_is_taken_is_not_free(self):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
-            assert not readings._is_free(port)
-        assert readings._is_free(port)
+            assert not host_details._is_free(port)
+        assert host_details._is_free(port)
 
     def test_room_is_that_of_the_nearest_folder_there_is(self, tmp_path):
-        assert readings._free_bytes(str(tmp_path / "not" / "yet")) == pytest.approx(
-            readings._free_bytes(str(tmp_path)), rel=0.1
+        assert host_details._free_bytes(str(tmp_path / "not" / "yet")) == pytest.approx(
+            host_details._free_bytes(str(tmp_path)), rel=0.1
         )
 
     def test_a_command_that_is_not_there_says_nothing(self):
-        assert readings._output("no-such-program-7") == ""
-        assert readings._output("echo", "word") == "word\n"
+        assert host_details._output("no-such-program-7") == ""
+        assert host_details._output("echo", "word") == "word\n"
 
 
 class TestOneRankAlone:

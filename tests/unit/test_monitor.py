@@ -40,8 +40,8 @@ from horovod_train.monitor.live import access_of, finite, parse, scrape, targets
 from horovod_train.monitor.rank_series import COLUMNS, MAX_WINDOWS, RankSeries, Window, joined, unknown
 from horovod_train.monitor.runs import Runs, places_of
 from horovod_train.monitor.stragglers import stragglers
-from horovod_train.monitor.targets import http_sd
 from horovod_train.monitor.view import MAX_CELLS, log_tail, run_document
+from horovod_train.serve.http_sd import http_sd
 
 
 def progress(step=1, **changes):

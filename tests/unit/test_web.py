@@ -17,16 +17,16 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner
 
-from horovod_train.cli.cmd_ui import page_addresses
+from horovod_train.cli.cmd_serve import page_addresses
 from horovod_train.cli.main import cli
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.events.file import EventsFile, opened
-from horovod_train.monitor import targets_server
-from horovod_train.monitor import ui_server as ui_module
-from horovod_train.monitor import web as web_module
-from horovod_train.monitor.targets_server import serve_targets
-from horovod_train.monitor.ui_server import serve_page
-from horovod_train.monitor.web import names_of
+from horovod_train.serve import page as ui_module
+from horovod_train.serve import targets as targets_server
+from horovod_train.serve import web as web_module
+from horovod_train.serve.page import serve_page
+from horovod_train.serve.targets import serve_targets
+from horovod_train.serve.web import names_of
 
 TOKEN = "s3cret"  # noqa: S105
 KNOWN = {"Authorization": f"Bearer {TOKEN}"}

@@ -21,10 +21,10 @@ from threading import Thread
 
 import psutil
 
+from horovod_train.checks.host_details import HostDetails, examine_host
+from horovod_train.checks.host_facts import HostFacts, describe_host
 from horovod_train.events.channel import ChannelReader
 from horovod_train.horovod.fingerprint import environment_fingerprint
-from horovod_train.launch.hosts.description import HostDescription, describe_host
-from horovod_train.launch.hosts.readings import HostReadings, take_readings
 from horovod_train.system.pids import cpu_wait_s, is_alive
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
@@ -74,7 +74,7 @@ class HostActions:
         """Return that this host is there."""
         return True
 
-    def describe(self, others: Sequence[str]) -> HostDescription:
+    def describe(self, others: Sequence[str]) -> HostFacts:
         """Return what this host is and has.
 
         Args:
@@ -86,9 +86,9 @@ class HostActions:
         """Return what ranks of this host would train with."""
         return environment_fingerprint(task)
 
-    def examine(self, folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> HostReadings:
+    def examine(self, folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> HostDetails:
         """Return what the doctor wants to know."""
-        return take_readings(folders, names, ports)
+        return examine_host(folders, names, ports)
 
     def listen(self, address: str, name: str) -> int:
         """Listen on an address, and answer connections with a name; return the port."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import psutil
 
+from horovod_train.checks.host_facts import addresses_by_interface, source_towards
 from horovod_train.config.launch import HostSettings, Launch
 from horovod_train.config.rules import LOCAL_HOSTS
 from horovod_train.errors import UserError
-from horovod_train.launch.hosts.description import addresses_by_interface, source_towards
 
 # "node01", "node01:8" and "node01 slots=8": what horovodrun, mpirun and the MPI operator write.
 _HOSTFILE_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?((?:\s+[\w-]+\s*=\s*\d+)*)")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from horovod_train.checks.host_facts import HostFacts, source_towards
 from horovod_train.errors import LostError, did_you_mean
-from horovod_train.launch.hosts.description import HostDescription, source_towards
 from horovod_train.launch.hosts.hostlist import Host
 
 
@@ -25,7 +25,7 @@ class Chosen:
     reason: str
 
 
-def choose(host: Host, wanted: str | None, description: HostDescription, others: Sequence[str]) -> Chosen:
+def choose(host: Host, wanted: str | None, description: HostFacts, others: Sequence[str]) -> Chosen:
     """Return the interface of one host.
 
     Args:

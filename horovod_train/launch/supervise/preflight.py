@@ -6,20 +6,19 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from horovod_train.checks.consistency import CLOCK_HINT, clock_mismatch, fingerprint_mismatch
+from horovod_train.checks.host_facts import HostFacts
+from horovod_train.checks.hosts import shared_memory
 from horovod_train.config.schema import Job
-from horovod_train.consistency import CLOCK_HINT, clock_mismatch, fingerprint_mismatch
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts.description import HostDescription
 from horovod_train.launch.hosts.host_actions import HostActions
 from horovod_train.launch.hosts.host_group import HostConnection, HostGroup
 from horovod_train.launch.hosts.interfaces import Chosen, choose
 from horovod_train.launch.hosts.staging import pack_code, stage_files
 
 ANSWERS_APART_S = 5.0
-# Open MPI wants 4 MiB for each rank, and looks whether they are free.
-SHARED_BYTES_PER_RANK = 5 * 2**20
 # What a user exports for a job here, its ranks elsewhere are to see.
 FORWARDED = (
     *("CUDA_LAUNCH", "HF_", "HOROVOD_", "JAX_", "KERAS_", "KMP_", "MKL_", "NCCL_", "OMP_", "TF_", "TORCH"),
@@ -80,7 +79,7 @@ def prepare(
     hosts.each(HostActions.put, put)
 
 
-def describe(hosts: HostGroup) -> dict[str, HostDescription]:
+def describe(hosts: HostGroup) -> dict[str, HostFacts]:
     """Return what each host is and has, by its name."""
     names = [connection.host.name for connection in hosts.connections]
 
@@ -90,29 +89,20 @@ def describe(hosts: HostGroup) -> dict[str, HostDescription]:
     return hosts.each(HostActions.describe, others)
 
 
-def check_shared_memory(hosts: HostGroup, descriptions: Mapping[str, HostDescription]) -> None:
-    """Refuse a host whose shared memory is full: launchers would report that MPI is missing.
+def check_shared_memory(hosts: HostGroup, descriptions: Mapping[str, HostFacts]) -> None:
+    """Refuse a host whose shared memory is full.
 
     Raises:
         LostError: There is one; it names it.
     """
     for connection in hosts.connections:
-        host = connection.host
-        free_bytes = descriptions[host.name].shared_memory_bytes
-        needed_bytes = host.num_ranks * SHARED_BYTES_PER_RANK
-        if host.num_ranks > 1 and free_bytes is not None and free_bytes < needed_bytes:
-            raise LostError(
-                f"{host.name}: /dev/shm has room for {free_bytes / 2**20:.1f} MiB, and {host.num_ranks} "
-                f"ranks need {needed_bytes / 2**20:.0f} MiB there to talk to each other",
-                hint="remove what was left there (`ls -l /dev/shm`); in a container give it more (docker "
-                "--shm-size, launch.kubernetes.shm_size)",
-                hosts=[host.name],
-            )
+        name = connection.host.name
+        finding = shared_memory(name, descriptions[name], connection.host.num_ranks)
+        if finding.level == "fail":
+            raise LostError(f"{name}: {finding.found}", hint=finding.fix, hosts=[name])
 
 
-def choose_interfaces(
-    hosts: HostGroup, job: Job, descriptions: Mapping[str, HostDescription]
-) -> dict[str, Chosen]:
+def choose_interfaces(hosts: HostGroup, job: Job, descriptions: Mapping[str, HostFacts]) -> dict[str, Chosen]:
     """Return each host's interface.
 
     Raises:
@@ -151,7 +141,7 @@ def check_fingerprints(fingerprints: Mapping[str, Mapping[str, str]]) -> None:
         )
 
 
-def check_clocks(descriptions: Mapping[str, HostDescription], max_offset_s: float) -> None:
+def check_clocks(descriptions: Mapping[str, HostFacts], max_offset_s: float) -> None:
     """Refuse a host whose clock is off, before its ranks do.
 
     Args:
@@ -209,7 +199,7 @@ def check_reach(hosts: HostGroup, chosen: Mapping[str, Chosen]) -> None:
 def rank_variables(
     job: Job,
     connection: HostConnection,
-    description: HostDescription,
+    description: HostFacts,
     interface: Chosen | None,
     environ: Mapping[str, str],
 ) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Ranks that are missing from a collective, as Horovod's stall inspector names them."""
+"""Ranks that are missing from a collective: events of ranks, and the text of Horovod's stall inspector."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from horovod_train.errors import describe_ranks
-from horovod_train.events.types import Progress, Summary
+from horovod_train.events.types import Progress, Stalled, Summary
 from horovod_train.events.wire import Line
 
 # "1!: [allreduce.gradients, ...]": a rank, and what it is missing from.
@@ -17,7 +17,7 @@ class Stalls:
     """Knows which ranks are missing now.
 
     Args:
-        report: Told which, whenever that changes; nothing: none.
+        report: Called with a sentence whenever that changes; with an empty text if none is missing.
 
     Attributes:
         missing: Names of the collectives that a rank is missing from, by rank.
@@ -34,8 +34,14 @@ class Stalls:
         return f"{names} stayed away from a collective that the others wait in: {collectives}"
 
     def handle(self, line: Line) -> None:
-        """Take a line: the inspector lists ranks after a headline; who trains on has no stall any more."""
-        if isinstance(line.event, Progress | Summary):
+        """Handle a line: an event, or text in which Horovod's inspector lists ranks after a headline.
+
+        Progress ends a stall.
+        """
+        if isinstance(line.event, Stalled):
+            self.missing = dict.fromkeys(line.event.absent_ranks, line.event.collective)
+            self._report(str(self))
+        elif isinstance(line.event, Progress | Summary):
             if self.missing:
                 self.missing.clear()
                 self._report("")

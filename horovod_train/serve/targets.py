@@ -1,4 +1,4 @@
-"""``horovod-train targets serve``: which ranks to scrape, and the metrics of whole jobs.
+"""Targets and metrics of jobs, for Prometheus.
 
 /targets    for Prometheus' http_sd_configs
 /metrics    for Prometheus: states, restarts, failures
@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -13,8 +14,8 @@ from prometheus_client.exposition import choose_encoder
 
 from horovod_train.monitor.job_metrics import JobCollector
 from horovod_train.monitor.runs import Runs
-from horovod_train.monitor.targets import http_sd
-from horovod_train.monitor.web import Guarded, Server, application, token_of_environment
+from horovod_train.serve.http_sd import http_sd
+from horovod_train.serve.web import Guarded, Server, application, token_of_environment
 
 PORT = 9300
 
@@ -40,8 +41,18 @@ class _Metrics(Guarded):
         self.finish(text)
 
 
+HANDLERS = (("/targets", _Targets), ("/metrics", _Metrics))
+
+
+def settings_of(places: Sequence[Path]) -> dict[str, object]:
+    """Return the settings that the handlers need, for the runs in some folders."""
+    runs, registry = Runs(places, with_ranks=False), CollectorRegistry()
+    registry.register(JobCollector(runs))
+    return {"runs": runs, "registry": registry}
+
+
 def serve_targets(places: list[Path], host: str, port: int) -> Server:
-    """Serve the targets and the metrics of all jobs below some folders.
+    """Serve the targets and the metrics of all jobs below some folders, without the page.
 
     Args:
         places: Folders of runs.
@@ -51,8 +62,4 @@ def serve_targets(places: list[Path], host: str, port: int) -> Server:
     Raises:
         UserError: It cannot listen there.
     """
-    runs, registry = Runs(places, with_ranks=False), CollectorRegistry()
-    registry.register(JobCollector(runs))
-    handlers = [("/targets", _Targets), ("/metrics", _Metrics)]
-    served = application(handlers, host, token_of_environment(), {"runs": runs, "registry": registry})
-    return Server(served, host, port)
+    return Server(application(HANDLERS, host, token_of_environment(), settings_of(places)), host, port)

@@ -1,4 +1,4 @@
-"""What a host is and has, as far as a launch has to know."""
+"""Facts about a host that a launch depends on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 
 @dataclass(frozen=True)
-class HostDescription:
+class HostFacts:
     """One host.
 
     Attributes:
@@ -51,13 +51,13 @@ class HostDescription:
     shared_memory_bytes: int | None
 
 
-def describe_host(others: Sequence[str]) -> HostDescription:
+def describe_host(others: Sequence[str]) -> HostFacts:
     """Return what this host is and has.
 
     Args:
         others: Names of other hosts, to tell from which address they would be reached.
     """
-    return HostDescription(
+    return HostFacts(
         python=sys.executable,
         prefix=sys.prefix,
         has_mpi=(Path(sys.prefix) / "bin" / "orted").exists(),

@@ -6,6 +6,7 @@
 /api/run?key=      one of them, with what its ranks say now
 /api/log?key=      the end of its log
 /api/end           ends it, where that was allowed
+/targets, /metrics  for Prometheus (``targets.py``)
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from horovod_train.launch.submit import submitted
 from horovod_train.monitor.board import Board, Readings, Watched
 from horovod_train.monitor.live import Access
 from horovod_train.monitor.view import job_row, log_tail, run_document
-from horovod_train.monitor.web import Guarded, Server, application
+from horovod_train.serve import targets
+from horovod_train.serve.web import Guarded, Server, application
 
 PORT = 9301
 MAX_JOBS_SHOWN = 200
@@ -182,7 +184,7 @@ def _looked_at(handler: Guarded) -> tuple[Watched, Readings]:
 
 @cache
 def _page_file(name: str) -> bytes:
-    return (files("horovod_train.monitor") / "page" / name).read_bytes()
+    return (files("horovod_train.serve") / "page_files" / name).read_bytes()
 
 
 @cache
@@ -230,7 +232,7 @@ def serve_page(
     may_end: bool,
     access: Access = Access(),  # noqa: B008  (it is frozen)
 ) -> PageServer:
-    """Serve the page.
+    """Serve the page, and targets and metrics of jobs for Prometheus.
 
     Args:
         places: Folders of runs.
@@ -252,10 +254,12 @@ def serve_page(
         ("/api/run", _Run),
         ("/api/log", _Log),
         ("/api/end", _End),
+        *targets.HANDLERS,
     ]
     board = Board(places, sources, access)
     Thread(target=_plotly_compressed, daemon=True).start()  # before the first one who asks has to wait for it
-    made = application(handlers, host, token, {"board": board, "may_end": may_end})
+    settings = {"board": board, "may_end": may_end, **targets.settings_of(places)}
+    made = application(handlers, host, token, settings)
     return PageServer(made, host, port, board)
 
 

@@ -1,0 +1,75 @@
+"""``horovod-train serve``: the page, and targets and metrics of jobs for Prometheus."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from horovod_train.serve.web import Server
+
+
+@click.command(name="serve")
+@click.argument("what", metavar="[JOB|FOLDER|TARGETS]...", nargs=-1)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=9301, show_default=True, type=click.IntRange(0, 65535), metavar="PORT")
+@click.option("--allow-ending", is_flag=True, help="Let the page drain and cancel jobs.")
+def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) -> None:
+    """Serve a web page of jobs: loss, throughput, slow ranks; and /targets and /metrics for Prometheus.
+
+    JOB is the id of a job, FOLDER one of runs (default: runs), TARGETS a file or the address of Prometheus'
+    targets, or host:port,host:port of ranks. Requests must contain the token that is printed (a link, or
+    Authorization: Bearer); HOROVOD_TRAIN_TOKEN sets it.
+    """
+    from horovod_train.monitor.live import targets_of
+    from horovod_train.monitor.runs import folders_of_runs, places_of
+    from horovod_train.serve.page import serve_page
+    from horovod_train.serve.web import make_token, token_of_environment
+
+    places, sources = [], []
+    for name in what or ("runs",):
+        if not Path(name).expanduser().is_dir() and targets_of(name) is not None:
+            sources.append(name)
+        else:
+            places += places_of([name])
+    token = token_of_environment() or make_token()
+    server = serve_page(places, sources, host=host, port=port, token=token, may_end=allow_ending)
+    with until_interrupted(server):
+        for line in page_addresses(host, server.port, token):
+            click.echo(line)
+        if places and not any(any(folders_of_runs(place)) for place in places):
+            nowhere = ", ".join(map(str, places))
+            click.echo(f"no runs in {nowhere} yet; they appear on the page as they begin")
+
+
+@contextmanager
+def until_interrupted(server: Server) -> Iterator[None]:
+    """Run the block, then serve until Ctrl-C or SIGTERM; either may come from the first line on."""
+    from horovod_train.launch.supervise.signals import interrupted_by_signals
+
+    try:
+        with interrupted_by_signals(lambda _: KeyboardInterrupt()):
+            yield
+            server.wait()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.close()
+
+
+def page_addresses(host: str, port: int, token: str) -> list[str]:
+    """Return the lines that tell how to open the page."""
+    name = socket.gethostname()
+    is_loopback = host in ("127.0.0.1", "localhost", "::1")
+    shown = "127.0.0.1" if is_loopback else name if host in ("0.0.0.0", "::") else host  # noqa: S104
+    lines = [f"page: http://{f'[{shown}]' if ':' in shown else shown}:{port}/?token={token}"]
+    if is_loopback:
+        lines.append(f"from another machine: ssh -L {port}:127.0.0.1:{port} {name}, then the same address")
+    else:
+        lines.append("this is HTTP: anyone who can read the network traffic can read the page and the token")
+    return lines

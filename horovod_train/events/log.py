@@ -1,0 +1,15 @@
+"""Events through Python's logging: for code that has no reporter of its own."""
+
+from __future__ import annotations
+
+import logging
+
+from horovod_train.events.text import as_text
+from horovod_train.events.types import Event
+
+log = logging.getLogger(__name__)
+
+
+def log_event(event: Event) -> None:
+    """Log an event as a warning; the handler of a worker reports the event itself."""
+    log.warning("%s", as_text(event, 0), extra={"event": event})

@@ -1,0 +1,1 @@
+"""Servers: the page, Prometheus targets and metrics of jobs."""
