@@ -130,15 +130,14 @@ If the disk is full, events are lost, and the state of the run reports it; the j
 
 
 def events_reference() -> str:
-    """Return a table of fields for each kind of event."""
-    lines = [EVENTS]
+    """Return a table of the kinds of events, with their fields."""
+    lines = [EVENTS, "| kind | meaning | fields |", "|---|---|---|"]
     for name, kind in KINDS.items():
         schema = kind.model_json_schema()
         sentence = schema["description"].partition("\n")[0].replace("``", "`")
-        lines += [f"## {name}", "", sentence, "", "| field | type |", "|---|---|"]
-        lines += [f"| `{field}` | {_type_of_event(found)} |" for field, found in schema["properties"].items()]
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
+        fields = [f"`{field}` {_type_of_event(found)}" for field, found in schema["properties"].items()]
+        lines.append(f"| `{name}` | {sentence} | {'; '.join(fields)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _type_of_event(field: dict[str, Any]) -> str:

@@ -24,9 +24,13 @@ third in ``hint``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TypeVar
+
+Result = TypeVar("Result")
 
 
 class HorovodTrainError(Exception):
@@ -220,3 +224,29 @@ def describe_ranks(ranks: Sequence[int]) -> str:
             runs.append([rank])
     parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+
+
+@contextmanager
+def translated(translate: Callable[[Exception], HorovodTrainError | None]) -> Iterator[None]:
+    """Replace an exception of the block by one of ours.
+
+    Args:
+        translate: Returns our error for an exception that is not ours; None: the exception is not changed.
+    """
+    try:
+        yield
+    except HorovodTrainError:
+        raise
+    except Exception as error:
+        ours = translate(error)
+        if ours is None:
+            raise
+        raise ours from error
+
+
+def result_of(call: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Call code that may raise any exception, such as a user's; return its result, or the exception."""
+    try:
+        return call(), None
+    except Exception as error:  # noqa: BLE001
+        return None, error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from horovod_train.cli.options import LaunchOptions, launch_options, make_request
+from horovod_train.cli.options import LaunchOptions, job_of, launch_options
 
 if TYPE_CHECKING:
     from horovod_train.checks.finding import Finding
@@ -56,6 +56,7 @@ def _examine_hosts(
     from horovod_train.doctor.network import AllreduceBenchmark
     from horovod_train.doctor.run import examine_hosts, examine_network
     from horovod_train.launch.console import JobConsole
+    from horovod_train.launch.submit import resolve
     from horovod_train.launch.supervise.elastic import on_hosts
     from horovod_train.launch.supervise.membership import discover
 
@@ -64,15 +65,16 @@ def _examine_hosts(
         if not options["hosts"] and not options["hostfile"] and options["num_ranks"] is None:
             options["num_ranks"] = 2
     with tempfile.TemporaryDirectory(prefix="horovod_train-doctor-") as folder:
-        request = replace(make_request([job or "digits"], **options), run_dir=Path(folder))
+        found = resolve(job_of([job or "digits"], **options), options["run_id"])
+        request = replace(found, run_dir=Path(folder))
         elastic = request.job.launch.elastic
         if elastic is not None and elastic.discover is not None:
             request = on_hosts(request, discover(elastic.discover, elastic.ranks_per_host), 0)
         findings, link_mbit_s = examine_hosts(request)
         if not is_measured or prevents_jobs(findings):
             return findings, AllreduceBenchmark()
-        found, measured = examine_network(request, link_mbit_s, JobConsole(Console(quiet=True)))
-    return [*findings, *found], measured
+        more, measured = examine_network(request, link_mbit_s, JobConsole(Console(quiet=True)))
+    return [*findings, *more], measured
 
 
 def _examine_kubernetes(
@@ -81,12 +83,13 @@ def _examine_kubernetes(
     from horovod_train.checks.finding import prevents_jobs
     from horovod_train.doctor.kubernetes import examine_cluster, examine_pods
     from horovod_train.doctor.network import AllreduceBenchmark
+    from horovod_train.launch.submit import resolve
 
     if job is None:
-        settings = make_request(["digits"], **options).job.launch.kubernetes
+        settings = resolve(job_of(["digits"], **options), options["run_id"]).job.launch.kubernetes
         return list(examine_cluster(None, settings)), AllreduceBenchmark()
     options["launcher"] = "mpijob"
-    request = make_request([job], **options)
+    request = resolve(job_of([job], **options), options["run_id"])
     findings = list(examine_cluster(request.job, request.job.launch.kubernetes))
     if not is_measured or prevents_jobs(findings):
         return findings, AllreduceBenchmark()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import click
 
-from horovod_train.cli.options import LaunchOptions, job_argument, launch_options, make_request
+from horovod_train.cli.options import LaunchOptions, job_argument, job_of, launch_options
 
 if TYPE_CHECKING:
     from horovod_train.config.memory import Need, Sizes
@@ -48,9 +48,9 @@ def command(job: str, *, memory: bool, device_memory: float | None, **options: U
     machine.
     """
     from horovod_train.cli.plan import in_words
-    from horovod_train.launch.submit import make_plan
+    from horovod_train.launch.submit import make_plan, resolve
 
-    request = make_request((job,), **options)
+    request = resolve(job_of((job,), **options), options["run_id"])
     if not memory and device_memory is None:
         click.echo(in_words(request, make_plan(request)))
         return

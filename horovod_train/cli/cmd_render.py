@@ -9,9 +9,9 @@ import click
 from horovod_train.cli.options import (
     JobOrScriptCommand,
     LaunchOptions,
+    job_of,
     job_or_script_arguments,
     launch_options,
-    make_request,
     script_option,
 )
 
@@ -22,6 +22,6 @@ from horovod_train.cli.options import (
 @launch_options
 def command(job: tuple[str, ...], **options: Unpack[LaunchOptions]) -> None:
     """Print what the launcher of JOB would run, submit or apply: a command, a batch script, manifests."""
-    from horovod_train.launch.submit import make_plan
+    from horovod_train.launch.submit import make_plan, resolve
 
-    click.echo(make_plan(make_request(job, **options)).in_full())
+    click.echo(make_plan(resolve(job_of(job, **options), options["run_id"])).in_full())

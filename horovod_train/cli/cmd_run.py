@@ -16,9 +16,9 @@ from horovod_train.cli.options import (
     JobOrScriptCommand,
     LaunchOptions,
     dry_run_option,
+    job_of,
     job_or_script_arguments,
     launch_options,
-    make_request,
     script_option,
 )
 
@@ -35,9 +35,9 @@ def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[
     A script that knows nothing of this package trains with `--script train.py -- ARGS`.
     """
     from horovod_train.cli.plan import in_words
-    from horovod_train.launch.submit import make_plan, run_job
+    from horovod_train.launch.submit import make_plan, resolve, run_job
 
-    request = make_request(job, **options)
+    request = resolve(job_of(job, **options), options["run_id"])
     plan = make_plan(request)
     if dry_run:
         click.echo(in_words(request, plan))

@@ -10,9 +10,9 @@ from horovod_train.cli.options import (
     JobOrScriptCommand,
     LaunchOptions,
     dry_run_option,
+    job_of,
     job_or_script_arguments,
     launch_options,
-    make_request,
     script_option,
 )
 
@@ -25,9 +25,9 @@ from horovod_train.cli.options import (
 def command(job: tuple[str, ...], *, dry_run: bool, **options: Unpack[LaunchOptions]) -> None:
     """Start JOB and return at once; prints its id."""
     from horovod_train.cli.plan import in_words
-    from horovod_train.launch.submit import make_plan, submit_job
+    from horovod_train.launch.submit import make_plan, resolve, submit_job
 
-    request = make_request(job, **options)
+    request = resolve(job_of(job, **options), options["run_id"])
     plan = make_plan(request)
     if dry_run:
         click.echo(in_words(request, plan))

@@ -13,7 +13,7 @@ from horovod_train.errors import UserError, did_you_mean
 from horovod_train.registry import SCRIPT
 
 if TYPE_CHECKING:
-    from horovod_train.launch.base import LaunchRequest
+    from horovod_train.config.schema import Job
 
 TASKS_FOLDER = Path(__file__).parent.parent / "tasks"
 
@@ -143,19 +143,18 @@ class LaunchOptions(TypedDict):
     overrides: tuple[str, ...]
 
 
-def make_request(job: Sequence[str], **options: Unpack[LaunchOptions]) -> LaunchRequest:
-    """Return the launch that a command line asks for.
+def job_of(job: Sequence[str], **options: Unpack[LaunchOptions]) -> Job:
+    """Return the job that a command line describes.
 
     Args:
         job: The job; of a script, its arguments.
-        options: What else it says.
+        options: Options of the command line, which change it.
 
     Raises:
         UserError: The job or the hosts cannot be read.
     """
     from horovod_train.config.load import job_from, load_job
     from horovod_train.launch.hosts.hostlist import read_hostfile
-    from horovod_train.launch.submit import resolve
 
     hosts, hostfile = options["hosts"], options["hostfile"]
     num_ranks, launcher, controller = options["num_ranks"], options["launcher"], options["controller"]
@@ -173,10 +172,8 @@ def make_request(job: Sequence[str], **options: Unpack[LaunchOptions]) -> Launch
     environ: dict[str, str] | None = {} if options["resolved"] else None
     changes = [*options["overrides"], *flags]
     if (script := options.get("script")) is not None:
-        loaded = job_from(script_job(script, job), Path(), f"--script {script}", changes, environ)
-    else:
-        loaded = load_job(find_job(require_one_job(job)), changes, environ)
-    return resolve(loaded, options["run_id"])
+        return job_from(script_job(script, job), Path(), f"--script {script}", changes, environ)
+    return load_job(find_job(require_one_job(job)), changes, environ)
 
 
 def require_one_job(names: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from horovod_train.errors import HorovodTrainError, LaunchError, LostError
 from horovod_train.events.types import AllreduceTime, PairTime
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts.host_actions import HostActions
+from horovod_train.launch.hosts.agent import HostActions
 from horovod_train.launch.hosts.host_group import HostConnection, HostGroup, reach_all
 from horovod_train.launch.hosts.hostlist import as_argument
 from horovod_train.launch.jobs import StateFile

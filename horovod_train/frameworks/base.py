@@ -7,7 +7,7 @@ one step and how to show its state as plain arrays.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Protocol, runtime_checkable
@@ -20,7 +20,7 @@ from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch, Order
-from horovod_train.errors import HorovodTrainError, UserError
+from horovod_train.errors import HorovodTrainError, UserError, translated
 from horovod_train.events.types import WAIT_PHASE
 
 
@@ -412,15 +412,8 @@ def add_metric(sums: dict[str, tuple[float, int]], name: str, value: Any, num_sa
     sums[name] = (old_total + total, old_count + count)
 
 
-@contextmanager
-def explained_by(framework: object, job: Job, rank: int) -> Iterator[None]:
-    """Let a framework say what an error of the block means, if it can."""
-    try:
-        yield
-    except HorovodTrainError:
-        raise
-    except Exception as error:
-        explained = framework.explain(error, job, rank) if isinstance(framework, ExplainsErrors) else None
-        if explained is None:
-            raise
-        raise explained from error
+def explained_by(framework: object, job: Job, rank: int) -> AbstractContextManager[None]:
+    """Return a context whose exceptions a framework explains, if it can."""
+    return translated(
+        lambda error: framework.explain(error, job, rank) if isinstance(framework, ExplainsErrors) else None
+    )

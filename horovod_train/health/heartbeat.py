@@ -4,7 +4,7 @@ A process that is stopped, that swaps, or that waits for a network file system t
 inspector along, which hears of nothing any more. So each rank has a thread that
 
 * notes the time in a file of the run's folder on its host, where the launch's agent looks
-  (``launch/hosts/host_actions.py``), when ``horovod-train run`` has started it;
+  (``launch/hosts/agent.py``), when ``horovod-train run`` has started it;
 * sends it to two other ranks, when it was started without `run`. Each rank watches the two before it in the
   ring of ranks, and ends itself, and so the job, when one of them is silent for too long while this
   rank waits for the others. Over Gloo it kills that one first, if it is on the same machine: horovodrun

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, result_of
 from horovod_train.events.types import Target
 from horovod_train.launch.base import JobStatus
 from horovod_train.monitor.history import History, Point
@@ -220,16 +220,18 @@ class Board:
     def _work(self) -> None:
         while True:
             begun_s = monotonic()
-            try:
-                self._scrape_sources()
-                self._scrape_runs()
-            except Exception:
+            _, error = result_of(self._scrape_all)
+            if error is not None:
                 if self._over.is_set():
                     return
-                log.exception("ranks could not be asked")
+                log.error("ranks could not be scraped", exc_info=error)
             took_s = monotonic() - begun_s
             if self._over.wait(max(SCRAPE_INTERVAL_S - took_s, took_s * (MOST_OF_THE_TIME - 1))):
                 return
+
+    def _scrape_all(self) -> None:
+        self._scrape_sources()
+        self._scrape_runs()
 
     def _scrape_sources(self) -> None:
         """Ask the ranks of all sources, run by run."""

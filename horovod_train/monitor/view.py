@@ -9,6 +9,7 @@ from time import time
 
 import numpy as np
 
+from horovod_train.errors import result_of
 from horovod_train.events.types import PHASES
 from horovod_train.events.wire import parse_line
 from horovod_train.launch.base import JobStatus
@@ -36,13 +37,14 @@ Json = dict[str, object]
 
 def job_row(run: Watched) -> Json:
     """Return a row of the list of jobs."""
-    try:
-        return _job_row(run, run.status(), run.history())
-    except Exception as error:  # one run that cannot be read is not to hide the others
-        log.exception("%s cannot be shown", run.key)
-        summary = {"state": "unknown", "message": f"it cannot be shown: {type(error).__name__}: {error}"}
-        nothing = dict.fromkeys(("begun_unix_s", "step", "num_steps"))
-        return {"key": run.key, "job": run.job, "run": run.run_id, **summary, **nothing}
+    row, error = result_of(lambda: _job_row(run, run.status(), run.history()))
+    if row is not None:
+        return row
+    # One run that cannot be read must not hide the others.
+    log.error("%s cannot be shown", run.key, exc_info=error)
+    summary = {"state": "unknown", "message": f"it cannot be shown: {type(error).__name__}: {error}"}
+    nothing = dict.fromkeys(("begun_unix_s", "step", "num_steps"))
+    return {"key": run.key, "job": run.job, "run": run.run_id, **summary, **nothing}
 
 
 def _job_row(run: Watched, status: JobStatus, history: History) -> Json:

@@ -23,7 +23,7 @@ import wrapt
 
 from horovod_train.collectives.base import SingleRank
 from horovod_train.config.schema import Job
-from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError
+from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, result_of, translated
 from horovod_train.events.types import Preempted, ScriptDone, Targets
 from horovod_train.events.wire import Reporter
 from horovod_train.horovod.counters import allreduce_counters, gpu_allreduce_counters
@@ -117,7 +117,8 @@ def execute(script: Path, arguments: list[str]) -> None:
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        with translated(peer_error):
+            runpy.run_path(str(script), run_name="__main__")
     except SystemExit as left:
         # As Python: of a number the lowest eight bits are seen, and a text is an error.
         code = left.code & 0xFF if isinstance(left.code, int) else int(left.code is not None)
@@ -126,10 +127,13 @@ def execute(script: Path, arguments: list[str]) -> None:
         if code:
             exit_message = left.code if isinstance(left.code, str) else ""
             raise ScriptError(code, exit_message) from left
-    except Exception as error:
-        if type(error).__name__ == "HorovodInternalError":
-            raise PeerError(f"a collective was ended because another rank left: {error}") from error
-        raise
+
+
+def peer_error(error: Exception) -> PeerError | None:
+    """Return our error of a collective that Horovod has ended; None: the error has another reason."""
+    if type(error).__name__ != "HorovodInternalError":
+        return None
+    return PeerError(f"a collective was ended because another rank left: {error}")
 
 
 def _give_signals_back() -> None:
@@ -152,9 +156,10 @@ def watch_imports(meter: StepMeter) -> None:
     """
 
     def watch(hooks: str, name: str, _: ModuleType) -> None:
-        try:
-            load_attribute(f"horovod_train.scripts.{hooks}:{name}", what="hooks")(meter)
-        except Exception as error:  # noqa: BLE001
+        _hooks, error = result_of(
+            lambda: load_attribute(f"horovod_train.scripts.{hooks}:{name}", what="hooks")(meter)
+        )
+        if error is not None:
             log.warning("metrics of the script are incomplete: %s: %s", type(error).__name__, error)
 
     for module, (hooks, name) in WATCHED.items():

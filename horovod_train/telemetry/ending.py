@@ -7,6 +7,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, push_to_gateway, write_to_textfile
 
+from horovod_train.errors import result_of
+
 log = logging.getLogger(__name__)
 
 PUSH_TIMEOUT_S = 5.0
@@ -17,22 +19,26 @@ def write_last_metrics(registry: CollectorRegistry, path: Path) -> None:
 
     A missing folder or a full disk is reported, and is not an error.
     """
-    try:
+
+    def write() -> None:
         write_to_textfile(str(path), registry)
         path.chmod(0o644)  # node_exporter usually runs as another user
-    except Exception as error:  # noqa: BLE001  (training has ended well, whatever becomes of its metrics)
+
+    _, error = result_of(write)
+    if error is not None:
         log.warning("the last metrics were not written to %s: %s", path, error)
 
 
 def push_last_metrics(registry: CollectorRegistry, url: str, training_job: str, rank: int) -> None:
     """Push current metrics to a Pushgateway. If it does not answer, that is reported, and is not an error."""
-    try:
-        push_to_gateway(
+    _, error = result_of(
+        lambda: push_to_gateway(
             url,
             job="horovod_train",
             grouping_key={"training_job": training_job, "rank": str(rank)},
             registry=registry,
             timeout=PUSH_TIMEOUT_S,
         )
-    except Exception as error:  # noqa: BLE001  (as above)
+    )
+    if error is not None:
         log.warning("the last metrics were not pushed to %s: %s", url, error)

@@ -13,7 +13,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from socketserver import ThreadingMixIn
@@ -174,11 +174,10 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
             return
         self._begun_s[request] = monotonic()
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self._forget, request)  # if no thread could be started
             super().process_request(request, client_address)
-        except BaseException:  # no thread could be started
-            self._forget(request)
-            raise
+            on_error.pop_all()
 
     def _replaces_oldest(self) -> bool:
         """Close the oldest connection, if it is old; return whether its place is free by now."""

@@ -18,6 +18,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import RestrictedRegistry
 
 from horovod_train.collectives.base import Communicator
+from horovod_train.errors import result_of
 from horovod_train.telemetry.catalog import CATALOG
 from horovod_train.telemetry.metric import RANK_LABELS, Metric
 from horovod_train.telemetry.records import EndRecord, StepRecord, WorldRecord
@@ -137,11 +138,9 @@ class SampledRegistry(CollectorRegistry):
     def _sample(self) -> None:
         self._count()
         for sampler in list(self.samplers):
-            try:
-                reading = sampler()
-            except Exception as error:  # noqa: BLE001  (a driver that fails costs its metrics, and no others)
+            reading, error = result_of(sampler)
+            if error is not None:  # a driver that fails costs its own metrics only
                 self.samplers.remove(sampler)
-                log.warning("a sampler of metrics is left out: %s: %s", type(error).__name__, error)
-                continue
+                log.warning("a sampler of metrics is removed: %s: %s", type(error).__name__, error)
             if reading is not None:
                 self._record(reading)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import suppress
+from contextlib import ExitStack
 
 import numpy as np
 
 from horovod_train.collectives.base import any_rank, mean_over_ranks
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch, eval_micro_batches, spare_eval_micro_batches
-from horovod_train.errors import PreemptedError, UserError, did_you_mean
+from horovod_train.errors import PreemptedError, UserError, did_you_mean, result_of
 from horovod_train.frameworks.base import Reading
 from horovod_train.training.actions import Action, ExitPreempted, RestoreCheckpoint, Stop
 from horovod_train.training.pending_steps import StepReport
@@ -35,11 +35,10 @@ def train(run: Run) -> None:
         PreemptedError: A hook says that this process is to leave; everything is saved.
     """
     begin(run)
-    try:
+    with ExitStack() as on_error:
+        on_error.callback(report_pending_steps_after_failure, run)
         leave = train_until_done(run)
-    except BaseException:
-        report_pending_steps_after_failure(run)
-        raise
+        on_error.pop_all()
     if leave is not None:
         raise preempted_error(leave)
     end(run)
@@ -122,13 +121,16 @@ def next_action(run: Run) -> Action | None:
 
 
 def report_pending_steps_after_failure(run: Run) -> None:
-    """Tell hooks of the last steps of a training that has failed; whatever goes wrong, it failed already."""
-    with suppress(Exception):
+    """Report the last steps of a failed training to hooks; further errors are ignored."""
+
+    def deliver() -> None:
         for report in run.pending_steps.drain():
             if not report.outcome.was_executed:
                 return
             for hook in run.hooks:
                 hook.on_reading(run, report)
+
+    result_of(deliver)
 
 
 def preempted_error(leave: ExitPreempted) -> PreemptedError:

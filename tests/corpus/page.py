@@ -21,9 +21,10 @@ from corpus.base import Case
 
 Results = Mapping[str, Mapping[str, Any]]
 EQUAL, NOT_TRIED = "yes", ""
+ALL, SEPARATOR = "**Trained under all of ", " · "
 HEAD = """# Models and strategies
 
-Each row is a small model or training loop of `tests/corpus`, written to be difficult for one of the
+Models and training loops of `tests/corpus` are small, and written to be difficult for one of the
 mechanisms by which strategies work. **yes**: ranks end with the weights and buffers of a plain loop over the
 joint batch in one process, with SGD, and with AdamW, accumulation and clipping. A number: the job ends with
 exit code 2 and a message, for the reason below. Nothing else occurs: no model is trained to other weights,
@@ -103,7 +104,7 @@ def page(
     """Return the page, as Markdown."""
     strategies = list(strategies)
     numbers: dict[str, int] = {}
-    rows = []
+    rows, of_all = [], {}
     for name, case in cases.items():
         cells = []
         for strategy in strategies:
@@ -114,8 +115,13 @@ def page(
             if reasons:
                 cell = str(numbers.setdefault(reasons[0], len(numbers) + 1))
             cells.append(f"**{bad[0]}**" if bad else cell)
-        rows.append(f"| {title(case)} | {' | '.join(cells)} |")
+        if set(cells) <= {EQUAL, NOT_TRIED}:
+            tried = ", ".join(s for s, cell in zip(strategies, cells, strict=True) if cell == EQUAL)
+            of_all.setdefault(tried, []).append(title(case))
+        else:
+            rows.append(f"| {title(case)} | {' | '.join(cells)} |")
     lines = [
+        *(f"{ALL}{tried}**: {SEPARATOR.join(titles)}.\n" for tried, titles in of_all.items()),
         f"| model | {' | '.join(f'`{each}`' for each in strategies)} |",
         f"|---|{'---|' * len(strategies)}",
         *rows,
@@ -133,6 +139,15 @@ def trained_by(text: str, cases: Mapping[str, type[Case]], strategies: Iterable[
     names = {title(case): name for name, case in cases.items()}
     found = set()
     for line in text.splitlines():
+        if line.startswith(ALL):
+            tried, _, titles = line.removeprefix(ALL).removesuffix(".").partition("**: ")
+            found |= {
+                (names[label], strategy)
+                for label in titles.split(SEPARATOR)
+                if label in names
+                for strategy in tried.split(", ")
+            }
+            continue
         label, *cells = [cell.strip() for cell in line.strip("|").split("|")]
         found |= {
             (names[label], strategy)

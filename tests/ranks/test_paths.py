@@ -34,14 +34,14 @@ HOSTS = {
     "submit.py:make_plan": "cmd_run.py:command",
     "horovodrun.py:HorovodrunLauncher.plan": "submit.py:make_plan",
     "host_group.py:connect_all": "submit.py:run_job",
-    "host_actions.py:HostActions.put": "agent.py:serve",
+    "agent.py:HostActions.put": "agent.py:serve",
     "supervise/process.py:execute": "submit.py:run_job",
     "worker.py:run_rank": "cmd_worker.py:command",
 }
 SIGTERM = {
     "supervise/signals.py:Stopper._on_signal": "signal_listener_thread.<locals>.listen",
     "host_group.py:HostGroup.signal_ranks": "Stopper._work",
-    "host_actions.py:HostActions.signal_ranks": "agent.py:answer",
+    "agent.py:HostActions.signal_ranks": "agent.py:answer",
     "preemption.py:PreemptionRequest._on_signal": "PreemptionRequest._on_signal",
     "preemption.py:StopWhenPreempted.on_step": "StopWhenPreempted.on_step",
     "loop.py:preempted_error": "worker.py:main",
@@ -116,7 +116,7 @@ def files_of(calls, stations):
     return {call.partition(":")[0] for call in found}
 
 
-def test_a_gradient_goes_through_eight_files(steps):
+def test_a_gradient_goes_through_nine_files(steps):
     assert files_of(steps, GRADIENT) == {
         "frameworks/torch/step/replica.py",
         "frameworks/torch/step/loss.py",
@@ -124,6 +124,7 @@ def test_a_gradient_goes_through_eight_files(steps):
         "frameworks/torch/strategies/allreduce.py",
         "frameworks/torch/strategies/base.py",
         "frameworks/torch/codecs/dense.py",
+        "frameworks/torch/comm/gradient_pipeline.py",
         "frameworks/torch/comm/collectives.py",
         "collectives/horovod.py",
     }
@@ -140,10 +141,9 @@ def test_the_learning_rate_goes_through_six_files(steps):
     }
 
 
-def test_a_list_of_hosts_goes_through_thirteen_files_until_ranks_run(preempted):
+def test_a_list_of_hosts_goes_through_eleven_files_until_ranks_run(preempted):
     assert files_of(preempted, HOSTS) == {
         "cli/cmd_run.py",
-        "cli/options.py",
         "launch/submit.py",
         "launch/hosts/hostlist.py",
         "launch/launchers/horovodrun.py",
@@ -151,19 +151,17 @@ def test_a_list_of_hosts_goes_through_thirteen_files_until_ranks_run(preempted):
         "launch/supervise/attempt.py",
         "launch/hosts/host_group.py",
         "launch/hosts/agent.py",
-        "launch/hosts/host_actions.py",
         "launch/supervise/process.py",
         "cli/cmd_worker.py",
         "worker.py",
     }
 
 
-def test_sigterm_goes_through_ten_files_until_the_exit_code(preempted):
+def test_sigterm_goes_through_nine_files_until_the_exit_code(preempted):
     assert files_of(preempted, SIGTERM) == {
         "launch/supervise/signals.py",
         "launch/hosts/host_group.py",
         "launch/hosts/agent.py",
-        "launch/hosts/host_actions.py",
         "training/hooks/preemption.py",
         "training/loop.py",
         "worker.py",

@@ -14,7 +14,7 @@ from horovod_train.checks.hosts import clock, examine
 from horovod_train.doctor.network import AllreduceBenchmark, History, judge
 from horovod_train.events.types import AllreduceTime, PairTime
 from horovod_train.horovod import build, installed
-from horovod_train.launch.hosts.host_actions import HostActions
+from horovod_train.launch.hosts.agent import HostActions
 from horovod_train.launch.hosts.host_group import result_of
 
 GOOD = HostDetails(

@@ -33,8 +33,8 @@ from horovod_train.health.heartbeat import heartbeat_file, start_heartbeat
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.launch import jobs
 from horovod_train.launch.base import JobStatus
-from horovod_train.launch.hosts import host_actions, host_group, host_watch, hostlist
-from horovod_train.launch.hosts.host_actions import RANK_VARIABLE, RUN_VARIABLE, HostActions
+from horovod_train.launch.hosts import agent, host_group, host_watch, hostlist
+from horovod_train.launch.hosts.agent import RANK_VARIABLE, RUN_VARIABLE, HostActions
 from horovod_train.launch.hosts.host_group import (
     HostGroup,
     LocalHost,
@@ -428,7 +428,7 @@ class TestSignsOfLife:
     @pytest.mark.parametrize("is_counted", [True, False])
     def test_a_rank_that_would_compute_if_others_let_it_is_not_either(self, host, monkeypatch, is_counted):
         if not is_counted:  # as while it has not run at all since it began to wait
-            monkeypatch.setattr(host_actions, "cpu_wait_s", lambda _: 0.0)
+            monkeypatch.setattr(agent, "cpu_wait_s", lambda _: 0.0)
         place = {min(os.sched_getaffinity(0))}
         spin = "import os; os.sched_setaffinity(0, {0}); os.nice({1})\nwhile True: pass".format
         with self.sleeper(spin(place, 0)) as other, self.sleeper(spin(place, 19)) as process:

@@ -82,3 +82,31 @@ def test_aliases_of_any_count():
 
     assert names == {"Any", "Tree", "Forest"}
     assert count_any(tree, names) == 6
+
+
+BROAD = {"Exception", "BaseException"}
+BROAD_EXCEPTS = {
+    "errors.py": 2,  # the two helpers for code that may raise any exception: a user's, or a driver's
+    "worker.py": 1,  # the end of a rank: each exception is reported, with its exit code
+    "launch/launchers/supervised.py": 1,  # the end of a launch: its state is written, whatever ended it
+    "frameworks/jax/exchange.py": 1,  # a callback of XLA: the error is raised again after the computation
+    "frameworks/jax/in_place.py": 1,  # a callback of C: nothing else would carry the error on
+}
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    """Return whether a handler catches every exception."""
+    names = (
+        {node.id for node in ast.walk(handler.type) if isinstance(node, ast.Name)} if handler.type else BROAD
+    )
+    return bool(names & BROAD)
+
+
+def test_few_places_catch_every_exception():
+    found = {
+        str(path.relative_to(PACKAGE)): number
+        for path, tree in TREES.items()
+        if (number := sum(is_broad(n) for n in ast.walk(tree) if isinstance(n, ast.ExceptHandler)))
+    }
+
+    assert found == BROAD_EXCEPTS

@@ -14,8 +14,7 @@ import pytest
 from horovod_train import __version__
 from horovod_train.errors import LaunchError
 from horovod_train.launch.base import LaunchPlan
-from horovod_train.launch.hosts.agent import GREETING, answer
-from horovod_train.launch.hosts.host_actions import RUN_VARIABLE, HostActions
+from horovod_train.launch.hosts.agent import GREETING, RUN_VARIABLE, HostActions, answer
 from horovod_train.launch.supervise.process import (
     _is_alive,
     adopting_orphans,

@@ -7,7 +7,7 @@ from threading import Event
 import pytest
 
 from horovod_train.config.schema import Health
-from horovod_train.launch.hosts.host_actions import UnresponsiveRank
+from horovod_train.launch.hosts.agent import UnresponsiveRank
 from horovod_train.launch.supervise import frozen_ranks as module
 from horovod_train.launch.supervise.frozen_ranks import Frozen, find_frozen, watching_ranks
 

@@ -10,16 +10,242 @@ of the run on this host is killed.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import select
+import shutil
+import socket
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+import time
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import psutil
+
 from horovod_train import __version__
-from horovod_train.launch.hosts.host_actions import HostActions
+from horovod_train.checks.host_details import HostDetails, examine_host
+from horovod_train.checks.host_facts import HostFacts, describe_host
+from horovod_train.errors import result_of
+from horovod_train.events.channel import ChannelReader
+from horovod_train.horovod.fingerprint import environment_fingerprint
+from horovod_train.system.pids import cpu_wait_s, is_alive
+
+RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
+RANK_VARIABLE = "HOROVOD_TRAIN_RANK_PID"
+"""In the environment of every process of a run: its stage, by which it is known."""
+
+CONNECT_TIMEOUT_S = 4.0
+BUSY = 0.2
+"""A process that computes, or waits for a processor, for this part of the time is not frozen."""
+
+
+@dataclass(frozen=True)
+class UnresponsiveRank:
+    """A rank that has no heartbeat.
+
+    Attributes:
+        rank: Which one.
+        pid: Its process.
+        silent_s: For how long, in seconds.
+        doing: What Linux calls the state of its process, such as ``stopped``.
+    """
+
+    rank: int
+    pid: int
+    silent_s: float
+    doing: str
+
+
+class HostActions:
+    """One run's part of this host.
+
+    Args:
+        stage: Folder for the run's files on each host; also the name by which processes are known.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self.stage = Path(stage)
+        self._listeners: list[socket.socket] = []
+        self._is_ours = False
+        self._last_busy: dict[int, tuple[float, float]] = {}
+        self._last_look: dict[int, float] = {}
+        self._events = ChannelReader(self.stage)
+
+    # -- looking
+
+    def ping(self) -> bool:
+        """Return that this host is there."""
+        return True
+
+    def describe(self, others: Sequence[str]) -> HostFacts:
+        """Return what this host is and has.
+
+        Args:
+            others: Names of other hosts, to tell from which address they would be reached.
+        """
+        return describe_host(others)
+
+    def fingerprint(self, task: str | None) -> dict[str, str]:
+        """Return what ranks of this host would train with."""
+        return environment_fingerprint(task)
+
+    def examine(self, folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> HostDetails:
+        """Return what the doctor wants to know."""
+        return examine_host(folders, names, ports)
+
+    def listen(self, address: str, name: str) -> int:
+        """Listen on an address, and answer connections with a name; return the port."""
+        listener = socket.create_server((address, 0))
+        self._listeners.append(listener)
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    caller, _ = listener.accept()
+                    with caller:
+                        caller.sendall(name.encode())
+
+        Thread(target=answer, daemon=True).start()
+        port: int = listener.getsockname()[1]
+        return port
+
+    def reach(self, source: str, targets: Sequence[tuple[str, str, int]]) -> dict[str, str]:
+        """Try to reach others from an address of this host.
+
+        Args:
+            source: Address to connect from.
+            targets: Name, address and port of each.
+
+        Returns:
+            Why not, for each that was not reached.
+        """
+        failed = {}
+        for name, address, port in targets:
+            try:
+                with socket.create_connection((address, port), CONNECT_TIMEOUT_S, (source, 0)) as caller:
+                    answered = caller.recv(256).decode(errors="replace")
+            except OSError as error:
+                failed[name] = str(error.strerror or error)
+                continue
+            if answered != name:
+                failed[name] = f"{address} is {answered or 'something else'} from here"
+        return failed
+
+    def unresponsive_ranks(self, limit_s: float) -> list[UnresponsiveRank]:
+        """Return the ranks of this host that have shown no sign of life, and done nothing, for so long.
+
+        A rank whose Python is busy with one long call gives no sign either, but uses its processor, or
+        would if others let it: on a host with more to do than processors, that call takes longer still.
+        """
+        now_s = time.monotonic()
+        found = []
+        for file in self.stage.glob("alive-*"):
+            # One file that cannot be read or removed hides no other rank.
+            with suppress(OSError, ValueError, psutil.Error):
+                rank, pid = map(int, file.name.split("-")[1:])
+                if not is_alive(pid):
+                    file.unlink()  # the PID may be reused later
+                    continue
+                process = psutil.Process(pid)
+                silent_s = now_s - max(float(file.read_text()), self._busy_until_s(process, now_s))
+                if silent_s >= limit_s:
+                    found.append(UnresponsiveRank(rank, pid, silent_s, process.status()))
+        return found
+
+    def new_events(self) -> list[str]:
+        """Return what ranks of this host have reported since the last call, or the first part of it."""
+        return self._events.read()
+
+    def _busy_until_s(self, process: psutil.Process, now_s: float) -> float:
+        """Return when a process was last seen to compute, as far as the last look and this one tell."""
+        times = process.cpu_times()
+        busy_s = times.user + times.system + cpu_wait_s(process.pid)
+        # Linux counts a wait when it is over. Who is ready and has not run at all since is still in it.
+        is_waiting = process.status() == psutil.STATUS_RUNNING and self._last_look.get(process.pid) == busy_s
+        self._last_look[process.pid] = busy_s
+        last = self._last_busy.get(process.pid)
+        if last is None or is_waiting or busy_s - last[1] > BUSY * (now_s - last[0]):
+            self._last_busy[process.pid] = last = (now_s, busy_s)
+        return last[0]
+
+    # -- files
+
+    def put(self, files: Mapping[str, str], archive: str = "") -> None:
+        """Lay out files, readable by this user alone.
+
+        Args:
+            files: Contents by name; those that start with ``#!`` can be executed.
+            archive: Code for ``code/``: a zip file in base64; may be empty.
+
+        Raises:
+            FileExistsError: The folder exists, and so belongs to another run.
+        """
+        self.stage.mkdir(mode=0o700)
+        self._is_ours = True
+        for name, content in files.items():
+            mode = 0o700 if content.startswith("#!") else 0o600
+            handle = os.open(self.stage / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(content)
+        if archive:
+            with zipfile.ZipFile(io.BytesIO(base64.b64decode(archive))) as packed:
+                packed.extractall(self.stage / "code")
+
+    def remove(self) -> None:
+        """Remove what ``put`` laid out, and stop listening."""
+        for listener in self._listeners:
+            listener.close()
+        if self._is_ours:
+            shutil.rmtree(self.stage, ignore_errors=True)
+
+    # -- processes
+
+    def signal_ranks(self, number: int) -> int:
+        """Send a signal to the ranks themselves, not to what they have started; returns how many."""
+        ranks = [process for process, variables in self._processes() if _is_rank(process, variables)]
+        for process in ranks:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        return len(ranks)
+
+    def kill(self) -> int:
+        """Kill every process of the run on this host; returns how many there were."""
+        killed = num_empty_looks = 0
+        for _ in range(50):  # what is forked meanwhile is found in the next round
+            left = [process for process, _ in self._processes()]
+            # Twice: while a process turns into another program, its environment cannot be read.
+            num_empty_looks = 0 if left else num_empty_looks + 1
+            if num_empty_looks == 2:
+                break
+            killed += len(left)
+            for process in left:
+                with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    process.kill()
+            # Not psutil.wait_procs: it takes exit codes that others wait for.
+            time.sleep(0.02)
+        return killed
+
+    def _processes(self) -> Iterator[tuple[psutil.Process, set[bytes]]]:
+        """Yield the processes of the run, and the variables that each was started with."""
+        mark = f"{RUN_VARIABLE}={self.stage}".encode()
+        for pid in psutil.pids():
+            with suppress(OSError, psutil.NoSuchProcess):
+                variables = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+                if mark in variables and is_alive(pid):
+                    yield psutil.Process(pid), variables
+
+
+def _is_rank(process: psutil.Process, variables: set[bytes]) -> bool:
+    """Whether a process is a rank, and not what one has started (see ``staging.py``)."""
+    return f"{RANK_VARIABLE}={process.pid}".encode() in variables
+
 
 GREETING = "horovod_train agent"
 """Followed by the version: the first line that an agent says."""
@@ -55,11 +281,11 @@ def serve(stage: str, silence_s: float) -> None:
 
 
 def answer(host: HostActions, request: Mapping[str, Any]) -> dict[str, object]:
-    """Do one thing; an error is an answer, too."""
-    try:
-        return {"id": request["id"], "result": getattr(host, request["do"])(**request["args"])}
-    except Exception as error:  # noqa: BLE001  (the launcher decides what an error means)
-        return {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
+    """Perform an action, and return its result or its error: the launcher decides what an error means."""
+    result, error = result_of(lambda: getattr(host, request["do"])(**request["args"]))
+    if error is None:
+        return {"id": request["id"], "result": result}
+    return {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
 
 
 def _write_all(handle: int, data: bytes) -> None:

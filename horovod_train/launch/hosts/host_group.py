@@ -23,8 +23,7 @@ from pydantic import TypeAdapter
 
 from horovod_train import __version__
 from horovod_train.errors import LaunchError, LostError
-from horovod_train.launch.hosts.agent import GREETING
-from horovod_train.launch.hosts.host_actions import HostActions, UnresponsiveRank
+from horovod_train.launch.hosts.agent import GREETING, HostActions, UnresponsiveRank
 from horovod_train.launch.hosts.host_watch import look_at_hosts
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.ssh import CONNECT_TIMEOUT_S, explain, is_of_another_version, other_version

@@ -7,7 +7,7 @@ from threading import Event
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from horovod_train.launch.hosts.host_actions import HostActions
+from horovod_train.launch.hosts.agent import HostActions
 
 if TYPE_CHECKING:
     from horovod_train.launch.hosts.host_group import RemoteHost

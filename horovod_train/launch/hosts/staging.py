@@ -13,7 +13,7 @@ from pathlib import Path
 from horovod_train.config.load import dump_job
 from horovod_train.config.schema import Job
 from horovod_train.errors import UserError
-from horovod_train.launch.hosts.host_actions import RANK_VARIABLE, RUN_VARIABLE
+from horovod_train.launch.hosts.agent import RANK_VARIABLE, RUN_VARIABLE
 
 MAX_SHIPPED_BYTES = 64 * 1024 * 1024
 # Not code, or private.

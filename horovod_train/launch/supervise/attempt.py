@@ -16,7 +16,7 @@ from horovod_train.errors import LostError
 from horovod_train.events.types import Attempt, Event, HostsLost
 from horovod_train.launch.base import LaunchPlan, LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts.host_actions import RUN_VARIABLE
+from horovod_train.launch.hosts.agent import RUN_VARIABLE
 from horovod_train.launch.hosts.host_group import connect_all
 from horovod_train.launch.hosts.hostlist import Host
 from horovod_train.launch.hosts.secrets import Mask, read_secrets, too_short_to_hide, without_secrets

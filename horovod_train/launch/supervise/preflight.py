@@ -13,7 +13,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError
 from horovod_train.launch.base import LaunchRequest
 from horovod_train.launch.console import JobConsole
-from horovod_train.launch.hosts.host_actions import HostActions
+from horovod_train.launch.hosts.agent import HostActions
 from horovod_train.launch.hosts.host_group import HostConnection, HostGroup
 from horovod_train.launch.hosts.interfaces import Chosen, choose
 from horovod_train.launch.hosts.staging import pack_code, stage_files

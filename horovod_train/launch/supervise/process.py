@@ -15,7 +15,7 @@ import psutil
 from horovod_train.errors import LaunchError
 from horovod_train.events.wire import lines_of_ranks
 from horovod_train.launch.base import LaunchPlan
-from horovod_train.launch.hosts.host_actions import RUN_VARIABLE
+from horovod_train.launch.hosts.agent import RUN_VARIABLE
 
 KILL_TIMEOUT_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36

@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from threading import Thread
 
 from horovod_train.config.schema import Tracking
+from horovod_train.errors import result_of
 from horovod_train.events.types import Notice
 from horovod_train.events.wire import Reporter
 from horovod_train.registry import TRACKERS
@@ -65,13 +66,18 @@ class TrackerThread:
             self._print_notice(f"tracker {self._name} is too slow: {self._num_dropped} call(s) were dropped")
 
     def _work(self) -> None:
+        _, error = result_of(self._serve)
+        if error is not None:  # any error: training continues
+            self._print_notice(f"tracker {self._name} is disabled: {type(error).__name__}: {error}")
+            self._forget_all()
+
+    def _serve(self) -> None:
         try:
             while (call := self._waiting.get()) is not None:
                 call()
             self.tracker.end()
-        except (Exception, SystemExit) as error:  # noqa: BLE001  (any error: training continues)
-            self._print_notice(f"tracker {self._name} is disabled: {type(error).__name__}: {error}")
-            self._forget_all()
+        except SystemExit as left:
+            raise RuntimeError(f"it calls sys.exit({left.code!r})") from left
 
     def _forget_all(self) -> None:
         """Discard further calls, so that they do not count as dropped."""

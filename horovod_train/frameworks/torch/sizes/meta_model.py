@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from horovod_train.config.schema import Data, Job
 from horovod_train.data.shard import MicroBatch
-from horovod_train.errors import HorovodTrainError, UserError
+from horovod_train.errors import UserError, result_of, translated
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.state.local_model import AUTOCAST_DTYPES
 from horovod_train.frameworks.torch.task import TorchTask, checked_loss
@@ -21,10 +20,13 @@ from horovod_train.frameworks.torch.task import TorchTask, checked_loss
 
 def meta_model(task: TorchTask) -> torch.nn.Module:
     """Return the task's model, whose tensors have no memory; made inside of the mode."""
-    try:
+
+    def on_meta_device() -> torch.nn.Module:
         with torch.device("meta"):
-            model = task.model()
-    except Exception:  # noqa: BLE001  (some models read numbers when they are made)
+            return task.model()
+
+    model, _ = result_of(on_meta_device)
+    if model is None:  # some models read numbers when they are made
         with unset_fake_temporarily():
             model = task.model()
     empty: dict[torch.Tensor, torch.Tensor] = {}  # what is one weight stays one
@@ -63,17 +65,13 @@ def loss_of(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> to
         return checked_loss(task.loss(model, batch))
 
 
-@contextmanager
-def explained(job: Job) -> Iterator[None]:
-    """Raise UserError for what the block raises: it is a step that cannot be made so."""
-    try:
-        yield
-    except HorovodTrainError:
-        raise
-    except Exception as error:
-        raise UserError(
+def explained(job: Job) -> AbstractContextManager[None]:
+    """Return a context whose exceptions are refusals: the step cannot run on tensors without memory."""
+    return translated(
+        lambda error: UserError(
             f"a step of {job.task} cannot be made with tensors that have no memory: "
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
             hint="does the model read numbers from tensors (item(), an if about one), or load weights? "
             "watch horovod_train_resident_memory_peak_bytes of a run instead",
-        ) from error
+        )
+    )

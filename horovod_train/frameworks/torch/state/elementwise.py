@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, translated
 from horovod_train.frameworks.torch.state.optimizer import clone_optimizer
 
 KNOWN = (
@@ -73,14 +73,14 @@ def _check_alike(
     if estimates_rate or name in MATRIX_OPTIMIZERS:
         raise _refused(strategy, name, what, on)
     for settings in _settings(optimizer):
-        try:
-            whole, apart, have_same_numbers = _updated(optimizer, settings, cut)
-        except Exception as error:  # any exception of a user's optimizer
-            raise UserError(
+        with translated(
+            lambda error: UserError(
                 f"strategy {strategy} cannot have the optimizer {name} {what}: "
                 f"{type(error).__name__}: {error}",
                 hint=_HINT,
-            ) from error
+            )
+        ):
+            whole, apart, have_same_numbers = _updated(optimizer, settings, cut)
         if not have_same_numbers or not torch.allclose(whole, apart, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise _refused(strategy, name, what, on)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -30,6 +30,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
+
+from horovod_train.errors import result_of
 
 log = logging.getLogger(__name__)
 
@@ -81,15 +83,14 @@ class CudaRecorder:
         """Return what replays the work, and what it returned."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self._abandon)
             # Horovod's thread may use CUDA meanwhile: that is not of this graph.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
                 result = work()
-        except BaseException:
-            self._abandon()
-            raise
+            on_error.pop_all()
         return graph.replay, result
 
     def _abandon(self) -> None:
@@ -348,10 +349,11 @@ class StepGraphs:
             kind.is_refused = True
             return False
         static = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        try:
-            with self._recordable_optimizer():
-                replay, result = self._recorder.record(lambda: work(pytree.tree_unflatten(static, structure)))
-        except Exception as error:  # noqa: BLE001  (whatever it is, the step can be made without)
+        with self._recordable_optimizer():
+            recorded, error = result_of(
+                lambda: self._recorder.record(lambda: work(pytree.tree_unflatten(static, structure)))
+            )
+        if recorded is None:  # whatever the error is, the step can be made without a graph
             kind.is_refused = True
             self._report_once(
                 f"a step cannot be recorded ({type(error).__name__}: {str(error).partition(chr(10))[0]}): "
@@ -362,6 +364,7 @@ class StepGraphs:
             self._discard()
             return False
         self._num_recorded += 1
+        replay, result = recorded
         kind.recorded = _Recorded(replay, [leaf for leaf in static if isinstance(leaf, torch.Tensor)], result)
         return True
 

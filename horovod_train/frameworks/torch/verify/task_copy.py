@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, result_of
 from horovod_train.frameworks.torch.state.python_state import python_state
 
 LARGE_BYTES = 2**28
@@ -57,19 +57,16 @@ def copy_of_value(value: Any, memo: dict[int, Any]) -> Any:
     is_dataset = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, COPIED)
     if is_dataset:
         return value
-    try:
-        return copy.deepcopy(value, memo)
-    except Exception:  # noqa: BLE001  (whatever a class of the task's raises)
-        return _attribute_by_attribute(value, memo)
+    copied, problem = result_of(lambda: copy.deepcopy(value, memo))
+    return copied if problem is None else _attribute_by_attribute(value, memo)
 
 
 def _attribute_by_attribute(value: Any, memo: dict[int, Any]) -> Any:
     """Return a copy of an object that has something in it which cannot be copied, such as a file."""
     if not hasattr(value, "__dict__") or isinstance(value, torch.nn.Module | MethodType):
         return value
-    try:
-        own = copy.copy(value)
-    except Exception:  # noqa: BLE001  (the same)
+    own, problem = result_of(lambda: copy.copy(value))
+    if problem is not None:
         return value
     memo[id(value)] = own
     vars(own).update({name: copy_of_value(each, memo) for name, each in vars(value).items()})

@@ -24,7 +24,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from horovod_train.checkpoint.arrays import Part
 from horovod_train.collectives.base import Communicator, allgather_json, any_rank
 from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
-from horovod_train.errors import HorovodTrainError, UserError, describe_ranks
+from horovod_train.errors import UserError, describe_ranks, result_of, translated
 from horovod_train.frameworks.base import StepClock
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model, with_tensors
 from horovod_train.frameworks.torch.comm.exchange import wide_type
@@ -172,11 +172,7 @@ class StrategyVerifier:
 
     def _copied(self, micro_batches: list[Any]) -> list[Any] | None:
         """Return copies of batches, or None if a rank cannot copy its own: that is reported."""
-        problem: Exception | None = None
-        try:
-            copied = copy.deepcopy(micro_batches)
-        except Exception as error:  # noqa: BLE001  (whatever a class of the task's raises)
-            problem = error
+        copied, problem = result_of(lambda: copy.deepcopy(micro_batches))
         if not any_rank(self._world, flag=problem is not None):
             return copied
         if self._world.rank == 0:
@@ -355,26 +351,24 @@ def _key(name: str, part: Part | None, found: torch.Tensor | None) -> list[Any]:
     return [name, None if part is None else list(part.start), None if found is None else list(found.shape)]
 
 
-@contextmanager
-def refused(job: Job, is_explained: Callable[[Exception], bool]) -> Iterator[None]:
-    """Raise UserError for what PyTorch raises in the block, if only the strategy can be the reason.
+def refused(job: Job, is_explained: Callable[[Exception], bool]) -> AbstractContextManager[None]:
+    """Return a context in which an exception is a refusal of the strategy, if it has no other cause.
 
     Args:
         job: Names the strategy.
-        is_explained: Whether an error has a known cause besides: a lost rank, or memory.
+        is_explained: Whether an error has another known cause: a lost rank, or memory.
     """
-    try:
-        yield
-    except HorovodTrainError:
-        raise
-    except Exception as error:
+
+    def refusal(error: Exception) -> UserError | None:
         if is_explained(error):
-            raise
+            return None
         lines = str(error).strip().splitlines() or [""]
-        raise UserError(
+        return UserError(
             f"strategy {job.strategy.name} cannot train this model: {type(error).__name__}: {lines[0][:400]}",
             hint="use strategy: allreduce, or change the model",
-        ) from error
+        )
+
+    return translated(refusal)
 
 
 def part_of(whole: torch.Tensor, part: Part | None, like: torch.Tensor) -> torch.Tensor:

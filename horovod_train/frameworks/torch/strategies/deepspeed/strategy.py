@@ -28,7 +28,7 @@ import torch
 from horovod_train.checkpoint.arrays import Part
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, translated
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model
 from horovod_train.frameworks.torch.comm.process_group import agree_on_paths
 from horovod_train.frameworks.torch.state.elementwise import check_elementwise
@@ -136,7 +136,7 @@ class DeepSpeed(TorchDistributed):
         # It is compared with what MPI says; later it is the number of the device.
         set_variable("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
         device = self._device.index or 0
-        try:
+        with translated(refusal):
             self._engine, made, _, _ = self._deepspeed.initialize(
                 args=SimpleNamespace(device_rank=device),
                 model=model,
@@ -144,12 +144,6 @@ class DeepSpeed(TorchDistributed):
                 optimizer=clone_optimizer(optimizer, [dict(group) for group in optimizer.param_groups]),
                 config=self._configuration(),
             )
-        except Exception as error:  # any exception, caused by the user's settings
-            set_variable("LOCAL_RANK", None)
-            raise UserError(
-                f"DeepSpeed refuses: {type(error).__name__}: {error}",
-                hint="look at strategy.args; nvme needs libaio and its headers (Debian: libaio-dev)",
-            ) from error
         set_variable("LOCAL_RANK", str(device))
         self._made = made
         if self._stage == 3:
@@ -333,6 +327,15 @@ class DeepSpeed(TorchDistributed):
         """Load an optimizer state into DeepSpeed, after the weights."""
         super().load_optimizer(optimizer, document)
         self._flat.update_from(optimizer)
+
+
+def refusal(error: Exception) -> UserError:
+    """Return the error of settings that DeepSpeed does not accept."""
+    set_variable("LOCAL_RANK", None)
+    return UserError(
+        f"DeepSpeed refuses: {type(error).__name__}: {error}",
+        hint="look at strategy.args; nvme needs libaio and its headers (Debian: libaio-dev)",
+    )
 
 
 @contextmanager

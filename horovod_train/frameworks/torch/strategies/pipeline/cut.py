@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from horovod_train.collectives.base import Communicator, broadcast_json
-from horovod_train.errors import UserError
+from horovod_train.errors import UserError, translated
 from horovod_train.frameworks.torch.strategies.pipeline.graph_stages import graph_pieces
 from horovod_train.frameworks.torch.strategies.pipeline.lengths import PARTS_HINT
 from horovod_train.frameworks.torch.strategies.pipeline.stages import NUM_TIMED, Balance, Pieces, Stage
@@ -89,14 +89,14 @@ def copied(model: torch.nn.Module) -> torch.nn.Module:
     Raises:
         UserError: It cannot be copied.
     """
-    try:
-        return copy.deepcopy(model)
-    except Exception as error:
-        raise UserError(
+    with translated(
+        lambda error: UserError(
             f"strategy pipeline: {type(model).__name__} cannot be cut into stages, for it cannot be copied: "
             f"{type(error).__name__}: {error}",
             hint=PARTS_HINT,
-        ) from error
+        )
+    ):
+        return copy.deepcopy(model)
 
 
 def _names_of_tensors(model: torch.nn.Module) -> Iterator[str]:
