@@ -157,23 +157,24 @@ def job_of(job: Sequence[str], **options: Unpack[LaunchOptions]) -> Job:
     from horovod_train.launch.hosts.hostlist import read_hostfile
 
     hosts, hostfile = options["hosts"], options["hostfile"]
-    num_ranks, launcher, controller = options["num_ranks"], options["launcher"], options["controller"]
     if hosts is not None and hostfile is not None:
         raise UserError("--hosts and --hostfile both name hosts", hint="give one of them")
     entries = hosts.split(",") if hosts is not None else read_hostfile(hostfile) if hostfile else None
-    flags = [
-        *([f"launch.num_ranks={num_ranks}"] if num_ranks is not None else []),
-        *([f"launch.hosts=[{_quoted(entries)}]"] if entries is not None else []),
-        *([f"launch.launcher={launcher}"] if launcher is not None else []),
-        *([f"launch.controller={controller}"] if controller is not None else []),
-        # Without -n, the slots of the hosts say how many ranks there are.
-        *(["launch.num_ranks=null"] if entries is not None and num_ranks is None else []),
-    ]
+    flags: dict[str, object] = {
+        "launch.num_ranks": options["num_ranks"],
+        "launch.hosts": None if entries is None else [entry.strip() for entry in entries],
+        "launch.launcher": options["launcher"],
+        "launch.controller": options["controller"],
+    }
+    settings = {name: value for name, value in flags.items() if value is not None}
+    if entries is not None and options["num_ranks"] is None:
+        settings["launch.num_ranks"] = None  # the slots of the hosts say how many ranks there are
     environ: dict[str, str] | None = {} if options["resolved"] else None
-    changes = [*options["overrides"], *flags]
     if (script := options.get("script")) is not None:
-        return job_from(script_job(script, job), Path(), f"--script {script}", changes, environ)
-    return load_job(find_job(require_one_job(job)), changes, environ)
+        return job_from(
+            script_job(script, job), Path(), f"--script {script}", options["overrides"], environ, settings
+        )
+    return load_job(find_job(require_one_job(job)), options["overrides"], environ, settings)
 
 
 def require_one_job(names: Sequence[str]) -> str:
@@ -208,7 +209,3 @@ def script_job(script: Path, arguments: Sequence[str]) -> dict[str, object]:
         "task": f"{script.absolute()}:__main__",
         "task_args": {"arguments": list(arguments)},
     }
-
-
-def _quoted(hosts: list[str]) -> str:
-    return ", ".join(f"'{host.strip()}'" for host in (entry.replace("'", "") for entry in hosts))

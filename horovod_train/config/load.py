@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import yaml
 from pydantic import ValidationError
@@ -76,18 +77,24 @@ def _mapping_without_doubles(loader: _YamlLoader, node: yaml.MappingNode) -> Tre
 _YamlLoader.add_constructor("tag:yaml.org,2002:map", _mapping_without_doubles)
 
 
-def load_job(path: Path, overrides: Iterable[str] = (), environ: Mapping[str, str] | None = None) -> Job:
+def load_job(
+    path: Path,
+    overrides: Iterable[str] = (),
+    environ: Mapping[str, str] | None = None,
+    settings: Mapping[str, object] = MappingProxyType({}),
+) -> Job:
     """Read and check a job description.
 
     Args:
         path: A ``.yaml``, ``.yml``, ``.toml`` or ``.json`` file.
         overrides: Texts of the form ``train.epochs=3``; they win over everything else.
         environ: Environment to read ``HOROVOD_TRAIN__TRAIN__EPOCHS=3`` from; None: the process's.
+        settings: Values by dotted path, such as those of options; they win over ``overrides``.
 
     Raises:
         ConfigError: Anything is wrong; it lists every problem found.
     """
-    return job_from(read_tree(path), path.parent, str(path), overrides, environ)
+    return job_from(read_tree(path), path.parent, str(path), overrides, environ, settings)
 
 
 def job_from(
@@ -96,6 +103,7 @@ def job_from(
     source: str,
     overrides: Iterable[str] = (),
     environ: Mapping[str, str] | None = None,
+    settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Job:
     """Return the job that a tree of plain values describes; as ``load_job``, which reads it from a file.
 
@@ -105,13 +113,16 @@ def job_from(
         source: Where they come from, for a person.
         overrides: As for ``load_job``.
         environ: As for ``load_job``.
+        settings: As for ``load_job``.
 
     Raises:
         ConfigError: Anything is wrong; it lists every problem found.
     """
     problems: list[Problem] = []
     for origin, dotted, text in _assignments(overrides, os.environ if environ is None else environ, problems):
-        _assign(tree, dotted, text, origin, problems)
+        _assign_text(tree, dotted, text, origin, problems)
+    for dotted, value in settings.items():
+        _assign(tree, dotted, value, "the command line", problems)
     if with_nul := list(_with_nul(tree)):
         raise ConfigError(source, [*problems, *with_nul])  # files are looked for below
     _anchor_paths(tree, folder, problems)
@@ -237,8 +248,8 @@ def _as_path(name: str) -> str:
     return ".".join(path)
 
 
-def _assign(tree: Tree, dotted: str, text: str, origin: str, problems: list[Problem]) -> None:
-    """Put a text, read as a YAML value, at a dotted path."""
+def _assign_text(tree: Tree, dotted: str, text: str, origin: str, problems: list[Problem]) -> None:
+    """Set the value at a dotted path to a text that is read as YAML."""
     try:
         value = _read_yaml(text)
     except UNREADABLE as error:
@@ -248,6 +259,11 @@ def _assign(tree: Tree, dotted: str, text: str, origin: str, problems: list[Prob
     if _exceeds_limits(value):
         problems.append(Problem(dotted, shorten(text), f"{origin}: is nested too deeply"))
         return
+    _assign(tree, dotted, value, origin, problems)
+
+
+def _assign(tree: Tree, dotted: str, value: object, origin: str, problems: list[Problem]) -> None:
+    """Set the value at a dotted path."""
     *parents, last = dotted.split(".")
     node = tree
     for parent in parents:
@@ -257,7 +273,7 @@ def _assign(tree: Tree, dotted: str, text: str, origin: str, problems: list[Prob
         if parent == "strategy" and isinstance(child, str):
             child = node[parent] = {"name": child}
         if not isinstance(child, dict):
-            problems.append(Problem(dotted, shorten(text), f"{origin}: {parent!r} is not a section"))
+            problems.append(Problem(dotted, shorten(value), f"{origin}: {parent!r} is not a section"))
             return
         node = child
     node[last] = value

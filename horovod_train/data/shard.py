@@ -62,8 +62,13 @@ class StepShare:
 
     @property
     def num_local_samples(self) -> int:
-        """Samples of the step that are this rank's."""
+        """Samples of the step on this rank."""
         return sum(len(micro_batch) for micro_batch in self.micro_batches if micro_batch.share)
+
+    @property
+    def local_share(self) -> float:
+        """Fraction of the step's samples on this rank."""
+        return sum(micro_batch.share for micro_batch in self.micro_batches)
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> Order:

@@ -38,7 +38,7 @@ class AveragedBuffers:
 
     def begin(self, step: PlannedStep) -> None:
         """Begin a step: a rank counts in the mean by its fraction of the samples."""
-        self._own_share = sum(micro_batch.share for micro_batch in step.share.micro_batches)
+        self._own_share = step.share.local_share
 
     @torch.no_grad()
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:

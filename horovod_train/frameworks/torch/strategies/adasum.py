@@ -92,7 +92,7 @@ class Adasum(Strategy):
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Make the gradient that of this rank's own samples; return the loss of all."""
-        own_share = sum(micro_batch.share for micro_batch in self._step.share.micro_batches)
+        own_share = self._step.share.local_share
         for parameter in self._named.values():
             if not own_share:
                 parameter.grad = None  # of no samples: the optimizer leaves it alone

@@ -112,7 +112,7 @@ class LocalSgd(Strategy):
             self.sent_bytes += self._exchange.bytes_on_wire(gradients)
             for gradient, total in zip(gradients, self._exchange.sum(gradients, "local_sgd"), strict=True):
                 gradient.copy_(total)
-        elif own_share := sum(micro_batch.share for micro_batch in self._step.share.micro_batches):
+        elif own_share := self._step.share.local_share:
             torch._foreach_div_(gradients, own_share)
         (loss,) = self._ranks.allreduce_sum([float(weighted_loss)])
         return torch.tensor(loss, dtype=torch.float64)

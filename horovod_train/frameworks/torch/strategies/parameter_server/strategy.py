@@ -157,7 +157,7 @@ class ParameterServer(Strategy):
         Raises:
             NumericError: It is not finite.
         """
-        own_share = sum(micro_batch.share for micro_batch in self._step.share.micro_batches)
+        own_share = self._step.share.local_share
         if own_share:
             torch._foreach_div_(self.gradients(), own_share)
         loss = float(weighted_loss) / (own_share or 1.0)
