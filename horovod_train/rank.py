@@ -45,7 +45,7 @@ class RankServices:
         world: All ranks.
         run_id: Name of this run of the job.
         reporter: Writes events.
-        stack: Closes the services.
+        stack: Exit stack that closes the services.
         recorder: Metrics of this rank.
         exchange: Exchange between ranks about twice a second.
         addresses: Addresses at which ranks serve metrics.
@@ -72,7 +72,7 @@ class RankServices:
         known = allgather_json(self.world, None if target is None else target.model_dump(mode="json"))
         targets = [Target.model_validate(each) for each in known if each is not None]
         if self.world.rank == 0:
-            for at in range(0, len(targets), 8):  # lines stay short: launchers cut long ones
+            for at in range(0, len(targets), 8):  # launchers may split long lines
                 self.reporter.report(Targets(targets=tuple(targets[at : at + 8])))
         self.addresses = [each.address for each in targets]
         return None if target is None else target.address
@@ -101,7 +101,7 @@ class RankServices:
         self.reporter.report(CheckpointWritten(path=report.path, seconds=report.seconds, error=report.error))
 
     def open_checkpoints(self, environment: Mapping[str, str], job: Job) -> CheckpointManager:
-        """Return the manager of a job's checkpoints."""
+        """Return the checkpoint manager of a job."""
         run_dir = Path(job.run_dir).expanduser() / job.name
         if self.world.rank == 0 and job.checkpoint.dir is None:
             with suppress(OSError):  # the manager reports the error, on all ranks
@@ -127,12 +127,12 @@ class RankServices:
         is_preempted: Callable[[], bool] = lambda: False,
         report_interval_s: float = 5.0,
     ) -> list[Hook]:
-        """Return the hooks of a run, in their order.
+        """Return the hooks of a run, in the order of calls.
 
         Args:
             locations: Import paths of their classes.
-            framework: The framework of the job, for hooks that save.
-            manager: Manager of the checkpoints, for hooks that save.
+            framework: The framework of the job, for hooks that write checkpoints.
+            manager: Checkpoint manager, for hooks that write checkpoints.
             is_preempted: Whether this rank was preempted.
             report_interval_s: Time between two reports of progress, in seconds.
         """
@@ -144,7 +144,7 @@ class RankServices:
         return make_hooks(parts, locations)
 
     def report_started(self, run: Run) -> None:
-        """Report the model that is about to be trained."""
+        """Report the start of training: model, ranks and device."""
         self.reporter.report(
             Started(
                 job=run.job.name,
@@ -157,12 +157,12 @@ class RankServices:
         )
 
     def report_summary(self, run: Run, seconds: float, num_samples: float, checkpoint: str = "") -> None:
-        """Report the result of a training.
+        """Report the result of training.
 
         Args:
             run: The run that has ended.
             seconds: Duration of the training.
-            num_samples: Samples of all ranks in this time.
+            num_samples: Samples trained by all ranks in this time.
             checkpoint: Path of the last checkpoint.
         """
         self.reporter.report(
@@ -186,7 +186,7 @@ class RankServices:
 
 
 def make_run(job: Job, mesh: Mesh, replica: Replica, train_reader: Reader, eval_reader: Reader | None) -> Run:
-    """Return a run of a job, at its beginning and without hooks."""
+    """Return a new run of a job, at step 0 and without hooks."""
     return Run(
         job=job,
         mesh=mesh,
@@ -219,7 +219,7 @@ def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter:
 
 
 def restore_from(run: Run, resumed: CheckpointContent, framework: Framework) -> None:
-    """Continue from a checkpoint."""
+    """Restore replica, progress and random state from a checkpoint."""
     resume_from(
         run.world,
         resumed,

@@ -1,6 +1,6 @@
-"""One rank, from a resolved job to an exit code: the one file that knows the whole process side.
+"""The worker process of one rank, from job description to exit code.
 
-read the job -> join the world -> check it -> make the replica -> resume -> train -> summary
+load the job -> initialize Horovod -> check the world -> create the replica -> resume -> train -> report
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ from horovod_train.training.run import Run
 # Together below 4 KiB: launchers may split longer lines.
 MAX_TRACEBACK_CHARS = 1800
 MAX_MESSAGE_CHARS = 1000
-MAX_CHANGES = 20
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class WorkerOptions:
 
     Attributes:
         job_file: The job description, resolved or not.
-        run_id: Name of this run; None: rank 0 makes one from the time.
+        run_id: Name of this run; None: rank 0 derives one from the current time.
         as_events: Write events for ``horovod-train run`` instead of text.
     """
 
@@ -71,7 +70,7 @@ class WorkerOptions:
 def main(options: WorkerOptions) -> int:
     """Run this rank and return its exit code; never raises.
 
-    The rank on which a failure occurred reports it. A rank that only lost a peer reports that in one line.
+    The rank on which a failure occurred reports it. A rank that lost a peer reports this in one line.
     """
     if options.as_events:
         streams.leave_terminal_of_mpirun()
@@ -87,7 +86,7 @@ def main(options: WorkerOptions) -> int:
     if folder is not None:
         start_heartbeat(folder, rank_hint)
     try:
-        # `run` has applied the environment's overrides already.
+        # `horovod-train run` has already applied overrides from environment variables.
         job = load_job(options.job_file, environ={} if options.as_events else None)
         make_task_importable(job.task)
         bind(job.launch.cpu_binding)
@@ -104,7 +103,7 @@ def main(options: WorkerOptions) -> int:
         return _report_failure(_explained_exit(left), reporter)
     except KeyboardInterrupt:
         return _report_failure(InterruptedByUserError("interrupted by SIGINT"), reporter)
-    except BaseException as error:  # noqa: BLE001  (a task may raise anything; it is reported here)
+    except BaseException as error:  # noqa: BLE001  (a task may raise any exception; it is reported here)
         return _report_failure(error, reporter)
     finally:
         end_children()
@@ -116,14 +115,14 @@ def main(options: WorkerOptions) -> int:
 def run_rank(
     job: Job, options: WorkerOptions, request: PreemptionRequest, reporter: Reporter, stack: ExitStack
 ) -> None:
-    """Join the world, train, and report the result. The stack closes what was opened.
+    """Join the world, train, and report the result. The stack closes all services.
 
     Raises:
         PreemptedError: The job was preempted, and has saved a checkpoint.
-        HorovodTrainError: A failure that this package explains.
+        HorovodTrainError: A failure with a known cause.
         Exception: Any exception of the user's task.
     """
-    # TensorFlow logs its compiler flags in each process.
+    # Suppress TensorFlow's log of its compiler flags in each process.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     framework: Framework = FRAMEWORKS.load(job.framework)()
     warn, end = watchdog_callbacks(reporter)
@@ -180,7 +179,7 @@ def watch_this_rank(
     end: Callable[[HorovodTrainError], None],
     stack: ExitStack,
 ) -> None:
-    """Watch this rank for a hung GPU and for data that does not arrive."""
+    """Start watchdogs for a hung GPU and for a data stall of this rank."""
     if isinstance(framework, HasDevice) and world.size > 1 and framework.gpu_uuid():
         stack.callback(DeviceWatch(world, job.health, warn, end).close)
     stack.callback(DataWatch(world, job.health, lambda: WAITING.since_s, warn, end).close)
@@ -203,7 +202,7 @@ def watchdog_callbacks(reporter: Reporter) -> Callbacks:
 
 
 def train_all(framework: Framework, run: Run) -> None:
-    """Train to the end of the job: with the framework's own loop if it has one, else with ours."""
+    """Train to the end of the job, with the framework's loop if it has one, else with ``loop.train``."""
     if hasattr(framework, "fit"):
         framework.fit(LoopBridge(run))
     else:

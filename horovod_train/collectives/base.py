@@ -1,8 +1,8 @@
-"""The ranks of a job, and what they exchange besides gradients, in MPI's words.
+"""The communicator of a job's ranks, for all communication except gradients; names follow MPI.
 
 ``Communicator`` is small on purpose: an all-reduce of numbers and an all-gather of bytes. Everything else
-(agreement, JSON messages, comparisons) is built from these two, so that one fake that computes tests it
-all. Nothing is ever pickled.
+(agreement, JSON messages, comparisons) is built from these two, so that one fake is enough for tests.
+Messages are never pickled.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ class Communicator(Protocol):
 
     @property
     def waiting_since_s(self) -> float | None:
-        """Since when this rank waits, by ``monotonic``; None: it does not."""
+        """Start of the current wait of this rank (``monotonic``); None: not waiting."""
         ...
 
     @property
     def waiting_in(self) -> Waiting | None:
-        """What this rank waits for; None: it does not wait, or unknown."""
+        """The collective that this rank waits in; None: not waiting, or unknown."""
         ...
 
     def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
-        """Call what blocks; record what it waits for, and since when."""
+        """Call a blocking function, and record the wait and its start time."""
         ...
 
     def allreduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Return the elementwise sum over ranks, in double precision; same length on all ranks."""
+        """Return the elementwise sum over ranks, in float64; lengths must be equal on all ranks."""
         ...
 
     def allgather(self, data: bytes) -> list[bytes]:
@@ -69,13 +69,13 @@ class Communicator(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the world. Safe to call twice; no collective may follow."""
+        """Shut down communication. Safe to call twice; no collective may follow."""
         ...
 
 
 @dataclass(frozen=True)
 class SingleRank:
-    """The communicator of a process alone, without Horovod."""
+    """Communicator of a single process, without Horovod."""
 
     rank: int = 0
     size: int = 1
@@ -93,7 +93,7 @@ class SingleRank:
         return [data]
 
     def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
-        """Call it."""
+        """Call the function."""
         return blocking()
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class SingleRank:
 
 
 def allgather_json(world: Communicator, message: object) -> list[Any]:
-    """Return every rank's message, by rank. Messages are anything JSON can say."""
+    """Return every rank's message, by rank. Messages must be JSON-serializable."""
     return [json.loads(data) for data in world.allgather(json.dumps(message).encode())]
 
 
@@ -111,9 +111,9 @@ def broadcast_json(world: Communicator, message: object) -> Any:
 
 
 def gather_to_rank_0(world: Communicator, data: bytes) -> list[bytes]:
-    """Return the bytes of every rank, by rank, on rank 0, and nothing on others; for data that is large.
+    """Gather large data: return the bytes of every rank, by rank, on rank 0; others return [].
 
-    One rank's after the other, and in pieces: no rank but 0 ever holds more than one piece of another.
+    Sent rank by rank, in pieces: other ranks than 0 store at most one piece of another rank.
     """
     lengths = [int(length) for length in allgather_json(world, len(data))]
     gathered = []
@@ -128,20 +128,20 @@ def gather_to_rank_0(world: Communicator, data: bytes) -> list[bytes]:
 
 
 def any_rank(world: Communicator, *, flag: bool) -> bool:
-    """Return whether any rank's flag is set: the same answer on every rank."""
+    """Return whether any rank's flag is set (a logical-or all-reduce)."""
     return world.allreduce_sum([float(flag)])[0] > 0
 
 
 def barrier(world: Communicator) -> None:
-    """Return when every rank has come here."""
+    """Block until every rank has called this."""
     world.allreduce_sum([0.0])
 
 
 def mean_over_ranks(world: Communicator, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
     """Return the mean of each quantity over all ranks, from each rank's (sum, count).
 
-    A rank may lack a quantity. Sums are added in the order of ranks: the result is the same bit
-    for bit on all of them.
+    A rank may lack a quantity. Sums are added in the order of ranks: the result is bitwise
+    identical on all ranks.
     """
     totals: dict[str, tuple[float, int]] = {}
     for of_rank in allgather_json(world, sums):

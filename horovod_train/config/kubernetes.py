@@ -119,7 +119,7 @@ class Kubernetes(Section):
     """Resource name of a GPU."""
 
     extra_resources: dict[ResourceName, Annotated[int, Field(ge=1, le=1024)]] = {}
-    """Further devices of each worker, such as ``rdma/hca: 1``; with one of rdma/, memory may be locked."""
+    """Further devices of each worker, such as ``rdma/hca: 1``; an rdma/ device adds IPC_LOCK."""
 
     shm_size: Quantity = "1Gi"
     """Size of /dev/shm of each worker; counts as memory."""
@@ -201,7 +201,7 @@ class Kubernetes(Section):
     """Further annotations of the pods."""
 
     patch: dict[str, object] = {}
-    """Merged into the MPIJob at the end (RFC 7386) and validated with it: for fields that are missing here.
+    """Merged into the MPIJob at the end (RFC 7386) and validated with it: for fields not listed here.
     """
 
     api_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0

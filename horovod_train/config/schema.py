@@ -88,7 +88,7 @@ class Train(Section):
     """Compile the model; null: eager."""
 
     cuda_graph: bool | Literal["auto"] = False
-    """Capture steps as CUDA graphs, for models with short steps. auto: measure, and keep the faster way."""
+    """Capture steps as CUDA graphs, for models with short steps. auto: measure, and use the faster."""
 
     activation_checkpointing: list[Annotated[str, StringConstraints(min_length=1)]] = []
     """Name patterns of modules whose activations are recomputed, such as ``layers.*``."""
@@ -163,7 +163,7 @@ class LearningRate(Section):
     """Length of the linear ramp from the base rate (or ``warmup_start_lr``), in epochs."""
 
     warmup_start_lr: Annotated[float, Field(ge=0, le=1e6)] | None = None
-    """Initial rate of the ramp; null: min(base rate, peak rate)."""
+    """Initial rate of the ramp; null: the smaller of base and peak rate."""
 
     decay: Literal["constant", "step", "cosine", "polynomial"] = "constant"
     """Schedule after warm-up."""
@@ -188,13 +188,13 @@ class Data(Section):
     """Loader processes per rank; 0: read in the training process."""
 
     prefetch_batches: Annotated[int, Field(ge=1, le=1024)] = 2
-    """Micro-batches each loader process keeps ready."""
+    """Micro-batches that each loader process prefetches."""
 
     pin_memory: bool = True
-    """Page-locked batches for faster copies to a GPU; without effect on a CPU."""
+    """Batches in page-locked memory, for faster copies to a GPU; no effect on a CPU."""
 
     shuffle: bool = True
-    """A new order each epoch, from seed and epoch."""
+    """Shuffle in each epoch, seeded by ``train.seed`` and the epoch."""
 
 
 class Codec(Section):
@@ -263,13 +263,13 @@ class Evaluation(Section):
     """When to evaluate."""
 
     every_epochs: Count = 1
-    """Evaluate after this many epochs, and after the last."""
+    """Evaluate every this many epochs, and after the last epoch."""
 
     batch_size_per_rank: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Samples per rank and step; null: as in training."""
 
     early_stopping: EarlyStopping | None = None
-    """Null: train all epochs."""
+    """Early stopping; null: train all epochs."""
 
 
 class Best(Section):
@@ -376,7 +376,7 @@ class Metrics(Section):
     """Peak FLOP/s of a rank's device; null: NVIDIA's datasheet value for known GPUs."""
 
     grad_norm_every_steps: Count = 50
-    """Steps between two gradient norms, each a pass over all gradients; with clipping: each step."""
+    """Interval at which the gradient norm is computed, in steps; with clipping: each step."""
 
     trackers: list[Tracking] = []
     """Experiment trackers, for example ``[{name: csv}]`` (see docs/monitoring.md)."""
@@ -392,7 +392,7 @@ class Health(Section):
     """On a loss or gradient that is NaN or infinite: stop with exit code 3, or skip the step."""
 
     max_skipped_steps: Count = 10
-    """non_finite: skip. Most consecutive steps that may be skipped; one more ends the job."""
+    """non_finite: skip. Maximum number of consecutive skipped steps; one more ends the job."""
 
     stall_warning_s: Seconds = 60.0
     """Time after which ranks that are missing from a collective, or frozen, are reported, in seconds."""

@@ -1,7 +1,7 @@
-"""What the training loop needs from a framework. The loop never imports one.
+"""Interface between the training loop and frameworks. The loop imports no framework.
 
-A framework hands out a ``Replica``: the model and optimizer of this rank, which knows how to make
-one step and how to show its state as plain arrays.
+A framework provides a ``Replica``: the model and optimizer of this rank, which performs optimizer
+steps and converts its state to plain arrays.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from horovod_train.events.types import WAIT_PHASE
 
 @dataclass(slots=True)
 class StepClock:
-    """Splits the wall time of a step into phases. A phase that cannot be seen is absent.
+    """Splits the wall time of a step into phases. Phases that cannot be measured are absent.
 
     Attributes:
         seconds: Time of each phase.
@@ -57,28 +57,28 @@ class StepClock:
         self._last = now
 
     def settle(self, ranks: Communicator, read: Callable[[], object]) -> None:
-        """Wait for the device, if a step on it is to be waited for now; a CPU has finished."""
+        """Wait for the device, if this clock requires it; no effect on a CPU."""
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Count some of a phase's time, measured elsewhere, as another phase's."""
+        """Move a part of a phase's time, measured elsewhere, to another phase."""
         self.seconds[source] -= seconds
         self.seconds[target] = self.seconds.get(target, 0.0) + seconds
 
 
-@dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
+@dataclass(slots=True)  # not frozen: creating a frozen instance takes four times as long
 class StepOutcome:
-    """What one optimizer step did.
+    """Result of one optimizer step.
 
     Attributes:
         loss: Mean loss over the samples of the step, over all ranks: equal on every rank.
-        local_loss: This rank's part of that mean: its sum of share x loss.
+        local_loss: This rank's contribution to that mean: the sum of share x loss.
         is_finite: False: loss or gradient was not finite, and the weights were not updated.
         clock: Time of each phase.
         numbers: Further numbers of the step by name; None: not computed. Among them are ``grad_norm`` (L2
             norm of the global gradient before clipping), ``sent_bytes`` (bytes that this rank passed to
             collectives) and ``flops`` (operations of its forward and backward passes). A metric of the
             catalog names the number that it exports.
-        was_executed: False: an earlier step had stopped training when this one, already enqueued, ran; it
+        was_executed: False: this step was enqueued before a preceding step stopped training; it
             changed nothing.
     """
 
@@ -91,23 +91,23 @@ class StepOutcome:
 
     @property
     def grad_norm(self) -> float | None:
-        """L2 norm of the global gradient before clipping; None: it was not computed."""
+        """L2 norm of the global gradient before clipping; None: not computed."""
         return self.numbers.get("grad_norm")
 
     def outcome(self) -> StepOutcome:
-        """Return it."""
+        """Return this outcome."""
         return self
 
     def is_ready(self) -> bool:
-        """Return that it is."""
+        """Return True."""
         return True
 
 
 class Reading(Protocol):
-    """What a step turned out to be, perhaps later. A ``StepOutcome`` is one that is there at once."""
+    """A future of a step's outcome. A ``StepOutcome`` is a completed one."""
 
     def outcome(self) -> StepOutcome:
-        """Return it; waits until it is known.
+        """Wait for the outcome, and return it.
 
         Raises:
             PeerError: Another rank was lost.
@@ -115,14 +115,14 @@ class Reading(Protocol):
         ...
 
     def is_ready(self) -> bool:
-        """Return whether it is known by now."""
+        """Return whether the outcome is available."""
         ...
 
 
 class Dataset(Protocol):
-    """What a task's ``train_data()`` returns.
+    """Dataset that a task's ``train_data()`` returns.
 
-    Two methods more are used where there are: ``__getitems__(indices)`` reads several samples at once,
+    Two optional methods are used if defined: ``__getitems__(indices)`` reads several samples at once,
     ``collate(samples)`` joins them into a batch.
     """
 
@@ -140,34 +140,34 @@ class Replica(Protocol):
 
     @property
     def lag_steps(self) -> int:
-        """Steps after which the outcome of a step is read: the same number on every rank.
+        """Number of steps by which reading an outcome is delayed; equal on every rank.
 
-        0 where it is known at once.
+        0: outcomes are available immediately.
         """
         ...
 
     @property
     def replicas_identical(self) -> bool:
-        """Whether all ranks hold the same weights and optimizer state now.
+        """Whether all ranks have identical weights and optimizer state now.
 
-        Where they do not after each step, they do after a planned step that is the last.
+        Always true after a planned step with ``is_last``.
         """
         ...
 
     @property
     def requires_equal_micro_batches(self) -> bool:
-        """Whether all ranks have to read as many micro-batches in a step."""
+        """Whether all ranks must read the same number of micro-batches in a step."""
         ...
 
     @property
     def passes_are_collective(self) -> bool:
-        """Whether forward passes are collectives: ranks make equally many in an evaluation, too."""
+        """Whether forward passes contain collectives: all ranks run equally many, also in evaluations."""
         ...
 
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Reading:
-        """Make one optimizer step with this rank's share of it.
+        """Perform one optimizer step with this rank's share of its samples.
 
-        A step that is not finite is left out where it is made: its reading may come when others follow.
+        A non-finite step is skipped immediately; its outcome may become available after later steps.
 
         Raises:
             PeerError: Another rank was lost.
@@ -178,16 +178,16 @@ class Replica(Protocol):
         """Return (sum, count) of each metric over this rank's batches.
 
         Args:
-            batches: How many samples are in each, and the batch.
+            batches: Number of samples and batch, of each micro-batch.
         """
         ...
 
     def sync_buffers(self) -> None:
-        """Make buffers that ranks update by themselves, such as running means, equal again."""
+        """Average buffers that each rank updates independently, such as running means, over ranks."""
         ...
 
     def is_finite(self) -> bool:
-        """Return whether all weights are finite numbers: the same on every rank."""
+        """Return whether all weights are finite; the result is equal on every rank."""
         ...
 
     def state(self, *, copy: bool) -> ReplicaState:
@@ -195,7 +195,7 @@ class Replica(Protocol):
         ...
 
     def load_state(self, state: ReplicaState) -> None:
-        """Take over a state.
+        """Load a state.
 
         Raises:
             CheckpointError: The state belongs to another model or optimizer.
@@ -203,32 +203,32 @@ class Replica(Protocol):
         ...
 
     def rank_state(self) -> Mapping[str, ArrayBlob]:
-        """Return what this rank alone has, and a checkpoint has to keep; most have nothing."""
+        """Return the state that is specific to this rank, for checkpoints; usually empty."""
         ...
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
-        """Take over what ``rank_state`` returned on each rank, of as many ranks as there were then.
+        """Load rank states: the result of ``rank_state`` of each rank of the run that saved.
 
         Raises:
-            LookupError: It belongs to another model.
+            LookupError: The state belongs to another model.
         """
         ...
 
     def broadcast(self) -> None:
-        """Take over rank 0's weights and buffers."""
+        """Broadcast rank 0's weights and buffers to all ranks."""
         ...
 
     def device_name(self) -> str:
-        """Return where the model lives, for a person."""
+        """Return a readable name of the model's device."""
         ...
 
     def num_parameters(self) -> int:
-        """Return how many numbers are trained."""
+        """Return the number of trainable parameters (elements)."""
         ...
 
 
 class IdenticalReplica:
-    """What a replica says that is the same on all ranks after each step, and known at once."""
+    """Defaults for replicas that are identical after each step, with immediate outcomes."""
 
     lag_steps = 0
     replicas_identical = True
@@ -256,11 +256,11 @@ class Reader(Protocol):
 
 
 class Bridge(Protocol):
-    """One run, as a loop that is not ours sees it (see ``training/bridge.py``)."""
+    """Interface of a run for a framework's own training loop (see ``training/bridge.py``)."""
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to train."""
+        """Whether training is complete or stopped."""
         ...
 
     @property
@@ -280,91 +280,91 @@ class Bridge(Protocol):
 
     @property
     def wants_norm(self) -> bool:
-        """Whether the next step is to take the gradient norm."""
+        """Whether the next step computes the gradient norm."""
         ...
 
     @property
     def evaluates_next(self) -> bool:
-        """Whether the epoch under way ends with an evaluation."""
+        """Whether an evaluation follows the current epoch."""
         ...
 
     def begin(self) -> None:
-        """Training begins."""
+        """Start training."""
         ...
 
     def rest_of_epoch(self) -> list[PlannedStep]:
-        """Return the steps that are left in the current epoch, up to the job's limit."""
+        """Return the remaining steps of the current epoch, limited by ``train.max_steps``."""
         ...
 
     def after_step(self, step: PlannedStep, reading: Reading, lr: float) -> None:
-        """An optimizer step was made."""
+        """Record an optimizer step."""
         ...
 
     def finish_epoch(self) -> dict[str, float]:
-        """All steps of an epoch were made; return the evaluation, empty when none was due."""
+        """Complete an epoch after its last step; return the evaluation, empty if none was due."""
         ...
 
     def after_epoch(self) -> None:
-        """The epoch was finished, and callbacks of its end were called: save it where that is due."""
+        """Save a checkpoint, if due; called after the framework's end-of-epoch callbacks."""
         ...
 
     def before_last_callbacks(self) -> None:
-        """The last step was made; callbacks of the end of training follow, and may change weights."""
+        """Called after the last step, before end-of-training callbacks, which may change weights."""
         ...
 
     def end(self) -> None:
-        """Training is complete."""
+        """End training."""
         ...
 
 
 @runtime_checkable
 class HasDevice(Protocol):
-    """A framework that can tell what it computes on."""
+    """A framework that reports its device."""
 
     def gpu_uuid(self) -> str:
-        """Return the identity of this rank's GPU, 32 hexadecimal digits; empty: it has none."""
+        """Return the UUID of this rank's GPU, 32 hexadecimal digits; empty: no GPU."""
         ...
 
     def device_memory(self) -> tuple[int, int | None, int] | None:
-        """Return the bytes that tensors take, that are kept for them, and that they took at most.
+        """Return allocated bytes, reserved bytes (None: unknown), and peak allocated bytes.
 
-        None in the second place: it does not say; altogether: no GPU.
+        None: no GPU.
         """
         ...
 
 
 @runtime_checkable
 class ExplainsErrors(Protocol):
-    """A framework that can tell what an error of its device means."""
+    """A framework that translates errors of its device."""
 
     def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
-        """Return our error for one that was raised; None: it says enough by itself."""
+        """Return an error with cause and hint for a raised one; None: keep the original."""
         ...
 
 
 class Framework(Protocol):
-    """Makes everything above for one job.
+    """Creates replica and readers of one job, and connects its ranks.
 
-    A framework that owns its loop has a method ``fit(bridge)`` as well, which trains to the end of
-    the job; the others are stepped by ours. One that knows its device is ``HasDevice``, too, and one
-    that can tell what is wrong with it ``ExplainsErrors``.
+    A framework with its own loop also has a method ``fit(bridge)``, which trains to the end of
+    the job; the others use ``training/loop.py``. A framework may also implement ``HasDevice`` and
+    ``ExplainsErrors``.
     """
 
     def connect(self, job: Job) -> Communicator:
-        """Join the ranks the process was started with; a world of one when there are none.
+        """Join the ranks of this launch; return a world of size 1 for a single process.
 
         Raises:
-            EngineError: The process was started as one of several ranks and Horovod cannot start.
+            EngineError: The process is one of several ranks, and Horovod cannot be initialized.
         """
         ...
 
     def prepare(self, job: Job, mesh: Mesh) -> tuple[Replica, Reader, Reader | None]:
         """Return this rank's replica and the readers of training and evaluation data.
 
-        A replica takes its steps together with those of ``mesh.data``.
+        A replica performs its steps together with the ranks of ``mesh.data``.
 
         Raises:
-            UserError: The task or the optimizer cannot be made.
+            UserError: The task or the optimizer cannot be created.
         """
         ...
 
@@ -373,7 +373,7 @@ class Framework(Protocol):
         ...
 
     def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
-        """Take over the state of all random generators."""
+        """Load the state of all random generators."""
         ...
 
     def seed(self, seed: int, rank: int, epoch: int) -> None:
@@ -384,11 +384,11 @@ class Framework(Protocol):
 def add_metric(sums: dict[str, tuple[float, int]], name: str, value: Any, num_samples: int) -> None:
     """Add a batch's value of a metric to its (sum, count).
 
-    A metric with one value per sample is summed. A single value is taken for the mean of the batch
+    A metric with one value per sample is summed. A scalar is the mean of the batch
     and weighted by the batch's samples. A pair is a sum and a count.
 
     Args:
-        sums: What was found so far.
+        sums: (sum, count) of each metric so far; updated in place.
         name: The metric.
         value: An array, shape [batch] or [], or a pair of numbers.
         num_samples: Samples of the batch.
@@ -413,7 +413,7 @@ def add_metric(sums: dict[str, tuple[float, int]], name: str, value: Any, num_sa
 
 
 def explained_by(framework: object, job: Job, rank: int) -> AbstractContextManager[None]:
-    """Return a context whose exceptions a framework explains, if it can."""
+    """Return a context that translates exceptions, if the framework explains them."""
     return translated(
         lambda error: framework.explain(error, job, rank) if isinstance(framework, ExplainsErrors) else None
     )

@@ -1,14 +1,14 @@
 """Heartbeats of a rank, independent of MPI and Gloo; a frozen rank sends none.
 
-A process that is stopped, that swaps, or that waits for a network file system takes Horovod's own stall
-inspector along, which hears of nothing any more. So each rank has a thread that
+If a process is stopped, swaps, or is blocked in a network file system, its Horovod background thread is
+blocked, too, and with it Horovod's stall inspector. Each rank therefore has a thread that
 
-* notes the time in a file of the run's folder on its host, where the launch's agent looks
-  (``launch/hosts/agent.py``), when ``horovod-train run`` has started it;
-* sends it to two other ranks, when it was started without `run`. Each rank watches the two before it in the
-  ring of ranks, and ends itself, and so the job, when one of them is silent for too long while this
-  rank waits for the others. Over Gloo it kills that one first, if it is on the same machine: horovodrun
-  gives each rank that is left five seconds to leave, and one that is frozen twice as much.
+* if started by ``horovod-train run``, writes the time to a file that the agent on its host reads
+  (``launch/hosts/agent.py``);
+* otherwise, sends UDP datagrams to two other ranks. Each rank monitors its two predecessors in the ring
+  of ranks. If one of them sends none for ``health.stall_shutdown_s`` while this rank waits in a collective,
+  this rank exits with an error, which ends the job. Over Gloo, it first kills a frozen rank on the same
+  machine: horovodrun waits five seconds for each remaining rank to exit, and ten for a frozen one.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from horovod_train.system.pids import kill, own_identity
 INTERVAL_S = 0.5
 NUM_WATCHED = 2
 MAX_BYTES = 64
-# Whoever has not joined yet may read a large package from a slow disk.
+# A rank that has not joined may still be importing packages from a slow disk.
 MIN_JOIN_SHUTDOWN_S = 600.0
 LOOPBACK = "127.0.0.1"
 ENDED = "ended after health.stall_shutdown_s"
-EVERYWHERE = "0.0.0.0"  # noqa: S104  (hosts see each other by addresses that only they know)
+EVERYWHERE = "0.0.0.0"  # noqa: S104  (the address by which other hosts reach this one is unknown)
 
 
 def start_heartbeat(folder: Path, rank: int) -> None:
-    """Note in a file, again and again until this process has ended, that it lives.
+    """Start a thread that writes the time to a heartbeat file until the process exits.
 
-    It is for the agent to remove the file: a process can be stopped while it ends, too.
+    The agent deletes the file, because a process can also freeze while it exits.
 
     Args:
         folder: The run's folder on this host.
@@ -55,7 +55,7 @@ def start_heartbeat(folder: Path, rank: int) -> None:
         # Without the folder, or with a full disk, this rank is not monitored; training continues.
         with suppress(OSError), path.open("wb", buffering=0) as file:
             while True:
-                # Since the host was started: the same clock for all its processes, and nobody sets it.
+                # Time since boot: the same for all processes of the host, and unaffected by clock changes.
                 os.pwrite(file.fileno(), f"{monotonic():020.3f}\n".encode(), 0)
                 sleep(INTERVAL_S)
 
@@ -72,10 +72,10 @@ def heartbeat_file(rank: int, pid: int) -> str:
 
 
 class PeerWatch:
-    """Watches other ranks from inside, where no launcher does.
+    """Monitors the heartbeats of peer ranks, for jobs without an agent.
 
     Args:
-        world: The ranks; all of them make one at the same time.
+        world: The ranks; construction is collective.
         health: When to speak, and when to end.
         warn: Called once for each rank whose heartbeat is missing.
         end: Ends this process with an error.
@@ -88,7 +88,7 @@ class PeerWatch:
         warn: Callable[[str], None],
         end: Callable[[HorovodTrainError], None],
     ) -> None:
-        # Beats come late now and then; nobody is missed for one or two of them.
+        # Heartbeats can be late: one or two missing ones are tolerated.
         self._warning_s = max(health.stall_warning_s, 4 * INTERVAL_S)
         self._shutdown_s = max(health.stall_shutdown_s, 8 * INTERVAL_S)
         self._world = world
@@ -99,7 +99,7 @@ class PeerWatch:
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.settimeout(INTERVAL_S / 2)
         self._socket.bind((LOOPBACK if len(set(hosts)) == 1 else EVERYWHERE, 0))
-        # Whoever does not know it is not one of us.
+        # Rejects datagrams that are not from ranks of this job.
         self._token = str(broadcast_json(world, secrets.token_hex(8)))
         me = [_addresses(hosts), self._socket.getsockname()[1], own_identity()]
         places = allgather_json(world, me)
@@ -115,7 +115,7 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Say good-bye, and stop watching. Safe to call twice."""
+        """Stop monitoring, and tell the peers that this rank exits. Idempotent."""
         if not self._over.is_set():
             self._over.set()
             with suppress(OSError):  # wakes the thread, which waits for a datagram
@@ -132,13 +132,13 @@ class PeerWatch:
             self._receive()
             now_s = monotonic()
             if now_s - looked_s > 4 * INTERVAL_S:
-                # This process was stopped itself: what the others have sent meanwhile comes first.
+                # This process was stopped: read the datagrams that arrived meanwhile before judging peers.
                 self._last_heartbeat_s = dict.fromkeys(self._last_heartbeat_s, now_s)
             looked_s = now_s
             self._judge(now_s)
 
     def _judge(self, now_s: float) -> None:
-        waiting_since_s = self._world.waiting_since_s  # nobody is missed before somebody waits
+        waiting_since_s = self._world.waiting_since_s  # peers are judged only while this rank waits
         if waiting_since_s is None:
             return
         waiting_in = self._world.waiting_in
@@ -152,7 +152,7 @@ class PeerWatch:
                     f"{what}, and this rank waits for it{where}: was it stopped, does its host swap or hang?"
                 )
             if silent_s > self._shutdown_s:
-                # Not over MPI: mpirun needs no help, and would report that signal as the job's exit code.
+                # Not over MPI: mpirun kills it, and would report our signal as the job's exit code.
                 if os.environ.get("HOROVOD_CONTROLLER") == "gloo" and kill(self._processes[rank]):
                     what += " and was killed"
                 self._end(LostError(f"{what}; {ENDED}"))
@@ -161,11 +161,11 @@ class PeerWatch:
         data = f"{self._token} {self._rank} {word}".encode()
         for addresses, port in self._targets:
             for address in addresses:
-                with suppress(OSError):  # the way may be cut, which the other end notices
+                with suppress(OSError):  # if the network is down, the peer reports this rank
                     self._socket.sendto(data, (address, port))
 
     def _receive(self) -> None:
-        """Take what has come, for as long as a beat takes."""
+        """Receive heartbeats for one interval."""
         until_s = monotonic() + INTERVAL_S
         while monotonic() < until_s and not self._over.is_set():
             try:
@@ -184,7 +184,7 @@ class PeerWatch:
 
 
 class JoinWatch:
-    """While the block runs, this rank joins the others; MPI waits for them for ever.
+    """Limits the time in which this rank joins the others: MPI_Init has no timeout.
 
     Args:
         health: When to speak, and when to end.
@@ -218,7 +218,7 @@ class JoinWatch:
                 self._end(LostError(f"{what.format(self._shutdown_s)}; {ENDED}"))
 
     def _wait_elapsed(self, seconds: float) -> bool:
-        """Whether so much time has passed while this process ran, and was not stopped itself."""
+        """Wait for a time in which this process runs, not stopped; return False if closed earlier."""
         return not any(self._over.wait(INTERVAL_S) for _ in range(math.ceil(seconds / INTERVAL_S)))
 
 
@@ -233,6 +233,6 @@ def _addresses(hosts: list[str]) -> list[str]:
 
 
 def heartbeat_dir(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder for heartbeat files; None: no agent monitors this rank."""
+    """Return the folder for heartbeat files; None if no agent monitors this rank."""
     stage = environ.get("HOROVOD_TRAIN_RUN")
     return Path(stage) if stage is not None else None

@@ -1,4 +1,4 @@
-"""What is remembered about jobs: how a run stands, next to its log; and which jobs were submitted.
+"""Records of jobs: the state of each run, next to its log, and the list of submitted jobs.
 
 <run>/state.json                                     written by the launcher
 $XDG_STATE_HOME/horovod_train/jobs/<job id>.json     written when a job is started
@@ -34,33 +34,33 @@ STATE_FILE = "state.json"
 CANCELLED_FILE = "cancelled"
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 LOG_FILE = "run.log"
-# On a full disk a file can still be written over, if what is to stand in it has room there.
+# All states have this size: on a full disk, an allocated file can still be overwritten in place.
 STATE_BYTES = 4095
 TOUCHED_EVERY_S = 30
 SILENT_S = 300.0
-"""A state that was not touched for so long is of a run whose host is gone; clocks may differ somewhat."""
+"""If the file's mtime is older, the host of the launcher is considered lost. Allows for clock skew."""
 
 MAX_LOST_SHOWN = 100
-BLOCK_BYTES = 512  # of stat(2), whatever the file system's are
+BLOCK_BYTES = 512  # unit of st_blocks in stat(2), independent of the file system
 
 
 def jobs_dir() -> Path:
-    """Return the folder in which submitted jobs are remembered."""
+    """Return the folder with the records of submitted jobs."""
     return state_dir() / "jobs"
 
 
 def submitted_job(request: LaunchRequest, native_id: str) -> Submitted:
-    """Return what there is to remember of a job that was submitted now."""
+    """Return the record of a job that was submitted now."""
     return Submitted(
         request.job_id, request.job.launch.launcher, native_id, request.log_dir, submitted_unix_s=time()
     )
 
 
 def remember(request: LaunchRequest, native_id: str) -> Submitted:
-    """Note that a job was submitted.
+    """Write the record of a submitted job.
 
     Raises:
-        OSError: The folder for that cannot be written.
+        OSError: The folder is not writable.
     """
     job = submitted_job(request, native_id)
     write_whole(jobs_dir() / f"{job.job_id}.json", json.dumps({**asdict(job), "log_dir": str(job.log_dir)}))
@@ -68,13 +68,13 @@ def remember(request: LaunchRequest, native_id: str) -> Submitted:
 
 
 def record_end(job_id: str, status: JobStatus) -> None:
-    """Remember how a job ended, for when the system that carried it out has forgotten it."""
+    """Record the final status of a job, for when Slurm or Kubernetes has deleted it."""
     with suppress(OSError):  # the caller is informed in any case
         write_whole(_end_file(job_id), json.dumps(asdict(status)))
 
 
 def end_of(job_id: str) -> JobStatus | None:
-    """Return how a job ended, if that was noted."""
+    """Return the recorded final status of a job; None if there is none."""
     try:
         fields = json.loads(_end_file(job_id).read_text(encoding="utf-8"))
         return JobStatus(**{**fields, "lost_ranks": tuple(fields.get("lost_ranks", ()))})
@@ -99,12 +99,12 @@ def known_jobs() -> Iterator[Submitted]:
 
 
 def find_job(job_id: str) -> Submitted:
-    """Return a submitted job by its id, its name, or the beginning of its id if only one fits.
+    """Return a submitted job by its ID, its name, or a unique prefix of its ID.
 
-    A name stands for the newest of its jobs, of those that have not ended if there are such.
+    A name selects the newest job with this name that has not ended, or else the newest.
 
     Raises:
-        UserError: There is none, or more than one.
+        UserError: No job, or more than one, matches.
     """
     jobs = list(known_jobs())
     exact = [job for job in jobs if job.job_id == job_id]
@@ -125,18 +125,18 @@ def find_job(job_id: str) -> Submitted:
 
 
 def mark_cancelled(log_dir: Path) -> None:
-    """Mark a run as cancelled: it then ends as cancelled, and not as preempted."""
+    """Mark a run as cancelled, so that its final state is ``cancelled`` instead of ``preempted``."""
     with suppress(OSError):
         (log_dir / CANCELLED_FILE).touch()
 
 
 class StateFile:
-    """The state of one run, in a file. Errors of the disk are reported, and never end the run.
+    """The state of one run, in a file. Write errors are reported, and do not end the run.
 
     Args:
         log_dir: Folder of the run.
         warn: Called once if the file cannot be written.
-        on_change: Told each state and its message, when either is another than before.
+        on_change: Called with state and message when either changes.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class StateFile:
         cause: str = "",
         lost_ranks: Sequence[int] = (),
     ) -> None:
-        """Note how it stands; this process is the one that carries it out."""
+        """Write the state, with this process as the launcher."""
         self._last = (state, exit_code, message, cause, lost_ranks)
         message = "; ".join(filter(None, (message, *self._remarks.values())))
         if self._last_change != (state, message):
@@ -185,7 +185,7 @@ class StateFile:
         try:
             try:
                 write_whole(self._path, text)
-            except OSError:  # a full disk, a folder that may not be written to any more
+            except OSError:  # disk full, or folder no longer writable
                 _write_over(self._path, text)
             self._is_unwritable = False
         except OSError as error:
@@ -194,7 +194,7 @@ class StateFile:
                 self._warn(f"warning: {self._path} could not be written: {error.strerror}")
 
     def end(self, error: BaseException) -> None:
-        """Note an end other than a good one. Who has left, and was cancelled, is not to be run again."""
+        """Write the final state for an error. A preempted run that was cancelled ends as ``cancelled``."""
         if not isinstance(error, HorovodTrainError):
             self.write("failed", 1, f"{type(error).__name__}: {error}", "other")
         elif isinstance(error, PreemptedError):
@@ -208,11 +208,11 @@ class StateFile:
 
     @property
     def state(self) -> State | None:
-        """The state that was noted last; None: none was."""
+        """The last state that was written; None if there is none."""
         return None if self._last is None else self._last[0]
 
     def set_warning(self, subject: str, text: str) -> None:
-        """Say something of a subject along with whatever is noted from now on."""
+        """Add a warning, by subject, to the messages of this and all later states."""
         if self._remarks.get(subject) != text:
             self._remarks[subject] = text
             self._warn(f"warning: {text}")
@@ -220,10 +220,10 @@ class StateFile:
                 self.write(*self._last)
 
     def read(self) -> JobStatus:
-        """Return how it stands; a run whose process is gone without a word has failed."""
+        """Return the status; if the launcher process no longer exists, the run has failed."""
         status = self.read_elsewhere()
         document = self._document()
-        # A queued job has no launcher: the launch that requeued it has ended.
+        # A requeued Slurm job has no launcher process while it is queued.
         if document is None or status.has_ended or status.state == "waiting":
             return status
         if document["host"] != socket.gethostname():
@@ -239,7 +239,7 @@ class StateFile:
         return JobStatus("failed", 137, "the process that carried it out was killed; nothing of it is left")
 
     def touched(self) -> AbstractContextManager[None]:
-        """While the block runs, touch the file, so that other hosts see that the launcher lives."""
+        """While the block runs, update the file's mtime, a heartbeat of the launcher for other hosts."""
 
         def touch(over: Event) -> None:
             while not over.wait(TOUCHED_EVERY_S):
@@ -255,7 +255,7 @@ class StateFile:
             return 0.0
 
     def read_elsewhere(self) -> JobStatus:
-        """Return how it stands by its own word, whichever host carries it out."""
+        """Return the status in the file, without checking the launcher process."""
         document = self._document()
         if document is not None:
             cause, lost = document.get("cause", ""), document.get("lost_ranks", [])
@@ -279,7 +279,7 @@ class StateFile:
         return JobStatus("waiting", message="not started yet")
 
     def pid(self) -> int | None:
-        """Return the process that carries it out; None: there is none on this host."""
+        """Return the PID of the launcher; None if it does not run on this host."""
         document = self._document()
         if document is None:
             return None
@@ -287,7 +287,7 @@ class StateFile:
         return int(document["pid"]) if is_local and _is_alive(document) else None
 
     def _document(self) -> dict[str, Any] | None:
-        """Return what is noted; None: nothing, or nothing that can be read."""
+        """Return the content of the file; None if it is missing or invalid."""
         try:
             document: dict[str, Any] = json.loads(self._path.read_bytes())
             fits = (
@@ -306,7 +306,7 @@ def _write_over(path: Path, text: str) -> None:
     """Replace the content of a file in place, in one write.
 
     Raises:
-        OSError: It has no room for it; what stood there stands there still.
+        OSError: The allocated blocks are too few; the old content is unchanged.
     """
     data = text.encode()
     handle = os.open(path, os.O_WRONLY)
@@ -320,12 +320,12 @@ def _write_over(path: Path, text: str) -> None:
 
 
 def _is_alive(document: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote a state is still there; its number alone may be used again."""
+    """Whether the process that wrote a state still exists; a PID alone may have been reused."""
     pid = document["pid"]
     if "boot_id" in document:
         is_same = document["boot_id"] == boot_id() and document["pid_start_ticks"] == start_ticks(pid)
         return is_same and is_alive(pid)
-    # As it was written before boots were noted. The time of day is wrong after the clock was set.
+    # Format of older versions, without boot ID. Start times are wrong after a clock change.
     started_s = document.get("pid_started_unix_s")
     try:
         is_near = isinstance(started_s, float) and abs(psutil.Process(pid).create_time() - started_s) < 1

@@ -1,4 +1,4 @@
-"""Runs to display: runs in folders, and ranks that are known only by their addresses."""
+"""Runs to display: runs in folders, and ranks of which only metrics endpoints are known."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ log = logging.getLogger(__name__)
 
 SCRAPE_INTERVAL_S = 2.0
 MOST_OF_THE_TIME = 5
-"""Asking takes at most a fifth of the time: of a thousand ranks it takes seconds."""
+"""Scraping uses at most one in this many seconds: a scrape of a thousand ranks takes seconds."""
 
 LOOKED_AT_S = 30.0
 """Ranks of a run that was not requested for this time are not scraped."""
 
 
 class Watched(Protocol):
-    """A run that can be looked at."""
+    """A run that the page can show."""
 
     @property
     def key(self) -> str:
-        """What it is called in addresses."""
+        """Identifier of the run in URLs."""
         ...
 
     @property
@@ -65,28 +65,28 @@ class Watched(Protocol):
 
     @property
     def log_dir(self) -> Path | None:
-        """Its folder; None: it has none here."""
+        """Its folder; None if there is none on this host."""
         ...
 
     def history(self) -> History:
-        """Return what has happened in it so far."""
+        """Return the history of the run."""
         ...
 
     def status(self) -> JobStatus:
-        """Return how it stands."""
+        """Return the status of the run."""
         ...
 
 
 @dataclass
 class Readings:
-    """What the ranks of a run have said last.
+    """Metrics from the last scrape of a run's ranks.
 
     Attributes:
-        of_ranks: By rank; of those that have answered.
-        asked: Ranks that were asked.
-        time_unix_s: When.
-        time_s: When, by the monotonic clock.
-        last: By rank, the last answer of each, however old.
+        of_ranks: Metrics by rank, of successful scrapes.
+        scraped: Ranks that were scraped, successfully or not.
+        time_unix_s: Time of the scrape, in Unix seconds.
+        time_s: Time of the scrape, by the monotonic clock.
+        last: Last successfully scraped metrics of each rank, of any age.
     """
 
     of_ranks: dict[int, RankReading] = field(default_factory=dict)
@@ -97,12 +97,12 @@ class Readings:
 
     @property
     def silent(self) -> set[int]:
-        """Ranks that were asked and have not answered."""
+        """Ranks whose scrape failed."""
         return self.scraped - self.of_ranks.keys()
 
 
 class ScrapedRun:
-    """A run that is known by its ranks alone.
+    """A run of which only metrics endpoints are known.
 
     Args:
         job: Name of its job.
@@ -114,25 +114,25 @@ class ScrapedRun:
     def __init__(self, job: str, run_id: str) -> None:
         self.job, self.run_id = job, run_id
         self.named = job, run_id
-        """What its targets call it; its ranks may know it by other names."""
+        """Job and run in the labels of the targets; those of the metrics may differ."""
         self.key = f"{job}/{run_id}"
         self._history = History()
         self._num_up = 0
         self._num_scraped = 0
 
     def history(self) -> History:
-        """Return what was learnt so far."""
+        """Return the history collected by scrapes."""
         return self._history
 
     def status(self) -> JobStatus:
-        """Return how it stands, as far as that is seen from its ranks."""
+        """Return the status, derived from which ranks can be scraped."""
         if not self._num_scraped:
-            return JobStatus("unknown", message="none of its ranks is among the targets")
-        answers = f"{self._num_up} of {self._num_scraped} ranks answer"
+            return JobStatus("unknown", message="no targets for this run")
+        answers = f"{self._num_up} of {self._num_scraped} ranks up"
         return JobStatus("running" if self._num_up else "unknown", message=answers)
 
     def take(self, targets: Mapping[int, Target], before: Readings, now: Readings) -> None:
-        """Take what its ranks have said."""
+        """Add a scrape to the history."""
         history = self._history
         history.targets = dict(targets)
         self._num_up, self._num_scraped = len(now.of_ranks), len(now.scraped)
@@ -200,16 +200,16 @@ class Board:
 
     @property
     def last_look_s(self) -> float:
-        """Time of the last request for a run, by the monotonic clock."""
+        """Time of the last page request for a run, by the monotonic clock."""
         return max([*self._looked_s.values()], default=float("-inf"))
 
     def runs(self) -> list[Watched]:
-        """Return everything there is, the newest first."""
+        """Return all runs: scraped ones first, then those in folders, newest first."""
         with self._lock:
             return [*self._scraped.values(), *self._runs.all()]
 
     def look_at(self, key: str) -> tuple[Watched, Readings] | None:
-        """Return a run, and the last metrics of its ranks, which are scraped from now on."""
+        """Return a run and its last metrics, and scrape its ranks for ``LOOKED_AT_S``."""
         with self._lock:
             run: Watched | None = self._scraped.get(key) or self._runs.find(key)
             if run is None:
@@ -234,17 +234,17 @@ class Board:
         self._scrape_runs()
 
     def _scrape_sources(self) -> None:
-        """Ask the ranks of all sources, run by run."""
+        """Scrape the ranks of all sources, grouped by run."""
         groups: dict[tuple[str, str], list[Target]] = {}
         for source in self._sources:
-            with suppress(UserError):  # a server of targets that does not answer now may do so later
+            with suppress(UserError):  # a service discovery may be unavailable temporarily
                 self._targets[source] = targets_of(source) or []
             found = self._targets.get(source, [])
             for target in found:
                 names = target.labels.get("training_job", "job"), target.labels.get("run", source)
                 groups.setdefault(names, []).append(target)
         for run in self._scraped.values():
-            groups.setdefault(run.named, [])  # its ranks are no targets any more
+            groups.setdefault(run.named, [])  # no targets are left
         for named, targets in groups.items():
             run = self._scraped.get("/".join(named)) or ScrapedRun(*named)
             ranks = by_rank(targets)
@@ -254,7 +254,7 @@ class Board:
                 self._scraped[run.key] = run
 
     def _scrape_runs(self) -> None:
-        """Ask the ranks of runs that are looked at."""
+        """Scrape the ranks of runs that a page has requested recently."""
         now_s = monotonic()
         for key in [key for key, looked_s in self._looked_s.items() if now_s - looked_s < LOOKED_AT_S]:
             with self._lock:
@@ -269,7 +269,7 @@ class Board:
                 self._scrape(key, targets, _access_of(run))
 
     def _scrape(self, key: str, targets: Mapping[int, Target], access: Access) -> tuple[Readings, Readings]:
-        """Ask ranks; return what they had said before, and what they say now."""
+        """Scrape ranks; return the previous and the new readings."""
         before = self._readings.get(key, Readings())
         addresses = {rank: target.address for rank, target in targets.items()}
         found = scrape_all(addresses, access, self._pool)
@@ -281,8 +281,8 @@ class Board:
 def _access_of(run: Run) -> Access:
     """Return the credentials for the ranks of a run.
 
-    A job names the variable with its password, and its events the addresses that receive it: what
-    others have written, or could have, gets none of this account's.
+    ``job.json`` names the password variable, and ``events.jsonl`` the addresses it is sent to. So files
+    that other accounts own or can write get no password from this process.
     """
     try:
         is_ours = all(map(_belongs_to_us, (run.log_dir, run.log_dir / "job.json")))

@@ -1,4 +1,4 @@
-"""The runs that lie in folders: where they are, how they stand, what has happened in them."""
+"""Runs in folders: their location, status and history."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from horovod_train.launch.jobs import STATE_FILE, StateFile, find_job
 from horovod_train.monitor.history import History, HistoryReader
 
 SILENT_S = 900.0
-"""A run without launcher is considered ended after this time without an event.
+"""A run without launcher is considered failed after this time without an event.
 
-Longer than ``health.stall_shutdown_s`` as it is by default, and than most evaluations.
+Longer than the default of ``health.stall_shutdown_s``, and than most evaluations.
 """
 
 CHECKPOINTS = "checkpoints"
 MAX_RUNS = 1000
-"""So many runs are looked at, the newest ones: a folder may hold years of them."""
+"""Only this many runs are shown, the newest: a folder may contain runs of years."""
 
 
 class Run:
@@ -30,7 +30,7 @@ class Run:
 
     Args:
         log_dir: Its folder.
-        with_ranks: Know where the time of each rank went.
+        with_ranks: Read the times of each rank (``rank_times`` events).
     """
 
     def __init__(self, log_dir: Path, *, with_ranks: bool = True) -> None:
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def key(self) -> str:
-        """What it is called in addresses."""
+        """Identifier of the run in URLs."""
         return f"{self.job}/{self.run_id}"
 
     @property
@@ -59,13 +59,13 @@ class Run:
         return not (self.log_dir / STATE_FILE).exists()
 
     def history(self) -> History:
-        """Return what has happened in it so far."""
+        """Return the history of the run."""
         return self._reader.read_on()
 
     def status(self) -> JobStatus:
-        """Return how it stands."""
+        """Return the status of the run."""
         if not self.is_by_hand:
-            # Of a run of another host, its own word is all there is.
+            # For a launcher on another host, judged by the mtime of its state file.
             return self._state.read()
         history = self.history()
         if history.summary is not None or history.scripts_ended:
@@ -76,11 +76,11 @@ class Run:
         if history.has_terminal_event:
             return JobStatus("preempted", 75)
         if time() - self.changed_unix_s() > SILENT_S:
-            return JobStatus("failed", 137, f"its rank 0 has said nothing for {SILENT_S:.0f} s")
+            return JobStatus("failed", 137, f"no event from rank 0 for {SILENT_S:.0f} s")
         return JobStatus("running", message="launched without horovod-train run")
 
     def changed_unix_s(self) -> float:
-        """Return when something was noted of it last."""
+        """Return when state or events were last written."""
         return _changed_s(self.log_dir)
 
 
@@ -88,8 +88,8 @@ class Runs:
     """All runs below some folders.
 
     Args:
-        places: Folders of runs, of a job, or of one run.
-        with_ranks: Know where the time of each rank went: of a thousand runs that is gigabytes.
+        places: Folders of one run, of a job, or of several jobs.
+        with_ranks: Read the times of each rank: for a thousand runs, these need gigabytes.
     """
 
     def __init__(self, places: Sequence[Path], *, with_ranks: bool = True) -> None:
@@ -98,7 +98,7 @@ class Runs:
         self._known: dict[Path, Run] = {}
 
     def all(self) -> list[Run]:
-        """Return the runs there are now, the newest first."""
+        """Return the current runs, newest first."""
         found: dict[Path, float] = {}
         for place in self._places:
             for log_dir in folders_of_runs(place):
@@ -110,34 +110,34 @@ class Runs:
         return list(self._known.values())
 
     def find(self, key: str) -> Run | None:
-        """Return the run of a key; None: there is none in the folders."""
+        """Return the run with this key; None if there is none."""
         return next((run for run in self.all() if run.key == key), None)
 
 
 def folders_of_runs(place: Path) -> Iterator[Path]:
-    """Yield the folders of runs at a place: of itself, of a job, or of all jobs below it.
+    """Yield run folders: the folder itself, and those one or two levels below.
 
-    What this account may not look into is left out.
+    Folders that are not readable are skipped.
     """
     for pattern in ("", "*", "*/*"):
         for folder in [place] if not pattern else place.glob(pattern):
             with suppress(OSError):
-                if folder.parent.name == CHECKPOINTS:  # whose state.json is another file
+                if folder.parent.name == CHECKPOINTS:  # state.json of a checkpoint is a different file
                     continue
                 if any((folder / name).is_file() for name in (EVENTS_FILE, STATE_FILE)):
                     yield folder.resolve()
 
 
 def _text(name: str) -> str:
-    """Return a name of a folder as text, whatever bytes it has."""
+    """Return the name of a folder as valid UTF-8."""
     return name.encode("utf-8", errors="replace").decode()
 
 
 def places_of(names: Sequence[str]) -> list[Path]:
-    """Return the folders that a person means: a folder, or the id of a job.
+    """Return the folders for arguments that are folders or job IDs.
 
     Raises:
-        UserError: There is neither.
+        UserError: An argument is neither.
     """
     found = []
     for name in names:

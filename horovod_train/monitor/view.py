@@ -1,4 +1,4 @@
-"""What the page shows, as plain JSON: pure functions of runs."""
+"""Content of the web page as JSON, computed from runs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from horovod_train.telemetry.catalog import SHOWN_NUMBERS
 log = logging.getLogger(__name__)
 
 MAX_CELLS = 60_000
-"""So many cells a picture has at most: a thousand ranks are shown over sixty windows."""
+"""Maximum cells of the heatmap: for a thousand ranks, sixty windows."""
 
 ABSENT_AFTER_S = 20.0
-"""Who is waited for so long in one collective is named; evaluations on one rank may take as long."""
+"""A rank missing from a collective for this time is reported; evaluation on one rank may take as long."""
 
 LOG_TAIL_BYTES = 128 * 1024
 MAX_EVENTS_SHOWN = 200
@@ -36,7 +36,7 @@ Json = dict[str, object]
 
 
 def job_row(run: Watched) -> Json:
-    """Return a row of the list of jobs."""
+    """Return a run as a row of the list of jobs."""
     row, error = result_of(lambda: _job_row(run, run.status(), run.history()))
     if row is not None:
         return row
@@ -62,11 +62,11 @@ def _job_row(run: Watched, status: JobStatus, history: History) -> Json:
 
 
 def run_document(run: Watched, readings: Readings) -> Json:
-    """Return everything that is shown of a run.
+    """Return all data that the page shows for a run.
 
     Args:
         run: The run.
-        readings: What its ranks have said last.
+        readings: Last scraped metrics of its ranks.
     """
     status, history = run.status(), run.history()
     started, last = history.started, history.last
@@ -105,7 +105,7 @@ def run_document(run: Watched, readings: Readings) -> Json:
 
 
 def _number(value: float | None) -> float | None:
-    """Return a number as JSON has it; None: it is not known, or not finite."""
+    """Return a finite number; None if it is unknown, NaN or infinite."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -126,7 +126,7 @@ def _points(history: History) -> Json:
 
 
 def _heat(series: RankSeries) -> Json:
-    """Return own time per step, by rank and time, in seconds; where it is unknown, the time of steps."""
+    """Return own time per step (step time if unknown), by rank and time, in seconds."""
     windows = series.windows
     num_ranks = max((window.table.shape[1] for window in windows), default=0)
     columns = max(1, MAX_CELLS // max(1, num_ranks))
@@ -147,7 +147,7 @@ def _heat(series: RankSeries) -> Json:
 
 
 def _rank_table(history: History, readings: Readings, status: JobStatus) -> Json:
-    """Return a column for each thing that is known of ranks."""
+    """Return the table of ranks, as one list per column."""
     window = history.ranks.recent(MIN_WINDOW_S)
     known = [*readings.scraped, *history.targets, *range(history.ranks.num_ranks)]
     num_ranks = max(known, default=-1) + 1
@@ -169,7 +169,7 @@ def _rank_table(history: History, readings: Readings, status: JobStatus) -> Json
 
 
 def _times(window: Window, num_ranks: int) -> Json:
-    """Return where the time of a step went, by rank, in seconds, and the parts of time that are lost."""
+    """Return own, step and phase times per step in seconds, and fractions of time waited, by rank."""
 
     def padded(numbers: np.ndarray) -> list[float | None]:
         return [*finite(numbers), *([None] * (num_ranks - len(numbers)))][:num_ranks]
@@ -196,7 +196,7 @@ def _host(history: History, readings: Readings, rank: int) -> str:
 
 
 def _state(history: History, readings: Readings, rank: int, status: JobStatus) -> str:
-    """Return how a rank stands: trains, dead, failed, ended; empty: unknown."""
+    """Return the state of a rank: trains, dead, failed, ended; empty if unknown."""
     if any(rank == each and failure.is_cause for each, failure in history.failures):
         return "failed"
     if rank in history.ended:
@@ -211,19 +211,19 @@ def _state(history: History, readings: Readings, rank: int, status: JobStatus) -
 
 
 def _absent_ranks(readings: Readings) -> Json | None:
-    """Return the ranks missing from a collective for more than ``ABSENT_AFTER_S``; None: none."""
+    """Return the ranks missing from a collective for more than ``ABSENT_AFTER_S``; None if there is none."""
     waiting = {rank: reading.values.get("waiting_now_seconds") for rank, reading in readings.of_ranks.items()}
     known = {rank: seconds for rank, seconds in waiting.items() if seconds is not None}
     longest_s = max(known.values(), default=0.0)
     if longest_s < ABSENT_AFTER_S:
         return None
-    # A rank that does not answer says nothing of itself, and is not in a collective that others wait in.
+    # A rank that cannot be scraped is assumed to be missing from the collective.
     absent = {rank for rank, seconds in known.items() if not seconds} | readings.silent
     return {"ranks": sorted(absent), "seconds": longest_s}
 
 
 def _findings(series: RankSeries) -> list[Json]:
-    """Return the ranks that are slow, and whom others wait for; the same rule as the alert's."""
+    """Return the slow ranks, by the rule of the alert ``HorovodTrainStraggler``."""
     window = series.recent(MIN_WINDOW_S)
     if window is None or window.seconds < MIN_WINDOW_S:
         return []
@@ -241,7 +241,7 @@ def _findings(series: RankSeries) -> list[Json]:
 
 
 def log_tail(run: Watched) -> str:
-    """Return the end of a run's log as a person reads it; empty: it has none here."""
+    """Return the end of a run's log, with events as text; empty if there is no log on this host."""
     if run.log_dir is None:
         return ""
     try:

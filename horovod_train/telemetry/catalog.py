@@ -74,7 +74,7 @@ STEPS = (
         "horovod_train_waiting_seconds_total",
         "counter",
         "Time that this rank waited in all-reduce for ranks that arrived later.",
-        "How much time does a rank lose by slower ranks?",
+        "How much time does a rank lose to slower ranks?",
         WaitRecord,
         lambda wait: wait.waiting_s,
         from_zero=False,
@@ -82,8 +82,8 @@ STEPS = (
     Metric(
         "horovod_train_waited_for_seconds_total",
         "counter",
-        "Time that other ranks waited for this rank, summed over them; its rate is the number of ranks that "
-        "are idle because of it.",
+        "Time that other ranks waited for this rank, summed over them; its rate is the average number of "
+        "ranks that wait for this rank.",
         "Which rank do the others wait for?",
         WaitRecord,
         lambda wait: wait.waited_for_s,
@@ -92,8 +92,8 @@ STEPS = (
     Metric(
         "horovod_train_communication_seconds_total",
         "counter",
-        "Time that also the rank which arrived last waited in all-reduce: communication that does not "
-        "overlap computation.",
+        "All-reduce wait of the rank that arrived last: communication that does not overlap "
+        "computation.",
         "Does the network make steps slow?",
         WaitRecord,
         lambda wait: wait.communication_s,
@@ -280,7 +280,7 @@ JOB = (
     Metric(
         "horovod_train_world_size_present",
         "gauge",
-        "Ranks that take part.",
+        "World size: ranks that are running.",
         "Are all requested ranks running?",
         WorldRecord,
         lambda world: world.num_present,

@@ -1,8 +1,8 @@
-"""What training tells about itself, as Prometheus metrics of one rank.
+"""Prometheus metrics of one rank.
 
-Recording costs training a few microseconds: steps are buffered, and counted many at a time or when a client
-asks. A dozen metrics after each step would cost several times as much, since the step itself has driven what
-they need out of the processor's caches.
+Recording a step takes a few microseconds: steps are buffered, and metrics are updated for many at a time or
+on a scrape. Updating a dozen metrics after each step would take several times as long, because the step has
+evicted their data from the CPU caches.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 TAKES = {"counter": "inc", "gauge": "set", "clock": "set_function", "histogram": "observe"}
 MAX_DEFERRED = 64
-"""Steps that are buffered at most."""
+"""Maximum number of buffered steps."""
 
 Sampler = Callable[[], object | None]
-"""Reads something on a scrape; returns what feeds metrics, or None: nothing to tell."""
+"""Called on a scrape; returns a record for the catalog's metrics, or None."""
 
 
 class Recorder:
@@ -38,10 +38,10 @@ class Recorder:
 
     Args:
         job: Name of the job.
-        run: Name of this run of it.
-        world: Gives rank, local rank and host.
-        world_size_wanted: Ranks the job asked for.
-        metrics: What is recorded.
+        run: ID of the run.
+        world: Communicator, for the labels rank, local rank and host.
+        world_size_wanted: Ranks that the job requested.
+        metrics: Declarations of the metrics.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Recorder:
         for metric in metrics:
             self._fed_by.setdefault(metric.source, []).append(metric)
         self._kinds = {metric.name: metric.kind for metric in metrics}
-        # Looking a child up by labels costs more than using it.
+        # Looking up a child by its labels takes longer than updating it.
         self._take = cache(self._taker)
         self.record(WorldRecord(num_wanted=world_size_wanted, num_present=world.size))
         self.record(EndRecord(0.0))
@@ -70,18 +70,18 @@ class Recorder:
                 self._take(metric.name)  # a rate needs a value before the first event
 
     def sample(self, sampler: Sampler) -> None:
-        """Have something read on a scrape."""
+        """Register a sampler, which is called on each scrape."""
         self.registry.samplers.append(sampler)
 
     def record(self, source: object) -> None:
-        """Record a step, an evaluation, a write, whatever the catalog has a class for; from any thread."""
+        """Record an instance of any record class in the catalog, such as a step. Thread-safe."""
         self._deferred.append(source)
         if not isinstance(source, StepRecord) or len(self._deferred) >= MAX_DEFERRED:
             self.count()
 
     def count(self) -> None:
-        """Have the metrics say everything that was recorded."""
-        with self._counting:  # else of two threads the one with the older loss may set it last
+        """Update the metrics with all buffered records."""
+        with self._counting:  # otherwise, another thread could overwrite a gauge with an older value
             while self._deferred:
                 self._count(self._deferred.popleft())
 
@@ -106,17 +106,17 @@ class Recorder:
         return kind(metric.name, metric.help, labels, registry=self.registry)
 
     def _taker(self, name: str, *label: str) -> Callable[..., None]:
-        """Return what a value is given to."""
+        """Return the update method (inc, set, observe) of a child."""
         child = self._families[name].labels(*self._rank_labels, *label)
         return getattr(child, TAKES[self._kinds[name]])  # type: ignore[no-any-return]
 
 
 class SampledRegistry(CollectorRegistry):
-    """Samples on a scrape, then collects.
+    """A registry that calls samplers before it collects.
 
     Args:
-        record: Gets the readings.
-        count: Has the metrics say what was recorded.
+        record: Called with each record of a sampler.
+        count: Updates the metrics with all buffered records.
     """
 
     def __init__(self, record: Callable[[object], None], count: Callable[[], None]) -> None:
@@ -126,12 +126,12 @@ class SampledRegistry(CollectorRegistry):
         self._count = count
 
     def collect(self) -> Iterable[Family]:
-        """Return everything."""
+        """Call the samplers, and return all metric families."""
         self._sample()
         return super().collect()
 
     def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
-        """Return what gives some of it."""
+        """Call the samplers, and return a registry of the named metrics (``name[]`` in a scrape)."""
         self._sample()
         return super().restricted_registry(names)
 
@@ -141,6 +141,6 @@ class SampledRegistry(CollectorRegistry):
             reading, error = result_of(sampler)
             if error is not None:  # a driver that fails costs its own metrics only
                 self.samplers.remove(sampler)
-                log.warning("a sampler of metrics is removed: %s: %s", type(error).__name__, error)
+                log.warning("a metrics sampler failed and was disabled: %s: %s", type(error).__name__, error)
             if reading is not None:
                 self._record(reading)

@@ -1,7 +1,7 @@
 """The training loop: epochs, steps, evaluation.
 
-Each stage of the loop is a function. A framework that owns its loop (Keras, Lightning,
-Transformers) calls the same functions at the same moments, through ``bridge.py``.
+Each stage of the loop is a function. A framework with its own loop (Keras, Lightning,
+Transformers) calls the same functions at the same points, through ``bridge.py``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 
 def train(run: Run) -> None:
-    """Train until the job is done; from where ``run.progress`` stands.
+    """Train from ``run.progress`` to the end of the job.
 
-    Every rank makes the same steps in the same order, because everything that decides (progress,
-    losses, metrics, what hooks answer) is equal on all of them.
+    Every rank performs the same steps in the same order, because all inputs of decisions (progress,
+    losses, metrics, actions of hooks) are equal on all ranks.
 
     Raises:
-        PreemptedError: A hook says that this process is to leave; everything is saved.
+        PreemptedError: The job was preempted; a checkpoint is saved.
     """
     begin(run)
     with ExitStack() as on_error:
@@ -45,7 +45,7 @@ def train(run: Run) -> None:
 
 
 def train_until_done(run: Run) -> ExitPreempted | None:
-    """Train epoch after epoch, and follow what hooks answer; return that this process is to leave."""
+    """Train all epochs, and perform the actions of hooks; return ``ExitPreempted`` on preemption."""
     while not run.is_done:
         match train_epoch(run):
             case ExitPreempted() as leave:
@@ -69,10 +69,10 @@ def train_epoch(run: Run) -> Action | None:
 
 
 def begin(run: Run) -> None:
-    """Note that training begins.
+    """Call the hooks of the start of training.
 
     Raises:
-        UserError: The job decides by a metric, and the task has no evaluation data.
+        UserError: The job uses an evaluation metric, and the task has no evaluation data.
     """
     if run.eval_reader is None and wanted_metrics(run):
         raise UserError(
@@ -83,7 +83,7 @@ def begin(run: Run) -> None:
 
 
 def rest_of_epoch(run: Run) -> list[PlannedStep]:
-    """Return the steps that are left in the current epoch, up to the job's limit."""
+    """Return the remaining steps of the current epoch, limited by ``train.max_steps``."""
     return plan_epoch(
         run.mesh.data,
         run.train_reader,
@@ -96,10 +96,10 @@ def rest_of_epoch(run: Run) -> list[PlannedStep]:
 
 
 def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Action | None:
-    """Note one optimizer step, tell hooks what is known by now, and return what they answer.
+    """Record an optimizer step, pass available results to hooks, and return their action.
 
     Raises:
-        NumericError: A step was not finite, and the job does not allow that.
+        NumericError: A loss or gradient was not finite, and the job does not skip such steps.
     """
     run.progress.advance(step.share.num_samples)
     run.pending_steps.add(StepReport(run.progress.step, run.progress.epochs_passed, step.share, lr, reading))
@@ -111,7 +111,7 @@ def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Acti
 def next_action(run: Run) -> Action | None:
     """Return the first pending action, once replicas are identical; None: continue.
 
-    Replicas that are evaluated, saved or resumed later must be those of all ranks.
+    Replicas must be identical on all ranks when they are evaluated, saved or resumed.
     """
     if not run.replica.replicas_identical:
         return None
@@ -134,16 +134,16 @@ def report_pending_steps_after_failure(run: Run) -> None:
 
 
 def preempted_error(leave: ExitPreempted) -> PreemptedError:
-    """Return what ends this process with its exit code."""
+    """Return the error that ends this process with exit code 75."""
     return PreemptedError(f"asked to leave after step {leave.step}")
 
 
 def restore_checkpoint(run: Run, step: int, why: str) -> None:
-    """Resume from the checkpoint of a step.
+    """Restore the checkpoint of a step, and continue from it.
 
     Raises:
         UserError: There are no checkpoints.
-        CheckpointError: There is none of this step, or it cannot be read.
+        CheckpointError: The step has no checkpoint, or it cannot be read.
     """
     if run.restore is None:
         raise UserError(f"training is to go back to step {step} ({why}), and has no checkpoints")
@@ -155,7 +155,7 @@ def restore_checkpoint(run: Run, step: int, why: str) -> None:
 
 
 def finish_epoch(run: Run) -> bool:
-    """Count an epoch, evaluate when that is due, and consider stopping; return whether it was due."""
+    """Complete an epoch: evaluate and apply early stopping, if due; return whether it was evaluated."""
     run.deliver_all()
     run.progress.finish_epoch()
     evaluated = is_evaluation_due(run)
@@ -166,13 +166,13 @@ def finish_epoch(run: Run) -> bool:
 
 
 def after_epoch(run: Run, *, evaluated: bool) -> Action | None:
-    """Call the hooks of the end of an epoch, which save it; return their answer."""
+    """Call the hooks of the end of an epoch, which save checkpoints; return their action."""
     run.pending_actions += filter(None, [hook.on_epoch(run, evaluated=evaluated) for hook in run.hooks])
     return next_action(run) if run.pending_actions else None
 
 
 def end(run: Run) -> None:
-    """Note the end of training: evaluate what will be kept."""
+    """End training: evaluate the final weights, if necessary, and call hooks."""
     run.deliver_all()
     if not run.progress.current_metrics and run.eval_reader is not None:
         take_metrics(run)
@@ -181,14 +181,14 @@ def end(run: Run) -> None:
 
 
 def is_evaluation_due(run: Run) -> bool:
-    """Whether the epoch that just ended is followed by an evaluation."""
+    """Whether an evaluation follows the epoch that was just completed."""
     if run.eval_reader is None:
         return False
     return run.is_done or run.progress.epoch % run.job.evaluation.every_epochs == 0
 
 
 def evaluates_next(run: Run) -> bool:
-    """Whether the epoch under way ends with an evaluation, if nothing stops it before."""
+    """Whether an evaluation follows the current epoch, unless training stops earlier."""
     if run.eval_reader is None:
         return False
     completed = run.progress.epoch + 1
@@ -198,8 +198,8 @@ def evaluates_next(run: Run) -> bool:
 def evaluate(run: Run) -> dict[str, float]:
     """Return each metric over all samples of the evaluation data: the same on every rank.
 
-    Each sample is read by exactly one rank, and what ranks add up are sums and counts, so no
-    padding and no unequal batch can bend the result.
+    Each sample is counted on exactly one rank, and ranks add sums and counts, so neither
+    padding nor unequal batches affect the result.
     """
     assert run.eval_reader is not None
     run.replica.sync_buffers()
@@ -213,8 +213,8 @@ def evaluate(run: Run) -> dict[str, float]:
     batches = run.eval_reader.read(0, np.arange(num_samples), (*mine, *spare))
     sums = run.replica.evaluate(zip(map(len, mine), batches, strict=False))
     if spare:
-        run.replica.evaluate(zip(map(len, spare), batches, strict=False))  # and is not counted
-    # In a pipeline one rank alone has the values of a batch.
+        run.replica.evaluate(zip(map(len, spare), batches, strict=False))  # not counted
+    # In a pipeline, only one rank has the metrics of a batch.
     return mean_over_ranks(run.world if run.mesh.axes.pipeline > 1 else ranks, sums)
 
 
@@ -222,7 +222,7 @@ def take_metrics(run: Run) -> None:
     """Evaluate the current weights.
 
     Raises:
-        UserError: The job names a metric that the evaluation does not give.
+        UserError: The evaluation does not return a metric that the job names.
     """
     for hook in run.hooks:
         hook.on_evaluation(run, begins=True)
@@ -240,7 +240,7 @@ def take_metrics(run: Run) -> None:
 
 
 def wanted_metrics(run: Run) -> dict[str, str]:
-    """Return the metrics that decide about something, by the field that names them."""
+    """Return the metrics used by early stopping and best checkpoints, by job field."""
     rule, best = run.job.evaluation.early_stopping, run.job.checkpoint.best
     return {
         **({"evaluation.early_stopping.metric": rule.metric} if rule else {}),

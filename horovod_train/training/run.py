@@ -1,4 +1,4 @@
-"""Everything one rank trains with."""
+"""State of one rank's training run."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Run:
-    """One rank's part of one run of a job.
+    """A run of a job, on one rank.
 
     Attributes:
-        hooks: Look at training from outside.
-        pending_steps: Steps whose results were not passed to hooks yet.
-        restore: Takes over the checkpoint of a step; None: this run has no checkpoints.
+        hooks: Called at defined points of training; may return actions.
+        pending_steps: Steps whose results have not been passed to hooks yet.
+        restore: Loads the checkpoint of a step; None: this run has no checkpoints.
         is_stopped: A hook has ended training.
-        is_open_ended: The number of epochs is not known, as in a user's own loop.
-        answers: What hooks have answered that the loop has not followed yet.
+        is_open_ended: The number of epochs is unknown, as in a user's own loop.
+        pending_actions: Actions of hooks that the loop has not performed yet.
     """
 
     job: Job
@@ -64,7 +64,7 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to train."""
+        """Whether training is complete or stopped."""
         return (
             self.is_stopped
             or self.progress.epoch >= self.job.train.epochs
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def wants_norm(self) -> bool:
-        """Whether the next step is to compute the gradient norm for its metric."""
+        """Whether the next step computes the gradient norm for the metric."""
         return self.job.metrics.enabled and self.progress.step % self.job.metrics.grad_norm_every_steps == 0
 
     @property
@@ -89,10 +89,10 @@ class Run:
         return self.progress.cursor >= len(self.train_reader)
 
     def deliver(self, reports: Iterable[StepReport]) -> None:
-        """Tell hooks what steps did, in their order.
+        """Check the results of steps, and pass them to hooks, in step order.
 
         Raises:
-            NumericError: A step was not finite, and the job does not allow that.
+            NumericError: A loss or gradient was not finite, and the job does not skip such steps.
         """
         for report in reports:
             outcome = report.outcome
@@ -102,11 +102,11 @@ class Run:
             self.pending_actions += filter(None, [hook.on_reading(self, report) for hook in self.hooks])
 
     def deliver_all(self) -> None:
-        """Tell hooks what all steps did that were made; waits until it is known."""
+        """Wait for the results of all steps, and pass them to hooks."""
         self.deliver(self.pending_steps.all())
 
     def planned_steps(self) -> int:
-        """Return the step at which the job will end, if nothing stops it early; 0: not known."""
+        """Return the step at which the job ends without early stopping; 0: unknown."""
         if self.is_open_ended:
             return 0
         progress, train = self.progress, self.job.train

@@ -96,11 +96,11 @@ def test_the_slow_rank_is_named_and_numbers_are_those_of_the_ranks(served, chrom
     with tab(chromium) as shown:
         shown.page.goto(address)
         shown.page.wait_for_selector("#chart-heat[data-drawn='4']", timeout=SHOWN_MS)
-        until(lambda: "Rank 2 needs" in shown.text("#findings"))
+        until(lambda: "Rank 2: own time" in shown.text("#findings"))
         said = shown.text("#findings")
-        assert "45 ms of its own" in said
-        assert "the others 20 ms; 12.5 ms of the difference is in" in said
-        assert "is in data" in said or "is in forward" in said
+        assert "own time 45 ms per step" in said
+        assert "median of the others 20 ms; 12.5 ms of the excess in phase" in said
+        assert "in phase data" in said or "in phase forward" in said
         assert "Rank 0" not in said
         ranks.stop()
         until(lambda: shown.rows()[0]["Steps"] == f"{ranks.num_steps:,}")
@@ -121,7 +121,7 @@ def test_a_rank_that_dies_appears_as_dead(served, chromium):
         ranks.exporters[1].close()
 
         until(lambda: shown.rows()[1]["State"] == "dead")
-        assert "Rank 1 does not answer." in shown.text("#findings")
+        assert "Rank 1 cannot be scraped, or is lost." in shown.text("#findings")
         assert [row["State"] for row in shown.rows()] == ["trains", "dead", "trains", "trains"]
 
 

@@ -1,7 +1,7 @@
-"""One start of a job's ranks, from reaching the hosts to the outcome.
+"""One attempt: a single start of a job's ranks, from ssh connections to the outcome.
 
-reach hosts -> compare them -> choose interfaces -> lay out files -> start the command -> follow
--> clear up -> outcome
+connect to hosts -> compare them -> choose interfaces -> copy files -> start the command -> read output
+-> clean up -> outcome
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ DuringAttempt = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 
 class RankLauncher(Protocol):
-    """A launcher whose command runs here."""
+    """A launcher whose command runs on this machine, as a child process."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Return what would start the ranks."""
+        """Return the plan (command, files, environment) that starts the ranks."""
         ...
 
     def shell(self, request: LaunchRequest, host: Host) -> list[str]:
-        """Return what runs a command, its last argument, on a host."""
+        """Return the argv prefix that runs a command on a host."""
         ...
 
 
@@ -61,21 +61,21 @@ def run_attempt(
     followers: Sequence[Follower] = (),
     record: Callable[[Event], None] = lambda _: None,
 ) -> None:
-    """Start the ranks and stay with them to their end.
+    """Start the ranks, supervise them, and return after they have exited.
 
     Args:
-        launcher: Whose command it is.
-        request: What to start.
-        plan: How.
+        launcher: Launcher that made the plan.
+        request: Job, run and hosts.
+        plan: Command and files that start the ranks.
         console: Where to show it.
         state: Where to note how it stands.
         during_attempt: Context that is entered while the ranks run.
-        pending_signals: Signals that arrived before.
-        followers: Who wants to see the output besides those who always do.
-        record: Told what happens to the ranks as a whole.
+        pending_signals: Signals received before handlers were installed.
+        followers: Additional consumers of the output.
+        record: Called with events of the attempt (``Attempt``, ``HostsLost``).
 
     Raises:
-        HorovodTrainError: Anything but a good end, explained.
+        HorovodTrainError: The ranks failed, were preempted or were stopped.
     """
     launch = request.job.launch
     secrets = read_secrets(launch.secrets, os.environ)
@@ -113,21 +113,21 @@ def run_attempt(
 
 
 def attempt_of(request: LaunchRequest) -> Attempt:
-    """Return the event that ranks are started."""
+    """Return the ``Attempt`` event of a request."""
     hosts = tuple(host.name for host in request.hosts if not host.is_local)
     num_wanted = request.num_wanted or request.num_ranks
     return Attempt(number=request.attempt, num_ranks=request.num_ranks, num_wanted=num_wanted, hosts=hosts)
 
 
 class AttemptOutput:
-    """Everybody who follows the output of one attempt, and what they note of it.
+    """All consumers of the output of one attempt, and its state messages.
 
     Args:
-        request: What was started.
+        request: The attempt's request.
         console: Where to show it.
         state: Where to note how it stands.
         mask: Hides secrets.
-        others: Further followers.
+        others: Additional consumers of the output.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class AttemptOutput:
         )
 
     def note(self, text: str) -> None:
-        """Note that the ranks run, and what is odd about them; nothing: nothing is."""
+        """Write the state ``running`` (or ``leaving``), with a warning; an empty text clears the warning."""
         is_leaving = self._state.state == "leaving"
         what = LEAVING if is_leaving else f"{self._num_ranks} rank(s)"
         self._state.write(

@@ -1,4 +1,4 @@
-"""Which hosts an elastic job can use now: those that are listed, let us in, and did not just fail."""
+"""Hosts that an elastic job can use: listed, reachable over ssh, and not in cooldown after a failure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Membership:
 
     Args:
         request: The job.
-        elastic: Its wishes.
+        elastic: Settings of ``launch.elastic``.
         report: Prints a line and writes it to the log.
     """
 
@@ -41,13 +41,13 @@ class Membership:
         self._report = report
         self._not_before_s: dict[str, float] = {}
         self._losses: dict[str, int] = {}
-        # ssh is called before the first plan is carried out.
+        # Hosts are probed before the first plan writes its files.
         request.ssh_config.write_text(ssh_config(self._launch.ssh), encoding="utf-8")
 
     def mark_lost(self, names: Collection[str]) -> None:
-        """Leave hosts alone for a while, longer each time: one may answer and always fail."""
+        """Exclude hosts for a cooldown that doubles with each loss: a reachable host may fail every time."""
         if not self._launch.hosts and self._elastic.discover is None:
-            return  # there is this machine alone
+            return  # the job uses only this machine
         for name in names:
             losses = self._losses[name] = min(self._losses.get(name, 0) + 1, MAX_DOUBLINGS)
             pause_s = self._elastic.cooldown_s * 2 ** (losses - 1)
@@ -55,20 +55,20 @@ class Membership:
             self._report(f"elastic: {name} is left alone for {pause_s:g} s")
 
     def forget_losses(self) -> None:
-        """Record progress of the ranks: earlier failures no longer count against their hosts."""
+        """Reset the loss counts of all hosts, which determine their cooldown, after progress."""
         self._losses.clear()
 
     def wait(self, note: Report) -> list[str]:
-        """Return the hosts to start on, as ``host:slots``, when there are enough.
+        """Block until enough hosts are available, and return them as ``host:slots``.
 
-        All that are listed and not left alone; or, a while later, as many of them as answer. Empty: the
-        job names no hosts, and runs here.
+        Waits for all listed hosts outside their cooldown; after ``cooldown_s``, hosts for ``min_ranks`` are
+        enough. Returns an empty list if the job lists no hosts, and runs on this machine.
 
         Args:
-            note: Told what is waited for, whenever that changes.
+            note: Called with the reason for waiting, when the reason changes.
 
         Raises:
-            LaunchError: There are too few for too long.
+            LaunchError: Too few hosts are available after ``wait_s``.
         """
         if not self._launch.hosts and self._elastic.discover is None:
             return []
@@ -93,15 +93,15 @@ class Membership:
             sleep(min(self._elastic.poll_s, max(POLL_S, self._elastic.wait_s - waited_s)))
 
     def _wanted(self) -> tuple[list[str], str]:
-        """Return the hosts to start on if they answer, and what is wrong with the list."""
+        """Return the hosts to probe, and the error of the discovery command, if any."""
         everybody, why = self._everybody()
         rested = self._rested(everybody)
-        # Better a host that has just failed than too few.
+        # If the other hosts are too few, use those in cooldown, too.
         is_enough = sum(map(slots_of, rested)) >= self._elastic.min_ranks
         return (rested if is_enough else everybody), (f"; {why}" if why else "")
 
     def _everybody(self) -> tuple[list[str], str]:
-        """Return the hosts that are listed, or why that is not known."""
+        """Return the listed hosts, or no hosts and the error of the discovery command."""
         if self._elastic.discover is None:
             return list(self._launch.hosts), ""
         try:
@@ -138,15 +138,15 @@ class Membership:
                 self._report(f"elastic: {why or 'hosts are listed again'}")
                 last_reason = why
             if why:
-                continue  # nothing is known, so nothing has changed
+                continue  # discovery failed: keep the current hosts
             gone = used - set(map(name_of, listed))
-            # Twice the same: a list may be looked at while it is written.
+            # Act only if missing in two polls: the list may be read while it is being written.
             if gone & gone_before:
                 self._report(f"elastic: {', '.join(sorted(gone))} is to go; saving")
                 leave()
                 return
             gone_before = gone
-            # Not at once: each start costs time.
+            # Scale up only after the cooldown: each restart costs time.
             if is_full or monotonic() - started_s < self._elastic.cooldown_s:
                 continue
             others = [entry for entry in self._rested(listed) if name_of(entry) not in used]
@@ -158,10 +158,10 @@ class Membership:
 
 
 def discover(command: str, ranks_per_host: int) -> list[str]:
-    """Return the hosts that a command prints, each once, as ``host:slots``.
+    """Return the hosts that a command prints, without duplicates, as ``host:slots``.
 
     Raises:
-        LaunchError: It fails, or prints something else.
+        LaunchError: The command fails, or its output is not a list of hosts.
     """
     try:
         done = subprocess.run(
@@ -182,10 +182,10 @@ def discover(command: str, ranks_per_host: int) -> list[str]:
 
 
 def answering(entries: Sequence[str], ssh: Sequence[str], over: Event) -> list[str]:
-    """Return the hosts that let us in, asked all at once.
+    """Return the hosts that accept ssh connections, probed in parallel.
 
-    A host that is listed may be cut off, or not yet or no longer there: the MPI operator, for one,
-    lists pods that run, whether they can be reached or not.
+    A listed host may be unreachable, not yet started, or already deleted: for example, the MPI operator
+    lists running pods, reachable or not.
     """
     own = own_names()
     probes = {

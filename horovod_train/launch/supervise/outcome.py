@@ -1,4 +1,4 @@
-"""How a run ended, and the one error that explains anything but a good end."""
+"""The outcome of a run: success, or one error with the cause."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from horovod_train.system.signals import PATIENT_SIGNALS, exit_code_of
 
 NUM_LAST_LINES = 20
 
-# What mpirun, and horovodrun with Gloo, say of a rank that was killed.
+# Messages of mpirun, and of horovodrun with Gloo, about a killed rank.
 _MPIRUN_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)")
 _GLOO_KILLED = re.compile(r"Process name: (\d+)\s+Exit code: -?(\d+)")
 
@@ -44,9 +44,9 @@ class Ended:
 
     Attributes:
         code: Its exit code.
-        stopped_by: The signal that this process got; None: it ended by itself.
-        lost: The host that stopped answering, and why that is thought; None: none did.
-        frozen: Ranks that were given up because they showed no sign of life.
+        stopped_by: Signal that the launcher received; None if the command exited by itself.
+        lost: Host that does not respond, and the evidence; None if all respond.
+        frozen: Ranks without heartbeat for ``health.stall_shutdown_s``.
     """
 
     code: int
@@ -56,12 +56,12 @@ class Ended:
 
 
 class Outcome:
-    """Collects from a run's output what its end has to be explained with.
+    """Collects the events and launcher messages that determine a run's outcome.
 
     Args:
-        stalls: Knows which ranks are missing from a collective.
+        stalls: Tracks ranks that are missing from a collective.
         log_name: Name of the run's log, for error messages.
-        grace_s: Time that ranks get to save, in seconds.
+        grace_s: Grace period for saving, in seconds.
         attempt: How often ranks of this run were started before.
         is_script: The job is a script, which handles signals itself.
     """
@@ -84,7 +84,7 @@ class Outcome:
         self._last_words: deque[str] = deque(maxlen=NUM_LAST_LINES)
 
     def handle(self, line: Line) -> None:
-        """Note what a line says about the end."""
+        """Process one line of output."""
         match line.event:
             case None:
                 if line.is_launchers and line.text.strip() and not CHATTER.search(line.text):
@@ -101,7 +101,7 @@ class Outcome:
                 self._is_done = True
 
     def _parse_launcher_line(self, text: str) -> None:
-        # Launchers speak at length of what ranks have already said; kept for when they have not.
+        # Launchers repeat the errors of ranks at length; used only if no rank has reported one.
         self._last_words.append(text)
         self._killed = self._killed or killed_rank("\n".join(self._last_words))
 
@@ -109,11 +109,11 @@ class Outcome:
         """Do nothing."""
 
     def check(self, ended: Ended) -> None:
-        """Return when the job is done; raise the one error that explains anything else.
+        """Return if the job succeeded; otherwise, raise one error with the cause.
 
         Raises:
-            PreemptedError: The ranks were preempted, and have saved.
-            LaunchError: The ranks did not end well. Its exit code is that of the cause.
+            PreemptedError: The ranks were preempted, and have saved a checkpoint.
+            LaunchError: The ranks failed; the exit code is that of the cause.
         """
         if self._preempted is not None:
             preempted = PreemptedError(
@@ -122,7 +122,7 @@ class Outcome:
             )
             preempted.stopped_by = ended.stopped_by
             raise preempted
-        # A script may end with os._exit(0), and says no more then.
+        # A script that ends with os._exit(0) sends no ``ScriptDone``.
         is_done = self._is_done or (self._is_script and not self._consequences)
         if ended.code == 0 and is_done and not self._causes:
             return
@@ -214,7 +214,7 @@ class Outcome:
             )
         last = "\n".join(f"    {line}" for line in self._last_words)
         was_killed = "a rank was killed, or the machine ran out of memory"
-        # A launcher that starts no ranks says why in its own words: nothing points to a rank then.
+        # If no rank has started, the launcher's messages contain the reason.
         no_ranks = "no rank had begun to train; `horovod-train doctor` checks the launcher and the hosts"
         return self._lost(
             f"the launcher ended with code {code} and no rank said why{noticed}"
@@ -224,7 +224,7 @@ class Outcome:
 
     @property
     def _is_the_network(self) -> bool:
-        """NCCL says the same of a rank that has left and of a link that has failed."""
+        """Whether all failures are NCCL errors, which are the same for an exited rank and a failed link."""
         return all(failure.cause == NcclError.cause for _, failure in self._consequences)
 
     def _explain_causes(self) -> LaunchError:
@@ -249,7 +249,7 @@ class Outcome:
 
 
 def stopped_early(number: int, attempt: int) -> HorovodTrainError:
-    """Return the error of a run that a signal has ended before its ranks trained.
+    """Return the error of a run that was stopped by a signal before training began.
 
     Args:
         number: The signal.
@@ -262,7 +262,7 @@ def stopped_early(number: int, attempt: int) -> HorovodTrainError:
 
 
 def stopped_between(number: int) -> PreemptedError:
-    """Return the error of an elastic run that a signal has ended while no ranks were there."""
+    """Return the error of an elastic run that was stopped between two attempts."""
     error = PreemptedError(
         "asked to leave while no ranks were running",
         hint="run the same job again: it resumes from its newest checkpoint, if there is one",
@@ -272,7 +272,7 @@ def stopped_between(number: int) -> PreemptedError:
 
 
 def killed_rank(text: str) -> str:
-    """Return which rank was killed, from a launcher's own words; empty when they do not say.
+    """Return which rank was killed, from messages of the launcher; empty if they name none.
 
     >>> killed_rank("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
     'rank 1 on n4 was killed by signal 9'

@@ -129,7 +129,7 @@ export function drawRanks(ranks) {
   const largest = Math.max(0.1, ...waited.map((value) => value ?? 0));
   const idle = [{
     type: "bar", x: most.map((rank) => `${rank}`), y: most.map((rank) => waited[rank]),
-    marker: { color: colour("accent") }, hovertemplate: "rank %{x}: %{y:.3g} ranks stand idle<extra></extra>",
+    marker: { color: colour("accent") }, hovertemplate: "rank %{x}: %{y:.3g} ranks wait<extra></extra>",
   }];
   return Promise.all([
     draw("chart-phases", bars, {
@@ -137,6 +137,6 @@ export function drawRanks(ranks) {
       yaxis: { title: { text: "ms a step" } },
     }, "Time of the phases of a step, by rank; the table of ranks has the numbers"),
     draw("chart-waited", idle, { xaxis: axis, yaxis: { title: { text: "ranks" }, range: [0, 1.05 * largest] } },
-      "Ranks that stand idle because of a rank; the table of ranks has the numbers"),
+      "Ranks that wait for a rank; the table of ranks has the numbers"),
   ]);
 }

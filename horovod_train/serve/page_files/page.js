@@ -1,4 +1,4 @@
-// One page: asks the server again and again, and shows what it says. Nothing is loaded from elsewhere.
+// The page: polls the server, and shows the result. No external assets are loaded.
 
 import { drawHeat, drawProgress, drawRanks } from "/charts.js";
 
@@ -13,7 +13,7 @@ history.replaceState(null, "", location.pathname + location.hash); // the token 
 
 async function ask(path) {
   const answer = await fetch(path, { headers: { Accept: "application/json" } });
-  if (!answer.ok) throw new Error(answer.status === 401 ? "the token is not valid any more" : `answer ${answer.status}`);
+  if (!answer.ok) throw new Error(answer.status === 401 ? "the token is no longer valid" : `HTTP ${answer.status}`);
   return answer;
 }
 
@@ -45,7 +45,7 @@ function showJobs(jobs) {
   const list = at("jobs");
   const wanted = decodeURIComponent(location.hash.slice(1));
   const has = (key) => jobs.some((job) => job.key === key);
-  shown = has(wanted) ? wanted : has(shown) ? shown : jobs[0]?.key ?? null; // stays, though others begin
+  shown = has(wanted) ? wanted : has(shown) ? shown : jobs[0]?.key ?? null; // keep the selection when new runs appear
   const rows = jobs.map((job) => {
     const item = document.createElement("li");
     const link = document.createElement("a");
@@ -66,7 +66,7 @@ function showJobs(jobs) {
   if (jobs.length === 0) at("run").hidden = true;
 }
 
-// A job that trains tells of its steps twice a second; an evaluation may take longer.
+// A training job reports progress twice a second; an evaluation may take longer than this.
 const LATE_S = 30;
 const isLate = (run) => !run.has_ended && run.last_step_unix_s !== null && run.now_unix_s - run.last_step_unix_s > LATE_S;
 const lossTitle = (run) => (run.loss_is_local ? "Loss of rank 0" : "Loss");
@@ -78,13 +78,13 @@ function tiles(run) {
     Step: run.num_steps ? `${number(run.step)} of ${number(run.num_steps)}` : number(run.step),
     ...(run.epochs_begun === null ? {} : { Epoch: run.num_epochs ? `${number(run.epochs_begun)} of ${number(run.num_epochs)}` : number(run.epochs_begun) }),
     [lossTitle(run)]: run.loss_is_finite ? number(run.loss, 5) : "not finite",
-    "Samples a second": isLate(run) ? `no step for ${duration(run.now_unix_s - run.last_step_unix_s)}` : number(run.samples_per_s),
+    "Samples/s": isLate(run) ? `no step for ${duration(run.now_unix_s - run.last_step_unix_s)}` : number(run.samples_per_s),
     "Learning rate": number(run.lr),
     Ranks: run.world_size_wanted && run.world_size_wanted !== run.world_size_present
       ? `${number(run.world_size_present)} of ${number(run.world_size_wanted)}` : number(run.world_size_present),
-    "Time left": run.has_ended || isLate(run) ? "–" : duration(left),
+    ETA: run.has_ended || isLate(run) ? "–" : duration(left),
     "Last checkpoint": run.checkpoint_error ? "could not be written" : run.checkpoint_unix_s ? `${duration(run.now_unix_s - run.checkpoint_unix_s)} ago` : "–",
-    "Started again": number(Math.max(0, run.num_attempts - 1)),
+    Restarts: number(Math.max(0, run.num_attempts - 1)),
     ...Object.fromEntries(Object.entries(run.metrics).map(([name, value]) => [`Evaluation: ${name}`, number(value)])),
   };
   const list = at("numbers");
@@ -101,33 +101,33 @@ function tiles(run) {
   names.forEach((name, place) => put(list.children[place].lastChild, entries[name]));
 }
 
-// Why no rank is named.
+// The reason why no straggler is reported.
 function nobody(run) {
   const { rank, own_s: own, step_s: steps, window_s: seconds } = run.ranks;
-  if (!steps?.some((value) => value !== null)) return "Not known: nothing was told of it yet.";
-  if (rank.length === 1) return "One rank: there is nobody to compare it with.";
-  if (!own?.some((value) => value !== null)) return "Not known: where this trains, waiting cannot be told apart from work.";
+  if (!steps?.some((value) => value !== null)) return "Unknown: no step times received yet.";
+  if (rank.length === 1) return "Not applicable: the job has one rank.";
+  if (!own?.some((value) => value !== null)) return "Unknown: this framework or device does not separate all-reduce wait from computation.";
   if (seconds < run.min_window_s) {
-    return run.has_ended ? `Not known: ${number(seconds, 2)} s of training were too short to tell; ${run.min_window_s} s are needed.`
-      : `Not known before ${run.min_window_s} s of training.`;
+    return run.has_ended ? `Unknown: trained for ${number(seconds, 2)} s; at least ${run.min_window_s} s are needed.`
+      : `Unknown before ${run.min_window_s} s of training.`;
   }
-  return `No rank: in the last ${number(seconds, 2)} s all own times lay within 20 % of their median.`;
+  return `No straggler: in the last ${number(seconds, 2)} s, no own time was more than 20 % above the median.`;
 }
 
 function findings(run) {
   const found = run.findings.map((each) => {
-    const where = each.phase ? `; ${milliseconds(each.excess_s)} of the difference is in ${each.phase}` : "";
-    const idle = each.waited_for ? ` ${number(each.waited_for, 2)} ranks stand idle because of it.` : "";
-    return `Rank ${each.rank} needs ${milliseconds(each.own_s)} of its own for a step, the others ${milliseconds(each.others_s)}${where}.${idle}`;
+    const where = each.phase ? `; ${milliseconds(each.excess_s)} of the excess in phase ${each.phase}` : "";
+    const idle = each.waited_for ? ` On average, ${number(each.waited_for, 2)} ranks wait for it.` : "";
+    return `Rank ${each.rank}: own time ${milliseconds(each.own_s)} per step, median of the others ${milliseconds(each.others_s)}${where}.${idle}`;
   });
   const away = run.stays_away;
   if (away && !run.has_ended) {
-    const who = away.ranks.length ? `${away.ranks.length > 1 ? "Ranks" : "Rank"} ${away.ranks.slice(0, 20).join(", ")} ${away.ranks.length > 1 ? "have" : "has"} not come to it.`
-      : "All have come to one, though not to the same.";
+    const who = away.ranks.length ? `${away.ranks.length > 1 ? "Ranks" : "Rank"} ${away.ranks.slice(0, 20).join(", ")} ${away.ranks.length > 1 ? "have" : "has"} not entered it.`
+      : "All ranks wait, in different collectives.";
     found.unshift(`Ranks have been waiting in a collective for ${duration(away.seconds)}. ${who}`);
   }
   const dead = run.ranks.state.flatMap((state, rank) => (state === "dead" && !run.has_ended ? [rank] : []));
-  if (dead.length) found.unshift(`${dead.length > 1 ? "Ranks" : "Rank"} ${dead.slice(0, 20).join(", ")} ${dead.length > 1 ? "do" : "does"} not answer.`);
+  if (dead.length) found.unshift(`${dead.length > 1 ? "Ranks" : "Rank"} ${dead.slice(0, 20).join(", ")} cannot be scraped, or ${dead.length > 1 ? "are" : "is"} lost.`);
   const texts = found.length ? found.slice(0, 8) : [nobody(run)];
   const list = at("findings");
   if ([...list.children].map((item) => item.textContent).join("\n") === texts.join("\n")) return;
@@ -140,8 +140,8 @@ function findings(run) {
 
 const COLUMNS = [
   ["Rank", "rank", number], ["Host", "host", (text) => text || "–"], ["State", "state", (text) => text || "–"],
-  ["Own time", "own_s", milliseconds], ["Step", "step_s", milliseconds], ["Waits", "waiting", percent],
-  ["Idle because of it", "waited_for", (value) => number(value, 3)], ["Samples/s", "samples_per_s", number],
+  ["Own time", "own_s", milliseconds], ["Step time", "step_s", milliseconds], ["Waiting", "waiting", percent],
+  ["Ranks waiting for it", "waited_for", (value) => number(value, 3)], ["Samples/s", "samples_per_s", number],
   ["Steps", "now_steps", number], ["Loss", "now_loss", (value) => number(value, 5)],
   ["Memory", "now_resident_memory_bytes", mebibytes], ["Device memory", "now_device_memory_allocated_bytes", mebibytes],
   ["GPU", "now_gpu_utilization_ratio", percent], ["Power", "now_gpu_power_watts", (value) => `${number(value, 3)} W`],
@@ -183,15 +183,15 @@ function rankTable(ranks) {
 }
 
 const EVENT_TEXT = {
-  attempt: (event) => `ranks start: ${event.num_ranks}${event.hosts.length ? ` on ${event.hosts.join(", ")}` : ""}`,
+  attempt: (event) => `attempt ${event.number}: ${event.num_ranks} ranks${event.hosts.length ? ` on ${event.hosts.join(", ")}` : ""}`,
   checkpoint: (event) => (event.error ? `checkpoint failed: ${event.error}` : `checkpoint ${event.path.split("/").pop()}`),
   evaluation: (event) => `evaluation after epoch ${event.epoch}: ${Object.entries(event.metrics).map(([name, value]) => `${name} ${number(value)}`).join(", ")}`,
-  failure: (event) => `rank ${event.rank} on ${event.host} ${event.is_cause ? "failed" : "noticed"}: ${event.message.split("\n")[0]}`,
+  failure: (event) => `rank ${event.rank} on ${event.host} ${event.is_cause ? "failed" : "failed as a consequence"}: ${event.message.split("\n")[0]}`,
   hosts_lost: (event) => `lost: ${event.hosts.join(", ")}`,
   notice: (event) => event.text,
-  opened: (event) => `${event.job} begins`,
+  opened: (event) => `run of ${event.job} started`,
   script_done: (event) => `the script has ended: ${number(event.steps)} steps in ${duration(event.seconds)}`,
-  preempted: (event) => `rank ${event.rank} was asked to leave; saved after step ${event.step}`,
+  preempted: (event) => `rank ${event.rank} preempted; checkpoint at step ${event.step}`,
   resumed: (event) => `resumed from ${event.checkpoint}, step ${event.step}`,
   stalled: (event) => `ranks missing from ${event.collective} for ${duration(event.seconds)}: ${event.absent_ranks.join(", ")}`,
   started: (event) => `training begins on ${event.world_size} rank(s)`,
@@ -227,11 +227,11 @@ async function showRun(run) {
   findings(run);
   rankTable(run.ranks);
   eventList(run.events);
-  at("run").hidden = false; // not before it has its size: nothing that is seen moves
+  at("run").hidden = false; // after filling it, so that the layout does not shift
   put(at("loss-caption"), lossTitle(run));
   put(at("heat-caption"), run.heat.is_own
-    ? "Own time of a step, by rank: without waiting for others"
-    : "Time of a step, by rank: this framework does not tell waiting apart");
+    ? "Own time per step, by rank: step time minus all-reduce wait"
+    : "Time of a step, by rank: this framework does not separate all-reduce wait");
   await drawHeat(run.heat);
   await Promise.all([drawProgress(run.points), drawRanks(run.ranks)]);
 }
@@ -240,7 +240,7 @@ async function showLog(key) {
   const text = await (await ask(`/api/log?key=${encodeURIComponent(key)}`)).text();
   const log = at("log");
   const isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
-  put(log, text || "no log here");
+  put(log, text || "no log on this host");
   if (isAtEnd) log.scrollTop = log.scrollHeight;
 }
 
@@ -258,16 +258,16 @@ async function look() {
     at("connection").className = "";
     document.body.classList.remove("stale");
   } catch (error) {
-    const gone = lastRun?.has_ended ? "the server of this page has ended; `horovod-train ui` shows the run again"
+    const gone = lastRun?.has_ended ? "the page server has exited; restart with `horovod-train serve`"
       : "the server of this page does not answer";
-    put(at("connection"), error instanceof TypeError ? gone : `nothing new: ${error.message}`);
+    put(at("connection"), error instanceof TypeError ? gone : `update failed: ${error.message}`);
     at("connection").className = "lost";
-    document.body.classList.add("stale"); // what is shown was so once
+    document.body.classList.add("stale"); // the content is outdated
   }
 }
 
 async function end(how, question) {
-  const key = shown; // what is shown may change while somebody thinks
+  const key = shown; // the selection may change while the dialog is open
   if (!confirm(`${key}: ${question}`)) return;
   const answer = await fetch("/api/end", {
     method: "POST",
@@ -275,7 +275,7 @@ async function end(how, question) {
     body: JSON.stringify({ key, how }),
   });
   const told = answer.headers.get("Content-Type")?.startsWith("application/json") ? (await answer.json()).message : await answer.text();
-  put(at("message"), told || "asked; it may take a moment");
+  put(at("message"), told || "request sent");
 }
 
 function setTheme(theme) {
@@ -287,11 +287,11 @@ const prefersDark = matchMedia("(prefers-color-scheme: dark)");
 setTheme(prefersDark.matches ? "dark" : "light");
 prefersDark.addEventListener("change", () => setTheme(prefersDark.matches ? "dark" : "light"));
 at("theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
-at("drain").addEventListener("click", () => end("drain", "save and leave?"));
-at("cancel").addEventListener("click", () => end("stop", "cancel? It may save first, for as long as its grace allows."));
+at("drain").addEventListener("click", () => end("drain", "drain: save a checkpoint and exit?"));
+at("cancel").addEventListener("click", () => end("stop", "cancel? Ranks may save a checkpoint within the grace period (launch.grace_s)."));
 addEventListener("hashchange", () => { round = 0; look(); });
 
-// One round after the other: a server that is slow is not asked twice at a time.
+// Polls sequentially: a slow server has at most one pending request.
 for (;;) {
   await look();
   await new Promise((resolve) => { setTimeout(resolve, document.hidden ? 5 * INTERVAL_MS : INTERVAL_MS); });

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class BeginsSteps(Protocol):
-    """A part of the step that has something to do before it."""
+    """A component that is called at the start of each step."""
 
     def begin(self, step: PlannedStep) -> None:
         """Begin a step; gradients are cleared."""
@@ -54,7 +54,7 @@ class BeginsSteps(Protocol):
 
 
 class FollowsUpdates(Protocol):
-    """A part of the step that has something to do after the update."""
+    """A component that is called after each update."""
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
         """Called after the update, or after a skipped step.
@@ -69,13 +69,13 @@ class TorchReplica(LocalModel):
     """The model and optimizer of one rank.
 
     Args:
-        model: On its device.
-        optimizer: Over the model's parameters.
+        model: The model, on its device.
+        optimizer: Optimizer of the model's parameters.
         strategy: Parallelism strategy, bound to model and optimizer.
         world: The data-parallel group: the ranks that read different samples.
         all_ranks: All ranks of the job; None: ``world``. They differ under tensor and pipeline parallelism.
         train: The job's ``train`` section.
-        task: Computes loss and metrics; None: the user's own loop does.
+        task: Computes loss and metrics; None: the user's own loop computes them.
         forward_model: The compiled model that the task calls; None: ``model``.
         flops: FLOP counter; None: FLOPs are not counted.
         health: With ``non_finite: skip``, gradients are checked before each update, and running statistics of
@@ -155,7 +155,7 @@ class TorchReplica(LocalModel):
     # -- one step
 
     def step(self, step: PlannedStep, lr: float, *, want_norm: bool) -> Outcome:
-        """Perform one optimizer step; a synchronous strategy on a CPU returns when all ranks did."""
+        """Perform one optimizer step; on a CPU, a synchronous strategy waits for all ranks."""
         with self.first_steps.checked(step) as same:
             clock = self.new_clock()
             self.begin(same)
@@ -204,14 +204,14 @@ class TorchReplica(LocalModel):
         self.strategy.backward(self.scaler.scale(weighted))
 
     def finish(self, clock: StepClock, lr: float, *, want_norm: bool = False) -> Outcome:
-        """Complete a step: wait for the gradients of other ranks, and update the weights.
+        """Complete a step: finish reducing the gradients, and update the weights.
 
         On a device, this returns before the device has finished: the result is read later.
 
         Args:
-            clock: Records the time of both.
+            clock: Clock of this step; records the all-reduce wait and the update.
             lr: Learning rate of this step; a parameter group's ``lr_scale`` multiplies it.
-            want_norm: Compute the gradient norm even if nothing is clipped.
+            want_norm: Compute the gradient norm even without clipping.
 
         Raises:
             PeerError: Another rank was lost.
@@ -241,7 +241,7 @@ class TorchReplica(LocalModel):
 
     @property
     def _update(self) -> Update:
-        """The update to use now: optimizer hooks, which may be added at any time, need the host's."""
+        """The current update: on the host if the optimizer has hooks, which may be added at any time."""
         return self._on_device if self.lag_steps and can_be_masked(self.optimizer) else self._on_host
 
     def outcome_of(
@@ -257,12 +257,12 @@ class TorchReplica(LocalModel):
         of_host = {"sent_bytes": float(strategy.sent_bytes), "flops": self._flops.of_step()}
         return deferred.outcome_of(numbers, of_host, clock, self.data_ranks)
 
-    # -- parts of steps that are not usual
+    # -- less frequent parts of a step
 
     def _begin_training(self) -> None:
         """Set training mode, and list the parameters that are not in the optimizer, to clear their gradients.
 
-        Not done in each step, because a walk over all modules takes a millisecond.
+        Not called in each step, because traversing all modules takes a millisecond.
         """
         self.forward_model.train()
         self.is_training = True
@@ -273,15 +273,15 @@ class TorchReplica(LocalModel):
         """Add the gradient of one micro-batch.
 
         The gradient of a step is that of the mean loss over its N samples. A micro-batch of m samples
-        with mean loss L adds L * m/N, whatever the sizes are: summed here, and by the all-reduce over ranks.
+        with mean loss L contributes L * m/N, for any sizes; contributions are summed here and over ranks.
 
         Args:
             loss: Mean loss over the micro-batch, shape [].
             share: Samples of the micro-batch divided by samples of the step over all ranks.
-            is_last: This rank's last micro-batch of the step: buckets are reduced as they fill.
+            is_last: This rank's last micro-batch of the step: buckets are reduced when complete.
 
         Raises:
-            UserError: The loss is not one number that depends on the trained parameters.
+            UserError: The loss is not a scalar that depends on the trained parameters.
         """
         self.strategy.set_requires_sync(is_last=is_last)
         self._add_gradient(loss, share)
@@ -293,11 +293,11 @@ class TorchReplica(LocalModel):
     # -- CUDA graphs
 
     def record_steps(self, recorder: Recorder, *, only_if_faster: bool) -> None:
-        """Use CUDA graphs from now on, for the parts of a step that can be captured (see ``graphs.py``).
+        """Use CUDA graphs for the parts of later steps that can be captured (see ``graphs.py``).
 
         Args:
             recorder: Captures the graphs.
-            only_if_faster: Measure both ways, and keep the faster one.
+            only_if_faster: Measure steps with and without graphs, and use the faster.
         """
         if self._update is not self._on_device:
             who = type(self.optimizer if self.lag_steps else self.strategy).__name__
@@ -326,7 +326,7 @@ class TorchReplica(LocalModel):
         return repr((settings, trained, self.strategy.layout_version, self._update is self._on_device))
 
     def _try_replay(self, graphs: StepGraphs, batch: object, share: float, clock: StepClock) -> bool:
-        """Run forward and backward of a micro-batch by a graph; return False if there is none."""
+        """Replay the graph of a micro-batch's forward and backward; return False if there is none."""
 
         def forward_and_backward(static: object) -> bool:
             with self.autocast():
@@ -346,7 +346,7 @@ class TorchReplica(LocalModel):
         return is_done
 
     def _replayed_update(self, loss: torch.Tensor, want_norm: bool) -> Packed | None:
-        """Update the weights by a graph; None: there is none."""
+        """Update the weights by replaying a graph; return None if there is none."""
         assert self._graphs is not None
         # A graph reads gradients at fixed addresses: other addresses need another graph.
         places = tuple(0 if p.grad is None else p.grad.data_ptr() for p in self._with_gradients())
@@ -366,7 +366,7 @@ class TorchReplica(LocalModel):
 
     @property
     def requires_equal_micro_batches(self) -> bool:
-        """True: each pass changes buffers and Python state, which have to be the same on all ranks."""
+        """True: each pass changes buffers and Python state, which must be identical on all ranks."""
         return True
 
     @property

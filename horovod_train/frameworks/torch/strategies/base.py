@@ -1,17 +1,17 @@
 """Parallelism strategies: how ranks compute one training step together.
 
-A strategy is a file here (or in another package, see ``registry.py``), with a class and its arguments, and
-one row of a table. It is used through four interfaces, each with defaults for data parallelism:
+A strategy is a file in this folder (or in another package, see ``registry.py``), with a class, and
+a row of a table. It implements four interfaces, each with defaults for data parallelism:
 
     GradientSync   gradients and loss of a step, over all ranks
     Updater        update of the weights, and what ranks exchange after it
     LocalState     this rank's part of weights and optimizer state, for checkpoints
     Schedule       order of the passes of a step, for pipelines
 
-``Capabilities`` states what the replica must know of it. The replica calls it in this order:
+``Capabilities`` declares its properties for the replica. The methods are called in this order:
 
     __init__     with the mesh of ranks, the job and ``strategy.args``; refuses unsupported jobs
-    wrap         before the optimizer is made: moves the model to its device, and shards or wraps it
+    wrap         before the optimizer is created: moves the model to its device, and shards or wraps it
     bind         with the model and its optimizer
     forward_module  returns the module that the task calls
     in each step
@@ -23,7 +23,7 @@ one row of a table. It is used through four interfaces, each with defaults for d
       norm, is_finite, gradients: called by the update (``step/update.py``), which clips the gradients
         or update, if ``owns_update``: replaces these three and the optimizer's step
       after_update       after the optimizer's step, or after a skipped step
-    close        detaches all hooks: the model outlives training under Lightning
+    close        detaches all hooks: Lightning uses the model after training
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Capabilities:
     """Properties of a strategy that the replica depends on.
 
     Attributes:
-        deferred_results: A step needs no number from the device. If False, the host waits for the device in
+        deferred_results: A step needs no device-to-host synchronization. If False, the host waits in
             each step.
         collective_passes: Forward or backward passes contain collectives: all ranks run equally many.
         sharded: A rank has only a part of the model or of the optimizer's state.
@@ -75,7 +75,7 @@ class Capabilities:
         owns_schedule: The strategy runs the passes of a step, and computes the metrics of a batch.
         meta_model: ``wrap`` accepts a model on the meta device, and loads its weights from a file.
         sums: The loss of a micro-batch may be a sum and a count; gradients are divided at the end.
-        unused_have_zeros: The gradient of a parameter that no rank uses is zero, and not None.
+        unused_have_zeros: The gradient of a parameter that no rank uses is zero instead of None.
         num_loss_copies: Number of ranks that compute the same loss, if ``owns_schedule``.
         rank_state_kind: Kind of the rank state; a checkpoint's rank state of another kind is dropped.
     """
@@ -102,10 +102,10 @@ class DevicePlacement:
     Attributes:
         device: The device of this rank.
         train: The job's ``train`` section.
-        task: Calls the model; None: the user's own loop does.
+        task: Calls the model; None: the user's own loop calls it.
         example: Returns a batch of two samples.
         weights: Weights to load into a model on the meta device; None: the model has its weights.
-        another: Returns another model of the task, for trial runs; None: a copy is used.
+        another: Returns a new model of the task, for trial runs; None: a copy is used.
     """
 
     device: torch.device
@@ -160,7 +160,7 @@ class GradientSync:
         """Prepare for a forward and backward pass.
 
         Args:
-            is_last: It is the last one of this step: gradients may be reduced as they are computed.
+            is_last: Last micro-batch of this step: gradients may be reduced as they are computed.
         """
 
     def backward(self, weighted_loss: torch.Tensor) -> None:
@@ -175,7 +175,7 @@ class GradientSync:
         """Refuse a backward pass within the task's loss.
 
         Raises:
-            UserError: The loss is computed now.
+            UserError: The task's loss is being computed.
         """
         if self.is_in_loss:
             raise UserError(
@@ -200,7 +200,7 @@ class GradientSync:
         raise NotImplementedError
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return tensors that together are the gradient; writing to them changes ``parameter.grad``."""
+        """Return tensors that together form the gradient and share memory with ``parameter.grad``."""
         raise NotImplementedError
 
     def divide_gradients(self, divisor: torch.Tensor) -> None:
@@ -304,19 +304,19 @@ class LocalState:
 
         Args:
             optimizer: The ``saved_optimizer``.
-            document: As its ``load_state_dict`` takes it.
+            document: Argument of its ``load_state_dict``.
         """
         optimizer.load_state_dict(document)
 
     def rank_state(self) -> Mapping[str, torch.Tensor]:
-        """Return the state that only this rank has (residuals, for example); it may still change."""
+        """Return the state that is specific to this rank, such as residuals; not a copy."""
         return {}
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
         """Load rank states.
 
         Args:
-            of_ranks: What ``rank_state`` returned on each rank, of as many ranks as there were then.
+            of_ranks: Result of ``rank_state`` of each rank of the run that saved, by rank.
         """
         if any(of_ranks):
             log.warning("the checkpoint's rank state is of another strategy or codec; it is dropped")
@@ -337,13 +337,13 @@ class Schedule:
 
 
 class Strategy(GradientSync, Updater, LocalState, Schedule):
-    """Data parallelism over whole replicas, and what its variants override.
+    """Data parallelism over whole replicas; the base class of all strategies.
 
     Attributes:
         capabilities: Properties that the replica depends on.
         sent_bytes: Bytes of gradients and weights that this rank passed to collectives in the last step.
-        sum_in_pass: Sums a tensor over the data-parallel ranks by PyTorch's collectives, if passes contain
-            some; None: Horovod's are used.
+        sum_in_pass: Sums a tensor over the data-parallel ranks with PyTorch's collectives, if passes contain
+            any; None: Horovod's collectives are used.
     """
 
     capabilities: Capabilities = Capabilities()
@@ -378,7 +378,7 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
         return module
 
     def defer_results(self) -> None:
-        """From now on, the host must not wait for the device in a step."""
+        """Require that later steps do not wait for the device on the host."""
         self._defers_results = True
 
     def numbers(self) -> Mapping[str, Number]:
@@ -416,7 +416,7 @@ def make_strategy(job: Job, mesh: Mesh) -> Strategy:
     """
     args = job.strategy.args
     if support := STRATEGY_SUPPORT.get(job.strategy.name):
-        args = support.arguments.model_validate(args).model_dump()  # the rules have validated them
+        args = support.arguments.model_validate(args).model_dump()  # already validated with the job
     strategy: Strategy = STRATEGIES.make(
         job.strategy.name,
         lambda factory: factory(mesh, job, **args),

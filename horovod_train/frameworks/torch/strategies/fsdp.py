@@ -1,7 +1,7 @@
-"""PyTorch's ``fully_shard`` (FSDP2): each rank holds a part of weights, gradients and optimizer state.
+"""PyTorch's ``fully_shard`` (FSDP2): each rank stores a shard of weights, gradients and optimizer state.
 
-A unit, such as a layer, is gathered when its forward or backward pass begins, and given back after. What
-stays between steps is an N-th; at the peak there are two units besides, one in use and one on its way.
+A unit, such as a layer, is all-gathered for its forward and backward pass, and resharded after it.
+Between steps, a rank stores 1/N; at the peak, also two gathered units: in use, and prefetched.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class Fsdp(TorchDistributed):
     """Shards a model unit by unit.
 
     Args:
-        mesh: Of the ranks.
+        mesh: The mesh of ranks.
         job: The job.
-        units: Name patterns of modules that are gathered as one; None: the model's layers.
+        units: Name patterns of modules, each of which is one unit; None: the model's layers.
         param_dtype: Data type of gathered weights; None: that of the parameters.
-        reduce_dtype: Type of gradients on their way; None: that of weights in use.
-        reshard_after_forward: Give a unit back after its forward pass, and gather it again for backward.
-        reduce_each: Reduce gradients of each micro-batch; otherwise they add up whole until the last.
-        prefetch_units: So many units are gathered ahead.
-        offload: Keep weights, gradients and optimizer state in the memory of the host.
-        shard_ranks: So many ranks next to each other share the model, and groups of them have copies; host:
-            those of a host; None: all.
+        reduce_dtype: Data type of gradients in reduce-scatter; None: that of gathered weights.
+        reshard_after_forward: Reshard a unit after its forward pass, and all-gather it again for backward.
+        reduce_each: Reduce gradients of each micro-batch; False: accumulate unsharded, reduce once.
+        prefetch_units: Number of units to prefetch.
+        offload: Keep weights, gradients and optimizer state in host memory.
+        shard_ranks: Size of a sharding group of consecutive ranks; groups are replicas (HSDP); host:
+            the ranks of a host; None: all ranks.
     """
 
     capabilities = Capabilities(collective_passes=True, sharded=True, whole_weights=False, meta_model=True)
@@ -100,12 +100,12 @@ class Fsdp(TorchDistributed):
         self._exchange = Exchange(self._data)
 
     def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
-        """Shard a model, rank 0's; unit by unit it leaves the memory of this process.
+        """Shard the model of rank 0, unit by unit, so that this process frees each unsharded unit.
 
-        Of one without memory, each rank reads its part of the weights.
+        For a model on the meta device, each rank reads its shard of the weights from the file.
 
         Raises:
-            UserError: It cannot be sharded so.
+            UserError: The model cannot be sharded with these arguments.
         """
         self._start_groups(placing.device)
         if self._offload and placing.device.type == "cpu":
@@ -120,7 +120,7 @@ class Fsdp(TorchDistributed):
             else modules_fitting(model, self._units, "strategy.args.units")
         )
         mesh = self._device_mesh(model, placing)
-        whole = self._unsharded_names(model, units.values())
+        whole = self._unsharded_parameters(model, units.values())
         offload = CPUOffloadPolicy() if self._offload else OffloadPolicy()
         try:
             for unit in units.values():
@@ -146,13 +146,13 @@ class Fsdp(TorchDistributed):
         self._set_up(model, sharded)
         return model
 
-    def _unsharded_names(
+    def _unsharded_parameters(
         self, model: torch.nn.Module, units: Iterable[torch.nn.Module]
     ) -> set[torch.nn.Parameter]:
-        """Return the parameters that are not sharded; say which, and why.
+        """Return the parameters that are not sharded; log them with the reason.
 
         Raises:
-            UserError: Others are used in a narrower type.
+            UserError: ``param_dtype`` is set, and would apply only to the sharded parameters.
         """
         whole = parameters_kept_whole(model, units)
         described = describe(model, whole)
@@ -166,7 +166,7 @@ class Fsdp(TorchDistributed):
         return set(whole)
 
     def _device_mesh(self, model: torch.nn.Module, placing: DevicePlacement) -> DeviceMesh:
-        """Return the ranks that share the model: along one axis, or with copies along another."""
+        """Return the device mesh for sharding: 1-D, or 2-D with replicas (HSDP)."""
         axes, names = self._sharding_axes()
         mesh = init_device_mesh(placing.device.type, axes, mesh_dim_names=names)
         for name in names:
@@ -174,7 +174,7 @@ class Fsdp(TorchDistributed):
         return mesh
 
     def _sharding_axes(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Return lengths and names of the axes of ranks that read different samples."""
+        """Return sizes and names of the device mesh's dimensions, over the data-parallel ranks."""
         num_ranks = self._data.size
         sharing = num_ranks_of(self._shard_ranks, num_ranks, allgather_json(self._data, self._data.host))
         if sharing == num_ranks:
@@ -190,14 +190,14 @@ class Fsdp(TorchDistributed):
         model.register_forward_pre_hook(lambda *_: self._begin_evaluation(), prepend=True)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                # Losses are weighted: gradients are summed, and not averaged.
+                # Losses are weighted by samples: gradients are summed, not averaged.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(enable=True)
         assert isinstance(model, FSDPModule)
-        # Else ranks that use different parameters would send different amounts, and be aborted.
+        # Otherwise, message sizes would differ between ranks that use different parameters.
         model.set_reduce_scatter_unused_params(reduce_scatter_unused_params=True)
         num = self._prefetch_units
-        for at, unit in enumerate(units) if num > 1 else ():  # one is PyTorch's own way
+        for at, unit in enumerate(units) if num > 1 else ():  # 1 is PyTorch's default
             unit.set_modules_to_forward_prefetch(list(units[at + 1 : at + 1 + num]))
             unit.set_modules_to_backward_prefetch(list(reversed(units[max(0, at - num) : at])))
 
@@ -213,7 +213,7 @@ class Fsdp(TorchDistributed):
         self._bytes_once = sum(p.numel() * p.element_size() for p in model.parameters())
 
     def local_tensors(self) -> Mapping[str, LocalTensor]:
-        """Return what this rank has of the whole model's weights and buffers."""
+        """Return this rank's shards of the model's weights and buffers."""
         self._reshard_all()
         return local_tensors_of_model(self._model)
 
@@ -223,7 +223,7 @@ class Fsdp(TorchDistributed):
         return optimized_parameters(self._model, self._optimizer)
 
     def _reshard_all(self) -> None:
-        """Give back what an evaluation has left gathered."""
+        """Reshard units that an evaluation has left unsharded."""
         assert isinstance(self._model, FSDPModule)
         self._model.reshard()
 
@@ -235,19 +235,19 @@ class Fsdp(TorchDistributed):
     # -- one step
 
     def begin(self, step: PlannedStep) -> None:
-        """A step begins: no parameter has a gradient yet."""
+        """Start a step: no parameter has a gradient yet."""
         self._used.clear()
 
     def set_requires_sync(self, *, is_last: bool) -> None:
-        """Begin a pass; reduce its gradients if it is the last of this step, or if each pass is reduced."""
+        """Prepare for a pass; reduce its gradients if it is the last of the step, or with ``reduce_each``."""
         assert isinstance(self._model, FSDPModule)
         self._paths.begin_pass("training")
         self._model.set_requires_gradient_sync(is_last or self._reduce_each)
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Sum the gradients of what is not sharded; return the loss of the whole step."""
+        """All-reduce the gradients of unsharded parameters; return the loss of the global batch."""
         self._paths.end_pass()
-        self.sent_bytes = 3 * self._bytes_once  # gathered twice, and reduced
+        self.sent_bytes = 3 * self._bytes_once  # two all-gathers and a reduce-scatter
         self._used.update(id(p) for p in self._plain if p.grad is not None)
         if self._plain:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._plain]
@@ -255,8 +255,8 @@ class Fsdp(TorchDistributed):
                 parameter.grad = total
         trained = [p for p in self._parameters() if p.requires_grad]
         is_used = [id(p) in self._used for p in trained]
-        # The loss, and for each parameter on how many ranks it has a gradient: PyTorch reduces zeros for the
-        # others.
+        # Sum the loss and, per parameter, the number of ranks with a gradient: PyTorch reduces zeros for the
+        # other ranks.
         loss, *num_using = self._sums_of_step(weighted_loss, is_used)
         for parameter, number in zip(trained, num_using, strict=True) if num_using else ():
             if number == 0:
@@ -264,7 +264,7 @@ class Fsdp(TorchDistributed):
         return loss
 
     def _sums_of_step(self, weighted_loss: torch.Tensor, is_used: Sequence[bool]) -> list[Any]:
-        """Return the loss of the step and, where this rank lacks a gradient, how many ranks have each."""
+        """Return the loss and, if this rank lacks gradients, the number of ranks that have each."""
         all_used = all(is_used)
         if all_used:
             flags = torch.ones(len(is_used), dtype=weighted_loss.dtype, device=weighted_loss.device)
@@ -280,20 +280,20 @@ class Fsdp(TorchDistributed):
         return [to_local(gradient) for gradient in super().gradients()]
 
     def norm(self) -> torch.Tensor:
-        """Return the L2 norm of the whole gradient: each part counts once."""
+        """Return the L2 norm of the whole gradient; each shard is counted once."""
         squares = squares_of(self._parameters(), lambda p: num_copies(p, self._ranks.size))
         dist.all_reduce(squares)
         return squares.sqrt()[0]
 
 
 def announce_collectives(module: FSDPModule, name: str, paths: PathAgreement, used: set[int]) -> None:
-    """Let a unit announce its forward and backward pass before it takes part in their collectives.
+    """Record a unit's forward and backward passes in the path comparison, before their collectives.
 
     Args:
         module: The unit.
-        name: Its name.
-        paths: Where it announces them.
-        used: Gets the ids of its parameters that have a gradient.
+        name: Name of the unit.
+        paths: Compares the order of passes between ranks.
+        used: Set to which ids of parameters with a gradient are added.
     """
     groups: Any = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001  (no public API)
     for group in groups:
@@ -314,7 +314,7 @@ def _announced(method: Callable[..., Any], event: str, paths: PathAgreement) -> 
 
 
 def _unchanged(method: Callable[..., Any], group: Any, name: str) -> Callable[..., Any]:
-    """Refuse a forward pass that changes gathered weights: they are freed, and not scattered."""
+    """Refuse a forward pass that changes gathered weights in place: resharding drops the change."""
     versions: dict[int, int] = {}
 
     def call(*args: Any, **more: Any) -> Any:
@@ -346,15 +346,15 @@ def _recording_used(method: Callable[..., Any], group: Any, used: set[int]) -> C
 
 
 def num_ranks_of(wanted: int | Literal["host"] | None, num_ranks: int, hosts: Sequence[str]) -> int:
-    """Return how many ranks next to each other share a model.
+    """Return the size of a sharding group of consecutive ranks.
 
     Args:
         wanted: As in ``strategy.args.shard_ranks``.
-        num_ranks: All that read different samples.
-        hosts: Of each of them.
+        num_ranks: Number of data-parallel ranks.
+        hosts: Host of each of these ranks.
 
     Raises:
-        UserError: Ranks cannot be grouped so.
+        UserError: Ranks cannot be divided into such groups.
 
     >>> num_ranks_of("host", 4, ["a", "a", "b", "b"])
     2

@@ -1,20 +1,20 @@
-"""Local SGD: each rank trains by itself, and every so many steps weights become their mean over ranks.
+"""Local SGD: ranks train independently; weights are averaged over ranks every ``every_steps`` steps.
 
     every_steps times: the gradient of this rank's own samples -> the optimizer's step
     then:              weights and the optimizer's state <- their mean over ranks
 
-What travels is the model and the optimizer's state once in ``every_steps`` steps, in place of the
-gradient in each; besides, one number per step, so that every rank sees the loss of the whole step and
-decides alike about one that is not finite. For networks that are slow relative to the model.
+The model and the optimizer's state are all-reduced once in ``every_steps`` steps, instead of the
+gradient in each step. The loss is all-reduced in each step, so that all ranks take the same
+decision if it is not finite. For networks that are slow relative to the model.
 
-A rank counts in the mean by the samples that it has trained since the last one. With
+A rank's weight in the mean is the number of samples it has trained on since the last mean. With
 ``every_steps: 1``, and an optimizer that is linear in the gradient (SGD, with momentum or weight
-decay), the mean is therefore the step of the joint batch. The last step of an epoch is always
-followed by a mean: what is evaluated, saved and compared is the same on all ranks.
+decay), the mean therefore equals the step of the global batch. The last step of an epoch is always
+followed by averaging, so that evaluation, checkpoints and comparisons use identical replicas.
 
-With ``outer`` the mean is a gradient of an outer optimizer (``outer.py``, DiLoCo), which lets ranks train by
-themselves for longer. With ``allreduce_steps`` the first steps sum gradients as usual, and ranks train by
-themselves after that (post-local SGD), when weights do not move far any more.
+With ``outer``, the averaged update is the gradient of an outer optimizer (``outer.py``, DiLoCo), which
+allows more steps between means. With ``allreduce_steps``, the first steps all-reduce gradients, and
+local steps follow (post-local SGD), when weights change more slowly.
 
 Sources: Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767; with the mean of
 momentum, too: Yu, Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum
@@ -49,15 +49,15 @@ from horovod_train.frameworks.torch.strategies.outer import Outer
 class LocalSgd(Strategy):
     """Averages weights and optimizer state over ranks, in place of gradients.
 
-    Clipping is of each rank's own gradient. A parameter that a rank did not use in a step has a
-    gradient of zeros there, so that optimizers of all ranks keep the same state.
+    Clipping applies to each rank's own gradient. A parameter that a rank did not use in a step has a
+    zero gradient there, so that optimizer states of all ranks have the same layout.
 
     Args:
-        mesh: Of the ranks.
-        job: Says how large pieces travel.
-        every_steps: So many steps are made between two means.
-        allreduce_steps: So many steps at the start sum gradients instead.
-        outer: Arguments of the outer optimizer; None: there is none.
+        mesh: The mesh of ranks.
+        job: The job; its bucket size limits messages.
+        every_steps: Number of steps between two averaging steps.
+        allreduce_steps: Number of initial steps that all-reduce gradients instead.
+        outer: Arguments of the outer optimizer; None: no outer optimizer.
     """
 
     capabilities = Capabilities(
@@ -90,7 +90,7 @@ class LocalSgd(Strategy):
         self._trains = OptimizedParameters(model, optimizer)
 
     def begin(self, step: PlannedStep) -> None:
-        """Note which samples this rank has, and from where it starts."""
+        """Record this rank's share of the step and, for the outer optimizer, the initial weights."""
         self._step = step
         if self._outer is not None and not self._sums_gradients:
             self._outer.record(self._trains.named())
@@ -100,7 +100,7 @@ class LocalSgd(Strategy):
         return self._num_made < self._allreduce_steps
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Make the gradient that of this rank's own samples, or of all; return the loss of all."""
+        """Rescale the gradient to this rank's samples, or all-reduce it; return the global loss."""
         for parameter in self._trained():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -122,11 +122,11 @@ class LocalSgd(Strategy):
         return [parameter.grad for parameter in self._trained() if parameter.grad is not None]
 
     def is_finite(self, norm: float) -> bool:
-        """Return whether all ranks' gradients are finite: a step is used by all ranks or by none."""
+        """Return whether the gradients of all ranks are finite; otherwise, all ranks skip the step."""
         return self._ranks.allreduce_sum([float(not math.isfinite(norm))])[0] == 0
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Take the mean over ranks when it is due."""
+        """Average over ranks, if an averaging step is due."""
         sums_gradients = self._sums_gradients
         self._num_made += bool(is_used)
         if sums_gradients:
@@ -148,16 +148,16 @@ class LocalSgd(Strategy):
 
     @torch.no_grad()
     def _average(self, weight: float) -> None:
-        """Replace weights and optimizer state by their mean over ranks.
+        """Replace weights and optimizer state by their weighted mean over ranks.
 
         Args:
-            weight: How much this rank counts; the sum over ranks is 1.
+            weight: Weight of this rank in the mean; weights of all ranks sum to 1.
         """
         named = self._trains.named()
         document = self._optimizer.state_dict()
         settings, state = pack_tree(document, lambda leaf: isinstance(leaf, torch.Tensor))
         self._check_alike(named, settings, state)
-        # What optimizers count (steps) is equal on all ranks, and stays a whole number.
+        # Scalar counters of optimizers (steps) stay exact if they are equal on all ranks.
         counts = [t for t in state.values() if not t.ndim and t.is_floating_point()]
         whole = [*named.items(), *((None, t) for t in state.values() if t.ndim)]
         numbers = [(name, t) for name, t in whole if t.is_floating_point() or t.is_complex()]
@@ -173,14 +173,14 @@ class LocalSgd(Strategy):
                 count.fill_(math.fsum(rank_weight * value for rank_weight, value in values))
 
     def rank_state(self) -> Mapping[str, torch.Tensor]:
-        """Return how many steps were made, and the outer momentum; all ranks have the same."""
+        """Return the number of steps and the outer momentum, on rank 0: equal on all ranks."""
         if self._ranks.rank or (self._outer is None and not self._allreduce_steps):
             return {}
         momenta = {} if self._outer is None else self._outer.momenta
         return {"steps": torch.tensor(self._num_made)} | {f"outer.{n}": t for n, t in momenta.items()}
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Take over what rank 0 had."""
+        """Load the state that rank 0 saved."""
         saved = of_ranks[0] if of_ranks else {}
         self._num_made = int(saved.get("steps", torch.tensor(0)))
         if self._outer is not None:
@@ -190,10 +190,10 @@ class LocalSgd(Strategy):
             }
 
     def _check_alike(self, named: Named, settings: object, state: Mapping[str, torch.Tensor]) -> None:
-        """Refuse ranks that could not be averaged.
+        """Check that parameters and optimizer states can be averaged.
 
         Raises:
-            UserError: They train different parameters, or their optimizers are in different states.
+            UserError: Ranks train different parameters, or their optimizer states differ in layout.
         """
         trained = [[name, list(p.shape), str(p.dtype)] for name, p in named.items() if p.requires_grad]
         shapes = {name: list(tensor.shape) for name, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""Jobs on Kubernetes: rendered, checked, tried on the server, created, watched."""
+"""The launcher ``mpijob``: renders, validates, dry-runs, creates and monitors MPIJobs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from horovod_train.launch.launchers.mpijob.validate import check
 POLL_S = 1.0
 ACCEPT_S = 5.0
 API_TIMEOUT_S = 30.0
-# What a job does not come back from; one that was drained may be submitted, or released, again.
+# States without a return; a drained job can be submitted again, or unsuspended.
 FINAL = {"succeeded", "failed", "cancelled"}
 
 
@@ -64,18 +64,18 @@ class MpiJobLauncher(PolledLauncher):
     has_local_files = False
 
     def plan(self, request: LaunchRequest, verb: tuple[str, ...] = ("run",)) -> LaunchPlan:
-        """Return the plan: manifests, and how a person would apply them.
+        """Return the plan: manifests, and the kubectl command that applies them.
 
         Args:
             request: What to start.
-            verb: What its launcher does with the job: a verb of ours, and options.
+            verb: Subcommand of ``horovod-train`` that the launcher pod executes, with options.
 
         Raises:
-            ConfigError: The MPIJob, with the job's patch, would not run; it lists every problem.
+            ConfigError: The patched MPIJob is invalid; all problems are listed.
             UserError: The task's file is too large.
         """
         file = Path(request.job.task.rpartition(":")[0])
-        # A file that is not here is one of the image.
+        # A file that does not exist on this machine is expected in the image.
         source = file.read_text(encoding="utf-8") if file.suffix == ".py" and file.is_file() else ""
         if len(source) > MAX_CONFIG_BYTES:
             raise UserError(
@@ -90,11 +90,11 @@ class MpiJobLauncher(PolledLauncher):
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
         """Create the job; return ``namespace/name/uid``.
 
-        The objects are validated by a server-side dry run first. All created objects are owned by the
-        MPIJob, and goes with it. A job of this name that has ended, or was drained, makes room.
+        The objects are validated by a server-side dry run first. The MPIJob becomes the owner of all other
+        objects. A finished or drained MPIJob of this name is deleted first.
 
         Raises:
-            LaunchError: The server or the operator refuses; in their own words.
+            LaunchError: The API server or the operator rejects the job; contains their message.
         """
         (documents,) = plan.files.values()
         manifests: list[Manifest] = list(yaml.safe_load_all(documents))
@@ -120,21 +120,21 @@ class MpiJobLauncher(PolledLauncher):
         return f"{settings.namespace}/{name}/{uid}"
 
     def status(self, job: Submitted) -> JobStatus:
-        """Return how a job stands.
+        """Return the status of a job.
 
         Raises:
             LaunchError: The API server does not answer.
         """
         known = end_of(job.job_id)
         if known is not None and known.state in FINAL:
-            return known  # whatever has become of the MPIJob since
+            return known  # even if the MPIJob was deleted since
         with closing(Cluster(_Place(job).namespace, API_TIMEOUT_S)) as cluster:
             return _status(job, cluster)
 
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
-        """Yield the launcher's log, which has the output of all ranks, and those of its retries.
+        """Yield the logs of the launcher pod and of its retries, which contain the output of all ranks.
 
-        Following, also what the job waits for. A connection that breaks is made again.
+        With ``follow``, also changes of the job's status. Broken connections are re-established.
         """
         reader, last_message = _Reader(), ""
         known_s = monotonic()
@@ -157,7 +157,7 @@ class MpiJobLauncher(PolledLauncher):
                     try:
                         yield from reader.lines(cluster, pod, follow=follow)
                     except (LogInterruptedError, UnreachableError):
-                        has_ended = False  # ask again for what is missing
+                        has_ended = False  # read the remaining lines in the next iteration
                 if has_ended:
                     if not pods:
                         raise LaunchError(
@@ -170,9 +170,9 @@ class MpiJobLauncher(PolledLauncher):
     def cancel(self, job: Submitted, how: Literal["drain", "stop", "kill"]) -> None:
         """End a job.
 
-        Suspending it takes its pods away; the signal that they get lets the ranks save and leave. A
-        job that is to stop is deleted afterwards; one that is drained stays, suspended. Of one that has
-        ended, what is left is deleted; how it ended is remembered.
+        ``drain`` and ``stop`` suspend the MPIJob: its pods are terminated, and SIGTERM makes the ranks save
+        and exit. ``stop`` then deletes the MPIJob; ``drain`` leaves it suspended. ``kill``, or ``stop`` of a
+        finished job, deletes it at once. The final status is recorded on this machine.
 
         Raises:
             LaunchError: The server refuses.
@@ -193,11 +193,11 @@ class MpiJobLauncher(PolledLauncher):
             if not has_ended:
                 message = "killed, then deleted" if how == "kill" else CANCELLED_MESSAGE
                 record_end(job.job_id, JobStatus("cancelled", 143, message))
-            # With it goes what it owns: pods, ConfigMaps, the ssh key, the Service, the NetworkPolicy.
+            # Also deletes owned objects: pods, ConfigMaps, the ssh key, the Service, the NetworkPolicy.
             cluster.delete_mpi_job(place.name)
 
     def remove(self, job: Submitted) -> None:
-        """Delete a job with all it has, at once, also when it has ended.
+        """Delete an MPIJob and its objects immediately, also if it is finished.
 
         Raises:
             LaunchError: The server refuses.
@@ -207,26 +207,26 @@ class MpiJobLauncher(PolledLauncher):
 
 
 class _Place:
-    """Where a submitted job is."""
+    """Namespace, name and UID of a submitted MPIJob."""
 
     def __init__(self, job: Submitted) -> None:
         self.namespace, self.name, self._uid = job.native_id.split("/")
 
     def find(self, cluster: Cluster) -> Manifest | None:
-        """Return the MPIJob; None: it is gone, though there may be another of its name."""
+        """Return the MPIJob; None if it was deleted, even if another has the same name."""
         found = cluster.read("MPIJob", self.name)
         return found if found is not None and text(found, "metadata", "uid") == self._uid else None
 
 
 class _Reader:
-    """Reads logs of pods piece by piece, each line once."""
+    """Reads logs of pods incrementally, without repeating lines."""
 
     def __init__(self) -> None:
         self._shown: Counter[str] = Counter()
         self._finished: set[str] = set()
 
     def lines(self, cluster: Cluster, pod: Pod, *, follow: bool) -> Iterator[str]:
-        """Yield what is new in a pod's log."""
+        """Yield new lines of a pod's log."""
         name, phase = pod.name, pod.phase
         if phase == "Pending" or name in self._finished:
             return
@@ -238,7 +238,7 @@ class _Reader:
 
 
 def _status(job: Submitted, cluster: Cluster) -> JobStatus:
-    """Return how a job stands; once it has ended, that is remembered, for MPIJobs are removed some day."""
+    """Return the status of a job. The final status is recorded, because MPIJobs are deleted later."""
     found = _Place(job).find(cluster)
     known = end_of(job.job_id)
     if found is None or (known is not None and known.state == "cancelled"):
@@ -253,10 +253,10 @@ def _status(job: Submitted, cluster: Cluster) -> JobStatus:
 
 
 def _make_room(cluster: Cluster, name: str) -> None:
-    """Remove an MPIJob of ours that has ended: the new one resumes from its checkpoints.
+    """Delete a finished MPIJob of this package: the new one resumes from its checkpoints.
 
     Raises:
-        LaunchError: There is one that has not ended, or is not ours; or it was deleted and does not go.
+        LaunchError: It is not finished, not created by this package, or its deletion does not complete.
     """
     found = cluster.read("MPIJob", name)
     if found is None:
@@ -270,7 +270,7 @@ def _make_room(cluster: Cluster, name: str) -> None:
         )
     cluster.delete_mpi_job(name)
     deadline_s = monotonic() + API_TIMEOUT_S
-    # It goes when all that it owns is gone.
+    # Foreground deletion: the MPIJob exists until its dependents are deleted.
     while (left := cluster.read("MPIJob", name)) or cluster.read("ConfigMap", f"{name}-job"):
         if monotonic() > deadline_s:
             pods = ", ".join(pod.name for pod in running_pods(cluster, name))
@@ -285,10 +285,10 @@ def _make_room(cluster: Cluster, name: str) -> None:
 
 
 def _remove_expired(cluster: Cluster) -> None:
-    """Remove MPIJobs of ours, with what they own, that have ended longer ago than they are to be kept.
+    """Delete MPIJobs of this package that finished more than ``keep_finished_s`` ago.
 
-    The operator hands that time to the launcher's Job, and removes nothing else. Accounts that may not list
-    MPIJobs leaves them there; the doctor says so.
+    The operator applies this TTL only to the launcher's Job. Without permission to list MPIJobs, nothing
+    is deleted; ``doctor --kubernetes`` reports the missing permission.
     """
     with suppress(LaunchError):
         for mpi_job in cluster.mpi_jobs(f"{MANAGED_BY}={MANAGER}"):
@@ -307,10 +307,10 @@ def _wait_for_pods_to_go(cluster: Cluster, mpi_job: Manifest) -> None:
 
 
 def _wait_for_acceptance(cluster: Cluster, mpi_job: Manifest) -> None:
-    """Return when the operator has accepted a job, or the job is not to start yet (suspended, queued).
+    """Wait until the operator sets a condition, or for ``ACCEPT_S`` (the job may be suspended or queued).
 
     Raises:
-        LaunchError: The operator refuses it.
+        LaunchError: The operator reports an error that is permanent.
     """
     name = text(mpi_job, "metadata", "name")
     deadline_s = monotonic() + ACCEPT_S
