@@ -1,8 +1,8 @@
-"""Every metric of a rank once: name, kind, labels, meaning, the question it answers, and what feeds it.
+"""All metrics of a rank: name, type, help text, question that it answers, source record, and value.
 
-A metric is a row of ``CATALOG``; those of the machine stand in ``catalog_machine.py``. Recorder,
-documentation, dashboards, alert rules, the page in the browser and tests are made from it. What feeds a
-metric is a class of ``records.py``.
+A metric is a row of ``CATALOG``; machine metrics are in ``catalog_machine.py``. Recorder,
+documentation, dashboards, alert rules, web page and tests are derived from it. The sources of
+metrics are classes of ``records.py``, and ``WriteReport``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHECKPOINT_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)
 
 
 def _age(report: WriteReport) -> Callable[[], float] | None:
-    """Return what tells how long ago a checkpoint was written."""
+    """Return a function that returns the age of a checkpoint; None: it could not be written."""
     if report.error:
         return None
     written_s = time.monotonic()
@@ -92,8 +92,7 @@ STEPS = (
     Metric(
         "horovod_train_communication_seconds_total",
         "counter",
-        "All-reduce wait of the rank that arrived last: communication that does not overlap "
-        "computation.",
+        "All-reduce wait of the rank that arrived last: communication that does not overlap computation.",
         "Does the network make steps slow?",
         WaitRecord,
         lambda wait: wait.communication_s,
@@ -175,7 +174,7 @@ STEPS = (
     Metric(
         "horovod_train_allreduce_bytes_total",
         "counter",
-        "Bytes of gradients that this rank passed to all-reduce.",
+        "Bytes of gradients and weights that this rank passed to collectives.",
         "How many bytes does a step send?",
         StepRecord,
         StepNumber("sent_bytes"),
@@ -366,15 +365,15 @@ CATALOG = (*STEPS, *EXCHANGE, *JOB, *MACHINE)
 SHOWN_NUMBERS = {
     metric.value.name: metric for metric in CATALOG if metric.shown and isinstance(metric.value, StepNumber)
 }
-"""Numbers of a step that dashboard, page and trackers show without further code, by name."""
+"""Metrics of step numbers that dashboard, page and trackers show by their title, by number name."""
 
 
 def shown_numbers(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the numbers of a step that are to be shown, if they were computed."""
+    """Return the computed numbers of a step that are in ``SHOWN_NUMBERS``."""
     return {name: value for name, value in numbers.items() if name in SHOWN_NUMBERS and value is not None}
 
 
 SCRIPT_CATALOG = tuple(
     replace(metric, from_zero=False) if metric.source is StepRecord else metric for metric in CATALOG
 )
-"""The same, of a script: what cannot be seen from outside is absent, not zero."""
+"""``CATALOG`` for scripts: counters of step values stay absent, not zero, until first observed."""

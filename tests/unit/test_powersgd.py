@@ -216,3 +216,26 @@ def test_residuals_are_in_the_memory_plan():
     without = needs(sizes, None, Job.model_validate({"name": "j", "task": "digits"}), 2)["allreduce"]
 
     assert with_codec.peak - without.peak == 2 * sizes.trained
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_residuals_survive_a_step_in_which_the_trained_parameters_change(is_used, on_device):
+    """A skipped step changes no residual; a used one none of other parameters, also on a device."""
+    steps = random_gradients(3, 1, seed=4)
+
+    def train(world):
+        strategy, model = bound(world)
+        model.convolution.requires_grad_(requires_grad=False)
+        step(strategy, model, {n: g for n, g in steps[0][0].items() if n != "convolution"})
+        before = residuals(strategy)
+        model.convolution.requires_grad_()
+        decision = torch.tensor(is_used) if on_device else is_used
+        sums = step(strategy, model, steps[1][0], is_used=decision)
+        return before, residuals(strategy), sums
+
+    ((before, after, sums),) = on_ranks(1, train)
+    gradient = steps[1][0]["linear"]
+    expected = before["linear"] + (gradient - sums["linear"]).ravel() if is_used else before["linear"]
+    np.testing.assert_allclose(after["linear"], expected, atol=1e-12)
+    assert bool(after["convolution"].any()) == is_used

@@ -1,11 +1,11 @@
 """Gradient compression: how a bucket of gradients is summed over ranks.
 
-A codec is a file here (or in another package, see ``registry.py``) and one row of a table. For each bucket it
-makes a message, once. In each step gradients are written into the message's ``body``, ``exchange`` runs its
-collectives, and then the sum over ranks is in ``body``.
+A codec is a module here (or in another package) and one row of ``registry.CODECS``. For each bucket, it
+creates one message. In each step, gradients are copied to the message's ``body``, ``exchange`` runs its
+collectives, and ``body`` then contains the sum over ranks.
 
-An exchange is a generator: it yields the handle of a collective and is resumed with its result. So it may
-have several rounds that depend on each other, and the rounds of different buckets overlap.
+An exchange is a generator that yields at least one handle and is resumed with its result. So it may
+have several dependent rounds, and the rounds of different buckets overlap.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.state.rank_state import Rule, StateKey
 from horovod_train.registry import CODECS
 
-Exchange = Generator[Any, torch.Tensor, None]
-"""Yields handles of collectives; is resumed with their results."""
+Rounds = Generator[Any, torch.Tensor, None]
+"""Generator that yields handles of collectives, at least one, and is resumed with their results."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class BucketLayout:
     """The gradients of a bucket, one after the other in flat memory.
 
     Attributes:
-        shapes: Shape of each gradient by parameter name; a complex gradient has pairs of reals, and one more
-            dimension. The first dimension is outermost in memory.
-        dtype: Data type of the parameters; real.
+        shapes: Shape of each gradient by parameter name; that of a complex gradient is of its real view, with
+            a last dimension of 2. The first dimension is outermost in memory.
+        dtype: Data type of the parameters; of complex ones, that of the real view.
         device: Device of the parameters.
-        trailer_length: Numbers that are summed with this bucket, uncompressed; 0: none.
+        trailer_length: Number of trailer elements, summed uncompressed with this bucket; 0: no trailer.
     """
 
     shapes: Mapping[str, Sequence[int]]
@@ -48,7 +48,7 @@ class BucketLayout:
         return [torch.Size(shape).numel() for shape in self.shapes.values()]
 
     def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the part of a flat tensor that belongs to each parameter, flat."""
+        """Return each parameter's elements of a flat tensor, as flat views."""
         return dict(zip(self.shapes, torch.split(flat, self.lengths), strict=True))
 
 
@@ -57,8 +57,8 @@ class Message:
 
     Attributes:
         body: The gradients, flat; after ``exchange``, their sum over ranks, bitwise equal on all ranks.
-        trailer: Numbers that are summed uncompressed, in at least 32 bits; None: this message has none.
-        size_bytes: Bytes that this rank passes to collectives.
+        trailer: Numbers that are summed uncompressed, in at least 32 bits; None: summed separately.
+        size_bytes: Bytes that this rank passes to collectives per exchange.
     """
 
     body: torch.Tensor
@@ -68,32 +68,32 @@ class Message:
     def allocate(self) -> None:
         """Allocate ``body``, if it was released; called before a gradient is written."""
 
-    def exchange(self, ranks: TensorCollectives, name: str) -> Exchange:
+    def exchange(self, ranks: TensorCollectives, name: str) -> Rounds:
         """Sum ``body`` and ``trailer`` over ranks.
 
         Args:
-            ranks: The ranks that sum; all of them have the same layout.
-            name: Name of the collectives; each round appends its own suffix.
+            ranks: The communicator; the layout is the same on all ranks.
+            name: Name of the first collective; further rounds append a suffix.
         """
         raise NotImplementedError
 
     def state(self) -> Mapping[StateKey, torch.Tensor]:
-        """Return the state between steps, by parameter and key; writing to a tensor changes the state."""
+        """Return the state that is kept between steps, by parameter and key; tensors are not copies."""
         return {}
 
     def commit(self, *, is_used: torch.Tensor | bool) -> None:
         """Keep the new state if the step is used, and the old one if it is skipped.
 
         Args:
-            is_used: Whether it is used; if only the device knows, a tensor of shape [].
+            is_used: Whether the step is used; a bool tensor of shape [] if the device decides.
         """
 
 
 class Codec:
-    """Makes messages.
+    """Gradient compression: creates the message of each bucket.
 
     Attributes:
-        rules: How each key of the messages' state is loaded on another number of ranks.
+        rules: Rule by which each key of the messages' state is loaded on another number of ranks.
     """
 
     rules: Mapping[str, Rule] = {}
@@ -108,15 +108,15 @@ class Codec:
         raise NotImplementedError
 
     def check(self, ranks: TensorCollectives, layouts: Sequence[BucketLayout]) -> None:
-        """Refuse ranks on which the sums of these buckets would not be bitwise equal.
+        """Check that all ranks compute bitwise equal sums of these buckets. Collective.
 
         Raises:
-            UserError: They would not.
+            UserError: Ranks would compute different sums.
         """
 
 
 def make_codec(section: Allreduce) -> Codec:
-    """Return the codec of a job: ``allreduce.codec``, or else the one that sends its ``wire_dtype``.
+    """Return the job's codec: ``allreduce.codec``, or else the dense codec of ``wire_dtype``.
 
     Raises:
         UserError: Unknown codec, or invalid arguments.

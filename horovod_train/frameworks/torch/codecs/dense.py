@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Exchange, Message
+from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Message, Rounds
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 
 
@@ -51,6 +51,6 @@ class DenseMessage(Message):
         self.body, self.trailer = self._packed[:length], self._packed[length:]
         self.size_bytes = self._packed.nbytes
 
-    def exchange(self, ranks: TensorCollectives, name: str) -> Exchange:
+    def exchange(self, ranks: TensorCollectives, name: str) -> Rounds:
         """Sum the tensor over ranks, in place."""
         yield ranks.start_allreduce(self._packed, name)

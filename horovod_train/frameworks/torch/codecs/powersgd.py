@@ -1,14 +1,14 @@
 """PowerSGD: low-rank compression with error feedback, in two rounds of all-reduce.
 
-The gradient of a parameter with at least two dimensions is a matrix M (first dimension by all others). With
-the factor Q of the step before, a rank adds its residual to M, and then
+The gradient of a parameter with at least two dimensions is a matrix M (first dimension by all others).
+A rank adds its residual to M. With Q of the previous step:
 
-    round 1:  P = sum over ranks of M Q        each rank orthonormalizes the columns of P
-    round 2:  Q = sum over ranks of M^T P      the sum over ranks of M is approximated by P Q^T
+    round 1:  P = sum over ranks of M Q        then each rank orthonormalizes the columns of P
+    round 2:  Q = sum over ranks of M^T P      P Q^T approximates the sum over ranks of M
 
-The residual of a rank is the part of its own M that was not sent: M - P (M^T P)^T. Sums of sent parts and
-residuals are the sums of gradients. If ``rank`` is the full rank of the matrix, the sum is exact. Gradients
-with one dimension, and matrices that would not become smaller, are sent uncompressed in round 1.
+The new residual of a rank is the unsent part of its own M: M - P (M^T P)^T. Over ranks, sent parts and
+residuals add up to the sum of M. If that sum has at most rank ``rank``, it is sent exactly. Gradients
+with fewer dimensions, and matrices that would not become smaller, are sent uncompressed in round 1.
 
 A matrix of n by m elements costs rank * (n + m) elements.
 
@@ -27,7 +27,7 @@ from types import MappingProxyType
 import torch
 
 from horovod_train.errors import UserError, describe_ranks
-from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Exchange, Message
+from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Message, Rounds
 from horovod_train.frameworks.torch.codecs.powersgd_args import Arguments
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
@@ -52,18 +52,19 @@ class PowerSgd(Codec):
         return PowerSgdMessage(layout, self._rank)
 
     def check(self, ranks: TensorCollectives, layouts: Sequence[BucketLayout]) -> None:
-        """Refuse ranks that orthonormalize to different bits: their replicas would drift apart.
+        """Refuse ranks whose QR factorizations are not bitwise equal: their replicas would diverge.
 
         Raises:
-            UserError: They do, because their processors or libraries differ.
+            UserError: Results differ, because processors or libraries differ.
         """
         digest = hashlib.sha256()
         for layout in layouts:
-            message = PowerSgdMessage(layout, self._rank)
-            for matrix in message.matrices:
-                sample = seeded(matrix.name, matrix.rows, matrix.rank).to(matrix.left)
-                basis = orthonormal(sample)
-                digest.update((basis @ (basis.T @ sample)).cpu().numpy().tobytes())
+            dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32
+            for name, shape in layout.shapes.items():
+                if own := rank_of(shape, self._rank):
+                    sample = seeded(name, shape[0], own).to(layout.device, dtype)
+                    basis = orthonormal(sample)
+                    digest.update((basis @ (basis.T @ sample)).cpu().numpy().tobytes())
         everyone = ranks.allgather(digest.digest())
         differing = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
         if differing:
@@ -83,8 +84,8 @@ class Matrix:
         gradient: The gradient and, after the exchange, its sum; shape [n, m], in the bucket's memory.
         left: P, shape [n, rank], in the memory of round 1.
         right: Q, shape [m, rank], in the memory of round 2.
-        factor: Q of the last step that was used; zero: there was none.
-        residual: Residual of the last step that was used, shape [n, m].
+        factor: Q of the last used step; all zeros before the first one.
+        residual: Residual of the last used step, shape [n, m].
         new_residual: Residual of this step.
     """
 
@@ -95,16 +96,6 @@ class Matrix:
     factor: torch.Tensor
     residual: torch.Tensor
     new_residual: torch.Tensor
-
-    @property
-    def rows(self) -> int:
-        """First dimension of the matrix."""
-        return self.gradient.shape[0]
-
-    @property
-    def rank(self) -> int:
-        """Rank of the approximation."""
-        return self.left.shape[1]
 
 
 class PowerSgdMessage(Message):
@@ -157,8 +148,8 @@ class PowerSgdMessage(Message):
             left, right = left[n * r :], right[m * r :]
         return found
 
-    def exchange(self, ranks: TensorCollectives, name: str) -> Exchange:
-        """Sum uncompressed gradients and the approximations of the others."""
+    def exchange(self, ranks: TensorCollectives, name: str) -> Rounds:
+        """Sum uncompressed gradients, and low-rank approximations of the other gradients."""
         for total, piece in zip(self._sums_of_whole, self._whole.values(), strict=True):
             total.copy_(piece)
         for each in self.matrices:
@@ -185,15 +176,15 @@ class PowerSgdMessage(Message):
 
     def commit(self, *, is_used: torch.Tensor | bool) -> None:
         """Keep the new residuals and factors if the step is used."""
-        if not isinstance(is_used, torch.Tensor) and not (is_used and self._has_exchanged):
+        if not self._has_exchanged or is_used is False:
             return
         for each in self.matrices:
             for old, new in ((each.residual, each.new_residual), (each.factor, each.right)):
-                old.copy_(new if is_used is True else torch.where(torch.as_tensor(is_used), new, old))
+                old.copy_(torch.where(is_used, new, old) if isinstance(is_used, torch.Tensor) else new)
 
 
 def rank_of(shape: Sequence[int], rank: int) -> int:
-    """Return the rank with which a gradient is sent; 0: uncompressed.
+    """Return the rank of a gradient's approximation; 0: sent uncompressed.
 
     >>> rank_of((64, 32), 2), rank_of((64,), 2), rank_of((2, 2), 2)
     (2, 0, 0)
@@ -206,14 +197,14 @@ def rank_of(shape: Sequence[int], rank: int) -> int:
 
 
 def usable_factor(matrix: Matrix) -> torch.Tensor:
-    """Return Q of the last step, scaled to 1; that of the first step is random, and the same on all ranks."""
+    """Return Q of the last used step, scaled to maximum 1; in the first step, a seeded random matrix."""
     scale = matrix.factor.abs().max()
     start = seeded(matrix.name, *matrix.right.shape).to(matrix.factor)
     return torch.where(scale > 0, matrix.factor / scale, start)
 
 
 def seeded(name: str, rows: int, columns: int) -> torch.Tensor:
-    """Return a random matrix that depends on a name and a shape only."""
+    """Return a random matrix, seeded by a name: equal on all ranks."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(rows, columns, generator=generator)
 

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 import torch
 
-from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Exchange, Message
+from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Message, Rounds
 from horovod_train.frameworks.torch.codecs.top_k_args import Arguments
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
@@ -63,7 +63,7 @@ class TopKMessage(Message):
         sizes = [self._num_sent * dtype.itemsize, self._num_sent * INDEX.itemsize, self.trailer.nbytes]
         self._sizes_bytes, self.size_bytes = sizes, sum(sizes)
 
-    def exchange(self, ranks: TensorCollectives, name: str) -> Exchange:
+    def exchange(self, ranks: TensorCollectives, name: str) -> Rounds:
         """Gather the largest elements of all ranks, and add them up."""
         assert self.trailer is not None
         self.body.add_(self._residual)
@@ -87,7 +87,10 @@ class TopKMessage(Message):
 
     def commit(self, *, is_used: torch.Tensor | bool) -> None:
         """Keep the new residual if the step is used."""
+        if not self._is_new:
+            return
+        new = self._new_residual
         if isinstance(is_used, torch.Tensor):
-            self._residual.copy_(torch.where(is_used, self._new_residual, self._residual))
-        elif is_used and self._is_new:
-            self._residual.copy_(self._new_residual)
+            new = torch.where(is_used, new, self._residual)
+        if is_used is not False:
+            self._residual.copy_(new)

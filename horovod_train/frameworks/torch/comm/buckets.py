@@ -1,4 +1,4 @@
-"""Buckets: gradients of several parameters in flat memory, summed over ranks by one message each."""
+"""Buckets: gradients of several parameters in a flat tensor, which one message sums over ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Slot:
     Attributes:
         parameter: The parameter.
         index: Its number among all parameters of the buckets.
-        gradient: The sum over ranks, in the parameter's data type and form (a ``DTensor`` for one).
-        packed: Where the gradient is written before the exchange; shape of the local part.
+        gradient: The sum over ranks, in the parameter's data type; a ``DTensor`` if the parameter is one.
+        packed: View of ``message.body`` to which the gradient is copied; shape of the local part.
     """
 
     parameter: torch.nn.Parameter
@@ -35,9 +35,9 @@ class Bucket:
     """Gradients of some parameters in flat memory.
 
     Attributes:
-        message: Sums them over ranks.
-        gradients: The sums in the parameters' data type: the same memory as the message's if they agree. A
-            complex parameter has pairs of real and imaginary part.
+        message: Sums the gradients over ranks.
+        gradients: The sums in the parameters' data type; ``message.body`` itself if data types agree. A
+            complex parameter is stored as pairs of real and imaginary part.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Bucket:
         """Yield the parameters between two positions of the flat memory.
 
         Yields:
-            Slot, position at which the parameter begins, and its elements (flat) that are in the interval.
+            Slot, offset of the parameter in the bucket, and slice of the flat parameter within the interval.
         """
         at = 0
         for slot, length in zip(self.slots, self.layout.lengths, strict=True):
@@ -99,7 +99,7 @@ def aligned(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def in_form_of(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """Return a view of flat memory as a gradient of a parameter: complex, or a ``DTensor``, as that is."""
+    """Return a view of flat memory as a parameter's gradient: complex or a ``DTensor`` if that is."""
     view = laid_out(flat, parameter)
     if parameter.is_complex():
         return torch.view_as_complex(view)
@@ -129,7 +129,7 @@ def laid_out(flat: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def as_reals(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a gradient as a dense tensor of reals."""
+    """Return the local part of a gradient, dense; the real view of a complex gradient."""
     own = to_local(gradient)
     dense = own.to_dense() if own.is_sparse else own
     return torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
@@ -138,9 +138,9 @@ def as_reals(gradient: torch.Tensor) -> torch.Tensor:
 def make_buckets(
     named: Mapping[str, torch.nn.Parameter], bucket_size_bytes: int, make: MakeMessage, trailer_length: int
 ) -> list[Bucket]:
-    """Assign parameters to buckets, the last parameter first: about the order of the backward pass.
+    """Assign parameters to buckets in reverse order, which approximates the order of the backward pass.
 
-    A bucket has one data type and one device. The last bucket has the trailer.
+    A bucket has one data type and one device. The layout of the last bucket includes the trailer.
     """
     names, parameters = list(named), list(named.values())
     kinds = [(parameter.dtype, parameter.device) for parameter in parameters]
@@ -157,7 +157,7 @@ def make_buckets(
 
 
 def gradient_reduced_already() -> UserError:
-    """Return the error of a parameter that gets a gradient after its bucket was sent."""
+    """Return the error for a parameter that receives a second gradient in one backward pass."""
     return UserError(
         "a parameter got a gradient twice in one backward pass",
         hint="use torch.utils.checkpoint with use_reentrant=False",

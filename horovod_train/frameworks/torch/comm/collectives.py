@@ -1,4 +1,4 @@
-"""What ranks do together with tensors, in MPI's words: through Horovod's PyTorch binding, or alone."""
+"""Collectives on PyTorch tensors: through Horovod's PyTorch binding, or in a single process."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from horovod_train.system.machine import usable_cores
 
 Result = TypeVar("Result")
 PROCESS_SETS: dict[tuple[int, ...], Any] = {}
-"""Horovod's, by their ranks: it has each once, while it is up."""
+"""Horovod's process sets by ranks; Horovod refuses duplicates, so each is added once per ``hvd.init``."""
 
 
 @runtime_checkable
 class TensorCollectives(Communicator, Protocol):
-    """Ranks that exchange tensors besides numbers and bytes.
+    """A communicator with collectives on tensors, besides those on numbers and bytes.
 
-    Ranks know a tensor by its name: where one of them exchanges it, all do, with the same shape and type.
+    A collective is identified by its name: all ranks call it with the same name, shape and data type.
     """
 
     def start_allreduce(self, tensor: torch.Tensor, name: str) -> Any:
-        """Begin to sum a tensor over ranks, in place; returns at once with what ``wait`` needs."""
+        """Start an in-place sum over ranks; returns immediately with a handle for ``wait``."""
         ...
 
     def start_allgather(self, tensor: torch.Tensor, name: str) -> Any:
-        """Begin to gather flat tensors of the same length; returns at once with what ``wait`` needs."""
+        """Start an all-gather of flat tensors of equal length; returns a handle for ``wait``."""
         ...
 
     def start_reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Any:
-        """Begin to sum a flat tensor over ranks, each of which gets its part of the sum alone.
+        """Start a reduce-scatter (sum) of a flat tensor: each rank receives one part of the sum.
 
-        Parts are as long as ``into``, where the sum is after ``wait``. Returns at once with what that needs;
-        the tensor is left unchanged, and must be until then.
+        A part has the length of ``into``, to which ``wait`` writes it. Returns immediately with a handle;
+        the tensor is not modified, and must not be modified before ``wait`` returns.
         """
         ...
 
     def start_adasum(self, tensor: torch.Tensor, name: str) -> Any:
-        """Begin to join a tensor with those of other ranks by Adasum, in place; over MPI."""
+        """Start an in-place Adasum reduction over ranks; requires MPI."""
         ...
 
     @property
@@ -71,24 +71,24 @@ class TensorCollectives(Communicator, Protocol):
         ...
 
     def split(self, groups: Sequence[Sequence[int]]) -> TensorCollectives:
-        """Return the ranks of the group that this rank is in, numbered in the group's order.
+        """Return a communicator for the group that contains this rank; ranks are numbered in ascending order.
 
-        Every rank calls it with the same groups, which together are all ranks.
+        Collective: all ranks pass the same groups, which partition the ranks.
         """
         ...
 
 
 class TorchSingleRank(SingleRank):
-    """A process alone: every sum is there already."""
+    """A single process: collectives return their input."""
 
     is_over_mpi = True
 
     def is_done(self, handle: torch.Tensor) -> bool:
-        """Return that it is."""
+        """Return True: collectives of a single rank complete immediately."""
         return True
 
     def before_closing(self, act: Callable[[], None]) -> None:
-        """Do nothing: a single rank."""
+        """Do nothing: a single rank has no world to leave."""
 
     def start_adasum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the tensor."""
@@ -103,7 +103,7 @@ class TorchSingleRank(SingleRank):
         return tensor
 
     def start_reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> torch.Tensor:
-        """Copy the tensor, and return its copy."""
+        """Copy the tensor to ``into``; return ``into``."""
         return into.copy_(tensor)
 
     def wait(self, handle: torch.Tensor) -> torch.Tensor:
@@ -119,12 +119,12 @@ class TorchSingleRank(SingleRank):
 
 
 class Started(NamedTuple):
-    """A collective that has begun.
+    """A collective in flight.
 
     Attributes:
-        handle: Horovod's.
-        entry: What is waited for.
-        finish: Makes the result of what Horovod returns; None: it is the result.
+        handle: Horovod's handle.
+        entry: Entry of the collective log.
+        finish: Converts Horovod's output to the result; None: the output is the result.
     """
 
     handle: Any
@@ -133,10 +133,10 @@ class Started(NamedTuple):
 
 
 def with_tensors(ranks: Communicator) -> TensorCollectives:
-    """Return ranks as ranks that exchange tensors: those of PyTorch's binding, or one alone.
+    """Return a communicator with tensor collectives: the given one, or that of a single rank.
 
     Raises:
-        TypeError: They are several, of another framework.
+        TypeError: Several ranks that use the binding of another framework.
     """
     if isinstance(ranks, TensorCollectives):
         return ranks
@@ -146,7 +146,7 @@ def with_tensors(ranks: Communicator) -> TensorCollectives:
 
 
 def sum_over(ranks: TensorCollectives, tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return a tensor's sum over ranks; it may be overwritten."""
+    """Return a tensor's sum over ranks; the tensor may be overwritten."""
     return ranks.wait(ranks.start_allreduce(tensor, name))
 
 
@@ -154,7 +154,7 @@ def broadcast_model(model: torch.nn.Module, ranks: Communicator) -> None:
     """Overwrite a model's parameters and buffers with rank 0's.
 
     Raises:
-        UserError: Ranks have made different models.
+        UserError: Models of ranks have different parameters or buffers.
     """
     if ranks.size == 1:
         return
@@ -167,9 +167,9 @@ def broadcast_model(model: torch.nn.Module, ranks: Communicator) -> None:
                 f"rank {rank} and rank {ranks.rank} have made different models: {differing[:2]}",
                 hint="a model must not depend on the rank or on its part of the data",
             )
-    together = with_tensors(ranks)  # once: it takes long compared with a broadcast
+    together = with_tensors(ranks)  # once: the isinstance check of a Protocol is slow
     for name, tensor in tensors.items():
-        if not tensor.is_meta:  # each rank reads those from a file
+        if not tensor.is_meta:  # each rank loads meta tensors from a file
             together.broadcast(tensor, f"horovod_train.model.{name}")
 
 
@@ -178,9 +178,9 @@ class TorchCommunicator(HorovodCommunicator):
 
     BINDING = "torch"
     _among: Mapping[str, Any] = MappingProxyType({})
-    """Which of Horovod's process sets collectives are of; empty: all ranks."""
+    """Keyword arguments of Horovod's collectives that select a process set; empty: the global one."""
     _root = 0
-    """The first of them, as Horovod numbers it."""
+    """World rank of this communicator's rank 0."""
 
     def __init__(self, settings: Mapping[str, str]) -> None:
         super().__init__(settings)
@@ -199,11 +199,11 @@ class TorchCommunicator(HorovodCommunicator):
         return joined
 
     def start_allreduce(self, tensor: torch.Tensor, name: str) -> Any:
-        """Begin to sum a tensor over ranks, in place; returns at once."""
+        """Start an in-place sum over ranks; returns immediately."""
         return self._start_joining(tensor, name, self.hvd.Sum)
 
     def start_adasum(self, tensor: torch.Tensor, name: str) -> Any:
-        """Begin to join a tensor with those of other ranks by Adasum, in place; returns at once."""
+        """Start an in-place Adasum reduction over ranks; returns immediately."""
         return self._start_joining(tensor, name, self.hvd.Adasum)
 
     @property
@@ -216,23 +216,23 @@ class TorchCommunicator(HorovodCommunicator):
         self.at_close.callback(act)
 
     def _start_joining(self, tensor: torch.Tensor, name: str, how: Any) -> Any:
-        # Horovod knows no complex numbers; pairs of reals are joined as they would be.
+        # Horovod does not support complex tensors; their real view is reduced instead.
         reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         entry = self.log.begin(name, size_bytes_of(reals))
         start = partial(self.hvd.allreduce_async_, reals, name=name, op=how, **self._among)
         return Started(self.wait_in(entry, start), entry)
 
     def start_allgather(self, tensor: torch.Tensor, name: str) -> Any:
-        """Begin to gather flat tensors of the same length; returns at once."""
+        """Start an all-gather of flat tensors of equal length; returns immediately."""
         entry = self.log.begin(name, size_bytes_of(tensor))
         start = partial(self.hvd.allgather_async, tensor, name=name, **self._among)
         return Started(self.wait_in(entry, start), entry)
 
     def start_reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Any:
-        """Begin to sum a flat tensor over ranks, each of which gets its part alone; returns at once.
+        """Start a reduce-scatter (sum) of a flat tensor; returns immediately.
 
-        Horovod's reduce-scatter takes longer than its all-reduce on CPUs, over Gloo four times as long. There
-        ranks send each other the parts, and each adds up its own, in the order of ranks.
+        On CPUs, Horovod's reduce-scatter is slower than its all-reduce (over Gloo, four times). There
+        an all-to-all distributes the parts, and each rank sums those of its own part, in rank order.
         """
         entry = self.log.begin(name, size_bytes_of(tensor))
         if tensor.is_cuda:
@@ -260,7 +260,7 @@ class TorchCommunicator(HorovodCommunicator):
         return result
 
     def split(self, groups: Sequence[Sequence[int]]) -> TensorCollectives:
-        """Return the ranks of the group that this rank is in; Horovod makes a process set of each."""
+        """Return a communicator for this rank's group; each group becomes a Horovod process set."""
         if len(groups) == 1:
             return self
         if len(groups) == self.size:
@@ -274,12 +274,12 @@ class TorchCommunicator(HorovodCommunicator):
     def close(self) -> None:
         """Leave the world. Safe to call twice."""
         super().close()
-        if not self.hvd.is_initialized():  # as long as it is up, it has them
+        if not self.hvd.is_initialized():  # shutdown removes the process sets
             PROCESS_SETS.clear()
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
         """Overwrite a tensor with rank 0's, whatever its type."""
-        # Horovod knows no bfloat16 and no bool; bytes are bytes.
+        # Broadcast as bytes, because Horovod does not support all data types (bfloat16, bool).
         whole = tensor.detach().contiguous()
         view = whole.reshape(-1).view(torch.uint8)
         self.call(
@@ -293,12 +293,12 @@ class TorchCommunicator(HorovodCommunicator):
 
 
 class ProcessSet(TorchCommunicator):
-    """Some ranks of a job, as one of Horovod's process sets.
+    """A subset of the ranks of a job, as a Horovod process set.
 
     Args:
         world: All ranks.
-        ranks: Those of the set, this one among them, in the order in which the set numbers them.
-        process_set: Horovod's.
+        ranks: World ranks of the set, which include this rank, in ascending order.
+        process_set: Horovod's object.
     """
 
     def __init__(self, world: TorchCommunicator, ranks: Sequence[int], process_set: Any) -> None:
@@ -306,21 +306,21 @@ class ProcessSet(TorchCommunicator):
         self.host, self.local_rank = world.host, world.local_rank
         self.rank, self.size = list(ranks).index(world.rank), len(ranks)
         self._world = world
-        self.waiting_since_s, self.waiting_in = None, None  # all ranks know
+        self.waiting_since_s, self.waiting_in = None, None  # recorded by the world
         self._among, self._root = {"process_set": process_set}, ranks[0]
 
     def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
-        """Call what blocks; record what it waits for, and since when."""
+        """Call a blocking function; the world records the collective and the start time."""
         return self._world.wait_in(entry, blocking)
 
     def close(self) -> None:
-        """Do nothing: all ranks are left together."""
+        """Do nothing: the world is closed as a whole."""
 
 
 def let_stream_follow(result: torch.Tensor) -> None:
-    """Let this thread's work on a GPU come after a collective that Horovod has queued there.
+    """Make the current CUDA stream wait for a collective that Horovod has enqueued.
 
-    Horovod itself tells the default stream alone: its callback runs in its own thread.
+    Horovod synchronizes only the default stream, because its callback runs in its own thread.
     """
     if not result.is_cuda:
         return
@@ -335,8 +335,8 @@ def size_bytes_of(tensor: torch.Tensor) -> int:
 
 
 def share_cores(num_ranks: int) -> None:
-    """Let the ranks of a host share its cores: with a thread per core each, they would fight for them.
+    """Limit this rank's threads to its share of the host's cores, which avoids oversubscription.
 
-    ``horovodrun`` does not see to it; ``horovod-train run`` sets OMP_NUM_THREADS instead.
+    For ranks started by ``horovodrun``; ``horovod-train run`` sets OMP_NUM_THREADS instead.
     """
     torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cores() // num_ranks)))

@@ -1,4 +1,4 @@
-"""Sum gradients over ranks after backward: for loops that hand out all gradients at once."""
+"""Sum gradients over ranks after the backward pass, for frameworks that return all gradients at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from horovod_train.frameworks.torch.comm.collectives import TensorCollectives, w
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which to sum: 32 bits for narrow types, which round too much or overflow."""
+    """Return the accumulation type: float32 for floating-point types below 32 bits."""
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
@@ -23,12 +23,12 @@ class Exchange:
     """Sums lists of tensors over ranks.
 
     Args:
-        world: The ranks.
-        bucket_size_bytes: About how much travels in one piece.
-        wire_dtype: Type of 32-bit tensors on the way: float32 or float16.
+        world: The communicator.
+        bucket_size_bytes: Approximate size of a bucket.
+        wire_dtype: Data type in which float32 tensors are sent.
 
     Attributes:
-        seconds: Time spent waiting for other ranks, so far.
+        seconds: Total time spent waiting for collectives.
     """
 
     world: Communicator
@@ -38,14 +38,14 @@ class Exchange:
     _ranks: TensorCollectives = field(init=False)
 
     def __post_init__(self) -> None:
-        self._ranks = with_tensors(self.world)  # once: it takes long compared with a step
+        self._ranks = with_tensors(self.world)  # once: the isinstance check of a Protocol is slow
 
     @torch.no_grad()
     def sum(self, tensors: Sequence[torch.Tensor], name: str = "gradients") -> list[torch.Tensor]:
         """Return the elementwise sums over ranks, in the types and shapes of the tensors.
 
-        Every rank calls it with tensors of the same shapes in the same order. The tensors are used up:
-        a sum may be made where the tensor was.
+        Collective: all ranks pass tensors of the same shapes in the same order. The tensors may be
+        overwritten: a sum may share memory with its tensor.
         """
         if self.world.size == 1:
             return list(tensors)
@@ -70,15 +70,15 @@ class Exchange:
 
     @torch.no_grad()
     def mean(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the elementwise means over ranks; otherwise as ``sum``."""
+        """Return the elementwise means over ranks; see ``sum``."""
         sums = self.sum(tensors)
         if self.world.size > 1:
             for total in sums:
-                total.div_(self.world.size)  # here, too: new memory costs more than dividing
+                total.div_(self.world.size)  # in place: allocation is slower than the division
         return sums
 
     def bytes_on_wire(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Return how many bytes a rank gives away when such tensors are summed."""
+        """Return the number of bytes that a rank passes to collectives to sum such tensors."""
         if self.world.size == 1:
             return 0
         return sum(tensor.numel() * self._type_on_wire(tensor.dtype).itemsize for tensor in tensors)

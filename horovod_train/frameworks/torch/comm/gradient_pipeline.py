@@ -1,16 +1,16 @@
 """The bucket pipeline: gradients fill buckets during the backward pass, and full buckets are summed.
 
-    a parameter's gradient is complete -> it is copied into its bucket
+    a parameter's gradient is complete -> the gradient is copied into its bucket
     the last gradient of a bucket      -> the bucket's message starts its collectives
-    after the backward pass            -> incomplete buckets are sent, then all collectives are waited for
+    after the backward pass            -> sends incomplete buckets, then waits for all collectives
 
-The layout of buckets follows from the parameters alone, so the order of additions is fixed: results are
-bitwise reproducible. With each step a trailer is summed, behind the last bucket or by itself:
+The layout of buckets depends only on the parameters, so the order of additions is fixed: results are
+bitwise reproducible. A trailer is summed in each step, in the last bucket's message or separately:
 
-    used      one flag per parameter: this rank has a gradient for it. A parameter that no rank uses keeps
+    used      one flag per parameter: this rank has its gradient. A parameter that no rank uses keeps
               ``grad = None``, as in a single process
-    changed   this rank trains other parameters than before
-    loss      its sum is the loss of the step over all ranks
+    changed   flag: this rank's set of trained parameters has changed
+    loss      this rank's part of the loss; the sum is the loss of the step
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from horovod_train.frameworks.torch.codecs.base import Exchange
+from horovod_train.frameworks.torch.codecs.base import Rounds
 from horovod_train.frameworks.torch.comm.buckets import (
     Bucket,
     MakeMessage,
@@ -44,11 +44,11 @@ class Trailer:
     """Numbers that ranks sum with the gradients of a step.
 
     Args:
-        numbers: Their memory, shape [number of parameters + 2].
+        numbers: Storage of the trailer, shape [number of parameters + 2].
 
     Attributes:
-        used: One number per parameter: on how many ranks it has a gradient.
-        changed: On how many ranks the trained parameters have changed, shape [].
+        used: Number of ranks that have a gradient, by parameter. Before the sum: 0 or 1.
+        changed: Number of ranks whose set of trained parameters has changed, shape [].
         loss: The loss, shape [].
     """
 
@@ -58,7 +58,7 @@ class Trailer:
         self.used, self.changed, self.loss = numbers[: -self.NUM_FIXED], numbers[-2], numbers[-1]
 
     def write(self, used: Sequence[bool] | None, loss: torch.Tensor, *, is_changed: bool) -> None:
-        """Write this rank's numbers; used: None: all parameters are."""
+        """Write this rank's numbers; ``used=None``: all parameters are used."""
         if used is None:
             self.used.fill_(1.0)
         else:
@@ -73,19 +73,19 @@ class GradientPipeline:
 
     Args:
         named: The trained parameters by name.
-        ranks: The ranks that sum.
+        ranks: The communicator.
         make: Returns the message of a bucket.
         bucket_size_bytes: Approximate size of a bucket.
         name: Prefix of the names of collectives.
-        refuse: Called before a gradient is packed; raises if there must be none now.
-        max_in_flight: Number of buckets that may be in flight before a rank waits for the first one; None:
-            any.
+        refuse: Called before a gradient is packed; raises if a backward pass is not allowed now.
+        max_in_flight: Largest number of buckets in flight before a rank waits for the oldest; None:
+            unlimited.
 
     Attributes:
         buckets: Buckets in the order in which they are sent.
         trailer: Numbers that are summed with the gradients.
-        pass_bytes: Bytes that this rank passes to collectives in one pass.
-        sent_bytes: The same, of all passes since ``begin``.
+        pass_bytes: Bytes that this rank passes to collectives per backward pass.
+        sent_bytes: Bytes that this rank has passed to collectives since ``begin``.
     """
 
     def __init__(
@@ -117,11 +117,11 @@ class GradientPipeline:
         self._is_listening = False
         self._is_packed = [False] * len(self.parameters)
         self.has_gradient = [False] * len(self.parameters)
-        self._in_flight: deque[tuple[Exchange, Any]] = deque()
+        self._in_flight: deque[tuple[Rounds, Any]] = deque()
         self._removers: list[RemovableHandle] = []
 
     def attach(self) -> None:
-        """Pack gradients from now on when autograd has accumulated them."""
+        """Register post-accumulate hooks that pack each gradient into its bucket."""
         self._removers = [
             slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 self._make_hook(number, slot)
@@ -144,7 +144,7 @@ class GradientPipeline:
         self.has_gradient = [False] * len(self.parameters)
 
     def listen(self) -> None:
-        """Pack and send the gradients of the next backward pass; those of the pass before are completed."""
+        """Pack and send the gradients of the next backward pass; completes those of the previous pass."""
         if self._is_listening:
             self.send_rest()
             self.receive()
@@ -155,15 +155,15 @@ class GradientPipeline:
         return [p for p, used in zip(self.parameters, self._is_packed, strict=True) if used]
 
     def finish(self, loss: torch.Tensor, *, is_changed: bool, all_count: bool = False) -> bool:
-        """Send what was not sent, and wait for the sums of gradients and trailer.
+        """Send the remaining buckets, and wait for the sums of gradients and trailer.
 
         Args:
             loss: This rank's part of the loss, shape [].
-            is_changed: This rank trains other parameters than before.
-            all_count: Parameters without a gradient count as used if they require one (they have a residual).
+            is_changed: This rank's set of trained parameters has changed.
+            all_count: Count every parameter that requires a gradient as used (it may have a residual).
 
         Returns:
-            Whether this rank has a gradient for each parameter: it need not read ``trailer.used``.
+            Whether this rank uses all parameters; if so, ``trailer.used`` need not be read.
         """
         used = [
             had or parameter.grad is not None or (all_count and parameter.requires_grad)
@@ -203,7 +203,7 @@ class GradientPipeline:
 
     def _make_hook(self, number: int, slot: Slot) -> Callable[[torch.Tensor], None]:
         bucket = self.buckets[number]
-        # The bucket with the trailer waits for ``finish``, which writes that.
+        # The bucket with the trailer is sent by ``finish``, after the trailer is written.
         has_trailer = number == len(self.buckets) - 1 and self._separate_trailer is None
 
         def on_gradient(_: torch.Tensor) -> None:
@@ -220,7 +220,7 @@ class GradientPipeline:
         return on_gradient
 
     def _pack(self, bucket: Bucket, slot: Slot) -> None:
-        """Move a gradient, or zeros if there is none, into its bucket."""
+        """Copy a gradient, or zeros if there is none, into its bucket; set ``parameter.grad`` to None."""
         gradient, slot.parameter.grad = slot.parameter.grad, None
         bucket.message.allocate()
         if gradient is None:
@@ -239,7 +239,7 @@ class GradientPipeline:
         self._limit_in_flight()
 
     def _advance(self) -> None:
-        """Wait for the first collective in flight; start its message's next round, if there is one."""
+        """Wait for the oldest collective in flight; start the next round of its message, if any."""
         exchange, handle = self._in_flight.popleft()
         try:
             following = exchange.send(self._ranks.wait(handle))
@@ -248,11 +248,11 @@ class GradientPipeline:
         self._in_flight.append((exchange, following))
 
     def _limit_in_flight(self) -> None:
-        """Receive what has arrived; if too many buckets are in flight, wait for the first one.
+        """Receive completed collectives; if too many buckets are in flight, wait for the oldest.
 
-        Otherwise buckets would take as much memory as the model, if the network is slower than the backward
-        pass. The wait is bounded: ranks whose gradients come in different orders would wait for each other.
-        Not on a GPU, where neither host nor backward pass may wait in a step.
+        Otherwise buckets would need as much memory as the model if the network is slower than the backward
+        pass. The wait has a timeout: with different orders of gradients, ranks would deadlock.
+        No limit on a GPU, where neither the host nor the backward pass may block in a step.
         """
         if self._max_in_flight is None or self.parameters[0].is_cuda:
             return
@@ -263,7 +263,7 @@ class GradientPipeline:
             elif len(self._in_flight) <= self._max_in_flight:
                 return
             elif monotonic() > deadline_s:
-                self._max_in_flight = None  # ranks wait for each other: do not try again
+                self._max_in_flight = None  # orders differ between ranks: disable the limit
                 return
             else:
                 sleep(POLL_S)

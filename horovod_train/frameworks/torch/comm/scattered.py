@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from horovod_train.frameworks.torch.codecs.base import BucketLayout, Exchange, Message
+from horovod_train.frameworks.torch.codecs.base import BucketLayout, Message, Rounds
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.comm.exchange import wide_type
 
@@ -49,7 +49,7 @@ class ScatteredMessage(Message):
         """Let the next exchange replace ``own`` instead of adding to it."""
         self._is_clear = True
 
-    def exchange(self, ranks: TensorCollectives, name: str) -> Exchange:
+    def exchange(self, ranks: TensorCollectives, name: str) -> Rounds:
         """Sum over ranks, and add this rank's part to ``own``."""
         into = self.own if self._is_clear else torch.empty_like(self.own)
         part = yield ranks.start_reduce_scatter(self._whole, into, name)

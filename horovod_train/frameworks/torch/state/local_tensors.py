@@ -1,7 +1,7 @@
-"""What a rank holds of a model and its optimizer, by the names that the whole model has.
+"""Local tensors: a rank's part of model and optimizer state, by names of the whole model.
 
-A checkpoint knows the whole: weights, and an optimizer's state by the names of parameters. Who reads it may
-hold all of it or a part, on as many ranks as there are then, however they share it.
+A checkpoint contains the whole state: weights, and optimizer state by parameter name. A rank that loads
+it may have all of it or a shard, under any strategy and number of ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from horovod_train.frameworks.torch.state.blobs import copied, from_blob, to_blo
 
 Cache = dict[str, torch.Tensor] | None
 OWN = "rank_state"
-"""What an optimizer keeps of no parameter, in a checkpoint."""
+"""Key, in a checkpoint, of optimizer state that belongs to no parameter."""
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,12 +29,12 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """What a rank has of one tensor of the whole model.
+    """A rank's shard of one tensor of the whole model, or the whole tensor.
 
     Attributes:
         tensor: The local data.
-        part: Of what it is a part; None: it is whole.
-        like: Returns another tensor of this shape in the form that the optimizer wants its state in.
+        part: Position in the whole tensor; None: ``tensor`` is the whole tensor.
+        like: Converts a tensor of this shape to the type of the optimizer's state, such as ``DTensor``.
     """
 
     tensor: torch.Tensor
@@ -42,13 +42,13 @@ class LocalTensor:
     like: Callable[[torch.Tensor], torch.Tensor] = field(default=_as_it_is, compare=False)
 
     def blob(self, cache: Cache, key: str) -> ArrayBlob:
-        """Return its bytes: of a copy in a cache, or without one of the tensor itself."""
+        """Return the tensor's bytes: of a copy in the cache, or, without a cache, of the tensor itself."""
         blob = to_blob(self.tensor if cache is None else copied(self.tensor, cache, key))
         return ArrayBlob(blob.dtype, blob.shape, blob.data, self.part)
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor of the whole model."""
+        """Shape of the whole tensor."""
         return tuple(self.tensor.shape) if self.part is None else self.part.whole
 
 
@@ -57,8 +57,8 @@ class OptimizedParameter:
     """A parameter of the optimizer: a parameter of the model, or this rank's part of it.
 
     Attributes:
-        name: In the whole model; a number, if it is not of the model.
-        local: This rank's part of it.
+        name: Name in the whole model; its number in the optimizer if it is not in the model.
+        local: This rank's part of the parameter.
     """
 
     name: str | int
@@ -66,12 +66,12 @@ class OptimizedParameter:
 
 
 def whole_model(model: torch.nn.Module) -> dict[str, LocalTensor]:
-    """Return a model's weights and buffers, all of which are here."""
+    """Return a model's weights and buffers, none of them sharded."""
     return {name: LocalTensor(tensor) for name, tensor in model.state_dict().items()}
 
 
 def whole_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[OptimizedParameter]:
-    """Return an optimizer's parameters in its order, all of which are here."""
+    """Return an optimizer's parameters in its order, none of them sharded."""
     names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [
@@ -140,7 +140,7 @@ def _by_name(document: Mapping[str, Any], optimized: Sequence[OptimizedParameter
 
 
 def _has_numbers(document: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state is laid out as PyTorch's own are."""
+    """Whether an optimizer's state has the format of PyTorch's optimizers."""
     return isinstance(document.get("state"), dict) and isinstance(document.get("param_groups"), list)
 
 
@@ -166,7 +166,7 @@ def load_model(local_tensors: Mapping[str, LocalTensor], arrays: Mapping[str, Ar
     """Overwrite the local tensors of a model, one at a time.
 
     Raises:
-        ValueError: The arrays are of another model.
+        ValueError: The arrays belong to another model.
     """
     _check_names(local_tensors, arrays)
     for name, each in local_tensors.items():
@@ -180,10 +180,10 @@ def _check_names(local_tensors: Iterable[str], arrays: Iterable[str]) -> None:
 
 
 def _own(arrays: Mapping[str, ArrayBlob], name: str, wanted: LocalTensor) -> ArrayBlob:
-    """Return what is wanted of an array."""
+    """Return the requested part of an array."""
     if isinstance(arrays, StoredArrays):
         return arrays.part(name, tuple(wanted.tensor.shape), wanted.part)
-    found = arrays[name]  # of a replica in this process: sharded in the same way
+    found = arrays[name]  # in memory, from a replica with the same sharding
     if (found.shape, found.part) != (tuple(wanted.tensor.shape), wanted.part):
         raise ValueError(f"{name} has shape {list(found.shape)}, and {list(wanted.tensor.shape)} here")
     return found
@@ -198,19 +198,19 @@ def optimizer_document(
     *,
     is_sharded: bool,
 ) -> Any:
-    """Return what an optimizer's ``load_state_dict`` takes, of what this rank has of it.
+    """Return the ``load_state_dict`` argument with this rank's part of an optimizer's state.
 
     Args:
-        tree: What ``optimizer_blobs`` returned, or the version before, by numbers in place of names.
-        arrays: Those that the tree refers to.
+        tree: As returned by ``optimizer_blobs``; in older checkpoints, with numbers instead of names.
+        arrays: The arrays to which the tree refers.
         optimized: The optimizer's parameters, in its order.
-        groups: Those of the optimizer.
-        numbering: Names of the parameters as an optimizer of the whole model numbers them.
-        is_sharded: Other ranks may have what is not here.
+        groups: The optimizer's ``param_groups``.
+        numbering: Parameter names in the order of an optimizer of the whole model.
+        is_sharded: Parameters missing here may be on other ranks.
 
     Raises:
         KeyError: An array is missing.
-        ValueError: It is of another optimizer.
+        ValueError: The state belongs to another optimizer.
     """
     if not isinstance(tree, dict) or "param_groups" not in tree or "state" not in tree:
         return unpack_tree(tree, _Whole(arrays))
@@ -248,7 +248,7 @@ def _entries(plain: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class _Whole(Mapping[str, Any]):
-    """Arrays as tensors."""
+    """Mapping of array keys to whole tensors."""
 
     def __init__(self, arrays: Mapping[str, ArrayBlob]) -> None:
         self._arrays = arrays

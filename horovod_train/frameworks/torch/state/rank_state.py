@@ -1,11 +1,11 @@
-"""State that a rank has for itself, by parameter: saved, and loaded on any number of ranks.
+"""Per-rank state by parameter, saved in checkpoints and loaded on any number of ranks.
 
-Each key of the state has a rule. It says what a rank loads when the checkpoint was written by another number
+Each key of the state has a rule that defines what a rank loads from a checkpoint of another number
 of ranks:
 
-    SUM   the sum over ranks matters (a residual): each of M ranks loads the sum divided by M
+    SUM   only the sum over ranks matters (residuals): each of M ranks loads the sum divided by M
     SAME  equal on all ranks: rank 0 saves it, and all ranks load it
-    RANK  belongs to one rank: a rank loads its own; a rank that did not exist loads nothing
+    RANK  specific to a rank: each rank loads its own state; additional ranks load nothing
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from enum import Enum, auto
 import torch
 
 StateKey = tuple[str, str]
-"""Name of a parameter, and key of its state; a ``residual`` is saved under the parameter's name alone."""
+"""Parameter name and key of its state; a ``residual`` is saved under the parameter's name only."""
 Tensors = Mapping[str, torch.Tensor]
 RESIDUAL = "residual"
 
@@ -54,9 +54,9 @@ def merged(of_ranks: Sequence[Tensors], rule: Rule, rank: int, size: int) -> dic
 
 
 class RankState:
-    """State of parameters that outlives messages, bucket layouts and runs.
+    """State of parameters that persists across bucket layouts and runs.
 
-    The state of trained parameters is in messages. That of parameters which are frozen now waits here.
+    Messages hold the state of trained parameters; this object holds that of frozen parameters.
 
     Args:
         rules: Rule of each key.
@@ -67,13 +67,13 @@ class RankState:
         self._waiting: dict[str, torch.Tensor] = {}
 
     def store(self, state: Mapping[StateKey, torch.Tensor]) -> None:
-        """Take the state of parameters out of messages: it is zero there afterwards."""
+        """Move the state of parameters from messages to this object; the messages' tensors are zeroed."""
         for key, tensor in state.items():
             self._waiting[saved_name(key)] = tensor.clone()
             tensor.zero_()
 
     def restore(self, state: Mapping[StateKey, torch.Tensor]) -> None:
-        """Move what waits for these parameters into their messages."""
+        """Move the stored state of these parameters to their messages."""
         for key, tensor in state.items():
             if (name := saved_name(key)) in self._waiting:
                 tensor.copy_(self._waiting.pop(name))
@@ -89,7 +89,7 @@ class RankState:
         return {name: t for name, t in found.items() if rank == 0 or self._rule(name) is not Rule.SAME}
 
     def load(self, of_ranks: Sequence[Tensors], rank: int, size: int) -> None:
-        """Load what ranks have saved; ``restore`` then moves it into messages."""
+        """Load the states that ranks saved; ``restore`` then moves them to messages."""
         self._waiting = {}
         for rule in Rule:
             of_rule = [{n: t for n, t in state.items() if self._rule(n) is rule} for state in of_ranks]

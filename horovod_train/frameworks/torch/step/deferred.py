@@ -1,4 +1,4 @@
-"""What a step on a device turned out to be, read later: the host does not wait for the device in a step."""
+"""Deferred results: the result of a step on a device is read later, so that the host does not block."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from horovod_train.frameworks.base import StepClock, StepOutcome
 from horovod_train.frameworks.torch.step.device_clock import DeviceClock
 
 LAG_STEPS = 2
-"""Results are read this many steps later, so that the device always has enqueued work.
+"""Number of steps by which results are read later, so that the device always has enqueued work.
 
-The number is fixed, and not "when it is there": ranks act on what they read (they end training, and ask each
-other whose loss it was), and have to do so after the same step.
+The lag is fixed instead of depending on completion: ranks act on results (end training, or communicate
+to find the rank with the non-finite loss), and must do so after the same step.
 """
 
 Number = torch.Tensor | float | None
@@ -28,27 +28,27 @@ def lag_steps_of(device: torch.device) -> int:
 
 
 class Sent:
-    """Numbers on their way from a device to the host.
+    """An asynchronous copy of numbers from a device to the host.
 
     Args:
-        vector: Shape [n].
+        vector: The numbers, shape [n].
     """
 
     def __init__(self, vector: torch.Tensor) -> None:
-        # Into pinned memory, which PyTorch keeps until the asynchronous copy has finished.
+        # PyTorch copies to pinned memory, and keeps it until the asynchronous copy has finished.
         self._arriving = vector.detach().to("cpu", non_blocking=True, copy=True)
         self._event: torch.cuda.Event | None = None
         if vector.is_cuda:
-            # Who waits leaves the processor to others.
+            # A blocking event: synchronize() yields the CPU instead of spinning.
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
 
     def is_ready(self) -> bool:
-        """Return whether they have come."""
+        """Return whether the copy has finished."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> list[float]:
-        """Return them; waits until they are there."""
+        """Wait for the copy; return the numbers."""
         if self._event is not None:
             self._event.synchronize()
         numbers: list[float] = self._arriving.numpy().tolist()
@@ -67,12 +67,12 @@ def outcome_from(numbers: Mapping[str, float | None], clock: StepClock) -> StepO
 
 @dataclass(frozen=True)
 class Packed:
-    """The numbers of a step, those on the device in one vector.
+    """The numbers of a step; those on the device are packed in one vector.
 
     Attributes:
-        names: Of the numbers in the vector, in their order.
-        vector: Shape [len(names)], wide enough for all of them.
-        known: The others.
+        names: Names of the elements of ``vector``.
+        vector: Shape [len(names)]; float64 if any number is, else float32.
+        known: Numbers on the host, by name.
     """
 
     names: Sequence[str]
@@ -80,12 +80,12 @@ class Packed:
     known: Mapping[str, float | None]
 
     def with_known(self, numbers: Mapping[str, float | None]) -> Packed:
-        """Return these numbers, and more that the host knows."""
+        """Return these numbers, with further numbers on the host."""
         return Packed(self.names, self.vector, {**self.known, **numbers})
 
 
 def pack(numbers: Mapping[str, Number]) -> Packed:
-    """Put together what is on the device; tensors have shape []."""
+    """Stack the numbers on the device in one vector; at least one, each of shape []."""
     on_device = {name: value for name, value in numbers.items() if isinstance(value, torch.Tensor)}
     known = {name: value for name, value in numbers.items() if not isinstance(value, torch.Tensor)}
     wide = torch.float64 if any(v.dtype == torch.float64 for v in on_device.values()) else torch.float32
@@ -99,7 +99,7 @@ class DeferredOutcome:
     Args:
         packed: Fields of ``StepOutcome`` and further numbers, by name.
         clock: Time of each phase.
-        world: The ranks; they learn that this one waits for its device.
+        world: The communicator, which records that this rank waits for its device.
     """
 
     def __init__(self, packed: Packed, clock: DeviceClock, world: Communicator) -> None:
@@ -110,7 +110,7 @@ class DeferredOutcome:
         self._found: StepOutcome | None = None
 
     def outcome(self) -> StepOutcome:
-        """Return what the step turned out to be; waits for the device when it has not come there yet."""
+        """Return the outcome of the step; waits for the device if it has not finished the step."""
         if self._found is None:
             numbers = self._world.wait_in(DeviceWork(self._clock.phase), self._sent.read)
             found = {**self._known, **dict(zip(self._names, numbers, strict=True))}
@@ -119,22 +119,22 @@ class DeferredOutcome:
         return self._found
 
     def is_ready(self) -> bool:
-        """Return whether that is known by now."""
+        """Return whether ``outcome`` would return without waiting."""
         return self._found is not None or self._sent.is_ready()
 
     @property
     def loss(self) -> float:
-        """Mean loss over the samples of the step, over all ranks; waits for the device, as all below do."""
+        """Mean loss over the samples of the step, over all ranks. This and the next properties wait."""
         return self.outcome().loss
 
     @property
     def local_loss(self) -> float:
-        """This rank's part of that mean."""
+        """This rank's contribution to the loss."""
         return self.outcome().local_loss
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the gradient before clipping; None: it was not taken."""
+        """Norm of the gradient before clipping; None: not computed."""
         return self.outcome().grad_norm
 
     @property
@@ -154,12 +154,12 @@ class DeferredOutcome:
 
     @property
     def clock(self) -> StepClock:
-        """Where the time went."""
+        """Time of each phase."""
         return self.outcome().clock
 
 
 Outcome = StepOutcome | DeferredOutcome
-"""What a step turned out to be, known now or later."""
+"""Result of a step, available now or deferred."""
 
 
 def outcome_of(
@@ -168,13 +168,13 @@ def outcome_of(
     clock: StepClock,
     ranks: Communicator,
 ) -> Outcome:
-    """Return a step's outcome, or a future of it.
+    """Return a step's outcome, deferred if the clock is a ``DeviceClock``.
 
     Args:
         numbers: Fields of ``StepOutcome`` and further numbers of the step.
-        of_host: Further numbers that the host knows.
-        clock: Time of each phase; if it is one of a device, the numbers are not read now.
-        ranks: The ranks; they learn that this one waits for its device.
+        of_host: Further numbers, on the host.
+        clock: Time of each phase; with a ``DeviceClock``, the numbers are read later.
+        ranks: The communicator, which records that this rank waits for its device.
     """
     if isinstance(clock, DeviceClock):
         packed = numbers if isinstance(numbers, Packed) else pack(numbers)

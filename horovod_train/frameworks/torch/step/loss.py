@@ -1,9 +1,9 @@
-"""The loss of a step: each micro-batch adds its part, and ranks add theirs.
+"""The loss of a step: a sum over micro-batches and ranks.
 
-A task returns the mean over its samples, which counts by its share of the step's samples. Or it returns a
-sum and a count, where the mean is to be over something else (tokens that are no padding, samples that
-``collate`` has kept, weights of classes): then sums are added, and divided by the counts of the whole step
-at the end, when they are known. Gradients are divided with them.
+A task returns the mean over its samples, which is weighted by its share of the step's samples, or a
+sum and a count, for a mean over something else (tokens except padding, samples that
+``collate`` has kept, class weights): then sums and counts are added over the whole step, and the total
+loss and the gradients are divided by the total count at the end.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ NAME = "horovod_train.denominator"
 
 
 class StepLoss:
-    """The loss of the step under way.
+    """Accumulates the loss of the current step.
 
     Args:
         strategy: Sums losses and gradients over ranks.
-        data_ranks: Those that share the samples of a step.
-        all_ranks: Those and others, if there are others.
-        device: Where losses are.
+        data_ranks: The data-parallel group.
+        all_ranks: All ranks of the job; differs from ``data_ranks`` under tensor and pipeline parallelism.
+        device: Device of the losses.
 
     Attributes:
-        local: This rank's part, shape [].
+        local: This rank's part of the loss, shape [].
     """
 
     def __init__(
@@ -55,18 +55,18 @@ class StepLoss:
         self._denominator = None
 
     def add(self, weighted: torch.Tensor) -> None:
-        """Add what ``weigh`` returned for a micro-batch."""
+        """Add a micro-batch's weighted loss, as returned by ``weigh``."""
         self.local += weighted.detach()
 
     def weigh(self, loss: object, share: float) -> torch.Tensor:
-        """Return what a micro-batch adds to the loss of the step, shape [].
+        """Return a micro-batch's contribution to the loss of the step, shape [].
 
         Args:
-            loss: Mean loss over the micro-batch; or a sum, and the count that it is to be divided by.
+            loss: Mean loss over the micro-batch; or a tuple of sum and count.
             share: Samples of the micro-batch divided by samples of the step over all ranks.
 
         Raises:
-            UserError: The loss is neither, or the strategy takes means alone.
+            UserError: The loss is neither, or is a sum and the strategy supports only means.
         """
         is_sum = is_sum_and_count(loss)
         self._kinds.add(is_sum)
@@ -87,7 +87,7 @@ class StepLoss:
                 hint="return the mean loss over the batch, or use another strategy",
             )
         check_count(count)
-        # By samples first, so that its size is that of a mean: fp16 could not hold a sum.
+        # Divided by the number of samples first, because a sum could overflow fp16.
         factor = is_counted / self._num_samples
         denominator = torch.as_tensor(count, dtype=torch.float64, device=self._device) * factor
         self._denominator = denominator + (0.0 if self._denominator is None else self._denominator)
@@ -118,13 +118,18 @@ class StepLoss:
         return loss
 
     def _total_denominator(self) -> torch.Tensor | None:
-        """Return what the sums of this step are to be divided by, shape []; None: losses are means."""
+        """Return the divisor of this step's loss and gradients, shape []; None: losses are means."""
         own = self._denominator
         if not self._strategy.capabilities.owns_schedule:
             return None if own is None else self._summed(own)
-        # Of ranks that share a model, some alone compute the loss.
+        # In a model-parallel group, only some ranks compute the loss.
         if self._has_sums is None:
             self._has_sums = any_rank(self._all_ranks, flag=own is not None)
+        if self._kinds and self._has_sums not in self._kinds:
+            raise UserError(
+                "the task's loss is a mean in one step, and a sum and a count in another",
+                hint="return the same for all batches",
+            )
         if not self._has_sums:
             return None
         mine = torch.zeros((), dtype=torch.float64, device=self._device) if own is None else own
@@ -132,7 +137,7 @@ class StepLoss:
         return together / self._strategy.capabilities.num_loss_copies
 
     def _summed(self, number: torch.Tensor) -> torch.Tensor:
-        """Return a number's sum over the ranks that share samples."""
+        """Return a number's sum over the data-parallel group."""
         if self._strategy.sum_in_pass is not None:
             return self._strategy.sum_in_pass(number.reshape(1), NAME)[0]
         return sum_over(with_tensors(self._data_ranks), number.reshape(1), NAME)[0]

@@ -1,12 +1,12 @@
 """Whether a step is used, and the optimizer's update: unscale, clip and step, in this order.
 
-The loss is equal on all ranks, and so are gradients that were summed: every rank decides alike without
-asking. A strategy whose gradients differ asks in ``is_finite``.
+Loss and summed gradients are equal on all ranks, so all ranks make the same decision without
+communication. A strategy whose gradients differ between ranks communicates in ``is_finite``.
 
-Where numbers can be read, the host decides. On a device it would have to wait for them in each step. There
-the decision is made, on the device, by the same rules, and handed to the optimizer as a number: the fused
-ones of PyTorch leave everything unchanged where ``found_inf`` is 1. After a step that ends training, all
-others are skipped, too, until the host has read the result.
+On a CPU, the host decides. With a GPU, the host would have to wait for the device in each step; instead,
+the device applies the same rules, and the optimizer receives the decision as a tensor: the fused
+optimizers of PyTorch skip the step if ``found_inf`` is 1. After a step that ends training, all
+later steps are skipped until the host has read the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Updated:
     """Result of the update of a step.
 
     Attributes:
-        is_used: Whether weights have changed; if only the device knows, a tensor of shape [].
+        is_used: Whether the step was not skipped; a bool tensor of shape [] if the device decides.
         numbers: Fields of ``StepOutcome`` and further numbers, by name.
     """
 
@@ -45,24 +45,24 @@ class Updated:
 
 
 def may_be_used(is_used: torch.Tensor | bool) -> bool:
-    """Whether a step was used, or only the device knows it."""
+    """Return whether a step was used, or might have been: a tensor is not read."""
     return isinstance(is_used, torch.Tensor) or is_used
 
 
 class Update(Protocol):
-    """Makes the update of a step."""
+    """Performs the update of a step."""
 
     def __call__(self, loss: torch.Tensor, *, want_norm: bool) -> Updated:
         """Update the weights, or leave them unchanged.
 
         Args:
-            loss: Of the whole step, shape [].
-            want_norm: Take the gradient norm even when there is nothing to clip.
+            loss: Loss of the step over all ranks, shape [].
+            want_norm: Compute the gradient norm even if there is no clipping.
         """
         ...
 
     def resume_updates(self) -> None:
-        """Make updates again, though training had ended."""
+        """Allow updates again after a step has ended training."""
         ...
 
 
@@ -137,15 +137,15 @@ class UpdateOnHost:
 
 
 class UpdateOnDevice:
-    """Decides on the device, by the rules of ``UpdateOnHost`` and of ``FiniteGuard``, and waits for nothing.
+    """Decides on the device, by the rules of ``UpdateOnHost`` and ``FiniteGuard``; the host does not block.
 
     Args:
-        optimizer: Makes the update; one that ``can_be_masked``.
-        strategy: Has the gradients.
-        scaler: Of the loss; disabled except with fp16.
+        optimizer: Updates the weights; must satisfy ``can_be_masked``.
+        strategy: Provides the gradients and their norm.
+        scaler: Loss scaler that stays on the device; disabled except with fp16.
         clip_grad_norm: Largest norm; None: no clipping.
-        health: Says which steps may be left out, and how many.
-        device: Where the weights are.
+        health: The job's ``health`` section: which steps may be skipped, and how many in a row.
+        device: Device of the weights.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class UpdateOnDevice:
 
     @torch.no_grad()
     def __call__(self, loss: torch.Tensor, *, want_norm: bool) -> Updated:
-        """Update the weights, or leave them unchanged; returns while the device works."""
+        """Update the weights, or leave them unchanged; returns without waiting for the device."""
         self._prepare()
         was_made = ~self._has_ended
         is_loss_finite = loss.isfinite()
@@ -188,19 +188,20 @@ class UpdateOnDevice:
         return Updated(is_used, {"loss": loss, "grad_norm": norm, "was_executed": was_made})
 
     def _clipped(self) -> torch.Tensor:
-        """Clip gradients; return their norm before."""
+        """Clip gradients; return the norm before clipping."""
         norm, gradients = self._strategy.norm().to(self._has_ended.device), self._strategy.gradients()
         if self._limit is not None:
-            # Divided in 64 bits and then rounded, as by the host. (A number divided by a tensor is rounded
-            # twice.) A factor of 1 changes nothing. For gradients in 16 bits it is rounded to those.
+            # Divided in 64 bits and then rounded, as on the host. (A float divided by a tensor is rounded
+            # twice.) A factor of 1 changes nothing. For 16-bit gradients, it is rounded to 16 bits.
             factor = torch.div(self._limit, norm.double()).clamp(max=1.0)
+            factor = torch.where(norm.isfinite(), factor, 1.0)
             for dtype in {gradient.dtype for gradient in gradients}:
                 alike = [gradient for gradient in gradients if gradient.dtype == dtype]
                 torch._foreach_mul_(alike, factor.to(dtype))
         return norm
 
     def _record(self, is_loss_finite: torch.Tensor, is_used: torch.Tensor) -> None:
-        """Record whether training ends with this step, as ``FiniteGuard`` will decide."""
+        """Record whether this step ends training, by the rules of ``FiniteGuard``."""
         may_skip = self._health.non_finite == "skip"
         if not may_skip and not self._scaler.is_enabled():
             self._has_ended |= ~is_used
@@ -211,11 +212,11 @@ class UpdateOnDevice:
         self._has_ended |= is_end if may_skip else is_end | ~is_loss_finite
 
     def _prepare(self) -> None:
-        """Give fused SGD its momenta.
+        """Initialize the momentum buffers of fused SGD with zeros.
 
-        It makes them in its first step without a value, and leaves them so where that step is masked; and
-        it stumbles over a parameter whose first gradient comes later than those of others. Zeros are what
-        both come to.
+        Fused SGD creates them uninitialized in its first step, and a skipped step leaves them uninitialized.
+        It also fails if parameters get their first gradient in different steps. Without dampening, zeros give
+        the same result.
         """
         count = sum(len(group["params"]) for group in self._optimizer.param_groups)
         if count == self._num_prepared:
@@ -228,7 +229,7 @@ class UpdateOnDevice:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
 
     def resume_updates(self) -> None:
-        """Make updates again, though training had ended; with another state of the optimizer, perhaps."""
+        """Allow updates again after a step has ended training; the optimizer's state may be another one."""
         self._has_ended.zero_()
         self._num_bad_in_a_row.zero_()
         self._num_prepared = -1
@@ -243,19 +244,19 @@ class DeviceScaler(torch.amp.GradScaler):
         return torch.stack(found).sum() > 0
 
     def reset(self) -> None:
-        """Drop what is known of gradients that were unscaled, and not used after all."""
+        """Discard the per-step state of gradients that were unscaled but not used."""
         if self.is_enabled():
             self._per_optimizer_states.clear()
 
     def step_where(
         self, optimizer: torch.optim.Optimizer, *, is_used: torch.Tensor, is_seen: torch.Tensor
     ) -> None:
-        """Make the update of a step that is used, and adapt the scale to one that is to be seen.
+        """Run the optimizer's step where ``is_used``, and update the loss scale where ``is_seen``.
 
         Args:
-            optimizer: With ``found_inf``; its gradients are unscaled.
+            optimizer: Must support ``found_inf``; its gradients are unscaled.
             is_used: Whether weights change.
-            is_seen: Whether the scale does: it knows overflows, and nothing of a loss that is NaN.
+            is_seen: Whether the loss scale is updated: not for a loss that is not finite.
         """
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.found_inf = (~is_used).float()  # type: ignore[attr-defined]
@@ -274,10 +275,10 @@ class DeviceScaler(torch.amp.GradScaler):
 
 
 def can_be_masked(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer can skip a step by a number on the device.
+    """Return whether an optimizer can skip a step by a tensor on the device (``found_inf``).
 
-    PyTorch's fused ones do, unless hooks run with each step, or the momentum of the first
-    step is not that of zeros.
+    PyTorch's fused optimizers can, unless step hooks are registered, or dampening makes the momentum of
+    the first step differ from that of zero-initialized buffers.
     """
     own_hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # noqa: SLF001
     everybodys_hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)

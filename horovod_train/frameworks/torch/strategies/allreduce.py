@@ -2,10 +2,10 @@
 
 Gradients are packed into flat buckets in the order of the backward pass, and each bucket is summed by one
 all-reduce, in place (``comm/gradient_pipeline.py``). The loss of a micro-batch is weighted by its fraction of
-the step's samples before the backward pass, so the sum over ranks is the mean over samples, whatever their
-number on each rank.
+the step's samples before the backward pass, so the sum over ranks is the mean over samples, for any
+number of samples per rank.
 
-If any rank trains other parameters than before, all ranks compare their parameters, sum the gradients of new
+If the set of trained parameters changes on any rank, all ranks compare their sets, sum the gradients of new
 ones in the same step, and rebuild the buckets. A complex gradient is sent as pairs of reals.
 """
 
@@ -42,7 +42,7 @@ def allreduce(mesh: Mesh, job: Job) -> Strategy:
     """Return the strategy ``allreduce``; its settings are the job's section of that name.
 
     Raises:
-        UserError: The codec cannot be made, or the job cannot be trained with it.
+        UserError: The codec cannot be created, or does not support the job.
     """
     codec = make_codec(job.allreduce)
     if job.train.precision == "fp16" and codec.keeps_residual:
@@ -55,7 +55,7 @@ def allreduce(mesh: Mesh, job: Job) -> Strategy:
 
 
 def summed_gradients(ranks: Communicator, section: Allreduce, name: str = "bucket") -> Strategy:
-    """Return the strategy that sums gradients over some ranks.
+    """Return the strategy that sums gradients over the data-parallel ranks.
 
     Args:
         ranks: The data-parallel ranks.
@@ -63,7 +63,7 @@ def summed_gradients(ranks: Communicator, section: Allreduce, name: str = "bucke
         name: Part of the names of collectives.
 
     Raises:
-        UserError: The codec cannot be made.
+        UserError: The codec cannot be created.
     """
     codec = make_codec(section)
     if ranks.size == 1 and not codec.keeps_residual:
@@ -73,7 +73,7 @@ def summed_gradients(ranks: Communicator, section: Allreduce, name: str = "bucke
 
 
 class SingleRankStrategy(Strategy):
-    """Gradients of a single process need no communication."""
+    """A single process: gradients need no communication."""
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Convert sparse gradients to dense ones, as on several ranks; return the loss."""
@@ -119,6 +119,8 @@ class AllreduceStrategy(Strategy):
         self.layout_version = -1
         self._has_warned = False
         self._pipeline: GradientPipeline | None = None
+        self._replaced: list[Bucket] = []
+        """Buckets of this step, if they were rebuilt in it: their state moves after the update."""
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach to a model and its optimizer."""
@@ -149,7 +151,7 @@ class AllreduceStrategy(Strategy):
             frozen = {n for n, parameter in self._named.items() if not parameter.requires_grad}
             self._rank_state.store({key: t for key, t in self._state().items() if key[0] in frozen})
         all_used = pipeline.finish(weighted_loss, is_changed=is_changed, all_count=self._codec.keeps_residual)
-        # Only a rank that lacks a gradient reads this from the device; the others know that it is used.
+        # Only a rank without some gradient reads the flags from the device; other ranks use all parameters.
         used = None if all_used else self._used_anywhere(trailer.used)
         set_gradients(pipeline.buckets, used)
         self._summed = [bucket.gradients for bucket in pipeline.buckets]
@@ -169,14 +171,14 @@ class AllreduceStrategy(Strategy):
         return used
 
     def _has_changed_anywhere(self, num_changed: torch.Tensor, *, is_changed: bool) -> bool:
-        """Return whether any rank trains other parameters than before.
+        """Return whether the set of trained parameters has changed on any rank.
 
-        With deferred results, a rank that has not changed does not read the number: correct ranks change in
-        the same step. A rank that has changed, which is rare, waits for it, and ends training if others have
-        not.
+        With deferred results, a rank without a change does not read the number: all ranks must change in
+        the same step. A rank with a change, which is rare, reads it, and ends training if other ranks have
+        none.
 
         Raises:
-            UserError: This rank has changed, and others have not.
+            UserError: The set has changed on this rank, but not on all ranks.
         """
         if not self._defers_results:
             return bool(num_changed > 0)
@@ -194,13 +196,18 @@ class AllreduceStrategy(Strategy):
         return self._summed
 
     def numbers(self) -> Mapping[str, Number]:
-        """Return the ratio of compression, if gradients are compressed."""
+        """Return the compression ratio, if it is above 1."""
         return {"compression_ratio": self._compression_ratio} if self._compression_ratio > 1 else {}
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Keep the new state of messages, if the step is used."""
-        for bucket in self.pipeline.buckets:
+        """Keep the new state of messages if the step is used; move it to buckets that were rebuilt."""
+        replaced, self._replaced = self._replaced, []
+        for bucket in replaced or self.pipeline.buckets:
             bucket.message.commit(is_used=is_used)
+        if replaced:
+            trained = {key[0] for key in self._state()}
+            self._rank_state.store({key: t for key, t in state_of(replaced).items() if key[0] in trained})
+            self._rank_state.restore(self._state())
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         """Return the state of the codec, such as residuals."""
@@ -211,7 +218,7 @@ class AllreduceStrategy(Strategy):
         if not self._codec.rules:
             super().load_rank_states(of_ranks)
             return
-        self._rank_state.store(self._state())  # of steps that are undone
+        self._rank_state.store(self._state())  # clear the state of steps after the checkpoint
         self._rank_state.load(of_ranks, self._ranks.rank, self._ranks.size)
         self._rank_state.restore(self._state())
 
@@ -252,7 +259,7 @@ class AllreduceStrategy(Strategy):
             self._ranks,
             self._codec.message,
             bucket_size_bytes=self._bucket_size_bytes,
-            # Horovod identifies a tensor by its name, and sizes depend on the layout.
+            # Horovod caches responses by tensor name, and sizes depend on the layout.
             name=f"horovod_train.{name}.{self.layout_version}",
             refuse=self.refuse_in_loss,
         )
@@ -278,15 +285,12 @@ class AllreduceStrategy(Strategy):
         buckets = list(self.pipeline.buckets)
         if new := {name: p for name, p in trained.items() if id(p) not in before}:
             added = self._make_pipeline(new, f"late_{self._name}")
-            added.finish(torch.zeros(()), is_changed=True)
+            added.finish(torch.zeros(()), is_changed=True, all_count=self._codec.keeps_residual)
             set_gradients(added.buckets, (added.trailer.used > 0).tolist())
             buckets += added.buckets
-        summed = [bucket.gradients for bucket in buckets]
-        for bucket in buckets:
-            bucket.message.commit(is_used=True)
-        self._rank_state.store({key: t for key, t in state_of(buckets).items() if key[0] in trained})
         self._lay_out(named)
-        self._summed = summed
+        self._summed = [bucket.gradients for bucket in buckets]
+        self._replaced = buckets
 
     def _named_now(self) -> tuple[Named, str]:
         try:
@@ -301,7 +305,7 @@ def bytes_of(layout: BucketLayout) -> int:
 
 
 def set_gradients(buckets: Sequence[Bucket], used: Sequence[bool] | None) -> None:
-    """Set the gradients of parameters to the sums; to None where no rank has one (used: None: all have)."""
+    """Set ``parameter.grad`` to the sum, or to None if no rank has one (``used=None``: all have one)."""
     for bucket in buckets:
         bucket.unpack()
         for slot in bucket.slots:

@@ -1,12 +1,12 @@
 """ZeRO stages 1 and 2: each rank updates a part of the weights, with the gradients and state of that part.
 
     backward:  a bucket of gradients is full -> reduce-scatter: each rank gets the sum of its part
-    update:    the optimizer's step on this rank's part of each bucket
-    then:      all-gather: each rank gets the weights of all parts
+    update:    the optimizer's step for this rank's part of each bucket
+    after it:  all-gather: each rank gets the updated weights of all parts
 
-Together these send as many bytes as a ring all-reduce, which consists of the two. All ranks have all weights;
-of N ranks each has an N-th of the optimizer's state and, between steps, of the gradients. For an elementwise
-optimizer (SGD, Adam, ...) the update is bitwise that of the whole weight. An optimizer that needs whole
+The two collectives send as many bytes as a ring all-reduce. All ranks store all weights;
+each of N ranks stores 1/N of the optimizer state and, between steps, of the gradients. For an elementwise
+optimizer (SGD, Adam, ...), the update is bitwise equal to that of whole weights. One that needs whole
 weights (LARS, LAMB) is refused.
 
 The memory of a bucket is allocated only while its gradients are in flight. Stage 1 accumulates micro-batches
@@ -43,7 +43,7 @@ from horovod_train.frameworks.torch.strategies.base import Capabilities, Strateg
 MAX_IN_FLIGHT = 3
 """Buckets in flight at the same time; more would take as much memory as the whole gradient."""
 KEPT_BYTES = 64 * 2**20
-"""If all buckets are not larger, they stay allocated: page faults would take as long as the exchange."""
+"""Buckets stay allocated up to this total size: page faults would take as long as the exchange."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Piece:
 
 
 class Zero(Strategy):
-    """Reduce-scatters gradients, updates this rank's part of the weights, and gathers all of them.
+    """Reduce-scatters gradients, updates this rank's part of the weights, and all-gathers weights.
 
     Args:
         mesh: The mesh of ranks.
-        job: The job; its ``allreduce`` section has the size of buckets.
+        job: The job; its ``allreduce`` section defines the bucket size.
         stage: 1: accumulate micro-batches in whole gradients; 2: in this rank's part.
     """
 
@@ -171,7 +171,7 @@ class Zero(Strategy):
         return self._pipeline
 
     def begin(self, step: PlannedStep) -> None:
-        """Begin a step: no gradient was received yet."""
+        """Begin a step: discard the gradients of the last one."""
         self.pipeline.begin()
         for message in self._messages:
             message.clear()
@@ -193,7 +193,7 @@ class Zero(Strategy):
                 "strategy zero: which parameters are trained has changed: it shards them once",
                 hint="freeze parameters before training begins, or use strategy: allreduce",
             )
-        # Only a rank that lacks a gradient reads this from the device; the others know that it is used.
+        # Only a rank without some gradient reads the flags from the device; other ranks use all parameters.
         is_used = [True] * len(self._names) if all_used else (trailer.used > 0).tolist()
         for piece in self._by_weight.values():
             found = piece.gradient.to(piece.weight.dtype)
@@ -202,10 +202,10 @@ class Zero(Strategy):
 
     @torch.no_grad()
     def _restore_replaced_memory(self) -> None:
-        """Copy weights that the task has moved to other memory back to the memory that is updated here.
+        """Copy weights whose ``data`` the task has replaced back to the memory that this strategy updates.
 
         Raises:
-            UserError: They have another shape or data type now.
+            UserError: The replacement has another shape or data type.
         """
         for name, parameter, memory in zip(self._names, self.pipeline.parameters, self._memory, strict=True):
             if parameter.data_ptr() == memory.data_ptr():
@@ -244,7 +244,7 @@ class Zero(Strategy):
 
     @torch.no_grad()
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Gather the weights that each rank has updated."""
+        """All-gather the updated weights, unless the host has skipped the step."""
         if is_used is False:
             return
         self.sent_bytes += self._bytes_gathered
@@ -252,7 +252,7 @@ class Zero(Strategy):
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Gather the weights of which each rank has a part."""
+        """All-gather the weights of all buckets."""
         in_flight: deque[tuple[int, object]] = deque()  # in the same order on all ranks
         for number in range(len(self._messages)):
             name = f"horovod_train.zero.weights.{number}"
