@@ -14,10 +14,10 @@ from importlib import metadata
 from typing import Any
 
 from horovod_train.checks.finding import Finding
-from horovod_train.horovod.build import own_patches, patch_files, patch_title
 from horovod_train.horovod.cuda import find_toolkit, gpu_architectures, how_to_get_it, torch_build
 from horovod_train.horovod.environment import open_mpi_alone
 from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
+from horovod_train.horovod.patches import own_patches, patch_files, patch_title
 from horovod_train.horovod.toolchain import framework_version
 
 REBUILD = "run `horovod-train engine build`"

@@ -19,6 +19,8 @@ import psutil
 
 from horovod_train.checks.host_facts import HostFacts, describe_host
 from horovod_train.horovod.fingerprint import package_version
+from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
+from horovod_train.horovod.patches import own_patches
 
 COMMAND_TIMEOUT_S = 10.0
 
@@ -136,10 +138,6 @@ def examine_host(folders: Sequence[str], names: Sequence[str], ports: Sequence[i
 
 
 def _engine() -> EngineFacts:
-    # Imported here: most requests to an agent do not need it.
-    from horovod_train.horovod.build import own_patches
-    from horovod_train.horovod.installed import HOROVOD_VERSION, installed_plan
-
     plan = installed_plan() or {}
     return EngineFacts(
         horovod=package_version("horovod") or "",

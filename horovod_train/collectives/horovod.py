@@ -52,14 +52,14 @@ class HorovodCommunicator:
             os.environ.setdefault(variable, value)
         try:
             self.hvd: Any = importlib.import_module(f"horovod.{self.BINDING}")
-            from horovod.common.exceptions import HorovodInternalError
+            exceptions: Any = importlib.import_module("horovod.common.exceptions")
         except ImportError as error:
             raise EngineError(
                 f"this process was started as one of several ranks, but Horovod for {self.BINDING} is "
                 f"missing: {error}",
                 hint="run `horovod-train engine build`, then `horovod-train engine check`",
             ) from error
-        self.lost: tuple[type[Exception], ...] = (HorovodInternalError,)
+        self.lost: tuple[type[Exception], ...] = (exceptions.HorovodInternalError,)
         try:
             self.hvd.init()
         except (RuntimeError, ValueError) as error:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from horovod_train.checkpoint.arrays import ArrayBlob, ReplicaState
 from horovod_train.collectives.base import Communicator, allgather_json
 from horovod_train.errors import CheckpointError, UserError
+from horovod_train.system.optional import import_optional
 
 Array = npt.NDArray[Any]
 
@@ -31,8 +32,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     try:
         return np.dtype(name)
     except TypeError:
-        import ml_dtypes
-
+        ml_dtypes = import_optional("ml_dtypes", needed_by=f"the type {name}", hint="pip install ml-dtypes")
         return np.dtype(getattr(ml_dtypes, name))
 
 

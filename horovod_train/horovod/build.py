@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import platform
 import re
@@ -43,6 +42,7 @@ from horovod_train.horovod.cuda import (
     torch_build,
 )
 from horovod_train.horovod.installed import HOROVOD_VERSION, LOOPBACK_LIBRARY, PLAN_FILE, installed_key
+from horovod_train.horovod.patches import LOOPBACK, apply_patches, own_patches, sha256_of
 from horovod_train.horovod.toolchain import (
     FRAMEWORKS,
     check_tools,
@@ -57,8 +57,6 @@ from horovod_train.system.machine import usable_cores, usable_memory_bytes
 
 RECIPE = 4
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-PATCHES = Path(__file__).parent / "patches"
-LOOPBACK = Path(__file__).parent / "loopback.cc"
 
 # Libraries are looked up here, from <site-packages>/horovod/<framework>/ on.
 RUNPATH = "$ORIGIN/../../../..:$ORIGIN/../../torch/lib:$ORIGIN/../../tensorflow"
@@ -240,45 +238,14 @@ def unpack(sdist: Path, folder: Path) -> Path:
     """
     if not sdist.is_file():
         raise EngineError(f"no such file: {sdist}")
-    if _sha256(sdist) != SDIST_SHA256:
+    if sha256_of(sdist) != SDIST_SHA256:
         raise EngineError(
-            f"{sdist} is not the source of Horovod {HOROVOD_VERSION}: its SHA-256 is {_sha256(sdist)}, "
+            f"{sdist} is not the source of Horovod {HOROVOD_VERSION}: its SHA-256 is {sha256_of(sdist)}, "
             f"expected {SDIST_SHA256}"
         )
     with tarfile.open(sdist) as archive:
         archive.extractall(folder, **SAFELY)  # noqa: S202  (the checksum was compared)
     return folder / f"horovod-{HOROVOD_VERSION}"
-
-
-def patch_files() -> list[Path]:
-    """Return our patches, in the order they are applied."""
-    return sorted(PATCHES.glob("*.patch"))
-
-
-def patch_title(path: Path) -> str:
-    """Return the first line of a patch: what it does."""
-    return path.read_text(encoding="utf-8").splitlines()[0]
-
-
-def own_patches() -> dict[str, str]:
-    """Return the checksums of our patches, and of what is added to the wheel, by name."""
-    return {path.name: _sha256(path) for path in (*patch_files(), LOOPBACK)}
-
-
-def apply_patches(source: Path, report: Report) -> None:
-    """Apply every patch.
-
-    Raises:
-        EngineError: One does not fit; nothing is built then.
-    """
-    import patch_ng
-
-    logging.getLogger("patch_ng").setLevel(logging.ERROR)
-    for path in patch_files():
-        report(f"engine: patch {path.stem}: {patch_title(path)}")
-        changes = patch_ng.fromfile(str(path))
-        if not changes or not changes.apply(strip=1, root=str(source), fuzz=False):
-            raise EngineError(f"the patch {path.name} does not fit the source of Horovod")
 
 
 def build_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
@@ -422,7 +389,3 @@ def _run(
 
 def _pip(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -9,6 +9,7 @@ from shutil import which
 from horovod_train.config.schema import Job
 from horovod_train.config.strategies import splits_ranks
 from horovod_train.errors import UserError
+from horovod_train.horovod.installed import loopback_library
 
 # Of launchers: the program, and its variables for the number of processes and for the number of this one.
 LAUNCHERS_OF_RANKS = (
@@ -96,8 +97,6 @@ def open_mpi_on_loopback(environ: Mapping[str, str]) -> dict[str, str]:
     Open MPI has a setting for the interfaces that it calls through, and none for those that it listens on:
     a library of the engine's changes its call of bind().
     """
-    from horovod_train.horovod.installed import loopback_library  # ranks start quicker without
-
     settings = {"OMPI_MCA_oob_tcp_if_include": "lo"}
     library = loopback_library()
     # The loader splits names at both.

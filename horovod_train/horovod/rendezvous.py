@@ -14,15 +14,14 @@ import subprocess
 import sys
 
 import psutil
+from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.http.http_server import RendezvousServer
 
 _LABEL = re.compile(r"\s*(\d+): ?")
 
 
 def main(placed: str, interface: str, command: list[str]) -> int:
     """Serve and run; return the command's exit code."""
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.http.http_server import RendezvousServer
-
     hosts = parse_hosts(placed)
     assignments = get_host_assignments(hosts, sum(host.slots for host in hosts))
     server = RendezvousServer(verbose=0)

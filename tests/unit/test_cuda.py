@@ -11,6 +11,7 @@ import pytest
 
 from horovod_train.errors import EngineError
 from horovod_train.horovod import build, check, cuda
+from horovod_train.horovod.patches import own_patches
 
 TORCH = cuda.TorchBuild("2.13.0+cu130", "13.0")
 
@@ -260,7 +261,7 @@ def test_without_a_gpu_and_a_compiler_the_engine_is_for_cpus(monkeypatch):
 
 def test_patches_are_those_of_the_engine_also_where_there_is_no_compiler(monkeypatch, tmp_path):
     """As in an image: what only building needs is gone."""
-    plan = {"patches": build.own_patches()}
+    plan = {"patches": own_patches()}
     monkeypatch.setattr(check, "installed_plan", lambda: plan)
     monkeypatch.setenv("PATH", str(tmp_path))
 

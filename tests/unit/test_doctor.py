@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 import pytest
 from support.hosts import GOOD as GOOD_FACTS
 
+from horovod_train.checks import host_details
 from horovod_train.checks.finding import Finding, report
 from horovod_train.checks.host_details import EngineFacts, Gpu, HostDetails, cells_of, examine_host
 from horovod_train.checks.hosts import clock, examine
 from horovod_train.doctor.network import AllreduceBenchmark, History, judge
 from horovod_train.events.types import AllreduceTime, PairTime
-from horovod_train.horovod import build, installed
 from horovod_train.launch.hosts.agent import HostActions
 from horovod_train.launch.hosts.host_group import result_of
 
@@ -59,8 +59,8 @@ def findings(readings, device="auto", ranks=2):
     ],
 )
 def test_an_engine_of_other_patches_is_noticed(monkeypatch, plan, expected):
-    monkeypatch.setattr(build, "own_patches", lambda: {"own.patch": "a", "other.patch": "b"})
-    monkeypatch.setattr(installed, "installed_plan", lambda: plan)
+    monkeypatch.setattr(host_details, "own_patches", lambda: {"own.patch": "a", "other.patch": "b"})
+    monkeypatch.setattr(host_details, "installed_plan", lambda: plan)
 
     assert set(examine_host([], [], []).engine.patches_differ) == expected
 

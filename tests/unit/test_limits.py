@@ -1,4 +1,4 @@
-"""How long files and functions may be, and how often ``Any`` may stand in them."""
+"""How long files and functions may be, how often ``Any`` is used, and what is imported or caught where."""
 
 from __future__ import annotations
 
@@ -110,3 +110,28 @@ def test_few_places_catch_every_exception():
     }
 
     assert found == BROAD_EXCEPTS
+
+
+LAZY_IMPORTS = {
+    "frameworks/torch/comm/buckets.py": 1,  # DTensor takes long to import, and few models have one
+    "frameworks/torch/comm/mpi.py": 1,  # importing mpi4py starts MPI
+    "worker.py": 1,  # a script's rank must not import a framework before the script does
+}
+
+
+def test_few_functions_import_modules():
+    """Except commands, which import what they need, and the registry; optional packages have one helper."""
+    found = {}
+    for path, tree in TREES.items():
+        name = str(path.relative_to(PACKAGE))
+        inside = {
+            node
+            for function in ast.walk(tree)
+            if isinstance(function, FUNCTIONS)
+            for node in ast.walk(function)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        }
+        if inside and not name.startswith("cli/"):
+            found[name] = len(inside)
+
+    assert found == LAZY_IMPORTS

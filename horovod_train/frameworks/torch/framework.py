@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import random
@@ -30,6 +29,7 @@ from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, sum_over, with_tensors
+from horovod_train.frameworks.torch.comm.mpi import mpi
 from horovod_train.frameworks.torch.comm.process_group import (
     explain_distributed,
     explain_second_derivative,
@@ -81,7 +81,7 @@ class TorchFramework(TorchDevice):
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.torch.reader")
         if needs_own_messages(job.strategy):
-            importlib.import_module("mpi4py.MPI")  # who starts MPI ends it: Horovod would, under its feet
+            mpi()  # who starts MPI ends it: Horovod would, under its feet
         return connect(TorchCommunicator, job)
 
     def prepare(self, job: Job, mesh: Mesh) -> tuple[TorchReplica, TorchReader, TorchReader | None]:

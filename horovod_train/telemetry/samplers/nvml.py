@@ -14,6 +14,8 @@ from types import ModuleType
 from typing import TypeVar
 from uuid import UUID
 
+from horovod_train.errors import UserError
+from horovod_train.system.optional import import_optional
 from horovod_train.telemetry.records import GpuRecord
 
 log = logging.getLogger(__name__)
@@ -117,9 +119,9 @@ def gpu_sampler(uuid: str) -> GpuSampler | None:
     if not uuid:
         return None
     try:
-        import pynvml
-    except ImportError:
-        log.warning("no metrics of the GPU: nvidia-ml-py is not installed (pip install nvidia-ml-py)")
+        pynvml = import_optional("pynvml", needed_by="metrics of the GPU", hint="pip install nvidia-ml-py")
+    except UserError as error:
+        log.warning("%s (%s)", error, error.hint)
         return None
     try:
         return GpuSampler(pynvml, uuid)

@@ -55,10 +55,8 @@ class BackEnd:
     optimizer_sees_micro_steps = False
 
     def communicator_class(self) -> type[HorovodCommunicator]:
-        """Return the binding that ranks talk through."""
-        from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
-
-        return TorchCommunicator
+        """Return the binding that ranks communicate through."""
+        raise NotImplementedError
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
         """Return what sums tensors; 32-bit ones travel as ``wire_dtype``, float32 or float16."""

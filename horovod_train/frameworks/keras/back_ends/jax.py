@@ -7,15 +7,21 @@ import os
 import keras
 
 from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.jax import exchange, framework
 from horovod_train.frameworks.keras.back_ends.base import BackEnd, Exchange
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 
 
 class JaxBackEnd(BackEnd):
     """JAX: variables live outside of the model while ``fit`` trains."""
 
     optimizer_sees_micro_steps = True
+
+    def communicator_class(self) -> type[HorovodCommunicator]:
+        """Return Horovod's binding for PyTorch."""
+        return TorchCommunicator
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
         """Return JAX's exchange."""

@@ -9,14 +9,20 @@ import keras
 import torch
 
 from horovod_train.collectives.base import Communicator
+from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.config.schema import Job
 from horovod_train.frameworks.keras.back_ends.base import BackEnd, Exchange
 from horovod_train.frameworks.torch import framework
 from horovod_train.frameworks.torch.comm import exchange
+from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
 
 
 class TorchBackEnd(BackEnd):
     """PyTorch: random numbers come from its own generators, too."""
+
+    def communicator_class(self) -> type[HorovodCommunicator]:
+        """Return Horovod's binding for PyTorch."""
+        return TorchCommunicator
 
     def exchange(self, world: Communicator, bucket_size_bytes: int, wire_dtype: str) -> Exchange:
         """Return PyTorch's exchange."""

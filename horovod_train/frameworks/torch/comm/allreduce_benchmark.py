@@ -25,6 +25,7 @@ from horovod_train.events.channel import channel_of
 from horovod_train.events.types import AllreduceTime, BenchmarkDone, PairTime
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, with_tensors
+from horovod_train.frameworks.torch.comm.mpi import mpi
 from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.horovod.environment import from_slurm
 
@@ -75,9 +76,8 @@ def horovod_sum(world: Communicator, device: torch.device) -> Callable[[int], No
 
 def mpi_communicator() -> Intracomm:
     """Return MPI's world; Horovod has started MPI already."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
+    world: Intracomm = mpi().COMM_WORLD
+    return world
 
 
 def mpi_sum(communicator: Intracomm) -> Callable[[int], None]:

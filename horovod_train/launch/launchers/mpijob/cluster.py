@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from horovod_train.errors import LaunchError, UserError
 from horovod_train.launch.launchers.mpijob.document import Manifest, field, text
+from horovod_train.system.optional import import_optional
 
 if TYPE_CHECKING:
     from kubernetes.client import ApiException, CoreV1Event, V1ContainerState, V1Pod
@@ -141,14 +143,10 @@ class Cluster:
     """
 
     def __init__(self, namespace: str | None, timeout_s: float) -> None:
-        try:
-            import kubernetes
-        except ImportError as error:
-            raise UserError(
-                "the launcher mpijob needs the package kubernetes",
-                hint="pip install 'horovod_train[kubernetes]'",
-            ) from error
-        api: ModuleType = kubernetes
+        api = import_optional(
+            "kubernetes", needed_by="launcher mpijob", hint="pip install 'horovod_train[kubernetes]'"
+        )
+        self._http_error: type[Exception] = import_module("urllib3.exceptions").HTTPError
         client = api.client
         try:
             api.config.load_config()
@@ -347,8 +345,6 @@ class Cluster:
             BrokenOffError: The connection broke; there may be more.
             LaunchError: The server refuses.
         """
-        from urllib3.exceptions import HTTPError
-
         response = self._call(
             f"log of {pod}",
             lambda: self._core.read_namespaced_pod_log(
@@ -363,7 +359,7 @@ class Cluster:
                     number += 1
                     if number > skip:
                         yield line.decode(errors="replace")
-        except HTTPError as error:
+        except self._http_error as error:
             raise LogInterruptedError(f"log of {pod}: the connection broke: {error}") from error
         if buffer and number >= skip:
             yield buffer.decode(errors="replace")
@@ -390,13 +386,11 @@ class Cluster:
         return self._call(what, look)
 
     def _call(self, what: str, call: Callable[[], Result]) -> Result:
-        from urllib3.exceptions import HTTPError
-
         try:
             return call()
         except self._api_error as error:
             raise self._explained(what, error) from error
-        except HTTPError as error:
+        except self._http_error as error:
             raise UnreachableError(
                 f"{what}: the API server does not answer: {error}", hint="`kubectl cluster-info`"
             ) from error

@@ -13,8 +13,9 @@ from functools import cache
 from pathlib import Path
 
 from horovod_train.config.kubernetes_rules import name_problems
-from horovod_train.errors import ConfigError, Problem, UserError, did_you_mean
+from horovod_train.errors import ConfigError, Problem, did_you_mean
 from horovod_train.launch.launchers.mpijob.document import Manifest, number, section, sections, text
+from horovod_train.system.optional import import_optional
 
 SCHEMA = Path(__file__).with_name("mpijob-v2beta1.json")
 ROLES = ("Launcher", "Worker")
@@ -63,12 +64,9 @@ def _strict(node: object) -> object:
 
 def schema_problems(manifest: Mapping[str, object]) -> Iterator[Problem]:
     """Yield what the API server would refuse."""
-    try:
-        import jsonschema
-    except ImportError as error:
-        raise UserError(
-            "checking an MPIJob needs jsonschema", hint="pip install 'horovod_train[kubernetes]'"
-        ) from error
+    jsonschema = import_optional(
+        "jsonschema", needed_by="checking an MPIJob", hint="pip install 'horovod_train[kubernetes]'"
+    )
     validator = jsonschema.Draft202012Validator(strict_schema())
     for found in sorted(validator.iter_errors(manifest), key=lambda one: list(map(str, one.absolute_path))):
         path = [str(part) for part in found.absolute_path]

@@ -37,6 +37,7 @@ from horovod_train.frameworks.torch.state.optimizer import clone_optimizer
 from horovod_train.frameworks.torch.strategies.base import Capabilities, DevicePlacement
 from horovod_train.frameworks.torch.strategies.deepspeed.flat_state import FlatState
 from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDistributed
+from horovod_train.system.optional import import_optional
 
 log = logging.getLogger(__name__)
 
@@ -369,12 +370,11 @@ def imported(device: torch.device) -> Any:
     """
     set_variable("DS_ACCELERATOR", device.type)  # read when it is imported
     try:
-        import deepspeed
-    except ImportError as error:
-        raise UserError(
-            f"strategy deepspeed: DeepSpeed cannot be imported: {error}",
+        deepspeed = import_optional(
+            "deepspeed",
+            needed_by="strategy deepspeed",
             hint="pip install 'horovod_train[deepspeed]' on every host, or use strategy: zero or fsdp",
-        ) from error
+        )
     finally:
         set_variable("DS_ACCELERATOR", None)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

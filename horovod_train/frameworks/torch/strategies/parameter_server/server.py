@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from horovod_train.errors import HorovodTrainError, LostError, describe_ranks
+from horovod_train.frameworks.torch.comm.mpi import mpi
 
 PUSH, PULL, WEIGHTS = 1, 2, 3
 IDLE_S = 0.0005
@@ -248,19 +249,18 @@ class ServerConnection:
             sleep(IDLE_S)
 
     def _serve(self) -> None:
-        from mpi4py import MPI
-
-        status = MPI.Status()
+        library = mpi()
+        status = library.Status()
         try:
             while not self._has_ended.is_set():
                 while self._answers and self._answers[0][0].Test():
                     self._answers.popleft()
-                if not self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+                if not self._comm.Iprobe(library.ANY_SOURCE, library.ANY_TAG, status):
                     sleep(IDLE_S)
                     continue
                 # Weights are none of these: the other thread, which asks for them, expects them by then.
                 self._receive(status.Get_source(), status.Get_tag())
-        except (HorovodTrainError, RuntimeError, ValueError, MPI.Exception) as error:
+        except (HorovodTrainError, RuntimeError, ValueError, library.Exception) as error:
             self._failure = error
 
     def _receive(self, worker: int, tag: int) -> None:

@@ -29,6 +29,7 @@ from horovod_train.config.schema import Job
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import NumericError, UserError
 from horovod_train.frameworks.torch.comm.collectives import with_tensors
+from horovod_train.frameworks.torch.comm.mpi import mpi
 from horovod_train.frameworks.torch.state.local_tensors import (
     LocalTensor,
     OptimizedParameter,
@@ -113,9 +114,7 @@ class ParameterServer(Strategy):
         self._take_up()
         comm = None
         if self._ranks.size > 1:
-            from mpi4py import MPI
-
-            comm = MPI.COMM_WORLD.Dup()
+            comm = mpi().COMM_WORLD.Dup()
             assert comm.rank == self._ranks.rank, "MPI and Horovod number ranks alike"
         connection = ServerConnection(comm, self._ranks.rank, self._layouts, self._server, self._timeout_s)
         self._ranks.before_closing(connection.close)
