@@ -16,7 +16,7 @@ BASICS = {"errors", "registry", "system", "checks.consistency"}
 ROOMS = {
     # room: rooms of ours it may import
     "errors": set(),
-    "system": set(),
+    "system": {"errors"},
     "checks.consistency": set(),
     "registry": {"errors"},
     "events": {"system", "__init__"},

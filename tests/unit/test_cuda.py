@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from horovod_train.checks import engine as checks
 from horovod_train.errors import EngineError
-from horovod_train.horovod import build, check, cuda
+from horovod_train.horovod import build, cuda
 from horovod_train.horovod.patches import own_patches
 
 TORCH = cuda.TorchBuild("2.13.0+cu130", "13.0")
@@ -262,12 +263,12 @@ def test_without_a_gpu_and_a_compiler_the_engine_is_for_cpus(monkeypatch):
 def test_patches_are_those_of_the_engine_also_where_there_is_no_compiler(monkeypatch, tmp_path):
     """As in an image: what only building needs is gone."""
     plan = {"patches": own_patches()}
-    monkeypatch.setattr(check, "installed_plan", lambda: plan)
+    monkeypatch.setattr(checks, "installed_plan", lambda: plan)
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    assert check._patches()[0].is_good
+    assert checks._patches()[0].level == "ok"
     del plan["patches"][next(iter(plan["patches"]))]
-    assert not check._patches()[0].is_good
+    assert checks._patches()[0].level == "fail"
 
 
 def test_of_cuda_12_there_is_no_compiler_on_pypi(monkeypatch):
@@ -288,17 +289,17 @@ class TestWhatTheCheckSaysOfGpus:
     @pytest.fixture(autouse=True)
     def with_cuda(self, monkeypatch):
         self.plan = {"cuda": "13.0", "cuda_architectures": ["80", "90"]}
-        monkeypatch.setattr(check, "installed_plan", lambda: self.plan)
-        monkeypatch.setattr(check, "torch_build", lambda: TORCH)
+        monkeypatch.setattr(checks, "installed_plan", lambda: self.plan)
+        monkeypatch.setattr(checks, "torch_build", lambda: TORCH)
         monkeypatch.setattr(cuda, "toolkit_requirement", lambda: "cuda-toolkit[nvcc]==13.0.3.0")
-        monkeypatch.setattr(check, "find_toolkit", lambda _: None)
+        monkeypatch.setattr(checks, "find_toolkit", lambda _: None)
         self.monkeypatch = monkeypatch
 
     def findings(self, here: set[str], error: str = "", **facts: object) -> list[str]:
-        self.monkeypatch.setattr(check, "gpu_architectures", lambda: here)
+        self.monkeypatch.setattr(checks, "gpu_architectures", lambda: here)
         said = (None, error) if error else (json.dumps(facts), "")
-        self.monkeypatch.setattr(check, "_run_probe", lambda _: said)
-        return [str(finding) for finding in check._gpus()]
+        self.monkeypatch.setattr(checks, "_run_probe", lambda _: said)
+        return [finding.line(with_host=False) for finding in checks._gpus()]
 
     def test_nothing_where_there_are_none(self):
         self.plan = {"cuda": "", "cuda_architectures": []}
@@ -306,7 +307,7 @@ class TestWhatTheCheckSaysOfGpus:
         assert self.findings(set()) == []
 
     def test_what_cannot_be_tried(self):
-        assert self.findings(set()) == ["ok   gpu          none here: whether NCCL works was not tried"]
+        assert self.findings(set()) == ["ok   gpu            none here: whether NCCL works was not tried"]
 
     def test_an_engine_for_cpus_beside_a_gpu(self):
         """D13: it used to say ok."""
@@ -314,7 +315,7 @@ class TestWhatTheCheckSaysOfGpus:
 
         (finding,) = self.findings({"90"})
 
-        assert "FAIL gpu          there is one, and the engine is for CPUs alone" in finding
+        assert "fail gpu            there is one, and the engine is for CPUs alone" in finding
         assert "pip install 'cuda-toolkit[nvcc]==13.0.3.0', then run `horovod-train engine build`" in finding
 
     def test_a_gpu_without_kernels(self):
@@ -326,13 +327,13 @@ class TestWhatTheCheckSaysOfGpus:
     def test_a_sum_through_nccl_that_fails_is_no_fault_of_the_engine(self):
         (finding,) = self.findings({"90"}, error="RuntimeError: NCCL: unhandled cuda error")
 
-        assert "FAIL gpu          all-reduce through NCCL fails: RuntimeError: NCCL: unhandled" in finding
+        assert "fail gpu            all-reduce through NCCL fails: RuntimeError: NCCL: unhandled" in finding
         assert "engine build" not in finding
 
     def test_a_sum_through_nccl(self):
         assert self.findings({"90"}, gpu=["H100", [1.0] * 3]) == [
-            "ok   gpu          H100, all-reduce through NCCL works"
+            "ok   gpu            H100, all-reduce through NCCL works"
         ]
-        assert "FAIL" in self.findings({"90"}, gpu=["H100", [0.0] * 3])[0]
+        assert "fail" in self.findings({"90"}, gpu=["H100", [0.0] * 3])[0]
         # Newer than all: its code is compiled when it is loaded.
         assert self.findings({"120"}, gpu=["B200", [1.0] * 3])[0].startswith("ok")
