@@ -15,7 +15,7 @@ def watch_joining(meter: StepMeter) -> None:
     plain_init = basics.init
 
     @wraps(plain_init)
-    def init(*args: Any, **kwargs: Any) -> Any:
+    def init(*args: object, **kwargs: object) -> object:
         found = plain_init(*args, **kwargs)
         meter.has_joined = True
         return found

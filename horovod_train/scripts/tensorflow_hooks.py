@@ -23,10 +23,10 @@ class _Calls:
     """Functions that are being called, and those that make steps."""
 
     def __init__(self) -> None:
-        self.running: list[Any] = []
-        self.bytes_of_step: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.running: list[Function] = []
+        self.bytes_of_step: WeakKeyDictionary[Function, int] = WeakKeyDictionary()
         """Bytes that a call of a function gives to all-reduce, by its newest graph."""
-        self.graph: Any = None
+        self.graph: object = None
         """The graph that is being made, or was last."""
         self.optimizer: Any = None
 
@@ -56,7 +56,7 @@ def watch_tensorflow(meter: StepMeter) -> None:
     plain_call = Function.__call__
 
     @wraps(plain_call)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Function, *args: object, **kwargs: object) -> object:
         is_outermost, begun_s = not _calls.running, perf_counter()
         _calls.running.append(self)
         try:
@@ -82,7 +82,7 @@ def watch_optimizers(meter: StepMeter) -> None:
     plain_apply = optimizers.apply
 
     @wraps(plain_apply)
-    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self: object, *args: object, **kwargs: object) -> object:
         found = plain_apply(self, *args, **kwargs)
         _calls.optimizer = self
         if not _calls.running and tf.executing_eagerly() and not meter.is_off:
@@ -100,9 +100,9 @@ def watch_horovod_tensorflow(meter: StepMeter) -> None:
         replace_everywhere("horovod.tensorflow", name, plain, _counted(plain, meter))
 
 
-def _counted(plain: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
+def _counted(plain: Callable[..., object], meter: StepMeter) -> Callable[..., object]:
     @wraps(plain)
-    def counted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted(tensors: object, *args: object, **kwargs: object) -> object:
         is_traced = bool(_calls.running)
         with meter.watching:
             given = tensors if isinstance(tensors, list | tuple) else [tensors]
@@ -124,7 +124,7 @@ def _counted(plain: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
     return counted
 
 
-def _is_horovods(function: Any) -> bool:
+def _is_horovods(function: Function) -> bool:
     return str(function.python_function.__module__).startswith("horovod.")
 
 
@@ -140,11 +140,11 @@ def _step(meter: StepMeter) -> None:
     meter.step(_calls.lr, last_phase="compute")
 
 
-def _as_tensor(variable: Any) -> Any:
+def _as_tensor(variable: object) -> tf.Tensor:
     return getattr(variable, "value", variable)
 
 
-def _size_bytes(tensor: Any) -> int:
+def _size_bytes(tensor: tf.Tensor) -> int:
     return int((tensor.shape.num_elements() or 0) * tensor.dtype.size)
 
 

@@ -26,11 +26,12 @@ def watch_torch(meter: StepMeter) -> None:
     steps = _Steps(meter)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
-    plain_backward, plain_next = torch.autograd.backward, _BaseDataLoaderIter.__next__
+    plain_backward: Callable[..., None] = torch.autograd.backward
+    plain_next = _BaseDataLoaderIter.__next__
     depth = 0  # checkpointing calls backward within backward
 
     @wraps(plain_backward)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:  # Tensor.backward calls it, too
+    def backward(tensors: object, *args: object, **kwargs: object) -> None:  # Tensor.backward calls it, too
         nonlocal depth
         begun_s = perf_counter()
         depth += 1
@@ -44,7 +45,7 @@ def watch_torch(meter: StepMeter) -> None:
                 meter.backward(begun_s, loss_of(tensors) if meter.wants_loss else None)
 
     @wraps(plain_next)
-    def next_batch(self: _BaseDataLoaderIter) -> Any:
+    def next_batch(self: _BaseDataLoaderIter) -> object:
         begun_s = perf_counter()
         try:
             found = plain_next(self)
@@ -176,9 +177,9 @@ def watch_horovod_torch(meter: StepMeter) -> None:
         setattr(operations, name, _counted(getattr(operations, name), meter, lambda tensors: tensors))
 
 
-def _timed(plain: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
+def _timed(plain: Callable[..., object], meter: StepMeter) -> Callable[..., object]:
     @wraps(plain)
-    def timed(*args: Any, **kwargs: Any) -> Any:
+    def timed(*args: object, **kwargs: object) -> object:
         begun_s, meter.waiting_since_s = perf_counter(), monotonic()
         try:
             return plain(*args, **kwargs)
@@ -192,10 +193,10 @@ def _timed(plain: Callable[..., Any], meter: StepMeter) -> Callable[..., Any]:
 
 
 def _counted(
-    plain: Callable[..., Any], meter: StepMeter, tensors_of: Callable[[Any], list[Any]]
-) -> Callable[..., Any]:
+    plain: Callable[..., object], meter: StepMeter, tensors_of: Callable[[Any], list[torch.Tensor]]
+) -> Callable[..., object]:
     @wraps(plain)
-    def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    def counted(tensor: object, *args: object, **kwargs: object) -> object:
         if not meter.is_off:
             with meter.watching:
                 meter.sent(sum(each.numel() * each.element_size() for each in tensors_of(tensor)))

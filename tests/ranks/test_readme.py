@@ -31,7 +31,8 @@ NOT_RUN_HERE = {
     next(command for command in INLINE if "node01" in command): "planned below; test_hosts.py has hosts",
     "make train": "is the first block of commands",
     "make check": "runs this test",
-    "horovod-train ui runs": "serves until it is stopped; started below, after the first training",
+    "horovod-train serve runs": "serves until it is stopped; started below, after the first training",
+    "horovod-train ui runs": "the same under its former name; started below, too",
     "horovod-train run --script train.py -n 4 -- ARGS": "tests/ranks/test_scripts.py runs scripts",
     "horovod-train targets serve": "serves until it is stopped; tests/ranks/test_prometheus.py asks it",
 }
@@ -91,13 +92,20 @@ def test_the_first_command_trains_and_ends_with_a_summary(tmp_path):
         assert line in output
 
 
-def test_after_it_the_page_shows_the_run_that_has_ended(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    run("make train", ROOT, HOROVOD_TRAIN__RUN_DIR=str(folder / "runs"))
+    return folder
+
+
+@pytest.mark.parametrize("verb", ["serve", "ui"])
+def test_after_it_the_page_shows_the_run_that_has_ended(trained, verb):
     """The port is one of the system's choice, lest somebody's page is in the way; otherwise as written."""
-    assert "horovod-train ui runs" in INLINE
-    run("make train", ROOT, HOROVOD_TRAIN__RUN_DIR=str(tmp_path / "runs"))
-    command = ["horovod-train", "ui", "runs", "--port", "0"]
+    assert f"horovod-train {verb} runs" in INLINE
+    command = ["horovod-train", verb, "runs", "--port", "0"]
     with subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+        command, cwd=trained, env=environment(), stdout=subprocess.PIPE, text=True
     ) as page:
         try:
             lines = iter(page.stdout.readline, "")
