@@ -65,7 +65,7 @@ def nothing(*_: Any) -> Iterator[None]:
 
 
 MECHANISMS = {
-    "ranks agree on the path": Mechanism("TwoExperts", "fsdp", f"{TORCH}.path_agreement:PathAgreement.event"),
+    "ranks agree on the path": Mechanism("TwoExperts", "fsdp", f"{TORCH}.comm.paths:PathAgreement.event"),
     "hooks of parameters: they stay whole": Mechanism(
         "Hooks", "fsdp", f"{TORCH}.strategies.fsdp:parameters_kept_whole", scalars_only
     ),
@@ -78,7 +78,7 @@ MECHANISMS = {
     "rates of groups": Mechanism(
         "GroupRates",
         "allreduce",
-        f"{TORCH}.optimizer:_with_list",
+        f"{TORCH}.state.optimizer:_with_list",
         lambda group, _: {**{k: v for k, v in group.items() if k != "lr"}, "params": list(group["params"])},
         is_found=False,
     ),
@@ -86,22 +86,25 @@ MECHANISMS = {
         "StableAdamW", "zero", f"{TORCH}.strategies.zero:check_elementwise", settings=HARD
     ),
     "memory that the task has replaced": Mechanism(
-        "DataSwap", "zero", f"{TORCH}.strategies.zero:Zero._follow_swapped"
+        "DataSwap", "zero", f"{TORCH}.strategies.zero:Zero._restore_replaced_memory"
     ),
     "statistics of the joint batch": Mechanism(
         "ConvBn", "allreduce", f"{TORCH}.framework:synchronize_batch_norm", lambda *_, **__: 0, is_found=False
     ),
     "sums and counts": Mechanism(
-        "TokenMean", "allreduce", f"{TORCH}.step_loss:StepLoss.weigh", mean_of, is_found=False, wraps=True
+        "TokenMean", "allreduce", f"{TORCH}.step.loss:StepLoss.weigh", mean_of, is_found=False, wraps=True
     ),
     "sums and counts, where DeepSpeed updates": Mechanism(
-        "TokenMean", "deepspeed2", f"{TORCH}.strategies.deepspeed:DeepSpeed.divide_gradients", settings=HARD
+        "TokenMean",
+        "deepspeed2",
+        f"{TORCH}.strategies.deepspeed.strategy:DeepSpeed.divide_gradients",
+        settings=HARD,
     ),
     "recomputation moves no statistics": Mechanism(
-        "BnRecomputed", "allreduce", f"{TORCH}.activations:_from", nothing, is_found=False
+        "BnRecomputed", "allreduce", f"{TORCH}.sizes.activations:_from", nothing, is_found=False
     ),
     "a trace sees the modes of autograd": Mechanism(
-        "NoGradSome", "pipeline", f"{TORCH}.pipeline.trace:modes", lambda: ()
+        "NoGradSome", "pipeline", f"{TORCH}.strategies.pipeline.trace:modes", lambda: ()
     ),
     "weights that are clamped in the loss": Mechanism("ClampW", "deepspeed2"),
     "weights that are changed by functional_call, sharded": Mechanism("Functional", "fsdp"),

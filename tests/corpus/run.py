@@ -216,7 +216,14 @@ def import_what_ranks_need(strategies: Iterable[str]) -> None:
     classes = [CLASSES.location(name.rstrip("12")) for name in strategies if name not in LOOPS]
     for location in (*HOOKS, *classes):
         load_attribute(location, what="a part of a run")
-    for module in ("pipeline.cut", "equality", "verification", "local_model", "elementwise"):
+    needed_by_steps = (
+        "strategies.pipeline.cut",
+        "verify.equality",
+        "verify.verification",
+        "state.local_model",
+        "state.elementwise",
+    )
+    for module in needed_by_steps:
         importlib.import_module(f"horovod_train.frameworks.torch.{module}")
     if any(name.startswith("deepspeed") for name in strategies):
         from horovod_train.frameworks.torch.strategies.deepspeed.strategy import imported

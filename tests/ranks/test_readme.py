@@ -104,9 +104,7 @@ def test_after_it_the_page_shows_the_run_that_has_ended(trained, verb):
     """The port is one of the system's choice, lest somebody's page is in the way; otherwise as written."""
     assert f"horovod-train {verb} runs" in INLINE
     command = ["horovod-train", verb, "runs", "--port", "0"]
-    with subprocess.Popen(
-        command, cwd=trained, env=environment(), stdout=subprocess.PIPE, text=True
-    ) as page:
+    with subprocess.Popen(command, cwd=trained, env=environment(), stdout=subprocess.PIPE, text=True) as page:
         try:
             lines = iter(page.stdout.readline, "")
             found = (re.search(r"(http://\S+/)\?token=(\S+)", line) for line in lines)
