@@ -61,7 +61,8 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@touch $@
 
 ENGINE_SOURCE := $(wildcard horovod_train/horovod/patches/*.patch horovod_train/horovod/*.cc) \
-	$(addprefix horovod_train/horovod/,build.py cuda.py toolchain.py installed.py) horovod_train/system/machine.py
+	$(addprefix horovod_train/horovod/,build.py cuda.py toolchain.py installed.py patches.py) \
+	$(addprefix horovod_train/system/,machine.py optional.py)
 
 $(VENV)/engine: $(VENV)/installed $(ENGINE_SOURCE)
 	@echo "== engine"

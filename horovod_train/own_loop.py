@@ -68,7 +68,7 @@ class OwnRun(Run):
             hook.on_epoch(self, evaluated=True)
 
     def resuming_updates(self) -> ResumingUpdates:
-        """Return a context in which an error of a step lets a loop continue: later steps were skipped."""
+        """Return a context that re-enables updates after a NumericError, so that a loop can continue."""
         return ResumingUpdates(self)
 
 
@@ -100,7 +100,7 @@ def end_runs(runs: Iterable[OwnRun], *, has_failed: bool) -> None:
     """End the runs of a session.
 
     Raises:
-        NumericError: A last step was not finite, and the session has not failed otherwise.
+        NumericError: One of the last steps was not finite; not raised if ``has_failed``.
     """
     for run in runs:
         (loop.report_pending_steps_after_failure if has_failed else loop.end)(run)
@@ -108,7 +108,7 @@ def end_runs(runs: Iterable[OwnRun], *, has_failed: bool) -> None:
 
 @dataclass
 class ResumingUpdates:
-    """Allows updates again after a step that was not finite."""
+    """Re-enables updates when its block raises NumericError, because that step has disabled them."""
 
     run: OwnRun
 
@@ -122,7 +122,7 @@ class ResumingUpdates:
 
 
 AnyOptimizer = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-"""An optimizer, or a function of parameters that makes one."""
+"""An optimizer, or a function that creates one from parameters."""
 
 
 def prepare_replica(
@@ -153,7 +153,7 @@ def prepare_replica(
         optimizer = optimizer(model.parameters())
     elif not before & set(map(id, model.parameters())):
         raise UserError(
-            f"strategy {name} replaces the model's parameters, and the optimizer has those of before",
+            f"strategy {name} replaces the model's parameters, but the optimizer has the original ones",
             hint="give session.prepare a function that makes it: lambda parameters: SGD(parameters)",
         )
     strategy.bind(model, optimizer)
@@ -221,12 +221,12 @@ class Step:
 
         On a GPU this returns while the device works. Properties of the outcome, such as ``loss``, wait for
         the
-        device: read them rarely, or those of some steps ago.
+        device: read them rarely, or read the outcome of an earlier step.
 
         Raises:
             PeerError: Another rank was lost.
             NumericError: Loss or gradient is not finite, and ``prepare`` does not allow such steps to be
-                skipped. On a GPU it is raised some steps later; those were skipped, too.
+                skipped. On a GPU it is raised some steps later; the updates in between are skipped, too.
             UserError: Not all micro-batches of the step were read.
         """
         unread = len(self._planned) - 1 - self._at
@@ -269,7 +269,7 @@ class ShardedLoader:
 
     @property
     def epochs_passed(self) -> float:
-        """Epochs with the fraction of the current one, before the current step."""
+        """Epochs completed before the current step, including the fraction of the current epoch."""
         return self.progress.epochs_passed
 
     def epoch(self, epoch: int, replica: TorchReplica) -> Iterator[Step]:
@@ -312,7 +312,7 @@ class SessionCheckpoints:
         """Save, between two steps; every rank calls it. Writes in the background unless ``wait``.
 
         Raises:
-            NumericError: A step before was not finite: as ``Step.finish``.
+            NumericError: The loss or a gradient of an earlier step was not finite (see ``Step.finish``).
         """
         run = self.run
         run.deliver_all()
@@ -327,7 +327,7 @@ class SessionCheckpoints:
         Afterwards ``loader.progress.epoch`` is the epoch to continue with.
 
         Raises:
-            NumericError: A step before was not finite: as ``Step.finish``.
+            NumericError: The loss or a gradient of an earlier step was not finite (see ``Step.finish``).
         """
         run, progress = self.run, self.run.progress
         run.deliver_all()
@@ -363,7 +363,7 @@ class SessionPreemption:
         """Exit if any rank was preempted; every rank calls it after each of its steps.
 
         Raises:
-            SystemExit: A checkpoint was written; with exit code 75 ("run me again").
+            SystemExit: A checkpoint was written. The exit code is 75: run again to resume.
             PeerError: Another rank was lost.
         """
         if self._agreement.is_reached and self._checkpoints.run.replica.replicas_identical:
@@ -372,7 +372,7 @@ class SessionPreemption:
 
 
 class SessionBase:
-    """One rank's ranks, services and runs, of a job whose training loop is the user's.
+    """Communicators, services and runs of one rank; the training loop is the user's.
 
     Args:
         job: The job, which has no task.
@@ -419,7 +419,7 @@ class SessionBase:
         self._stack.close()
 
     def _run(self, replica: TorchReplica, loader: ShardedLoader) -> OwnRun:
-        """Return the run of a replica over the data of a loader; it begins when it is first asked for."""
+        """Return the run of a replica over the data of a loader; the first call creates and begins it."""
         if (replica, loader) not in self._runs:
             job = self._jobs[replica]
             self._runs[replica, loader] = make_own_run(job, self._mesh, replica, loader, self._services)
@@ -431,7 +431,7 @@ class SessionBase:
     def _prepare(
         self, model: torch.nn.Module, optimizer: AnyOptimizer, **changes: Mapping[str, object]
     ) -> TorchReplica:
-        """Return a replica under the session's job with changes of its sections."""
+        """Return a replica for the session's job, after changing fields of the job's sections."""
         job = changed(self._job, **changes)
         replica = prepare_replica(job, self._mesh, self.device, model, optimizer)
         self._jobs[replica] = job
@@ -439,7 +439,7 @@ class SessionBase:
 
 
 def changed(job: Job, **sections: Mapping[str, object]) -> Job:
-    """Return a job with changes of its sections; None changes nothing."""
+    """Return a copy of a job with changed fields in its sections; fields that are None are not changed."""
     return job.model_copy(
         update={
             name: getattr(job, name).model_copy(update={k: v for k, v in new.items() if v is not None})

@@ -1,8 +1,8 @@
-"""Tables of names: what can be chosen in a job description, and where its code lives.
+"""Tables from names in a job description to the import paths of their code.
 
 A row is ``name -> "module:attribute"`` and is imported when it is used, so that ``--help`` and
-validation stay free of frameworks. Packages add rows through entry points; they never replace
-ours, and a broken one is an error only for the job that names it.
+validation import no framework. Other packages add rows through entry points; they cannot replace
+rows of this package, and a row that cannot be imported affects only jobs that name it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Registry:
         kind: What a row is, for messages: ``launcher``.
         group: Entry-point group through which other packages add rows.
         builtin: The rows of this package.
-        renamed: Members of a row's class that have another name now, by the old name.
+        renamed: Current names of renamed members of the rows' classes, by former name.
     """
 
     kind: str
@@ -47,7 +47,7 @@ class Registry:
         Raises:
             UnknownNameError: The name is in no row.
         """
-        if name in self.builtin:  # without a look at all installed packages, which takes long
+        if name in self.builtin:  # avoids scanning the entry points of all packages, which is slow
             return self.builtin[name]
         try:
             return self.rows[name]
@@ -55,7 +55,7 @@ class Registry:
             raise UnknownNameError(self.kind, name, self.rows) from None
 
     def load(self, name: str) -> Any:
-        """Import and return what a name stands for.
+        """Import and return the class or function of a row.
 
         Raises:
             UnknownNameError: The name is in no row.
@@ -75,16 +75,16 @@ class Registry:
         return found
 
     def make(self, name: str, call: Callable[[Any], Any], *, args_field: str) -> Any:
-        """Return what a job names, made: a row's, or one that is given as ``module:Class``.
+        """Import the class of a row, or of an import path ``module:Class``, and return an instance.
 
         Args:
             name: The row or import path.
-            call: Calls what it stands for, with its arguments.
-            args_field: The job's field that holds them, for the message of an error.
+            call: Receives the class or function, and calls it with the job's arguments.
+            args_field: The job's field with these arguments, for error messages.
 
         Raises:
             UnknownNameError: The name is in no row.
-            UserError: It cannot be imported, or refuses its arguments.
+            UserError: The class cannot be imported, or refuses its arguments.
         """
         factory = self._load(name if ":" in name else self.location(name), name)
         try:
@@ -123,8 +123,8 @@ def load_attribute(location: str, *, what: str) -> Any:
 def make_task_importable(location: str) -> None:
     """Let a task's module be imported from the current folder, if it is there.
 
-    Otherwise nothing is imported from there: a file that happens to be called like a module of ours, or
-    of Python, would be taken for it.
+    Otherwise, ``sys.path`` is not changed: a file in the current folder with the name of
+    a module of this package or of Python would otherwise be imported in its place.
 
     Args:
         location: ``module:Class``; anything else has no effect.
@@ -226,7 +226,7 @@ OPTIMIZERS: Mapping[str, Registry] = {
 
 
 def optimizers_of(framework: str) -> Registry:
-    """Return the optimizers that a framework's jobs can name; of an unknown framework, none."""
+    """Return the optimizers of a framework; an empty table for a framework of another package."""
     nothing = Registry("optimizer", f"horovod_train.optimizers.{framework}", {})
     return OPTIMIZERS.get(framework, nothing)
 
@@ -299,7 +299,7 @@ OBSERVERS = (  # hooks of jobs and of users' own loops, in the order in which th
     "horovod_train.training.hooks.progress:ReportProgress",
 )
 
-HOOKS = (  # hooks of jobs
+HOOKS = (  # hooks of jobs: the observers, and those that need checkpoints
     *OBSERVERS,
     "horovod_train.training.hooks.checkpoints:SaveCheckpoints",
     "horovod_train.training.hooks.preemption:StopWhenPreempted",

@@ -38,7 +38,7 @@ def init(
     name: str = "job", *, device: Literal["auto", "cpu", "cuda"] = "auto", seed: int = 0,
     run_dir: str | Path | None = None, **sections: Any,
 ) -> Session:  # fmt: skip
-    """Join the ranks that this process was started with; a process started alone is a world of one.
+    """Join the ranks that this process was started with; a single process has world size 1.
 
     Args:
         name: Name of the job, a label of its metrics.
@@ -71,17 +71,17 @@ class Session(SessionBase):
         bucket_size_mib: float | None = None,
         wire_dtype: Literal["fp32", "fp16", "bf16"] | None = None,
     ) -> TorchReplica:
-        """Return the replica of a model: rank 0's weights on all ranks, whose gradients are summed.
+        """Broadcast rank 0's weights, and return the replica, which sums gradients over ranks.
 
         Settings that are None are those of the job (``init``).
 
         Args:
-            model: On ``session.device``. Call ``replica.forward_model`` in its place.
-            optimizer: Over its parameters, or a function of parameters that makes it. Its own rate has no
-                effect: each step sets the rates of groups, times their ``lr_scale``.
-            precision: Of the forward pass, inside ``replica.autocast()``.
+            model: A model on ``session.device``. In the loop, call ``replica.forward_model`` instead.
+            optimizer: Optimizer of the model's parameters, or a function that creates it. Its ``lr`` has no
+                effect: each step sets the rate of each parameter group, times the group's ``lr_scale``.
+            precision: Precision of forward passes that run inside ``replica.autocast()``.
             clip_grad_norm: Largest L2 norm of the global gradient.
-            non_finite: What a step does that is not finite: raise NumericError, or skip the update.
+            non_finite: If loss or gradient is not finite: stop with NumericError, or skip the update.
             bucket_size_mib: Approximate size of a bucket of gradients.
             wire_dtype: Data type of gradients in collectives.
         """
@@ -129,7 +129,7 @@ class Session(SessionBase):
         Every rank calls it: buffers such as running means are averaged first.
 
         Raises:
-            NumericError: A step before was not finite: as ``Step.finish``.
+            NumericError: The loss or gradient of an earlier step was not finite (see ``Step.finish``).
         """
         for run in self._runs_of(replica):
             run.deliver_all()
@@ -176,4 +176,4 @@ class Session(SessionBase):
 
     def leaving(self, *_: object) -> NoReturn:
         """Refuse the former name of ``preemption``."""
-        raise UserError("session.leaving is session.preemption now", hint="call it by that name")
+        raise UserError("session.leaving is session.preemption now", hint="call session.preemption")

@@ -47,7 +47,7 @@ from horovod_train.training.hooks.preemption import PreemptionRequest
 from horovod_train.training.loop import train
 from horovod_train.training.run import Run
 
-# Together below 4 KiB: launchers may split longer lines.
+# The sum of both is below 4 KiB, because launchers may split longer lines of output.
 MAX_TRACEBACK_CHARS = 1800
 MAX_MESSAGE_CHARS = 1000
 

@@ -1,19 +1,19 @@
-"""Checkpoints as folders: written whole or not at all, and never believed without a checksum.
+"""Checkpoints as folders: written atomically, and verified by checksums when read.
 
     <dir>/step-000000000120/
         manifest.json              sizes, SHA-256, progress, metrics; its own checksum
         model.safetensors          weights and buffers
         optimizer.safetensors      optimizer state
         rng.safetensors            random generators, one array of bytes for each rank
-        own.safetensors            what else a rank alone has, in the same way; absent where there is nothing
+        own.safetensors            other state of single ranks (residuals, ...); absent if there is none
         state.json                 progress, loss scaler, shape of the optimizer's state
         config.json                the resolved job
 
-Where ranks share a model, each writes what it alone has into files with its number, such as
-``model-00003.safetensors``; arrays of the same name belong together (see ``stored_arrays.py``).
+If the model is sharded, each rank writes its shards to files with its rank in the name, such as
+``model-00003.safetensors``; arrays of the same name are shards of one tensor (see ``stored_arrays.py``).
 
-A checkpoint is written under a temporary name, flushed, and renamed. Readers see it complete or
-not at all; what a crash leaves behind is swept away by the next writer.
+A checkpoint is written under a temporary name, flushed, and renamed, so readers see it complete or
+not at all. The next writer removes temporary folders that a crash has left.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from horovod_train.errors import CheckpointError
 
 FORMAT_VERSION = 2
 WITHOUT_DIGESTS = 1
-"""The format of the version before: files of arrays have one checksum each, and arrays have none."""
+"""Format version 1: one checksum per safetensors file, none per array."""
 MANIFEST = "manifest.json"
 DAMAGED = "damaged"
 ARRAYS = ("model", "optimizer", "rng", "own")
@@ -58,13 +58,13 @@ REPLACED = ".replaced-"
 
 @dataclass(frozen=True)
 class Stored:
-    """What was read of a checkpoint.
+    """The content of a checkpoint, or the part of it that was requested.
 
     Attributes:
-        arrays: For each of ``model``, ``optimizer`` and ``rng``, and where there is some ``own``, arrays by
+        arrays: For ``model``, ``optimizer``, ``rng`` and, if it exists, ``own``: arrays by
             name, which are read on demand.
         documents: For each of ``state`` and ``config``, plain JSON.
-        summary: What lists show: epoch, metrics, world size, time.
+        summary: Values shown by ``checkpoint ls``: epoch, metrics, world size, time.
     """
 
     arrays: Mapping[str, StoredArrays]
@@ -74,7 +74,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """The parsed ``manifest.json`` of a checkpoint."""
 
     step: int
     files: Mapping[str, Digest]
@@ -83,17 +83,17 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
+        """Size of all files except the manifest."""
         return sum(digest.size_bytes for digest in self.files.values())
 
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint's place; says nothing of whether it is valid.
+    """A checkpoint folder that was found; it may be invalid.
 
     Attributes:
         path: Its folder.
-        step: What its manifest says, or where that cannot be read, its name.
+        step: The step in its manifest, or in its name if the manifest cannot be read.
     """
 
     path: Path
@@ -118,7 +118,7 @@ def list_checkpoints(directory: Path) -> list[StoredCheckpoint]:
 
 
 def step_of(path: Path, by_name: int) -> int:
-    """Return a checkpoint's step. A folder can be renamed; its manifest has a checksum."""
+    """Return a checkpoint's step, from its manifest if readable: the folder may have been renamed."""
     try:
         return read_manifest(path).step
     except (CheckpointError, OSError):
@@ -126,12 +126,12 @@ def step_of(path: Path, by_name: int) -> int:
 
 
 def list_damaged(directory: Path) -> list[Path]:
-    """Return what was quarantined as damaged."""
+    """Return the folders that were quarantined as damaged."""
     return sorted(path for path in directory.glob(f"{DAMAGED}-*-step-*") if path.is_dir())
 
 
 def remove_leftovers(directory: Path) -> None:
-    """Remove what an interrupted writer left behind. Only the one writer of a folder may call it."""
+    """Remove folders of an interrupted writer. Only the process that writes to the folder may call it."""
     for path in directory.glob(f"{TEMPORARY}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in directory.glob(f"{REPLACED}*"):
@@ -143,7 +143,7 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def remove(checkpoint: StoredCheckpoint) -> None:
-    """Remove a checkpoint: first from sight, then from the disk."""
+    """Remove a checkpoint: rename it, so that it is no longer listed, then delete it."""
     doomed = checkpoint.path.with_name(f"{TEMPORARY}removed-{checkpoint.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     checkpoint.path.rename(doomed)
@@ -163,8 +163,8 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: It is missing, damaged, or of a format this version does not know.
-        OSError: It is there and cannot be read.
+        CheckpointError: The manifest is missing or damaged, or has an unknown format.
+        OSError: The file exists but cannot be read.
     """
     file = path / MANIFEST
     try:
@@ -176,7 +176,7 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{file}: is damaged: its checksum is wrong")
     if document.get("format") not in {WITHOUT_DIGESTS, FORMAT_VERSION}:
         raise CheckpointError(
-            f"{file}: has format {document.get('format')}; this version reads format {FORMAT_VERSION}"
+            f"{file}: has format {document.get('format')}; this version reads formats up to {FORMAT_VERSION}"
         )
     manifest = checked(ManifestDocument, document, str(file))
     files = {str(name): Digest(each.sha256, each.size_bytes) for name, each in manifest.files.items()}
@@ -184,7 +184,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_checkpoint(path: Path, only: Iterable[str] = (*ARRAYS, *DOCUMENTS)) -> Stored:
-    """Read a checkpoint, or some of it: documents now, arrays on demand.
+    """Read all or some files of a checkpoint: JSON documents at once, arrays on demand.
 
     Every byte that is read is checked; an array that is damaged raises ``CheckpointError`` when it is read.
 
@@ -211,7 +211,7 @@ def _files_of(stem: str, manifest: Manifest) -> list[str]:
 
 
 def _pieces(path: Path, name: str, manifest: Manifest) -> list[Piece]:
-    """Return what a file has, to be read later; one of the version before is read and checked now."""
+    """Return a file's arrays, to be read on demand; a format 1 file is read and verified at once."""
     file, digest = path / name, manifest.files[name]
     if manifest.version == WITHOUT_DIGESTS:
         content = memoryview(_read_checked(path, name, manifest))
@@ -254,14 +254,14 @@ def _parse_json(file: Path, content: bytes) -> Any:
 
 
 def verify(path: Path, files: Iterable[str] | None = None) -> list[str]:
-    """Return what is wrong with a checkpoint: a sentence for each damaged file; empty when valid.
+    """Verify a checkpoint; return one message per damaged file, or an empty list.
 
     Args:
         path: Its folder.
         files: Which files to look at; None: all of them.
 
     Raises:
-        OSError: A file is there and cannot be read, which says nothing about what is in it.
+        OSError: A file exists but cannot be read; its content may be valid.
     """
     try:
         manifest = read_manifest(path)
@@ -295,8 +295,8 @@ def _read_regular(file: Path, size_bytes: int, *, exactly: bool = False) -> byte
     """Read a file that is not a link, pipe or device, and not larger than it should be.
 
     Raises:
-        CheckpointError: It is missing, or something else.
-        OSError: It is there and cannot be read.
+        CheckpointError: It is missing, not a regular file, or has another size than expected.
+        OSError: The file exists but cannot be read.
     """
     with _opened(file, size_bytes, exactly=exactly) as opened:
         return _all_of(file, opened, size_bytes)
@@ -304,7 +304,7 @@ def _read_regular(file: Path, size_bytes: int, *, exactly: bool = False) -> byte
 
 @contextmanager
 def _opened(file: Path, size_bytes: int, *, exactly: bool) -> Iterator[BinaryIO]:
-    """Open a file that is not a link, pipe or device, and not larger than it should be; raises as above."""
+    """Open a file that is not a link, pipe or device, and not too large; raises as ``_read_regular``."""
     try:
         # Without O_NONBLOCK, opening a pipe without a writer would block.
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -312,7 +312,7 @@ def _opened(file: Path, size_bytes: int, *, exactly: bool) -> Iterator[BinaryIO]
         raise CheckpointError(f"{file}: is missing") from error
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENXIO, errno.ENOTDIR}:
-            raise CheckpointError(f"{file}: is a link or no file") from error
+            raise CheckpointError(f"{file}: is a symbolic link, or not a regular file") from error
         raise
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode):
@@ -320,7 +320,7 @@ def _opened(file: Path, size_bytes: int, *, exactly: bool) -> Iterator[BinaryIO]
         raise CheckpointError(f"{file}: is not a regular file")
     with os.fdopen(handle, "rb") as opened:
         if found.st_size > size_bytes or (exactly and found.st_size != size_bytes):
-            wanted = f"instead of {size_bytes}" if exactly else f"where {size_bytes} is the limit"
+            wanted = f"instead of {size_bytes}" if exactly else f"which exceeds the limit of {size_bytes}"
             raise CheckpointError(f"{file}: has {found.st_size} bytes {wanted}")
         yield opened
 
@@ -333,5 +333,5 @@ def _all_of(file: Path, opened: BinaryIO, size_bytes: int) -> bytes:
 
 
 def checksum(document: object) -> str:
-    """Return the checksum that a manifest has of itself."""
+    """Return the checksum of a manifest, which the manifest itself contains."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

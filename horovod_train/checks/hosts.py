@@ -1,4 +1,4 @@
-"""From readings of hosts to findings: what is fine, what is odd, what will not work, and what to do."""
+"""Findings (ok, warn, fail, with a fix) from the details that were collected on hosts."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ GIB = 1024**3
 MIN_DISK_BYTES = 5 * GIB
 MIN_SHARED_MEMORY_BYTES = GIB // 4
 SHARED_BYTES_PER_RANK = 5 * 2**20
-"""Open MPI uses 4 MiB for each rank, and checks that they are free."""
+"""Open MPI allocates 4 MiB of shared memory per rank, and fails if they are not free."""
 FAR_LINKS = {"PHB", "NODE", "SYS"}
-"""Between GPUs, as `nvidia-smi topo` calls them: across the CPU or another one."""
+"""Links between GPUs that cross a CPU or the link between CPUs, as named by `nvidia-smi topo`."""
 
 MIN_OPEN_FILES = 4096
 
 
-SAME_STATE = "bring all hosts to the same state"
+SAME_STATE = "install the same version on all hosts"
 ALIKE = {
     "python": SAME_STATE,
     "engine": f"{SAME_STATE}; where GPUs are of several models, set HOROVOD_BUILD_CUDA_CC_LIST for all of "
     "them (80,90, say) when the engine is built",
     "mpi": SAME_STATE,
-    "gpu": "kernels may round differently: weights may come to differ in the last bits",
+    "gpu": "kernels may round differently: weights may differ in the last bits",
 }
 
 
 def examine(
     hosts: Mapping[str, HostDetails], ranks: Mapping[str, int], device: str, *, share_gpus: bool = False
 ) -> Iterator[Finding]:
-    """Yield what readings say.
+    """Yield the findings for all hosts.
 
     Args:
         hosts: HostDetails of each host.
@@ -68,7 +68,7 @@ def _software(host: str, readings: HostDetails) -> Iterator[Finding]:
         )
     elif mpi.split(".")[0] != "4":
         yield Finding(
-            host, "mpi", f"Open MPI {mpi}", "fail", "use Open MPI 4.1: horovodrun does not know others"
+            host, "mpi", f"Open MPI {mpi}", "fail", "use Open MPI 4.1: horovodrun supports no other version"
         )
     else:
         yield Finding(host, "mpi", f"Open MPI {mpi}")
@@ -83,8 +83,8 @@ def _names(host: str, readings: HostDetails) -> Iterator[Finding]:
         yield Finding(host, "names", f"knows {len(readings.names)} other host(s)")
     loopback = sorted(name for name, address in readings.names.items() if address.startswith("127."))
     if loopback:
-        fix = "remove the line of /etc/hosts that gives them a loopback address"
-        yield Finding(host, "names", f"takes {', '.join(loopback)} for itself", "fail", fix)
+        fix = "remove the line with this address from /etc/hosts"
+        yield Finding(host, "names", f"resolves {', '.join(loopback)} to a loopback address", "fail", fix)
 
 
 def _resources(host: str, readings: HostDetails, ranks: int) -> Iterator[Finding]:
@@ -117,7 +117,7 @@ def shared_memory(host: str, facts: HostFacts, ranks: int) -> Finding:
     """Return whether a host has enough shared memory: otherwise launchers report that MPI is missing."""
     free_bytes, needed_bytes = facts.shared_memory_bytes, ranks * SHARED_BYTES_PER_RANK
     fix = (
-        "remove what was left there (`ls -l /dev/shm`), or enlarge it: mount -o remount,size=2G /dev/shm "
+        "delete stale files (`ls -l /dev/shm`), or enlarge it: mount -o remount,size=2G /dev/shm "
         "(docker --shm-size, launch.kubernetes.shm_size)"
     )
     if free_bytes is None:
@@ -152,7 +152,7 @@ def _gpus(
     yield from _gpu_state(host, readings)
     if not nccl:
         fix = "run `horovod-train engine check` there: it says what is missing"
-        yield Finding(host, "nccl", "not in this engine: gradients travel through the host", "warn", fix)
+        yield Finding(host, "nccl", "not in this Horovod build: all-reduces run on the host", "warn", fix)
     else:
         yield Finding(host, "nccl", nccl)
 
@@ -176,22 +176,20 @@ def _gpu_state(host: str, readings: HostDetails) -> Iterator[Finding]:
         yield Finding(host, "gpu links", ", ".join(readings.gpu_links), "warn" if through_cpu else "ok", fix)
     if set(readings.gpu_peers) - {"OK"}:
         found = ", ".join(readings.gpu_peers)
-        fix = (
-            "GPUs do not read each other's memory (a virtual machine, or the IOMMU): NCCL takes a slower way"
-        )
+        fix = "no peer access between GPUs (a virtual machine, or the IOMMU): NCCL uses a slower transport"
         yield Finding(host, "gpu peers", found, "warn", fix)
 
 
 def _ports(host: str, readings: HostDetails) -> Iterator[Finding]:
     if readings.busy_ports:
         found = f"in use: {', '.join(map(str, readings.busy_ports))}"
-        yield Finding(host, "ports", found, "warn", "metrics move on by 100; or set metrics.port")
+        yield Finding(host, "ports", found, "warn", "ranks use the port + 100 instead; or set metrics.port")
     else:
-        yield Finding(host, "ports", "those of the metrics are free")
+        yield Finding(host, "ports", "metrics ports are free")
 
 
 def _alike(hosts: Mapping[str, HostDetails]) -> Iterator[Finding]:
-    """Yield in what hosts differ."""
+    """Yield a finding for each property in which hosts differ."""
     if len(hosts) == 1:
         return
     for what in ("python", "engine", "mpi", "gpu"):
@@ -213,7 +211,7 @@ def _what_counts(readings: HostDetails) -> dict[str, str]:
 
 
 def clock(offsets_s: Mapping[str, float], max_offset_s: float) -> Iterator[Finding]:
-    """Yield how far clocks are from this machine's.
+    """Yield the offset of each host's clock from that of this machine.
 
     Args:
         offsets_s: Offset of each host, in seconds.

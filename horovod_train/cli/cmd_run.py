@@ -30,9 +30,9 @@ from horovod_train.cli.options import (
 @dry_run_option
 @click.option("--ui", is_flag=True, help="Show the run in the browser; its address is printed.")
 def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[LaunchOptions]) -> None:
-    """Train JOB (a file, or the name of a shipped task) and stay with it to its end.
+    """Train JOB (a file, or the name of a shipped task) and wait until it ends.
 
-    A script that knows nothing of this package trains with `--script train.py -- ARGS`.
+    Run a plain Horovod script, which does not use this package, with `--script train.py -- ARGS`.
     """
     from horovod_train.cli.plan import in_words
     from horovod_train.launch.submit import make_plan, resolve, run_job
@@ -57,16 +57,16 @@ def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[
 
 
 def refuse_as_rank() -> None:
-    """Refuse to be started by a launcher of ranks: each of its processes would start all ranks.
+    """Refuse to run under horovodrun, mpirun or srun: each of their processes would start all ranks.
 
     Raises:
-        UserError: It was.
+        UserError: A launcher of ranks has started this process.
     """
     from horovod_train.errors import UserError
     from horovod_train.horovod.environment import started_by
 
     started = started_by(os.environ)
-    # `srun --pty bash` in an allocation of several tasks gives one of them the terminal.
+    # `srun --pty bash` sets the variables of a rank, too, but its terminal shows that it is a shell.
     if started is None or (started.program == "srun" and sys.stdin is not None and sys.stdin.isatty()):
         return
     raise UserError(
@@ -78,10 +78,10 @@ def refuse_as_rank() -> None:
 
 @contextmanager
 def page_of(folder: Path) -> Iterator[None]:
-    """Serve the page of a job's runs until the run has ended, and tell where it is.
+    """Serve the web page of a job's runs until the run has ended, and print its address.
 
     Args:
-        folder: Where they lie.
+        folder: The folder of the runs.
     """
     from horovod_train.cli.cmd_serve import page_addresses
     from horovod_train.errors import UserError
@@ -91,7 +91,7 @@ def page_of(folder: Path) -> Iterator[None]:
     host, token = "127.0.0.1", token_of_environment() or make_token()
     try:
         server = serve_page([folder], [], host=host, port=PORT, token=token, may_end=False)
-    except UserError:  # another job has the usual port
+    except UserError:  # the default port is in use, probably by another job
         server = serve_page([folder], [], host=host, port=0, token=token, may_end=False)
     for line in page_addresses(host, server.port, token):
         click.echo(line)
@@ -100,4 +100,4 @@ def page_of(folder: Path) -> Iterator[None]:
     finally:
         server.show_the_end()
         server.close()
-        click.echo(f"the run stays to be looked at: horovod-train serve {quote(str(folder))}")
+        click.echo(f"to view the finished run: horovod-train serve {quote(str(folder))}")

@@ -12,7 +12,7 @@ from horovod_train import __version__
 from horovod_train.errors import HorovodTrainError
 
 VERBS = {
-    "run": "Train a job and stay with it to its end.",
+    "run": "Train a job, and wait until it ends.",
     "submit": "Start a job and return at once.",
     "status": "Show how a submitted job stands.",
     "logs": "Show what a submitted job has written.",

@@ -1,6 +1,6 @@
-"""Arguments of codecs, and properties that are known without PyTorch.
+"""Arguments of codecs, and codec properties that can be read without importing PyTorch.
 
-A codec whose module is ``NAME.py`` declares them in ``NAME_args.py`` beside it, as a class ``Arguments``.
+A codec in module ``NAME.py`` declares both as a class ``Arguments`` in ``NAME_args.py``, in the same folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class CodecArguments(Section):
     """Arguments of a codec.
 
     Attributes:
-        residual_copies: Copies of the gradient that a rank keeps between steps, in at least 32 bits. A codec
+        residual_copies: Gradient-sized residual buffers of a rank, in at least 32 bits. A codec
             with residuals is refused with ``train.precision: fp16``: a residual would have another loss scale
             when it is sent.
     """
@@ -26,7 +26,7 @@ class CodecArguments(Section):
 
 
 def arguments_of(name: str) -> type[CodecArguments] | None:
-    """Return the declaration of a codec; None: it has none, or is of another package."""
+    """Return the ``Arguments`` of a codec; None: it declares none, or is given as ``module:Class``."""
     if name not in CODECS.rows:
         return None
     module = f"{CODECS.location(name).partition(':')[0]}_args"

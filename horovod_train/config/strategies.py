@@ -276,7 +276,7 @@ def splits_ranks(strategy: Strategy) -> bool:
 
 
 NO_GRAPHS = Refused(
-    "train.cuda_graph", "CUDA graphs cannot capture PyTorch's collectives here", "leave it out"
+    "train.cuda_graph", "collectives of torch.distributed are not captured in CUDA graphs", "leave it out"
 )
 OWN_SUMS = "PyTorch all-reduces uncompressed gradients"
 PYTORCH_SUMS = (
@@ -290,12 +290,12 @@ SUMMED_IN_PROCESS = (
     Refused("train.compile", "the model is replicated in each step", "leave it out"),
 )
 NO_FP16 = Refused(
-    "train.precision", "each rank would have its own loss scale", "use bf16 or fp32", values=("fp16",)
+    "train.precision", "fp16: ranks would have unequal loss scales", "use bf16 or fp32", values=("fp16",)
 )
 STAGES_CANNOT = (
     NO_FP16,
     Refused("train.channels_last", "stages exchange contiguous tensors", "leave it out"),
-    Refused("train.compile", "stages are called, and not the model", "leave it out"),
+    Refused("train.compile", "the strategy calls the stages, not the compiled model", "leave it out"),
     NO_GRAPHS,
     Refused("allreduce.codec", "residuals are stored for whole weights", "leave it out"),
 )
@@ -387,7 +387,7 @@ STRATEGY_SUPPORT: Mapping[str, StrategySupport] = {
             Refused("allreduce.wire_dtype", "gradients are reduce-scattered uncompressed", "use fp32"),
             Refused("allreduce.codec", "gradients are reduce-scattered uncompressed", "leave it out"),
             Refused("train.channels_last", "shards are contiguous", "leave it out"),
-            Refused("train.cuda_graph", "a graph would keep all gradients", "leave it out"),
+            Refused("train.cuda_graph", "a CUDA graph keeps all gradients allocated", "leave it out"),
         ),
     ),
 }

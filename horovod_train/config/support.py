@@ -85,12 +85,12 @@ def _compiles_itself(framework: str) -> tuple[Refused, ...]:
         ),
         Refused(
             "train.activation_checkpointing",
-            "names PyTorch modules",
+            "selects modules of PyTorch",
             "recompute inside of the task's model, or use framework: torch",
         ),
         Refused(
             "train.activations_mib",
-            "estimates the activations of PyTorch",
+            "is a limit for activations in PyTorch",
             "recompute inside of the task's model, or use framework: torch",
         ),
         Refused("train.initial_weights", "are PyTorch's names", "load weights in the task's model()"),
@@ -108,7 +108,7 @@ def _keeps_its_model(framework: str) -> tuple[Refused, ...]:
         ),
         Refused(
             "train.cuda_graph",
-            f"would record the steps of a loop that is {framework}'s",
+            f"{framework}'s own training loop cannot be captured",
             "leave it out, or use framework: torch",
         ),
         Refused(

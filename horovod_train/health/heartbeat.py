@@ -43,7 +43,7 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104  (the address by which other hosts reach th
 def start_heartbeat(folder: Path, rank: int) -> None:
     """Start a thread that writes the time to a heartbeat file until the process exits.
 
-    The agent deletes the file, because a process can also freeze while it exits.
+    The rank does not delete the file, because it can also freeze while it exits; the agent does.
 
     Args:
         folder: The run's folder on this host.
@@ -76,7 +76,7 @@ class PeerWatch:
 
     Args:
         world: The ranks; construction is collective.
-        health: When to speak, and when to end.
+        health: Times after which to warn, and after which to end the rank.
         warn: Called once for each rank whose heartbeat is missing.
         end: Ends this process with an error.
     """
@@ -152,7 +152,7 @@ class PeerWatch:
                     f"{what}, and this rank waits for it{where}: was it stopped, does its host swap or hang?"
                 )
             if silent_s > self._shutdown_s:
-                # Not over MPI: mpirun kills it, and would report our signal as the job's exit code.
+                # Not over MPI: mpirun ends the frozen rank, and would report our SIGKILL as the exit code.
                 if os.environ.get("HOROVOD_CONTROLLER") == "gloo" and kill(self._processes[rank]):
                     what += " and was killed"
                 self._end(LostError(f"{what}; {ENDED}"))
@@ -187,7 +187,7 @@ class JoinWatch:
     """Limits the time in which this rank joins the others: MPI_Init has no timeout.
 
     Args:
-        health: When to speak, and when to end.
+        health: Times after which to warn, and after which to end the rank.
         warn: Called when joining takes long.
         end: Ends this process with an error.
     """
@@ -218,7 +218,7 @@ class JoinWatch:
                 self._end(LostError(f"{what.format(self._shutdown_s)}; {ENDED}"))
 
     def _wait_elapsed(self, seconds: float) -> bool:
-        """Wait for a time in which this process runs, not stopped; return False if closed earlier."""
+        """Wait, not counting time in which this process is stopped; return False if closed earlier."""
         return not any(self._over.wait(INTERVAL_S) for _ in range(math.ceil(seconds / INTERVAL_S)))
 
 

@@ -34,11 +34,11 @@ STATE_FILE = "state.json"
 CANCELLED_FILE = "cancelled"
 _RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 LOG_FILE = "run.log"
-# All states have this size: on a full disk, an allocated file can still be overwritten in place.
+# Each state is padded to this size, so that it can be overwritten in place on a full disk.
 STATE_BYTES = 4095
 TOUCHED_EVERY_S = 30
 SILENT_S = 300.0
-"""If the file's mtime is older, the host of the launcher is considered lost. Allows for clock skew."""
+"""If the file's mtime is older than this, the launcher's host counts as lost. Allows for clock skew."""
 
 MAX_LOST_SHOWN = 100
 BLOCK_BYTES = 512  # unit of st_blocks in stat(2), independent of the file system
@@ -229,14 +229,14 @@ class StateFile:
         if document["host"] != socket.gethostname():
             silent_s = self._silent_s()
             if "touched_every_s" in document and silent_s > SILENT_S:
-                text = f"{document['host']}, which carried it out, shows no sign of life for {silent_s:.0f} s"
+                text = f"{document['host']}, the launcher's host, shows no sign of life for {silent_s:.0f} s"
                 return JobStatus("failed", 137, text, "lost")
-            where = f"on {document['host']}, by process {document['pid']}"
-            message = "; ".join(text for text in (status.message, f"carried out {where}") if text)
+            where = f"on {document['host']}, process {document['pid']}"
+            message = "; ".join(text for text in (status.message, f"launcher {where}") if text)
             return JobStatus(status.state, message=message)
         if _is_alive(document):
             return status
-        return JobStatus("failed", 137, "the process that carried it out was killed; nothing of it is left")
+        return JobStatus("failed", 137, "the launcher process was killed, and all ranks have ended")
 
     def touched(self) -> AbstractContextManager[None]:
         """While the block runs, update the file's mtime, a heartbeat of the launcher for other hosts."""

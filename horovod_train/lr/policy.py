@@ -2,7 +2,7 @@ r"""The learning rate as a pure function of progress and world size.
 
 Nothing is stored: the rate of a step follows from how many epochs have passed (a fraction, so it
 does not matter how many steps make an epoch), the global batch and the job's ``lr`` section. A job
-resumed on another number of ranks is right at its first step.
+resumed on another number of ranks has the correct rate from its first step.
 
 .. code-block:: text
 
@@ -35,7 +35,7 @@ class LearningRatePolicy:
 
     Attributes:
         section: The job's ``lr`` section.
-        global_batch_size: Samples per optimizer step, over all ranks and micro-steps.
+        global_batch_size: Samples per optimizer step, over all ranks and micro-batches.
         total_epochs: Length of the whole job, where cosine and polynomial decay end.
     """
 
@@ -55,7 +55,7 @@ class LearningRatePolicy:
         )
 
     def at(self, epochs: float) -> float:
-        """Return the rate after so many epochs.
+        """Return the rate after this number of epochs.
 
         Args:
             epochs: Epochs passed, with the fraction of the current one: samples seen divided by
@@ -88,7 +88,7 @@ class LearningRatePolicy:
 
 
 def scale_factor(scaling: str, global_batch_size: int, reference_batch_size: int) -> float:
-    """Return by how much the base rate grows with the batch.
+    """Return the factor by which the base rate is multiplied.
 
     >>> scale_factor("linear", 128, 32), scale_factor("sqrt", 128, 32), scale_factor("none", 128, 32)
     (4.0, 2.0, 1.0)

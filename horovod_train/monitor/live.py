@@ -1,4 +1,4 @@
-"""Ask ranks for their metrics, as Prometheus would, and make windows of what counters have done since."""
+"""Scrape the metrics of ranks, as Prometheus does; a window is their change between two scrapes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COUNTERS = {
     "waiting_s": f"{_P}waiting_seconds_total",
     "waited_for_s": f"{_P}waited_for_seconds_total",
 }
-"""Columns of a window, and the counters whose growth they are."""
+"""Column of a window -> counter of which it is the increase."""
 
 PHASE_SUM = f"{_P}step_phase_seconds_sum"
 SHOWN = (
@@ -65,11 +65,11 @@ QUERY = urlencode(
 
 @dataclass
 class RankReading:
-    """What a rank says now.
+    """Values of a rank in one scrape.
 
     Attributes:
-        values: By column of a window, phase, or name of a metric without prefix.
-        labels: Of its series.
+        values: Values by key: a column of a window, a phase, or a metric name without prefix.
+        labels: Labels of its series.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Access:
     Attributes:
         scheme: http or https.
         authorization: Header of that name; empty: none.
-        context: Whose certificates are trusted; None: as the system says.
+        context: TLS context with the trusted certificates; None: the system's.
     """
 
     scheme: str = "http"
@@ -96,7 +96,7 @@ def access_of(job: Mapping[str, object], environ: Mapping[str, str]) -> Access:
 
     Args:
         job: The resolved job, as JSON has it.
-        environ: Has the password, in the variable that the job names.
+        environ: Environment variables; the job names the one with the password.
     """
     metrics = job.get("metrics")
     if not isinstance(metrics, Mapping):
@@ -116,7 +116,7 @@ def access_of(job: Mapping[str, object], environ: Mapping[str, str]) -> Access:
 
 
 def scrape(address: str, access: Access = Access()) -> RankReading | None:
-    """Return what a rank says; None: it does not answer."""
+    """Scrape a rank and return its values; None: it does not respond."""
     headers = {"Authorization": access.authorization} if access.authorization else {}
     url = f"{access.scheme}://{address}/metrics?{QUERY}"
     request = urllib.request.Request(url, headers=headers)  # noqa: S310  (http or https)
@@ -129,13 +129,13 @@ def scrape(address: str, access: Access = Access()) -> RankReading | None:
 
 @lru_cache(maxsize=8)  # a thousand ranks are scraped every few seconds
 def _opener(context: ssl.SSLContext | None = None) -> urllib.request.OpenerDirector:
-    """Return what asks a server itself: a proxy would not reach ranks, and is not to see their password."""
+    """Return an opener without a proxy: a proxy may not reach ranks, and would see their password."""
     direct = urllib.request.ProxyHandler({})
     return urllib.request.build_opener(direct, urllib.request.HTTPSHandler(context=context))
 
 
 def parse(text: str) -> RankReading:
-    """Return what an answer says.
+    """Parse the response of a rank.
 
     Raises:
         ValueError: It is not in the format of Prometheus.
@@ -154,7 +154,7 @@ def parse(text: str) -> RankReading:
 
 
 def numbers_in(values: Mapping[str, float]) -> dict[str, float]:
-    """Return the numbers of a step among the values of a rank, by their names."""
+    """Return those values of a rank that are in ``SHOWN_NUMBERS``, by number name."""
     names = {name: metric.name.removeprefix(_P) for name, metric in SHOWN_NUMBERS.items()}
     return {name: values[metric] for name, metric in names.items() if metric in values}
 
@@ -162,7 +162,7 @@ def numbers_in(values: Mapping[str, float]) -> dict[str, float]:
 def scrape_all(
     addresses: Mapping[int, str], access: Access, pool: ThreadPoolExecutor
 ) -> dict[int, RankReading]:
-    """Return what ranks say, by rank; those that do not answer are absent."""
+    """Scrape ranks and return their values, by rank; ranks that do not respond are absent."""
     answers = pool.map(lambda address: scrape(address, access), addresses.values())
     return {rank: answer for rank, answer in zip(addresses, answers, strict=True) if answer is not None}
 
@@ -170,7 +170,7 @@ def scrape_all(
 def window_between(
     before: Mapping[int, RankReading], now: Mapping[int, RankReading], seconds: float, num_ranks: int
 ) -> Window:
-    """Return what ranks did between two readings; a counter that has become smaller began again."""
+    """Return the increase of counters between two scrapes; a smaller value means a counter reset."""
     table = unknown(num_ranks)
     for rank, reading in now.items():
         if rank not in before or not 0 <= rank < num_ranks:
@@ -184,14 +184,14 @@ def window_between(
 
 
 def targets_of(source: str) -> list[Target] | None:
-    """Return the targets that a file or an address names; None: it is neither.
+    """Return the targets in a file, at a URL, or in a list ``host:port,...``; None: it is none of these.
 
     Args:
-        source: A file for ``file_sd_configs``, the address of one for ``http_sd_configs``, or ``host:port``
+        source: A file for ``file_sd_configs``, a URL for ``http_sd_configs``, or ``host:port``
             of ranks, with commas between them.
 
     Raises:
-        UserError: It cannot be read, or is something else.
+        UserError: The source cannot be read, or is not a list of targets.
     """
     path = Path(source).expanduser()
     is_url = source.startswith(("http://", "https://"))
@@ -210,10 +210,10 @@ def targets_of(source: str) -> list[Target] | None:
 
 
 def _named(source: str) -> list[Target] | None:
-    """Return the targets of ``host:port,host:port``; None: that is not what it is.
+    """Return the targets of ``host:port,host:port``; None: the text has another format.
 
     Raises:
-        UserError: No such port.
+        UserError: A port is not between 1 and 65535.
     """
     parts = source.split(",")
     ports = [part.rpartition(":")[2] for part in parts if ":" in part]
@@ -226,7 +226,7 @@ def _named(source: str) -> list[Target] | None:
 
 
 def by_rank(targets: Iterable[Target]) -> dict[int, Target]:
-    """Return targets by rank; those without the label are numbered as they come."""
+    """Return targets by rank; those without a label ``rank`` get their position in the list."""
     found: dict[int, Target] = {}
     for number, target in enumerate(targets):
         label = target.labels.get("rank", "")
@@ -236,7 +236,7 @@ def by_rank(targets: Iterable[Target]) -> dict[int, Target]:
 
 
 def finite(numbers: Sequence[float] | np.ndarray, digits: int = 3) -> list[float | None]:
-    """Return numbers for JSON, with so many significant digits; those that are not finite become null."""
+    """Return numbers for JSON, rounded to ``digits`` significant digits; NaN and infinity become null."""
     array = np.asarray(numbers, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(array))))

@@ -1,11 +1,11 @@
-"""Prometheus' recording and alerting rules, from which ``rules.yaml`` is made.
+"""Prometheus' recording and alerting rules; ``horovod-train dashboards export`` writes them as YAML.
 
-    recordings    what dashboards and alerts have in common: a name, and the query behind it
-    alerts        a query, for how long it has to hold, and a summary; each has a section of the
-                  own in docs/runbook.md, under its name
+    recordings    queries that dashboards and alerts share: the name of a series, and its query
+    alerts        a query, the duration for which it must be true, and a summary; each has a section
+                  in docs/runbook.md with its name as the title
 
-No alert fires after a normal end, a drain or a cancel: ranks that have ended are no targets any more, so that
-their series end together, and a job that is leaving makes no steps for a reason.
+No alert fires after a normal end, a drain or a cancel: targets of ended ranks are removed, so that
+their series end together; jobs that are draining or have ended are excluded by their state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Recording:
     """A recording rule.
 
     Attributes:
-        name: Name of its series: what it is of, and which function has made it.
+        name: Name of its series, as ``level:metric:operations``.
         expr: The query.
         help: What it means, one sentence.
     """
@@ -50,8 +50,8 @@ class Alert:
     Attributes:
         name: Its name, and the title of its section in the runbook.
         expr: The query; it fires for each series that it returns.
-        hold: For how long it has to hold, as Prometheus writes a duration.
-        severity: critical: work is being lost; warning: time or accuracy is.
+        hold: Its ``for`` duration, in Prometheus' notation.
+        severity: critical: act now, because the job makes no progress; warning: examine it.
         summary: One sentence, with labels of the series.
     """
 
@@ -142,19 +142,19 @@ RECORDINGS = (
 _NOT_TRAINING = f'{_P}job_state{{state=~"leaving|succeeded|failed|cancelled|preempted"}}'
 
 _NO_FIRST_STEP = f"max by ({JOB}) ({_P}steps_total offset 30m) == 0"
-"""The first step may have to compile the model."""
+"""No step for half an hour after the start: the first step may include compilation of the model."""
 
 _EVALUATES = (
     f"(max by ({JOB}) ({_P}evaluating) > 0 "
     f"unless on ({JOB}) min by ({JOB}) (min_over_time({_P}evaluating[30m])) > 0)"
 )
-"""An evaluation is under way, and has been for less than half an hour."""
+"""Jobs with an evaluation that has run for less than half an hour."""
 
 _LEFT_BEHIND = f"min by ({JOB}) ({_P}rank_ended_timestamp_seconds) > 0"
-"""What ranks have pushed, or left in files, when they ended: it stays, and nothing becomes of it."""
+"""Last metrics of ended ranks (Pushgateway, node_exporter): such series remain, but do not change."""
 
 _PRESENT = f"max by ({JOB}) ({_P}world_size_present)"
-"""Rates look back, for an hour even: they are useless for jobs that no longer exist."""
+"""Jobs with running ranks. Rates have values up to an hour after a job has ended."""
 
 _AGE = "CHECKPOINT_AGE"  # stands for a number of seconds that a site chooses
 
@@ -165,7 +165,7 @@ _ALERTS = (
         f"unless on ({JOB}) {_NOT_TRAINING}",
         "2m",
         "critical",
-        "{{ $labels.training_job }}: only some of its {{ $value }} ranks answer",
+        "{{ $labels.training_job }}: Prometheus can scrape only some of its {{ $value }} ranks",
     ),
     Alert(
         "HorovodTrainStraggler",
@@ -197,7 +197,7 @@ _ALERTS = (
         f"max by ({JOB}) (increase({_P}non_finite_steps_total[10m])) > 0",
         "0m",
         "warning",
-        "{{ $labels.training_job }}: steps were not used because loss or gradient was not finite",
+        "{{ $labels.training_job }}: steps with a loss or gradient that was not finite",
     ),
     Alert(
         "HorovodTrainLossSpike",
@@ -243,7 +243,7 @@ _ALERTS = (
         "10m",
         "warning",
         "{{ $labels.training_job }}: the clock of rank {{ $labels.rank }}'s GPU on {{ $labels.host }} is "
-        "held down",
+        "throttled",
     ),
     Alert(
         "HorovodTrainGpuMemoryErrors",
@@ -273,7 +273,7 @@ _ALERTS = (
         f"max by ({JOB}) ({_P}grace_needed_seconds) > max by ({JOB}) ({_P}grace_granted_seconds)",
         "5m",
         "warning",
-        "{{ $labels.training_job }}: to save and leave it needs {{ $value | humanizeDuration }}, more "
+        "{{ $labels.training_job }}: a preemption would take {{ $value | humanizeDuration }}, more "
         "than launch.grace_s",
     ),
 )
@@ -283,7 +283,7 @@ def alerts(checkpoint_age_s: float = CHECKPOINT_AGE_S) -> tuple[Alert, ...]:
     """Return the alerting rules.
 
     Args:
-        checkpoint_age_s: A checkpoint is too old after so long.
+        checkpoint_age_s: Age of the last checkpoint, in seconds, above which CheckpointTooOld fires.
     """
     return tuple(replace(alert, expr=_completed(alert.expr, checkpoint_age_s)) for alert in _ALERTS)
 
@@ -295,7 +295,7 @@ def _completed(expr: str, checkpoint_age_s: float) -> str:
 
 
 def anchor(alert: Alert) -> str:
-    """Return the fragment of an address that leads to an alert's section of the runbook."""
+    """Return the anchor of an alert's section in the runbook."""
     return alert.name.lower()
 
 
@@ -304,7 +304,7 @@ def document(runbook: str = RUNBOOK, checkpoint_age_s: float = CHECKPOINT_AGE_S)
 
     Args:
         runbook: Address of the runbook; each alert links to its section.
-        checkpoint_age_s: A checkpoint is too old after so long.
+        checkpoint_age_s: Age of the last checkpoint, in seconds, above which CheckpointTooOld fires.
     """
     recordings: list[dict[str, object]] = [{"record": each.name, "expr": each.expr} for each in RECORDINGS]
     alerting: list[dict[str, object]] = [

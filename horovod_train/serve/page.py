@@ -1,11 +1,11 @@
-"""The page in the browser: one page, its data as JSON, and nothing from elsewhere.
+"""HTTP handlers of the web page: the page, its assets, and its data as JSON. No external assets.
 
-/                  the page; with the token it lets the browser in
+/                  the page; a request with the token sets a cookie for later requests
 /page.js, ...      assets of the page; Plotly comes from its package
 /api/jobs          all runs
-/api/run?key=      one of them, with what its ranks say now
-/api/log?key=      the end of its log
-/api/end           ends it, where that was allowed
+/api/run?key=      one run, with the current metrics of its ranks
+/api/log?key=      the end of a run's log
+/api/end           ends a run; requires --allow-ending
 /targets, /metrics  for Prometheus (``targets.py``)
 """
 
@@ -48,10 +48,10 @@ class _Page(Guarded):
     """The page itself."""
 
     def get(self) -> None:
-        """Answer; the token becomes a cookie, and leaves the address."""
+        """Send the page; store the token in a cookie. The page removes it from the URL."""
         if self.get_query_argument("token", ""):
-            # Strict: no other page's link or form carries it here. The page takes the token out of the
-            # address; a redirect from another page's link would come without the cookie.
+            # Strict: requests from other sites do not contain the cookie. The token is removed from the
+            # URL by a script: after a redirect from another site's link, the cookie would not be sent.
             self.set_cookie(
                 self.cookie_name, self.settings["token"], httponly=True, samesite="Strict", expires_days=1
             )
@@ -69,7 +69,7 @@ class _PageFile(Guarded):
 
 
 class _Plotly(Guarded):
-    """The library that draws; it stays the same, so that a browser keeps it."""
+    """Plotly, which draws the charts; it does not change, so that browsers may cache it."""
 
     def get(self) -> None:
         """Answer."""
@@ -91,7 +91,7 @@ class _Jobs(Guarded):
         board: Board = self.settings["board"]
 
         def begun(row: dict[str, object]) -> float:
-            """In this order they stay: what is written to last changes all the time."""
+            """Sort key: the start time, which does not change, unlike the time of the last write."""
             found = row["begun_unix_s"]
             return found if isinstance(found, float) else float("-inf")
 
@@ -136,7 +136,7 @@ class _End(Guarded):
         Raises:
             HTTPError: 403: it was not allowed; 400: invalid request; 404: no such run.
         """
-        # No form of another page can send this header without asking first.
+        # Other sites cannot send this header without a CORS preflight request.
         if not self.settings["may_end"] or self.request.headers.get("X-Requested-With") != "horovod_train":
             raise HTTPError(403, reason="the page may not end jobs: start it with --allow-ending")
         try:
@@ -167,7 +167,7 @@ def end(run: Watched, how: Literal["drain", "stop"]) -> None:
         HorovodTrainError: It is not known on this machine, or cannot be ended from here.
     """
     job_id = f"{run.job}-{run.run_id}"
-    launcher, job = submitted(job_id)  # which takes names and beginnings of ids, too
+    launcher, job = submitted(job_id)  # also accepts names and prefixes of IDs: compared below
     is_this_one = run.log_dir is not None and job.log_dir.resolve() == run.log_dir.resolve()
     if job.job_id != job_id or not is_this_one:
         raise UserError(f"{run.key} was not started with `run` or `submit` on this machine by this account")
@@ -244,7 +244,7 @@ def serve_page(
         access: Credentials for the ranks of the sources.
 
     Raises:
-        UserError: It cannot listen there.
+        UserError: It cannot listen on this address and port.
     """
     handlers = [
         ("/", _Page),
@@ -257,7 +257,7 @@ def serve_page(
         *targets.HANDLERS,
     ]
     board = Board(places, sources, access)
-    Thread(target=_plotly_compressed, daemon=True).start()  # before the first one who asks has to wait for it
+    Thread(target=_plotly_compressed, daemon=True).start()  # so that the first request does not wait for it
     settings = {"board": board, "may_end": may_end, **targets.settings_of(places)}
     made = application(handlers, host, token, settings)
     return PageServer(made, host, port, board)

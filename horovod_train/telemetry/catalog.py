@@ -365,7 +365,7 @@ CATALOG = (*STEPS, *EXCHANGE, *JOB, *MACHINE)
 SHOWN_NUMBERS = {
     metric.value.name: metric for metric in CATALOG if metric.shown and isinstance(metric.value, StepNumber)
 }
-"""Metrics of step numbers that dashboard, page and trackers show by their title, by number name."""
+"""Step number (``StepNumber.name``) -> its metric, for those shown on dashboards, page and trackers."""
 
 
 def shown_numbers(numbers: Mapping[str, float | None]) -> dict[str, float]:

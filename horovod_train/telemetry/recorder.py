@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 TAKES = {"counter": "inc", "gauge": "set", "clock": "set_function", "histogram": "observe"}
 MAX_DEFERRED = 64
-"""Maximum number of buffered steps."""
+"""Maximum number of buffered records."""
 
 Sampler = Callable[[], object | None]
 """Called on a scrape; returns a record for the catalog's metrics, or None."""
@@ -61,13 +61,13 @@ class Recorder:
         for metric in metrics:
             self._fed_by.setdefault(metric.source, []).append(metric)
         self._kinds = {metric.name: metric.kind for metric in metrics}
-        # Looking up a child by its labels takes longer than updating it.
+        # Finding the time series of a label set takes longer than updating it.
         self._take = cache(self._taker)
         self.record(WorldRecord(num_wanted=world_size_wanted, num_present=world.size))
         self.record(EndRecord(0.0))
         for metric in metrics:
             if metric.kind == "counter" and metric.from_zero:
-                self._take(metric.name)  # a rate needs a value before the first event
+                self._take(metric.name)  # creates the series at 0, so that rate() sees the first event
 
     def sample(self, sampler: Sampler) -> None:
         """Register a sampler, which is called on each scrape."""
@@ -106,7 +106,7 @@ class Recorder:
         return kind(metric.name, metric.help, labels, registry=self.registry)
 
     def _taker(self, name: str, *label: str) -> Callable[..., None]:
-        """Return the update method (inc, set, observe) of a child."""
+        """Return the update method (inc, set, set_function or observe) of one time series."""
         child = self._families[name].labels(*self._rank_labels, *label)
         return getattr(child, TAKES[self._kinds[name]])  # type: ignore[no-any-return]
 
@@ -139,7 +139,7 @@ class SampledRegistry(CollectorRegistry):
         self._count()
         for sampler in list(self.samplers):
             reading, error = result_of(sampler)
-            if error is not None:  # a driver that fails costs its own metrics only
+            if error is not None:  # a failing sampler removes only its own metrics
                 self.samplers.remove(sampler)
                 log.warning("a metrics sampler failed and was disabled: %s: %s", type(error).__name__, error)
             if reading is not None:

@@ -69,7 +69,7 @@ def train_epoch(run: Run) -> Action | None:
 
 
 def begin(run: Run) -> None:
-    """Call the hooks of the start of training.
+    """Call ``on_start`` of all hooks.
 
     Raises:
         UserError: The job uses an evaluation metric, and the task has no evaluation data.
@@ -109,7 +109,7 @@ def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Acti
 
 
 def next_action(run: Run) -> Action | None:
-    """Return the first pending action, once replicas are identical; None: continue.
+    """Return the first pending action and discard the others, once replicas are identical; None: continue.
 
     Replicas must be identical on all ranks when they are evaluated, saved or resumed.
     """
@@ -121,7 +121,7 @@ def next_action(run: Run) -> Action | None:
 
 
 def report_pending_steps_after_failure(run: Run) -> None:
-    """Report the last steps of a failed training to hooks; further errors are ignored."""
+    """After training has failed, pass pending results to hooks; errors of this are ignored."""
 
     def deliver() -> None:
         for report in run.pending_steps.drain():
@@ -135,7 +135,7 @@ def report_pending_steps_after_failure(run: Run) -> None:
 
 def preempted_error(leave: ExitPreempted) -> PreemptedError:
     """Return the error that ends this process with exit code 75."""
-    return PreemptedError(f"asked to leave after step {leave.step}")
+    return PreemptedError(f"preempted after step {leave.step}")
 
 
 def restore_checkpoint(run: Run, step: int, why: str) -> None:
@@ -146,8 +146,8 @@ def restore_checkpoint(run: Run, step: int, why: str) -> None:
         CheckpointError: The step has no checkpoint, or it cannot be read.
     """
     if run.restore is None:
-        raise UserError(f"training is to go back to step {step} ({why}), and has no checkpoints")
-    log.warning("training goes back from step %d to step %d: %s", run.progress.step, step, why)
+        raise UserError(f"cannot restore step {step} ({why}): the run has no checkpoints")
+    log.warning("restoring a checkpoint: from step %d back to step %d: %s", run.progress.step, step, why)
     run.deliver_all()
     run.pending_actions.clear()
     run.restore(step)
@@ -166,7 +166,7 @@ def finish_epoch(run: Run) -> bool:
 
 
 def after_epoch(run: Run, *, evaluated: bool) -> Action | None:
-    """Call the hooks of the end of an epoch, which save checkpoints; return their action."""
+    """Call ``on_epoch`` of all hooks, which may save a checkpoint; return the pending action."""
     run.pending_actions += filter(None, [hook.on_epoch(run, evaluated=evaluated) for hook in run.hooks])
     return next_action(run) if run.pending_actions else None
 
@@ -196,7 +196,7 @@ def evaluates_next(run: Run) -> bool:
 
 
 def evaluate(run: Run) -> dict[str, float]:
-    """Return each metric over all samples of the evaluation data: the same on every rank.
+    """Return the mean of each metric over all evaluation samples; equal on every rank.
 
     Each sample is counted on exactly one rank, and ranks add sums and counts, so neither
     padding nor unequal batches affect the result.
@@ -219,7 +219,7 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def take_metrics(run: Run) -> None:
-    """Evaluate the current weights.
+    """Evaluate the current weights, and store the metrics in ``run.progress``.
 
     Raises:
         UserError: The evaluation does not return a metric that the job names.

@@ -26,7 +26,7 @@ class Run:
     """A run of a job, on one rank.
 
     Attributes:
-        hooks: Called at defined points of training; may return actions.
+        hooks: Called after steps, results and epochs (``hooks/base.py``); may return actions.
         pending_steps: Steps whose results have not been passed to hooks yet.
         restore: Loads the checkpoint of a step; None: this run has no checkpoints.
         is_stopped: A hook has ended training.
@@ -106,7 +106,7 @@ class Run:
         self.deliver(self.pending_steps.all())
 
     def planned_steps(self) -> int:
-        """Return the step at which the job ends without early stopping; 0: unknown."""
+        """Return the step at which the job ends if it is not stopped early; 0: unknown."""
         if self.is_open_ended:
             return 0
         progress, train = self.progress, self.job.train

@@ -6,7 +6,7 @@ from corpus.base import MLP, Case, F, Samples, nn, torch
 
 
 class TokenMean(Case):
-    """a mean over the tokens that are no padding: ranks have different numbers of them"""
+    """a mean over the tokens that are not padding, whose number differs between ranks"""
 
     def net(self):
         class M(nn.Module):
@@ -62,7 +62,7 @@ class KeptSamples(Case):
 
 
 class GroupRates(Case):
-    """groups with a rate of their own, one of them zero"""
+    """parameter groups with their own learning rates, one of them zero"""
 
     def net(self):
         return MLP()

@@ -22,7 +22,7 @@ class BranchNet(MLP):
 
 
 class Branch(Case):
-    """layers used only where the batch has a multiple of 7; one never"""
+    """some layers are used only by batches that contain a multiple of 7, one layer by none"""
 
     def net(self):
         return BranchNet()
@@ -60,7 +60,7 @@ class Moe(Case):
 
 
 class NoGradSome(Case):
-    """a parameter of which the gradient is None by torch.no_grad, though it requires one"""
+    """a parameter with requires_grad that is used under torch.no_grad only: its gradient is None"""
 
     def net(self):
         class M(MLP):
@@ -185,7 +185,7 @@ class TwoExpertsNet(nn.Module):
 
 
 class TwoExperts(Case):
-    """an expert for samples 0-3 of 8, another one for 4-7: with 2 ranks of 4 each rank uses one"""
+    """one expert for samples 0-3 of a global batch of 8, one for 4-7: each of two ranks uses one"""
 
     num_samples = 24
 

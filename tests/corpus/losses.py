@@ -76,7 +76,7 @@ class Penalty(Case):
 
 
 class SelfGrad(Case):
-    """autograd.grad of loss w.r.t. weights inside the loss (not linear in samples: only detached use, for
+    """autograd.grad of the loss w.r.t. weights inside the loss, detached, as a scale
     scale)"""
 
     def net(self):

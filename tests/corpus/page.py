@@ -24,13 +24,13 @@ EQUAL, NOT_TRIED = "yes", ""
 ALL, SEPARATOR = "**Trained under all of ", " · "
 HEAD = """# Models and strategies
 
-Models and training loops of `tests/corpus` are small, and written to be difficult for one of the
+Models and training loops of `tests/corpus` are small; each is written to be difficult for one of the
 mechanisms by which strategies work. **yes**: ranks end with the weights and buffers of a plain loop over the
 joint batch in one process, with SGD, and with AdamW, accumulation and clipping. A number: the job ends with
-exit code 2 and a message, for the reason below. Nothing else occurs: no model is trained to other weights,
-and none hangs. `make campaign` trains all of them on two and on three ranks, `make test` a part.
+exit code 2, for the reason below. Empty: not run. No other result occurs: no model ends with other weights,
+and none hangs. `make campaign` trains all models on two and on three ranks, `make test` every tenth pair.
 
-A model of your own is compared in the same way: the first steps under a strategy are made by the plain model
+Your own models are compared in the same way: the plain model runs the first steps under a strategy
 as well (`health.verify_strategy`), and a difference ends the job.
 
 """

@@ -31,7 +31,7 @@ class CountingTensor(WithMLP):
 
 
 class CountingClass(WithMLP):
-    """the same in an attribute of the class, which a copy of the task shares: refused"""
+    """the task counts calls in a class attribute, which a copy of the task shares: refused"""
 
     stateful = True
     is_refused = True
@@ -119,7 +119,7 @@ class Meter:
 
 
 class FileMeter(WithMLP):
-    """a meter with an open file counts losses, and the task looks at the count"""
+    """an object with an open file counts losses, and the task reads the count"""
 
     stateful = True
 

@@ -38,7 +38,7 @@ PHASES = {
     "transformers": {"data", "forward", "backward", "allreduce_wait", "optimizer"},
     "mxnet": {"data", "compute", "allreduce_wait", "optimizer"},
 }
-NO_NORM = "Keras provides no gradient: the metric is absent, not zero"
+NO_NORM = "Keras provides no gradient norm: the metric is absent, not zero"
 pytestmark = pytest.mark.ranks
 
 

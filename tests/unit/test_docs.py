@@ -81,7 +81,7 @@ def test_links_to_sections_lead_to_a_heading(page):
 
 def test_the_table_of_rooms_names_every_room():
     text = (ROOT / "docs" / "architecture.md").read_text()
-    rows = text.partition("## Rooms")[2].partition("`tests/unit/test_architecture.py`")[0]
+    rows = text.partition("## Packages")[2].partition("`tests/unit/test_architecture.py`")[0]
     named = {
         name
         for row in re.findall(r"^\| (`.*?`) \|", rows, re.MULTILINE)

@@ -1,10 +1,10 @@
-"""A launch's hand on another host: started there by ssh, does what the launcher says, leaves no rank behind.
+"""The agent of a launch on another host: started over ssh, it performs actions for the launcher.
 
     launcher  -- {"id": 1, "do": "put", "args": {...}} -->  agent
               <-- {"id": 1, "result": ...}             --
 
-One JSON line each, through the encrypted connection: no port is opened and nothing is pickled. When
-the connection ends, or nothing is heard for too long, the launcher is taken for dead and every process
+Requests and answers are lines of JSON on the ssh connection: no port is opened and nothing is pickled. When
+the connection ends, or no request arrives for too long, the launcher is assumed dead, and every process
 of the run on this host is killed.
 """
 
@@ -39,11 +39,11 @@ from horovod_train.system.pids import cpu_wait_s, is_alive
 
 RUN_VARIABLE = "HOROVOD_TRAIN_RUN"
 RANK_VARIABLE = "HOROVOD_TRAIN_RANK_PID"
-"""In the environment of every process of a run: its stage, by which it is known."""
+"""RUN_VARIABLE identifies a run's processes by its stage folder; RANK_VARIABLE is the PID of the rank."""
 
 CONNECT_TIMEOUT_S = 4.0
 BUSY = 0.2
-"""A process that computes, or waits for a processor, for this part of the time is not frozen."""
+"""A process that runs, or waits for a CPU, for at least this fraction of the time is not frozen."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class UnresponsiveRank:
     """A rank that has no heartbeat.
 
     Attributes:
-        rank: Which one.
-        pid: Its process.
-        silent_s: For how long, in seconds.
-        doing: What Linux calls the state of its process, such as ``stopped``.
+        rank: Number of the rank.
+        pid: PID of its process.
+        silent_s: Seconds since its last heartbeat or CPU activity.
+        doing: State of its process, such as ``stopped``.
     """
 
     rank: int
@@ -64,10 +64,10 @@ class UnresponsiveRank:
 
 
 class HostActions:
-    """One run's part of this host.
+    """Actions that the agent performs on this host for one run.
 
     Args:
-        stage: Folder for the run's files on each host; also the name by which processes are known.
+        stage: Folder for the run's files on each host; its path also identifies the run's processes.
     """
 
     def __init__(self, stage: str) -> None:
@@ -78,26 +78,26 @@ class HostActions:
         self._last_look: dict[int, float] = {}
         self._events = ChannelReader(self.stage)
 
-    # -- looking
+    # -- queries
 
     def ping(self) -> bool:
-        """Return that this host is there."""
+        """Return True, to show that this host responds."""
         return True
 
     def describe(self, others: Sequence[str]) -> HostFacts:
-        """Return what this host is and has.
+        """Return versions, interfaces and other facts about this host.
 
         Args:
-            others: Names of other hosts, to tell from which address they would be reached.
+            others: Names of other hosts, to determine the local address of the route to each.
         """
         return describe_host(others)
 
     def fingerprint(self, task: str | None) -> dict[str, str]:
-        """Return what ranks of this host would train with."""
+        """Return versions and digests of the software that ranks on this host would use."""
         return environment_fingerprint(task)
 
     def examine(self, folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> HostDetails:
-        """Return what the doctor wants to know."""
+        """Return the measurements that ``horovod-train doctor`` checks."""
         return examine_host(folders, names, ports)
 
     def listen(self, address: str, name: str) -> int:
@@ -124,7 +124,7 @@ class HostActions:
             targets: Name, address and port of each.
 
         Returns:
-            Why not, for each that was not reached.
+            The error by target, for targets that were not reached.
         """
         failed = {}
         for name, address, port in targets:
@@ -139,15 +139,15 @@ class HostActions:
         return failed
 
     def unresponsive_ranks(self, limit_s: float) -> list[UnresponsiveRank]:
-        """Return the ranks of this host that have shown no sign of life, and done nothing, for so long.
+        """Return ranks of this host without heartbeat and CPU activity for at least ``limit_s``.
 
-        A rank whose Python is busy with one long call gives no sign either, but uses its processor, or
-        would if others let it: on a host with more to do than processors, that call takes longer still.
+        A rank in one long call that holds the GIL sends no heartbeat either, but uses a CPU or waits for
+        one; on an oversubscribed host, such a call takes even longer.
         """
         now_s = time.monotonic()
         found = []
         for file in self.stage.glob("alive-*"):
-            # One file that cannot be read or removed hides no other rank.
+            # If one file cannot be read or removed, the other ranks are still checked.
             with suppress(OSError, ValueError, psutil.Error):
                 rank, pid = map(int, file.name.split("-")[1:])
                 if not is_alive(pid):
@@ -160,14 +160,14 @@ class HostActions:
         return found
 
     def new_events(self) -> list[str]:
-        """Return what ranks of this host have reported since the last call, or the first part of it."""
+        """Return events that ranks of this host reported since the last call; if many, only the first."""
         return self._events.read()
 
     def _busy_until_s(self, process: psutil.Process, now_s: float) -> float:
-        """Return when a process was last seen to compute, as far as the last look and this one tell."""
+        """Return when a process was last busy, estimated from the previous call and this one."""
         times = process.cpu_times()
         busy_s = times.user + times.system + cpu_wait_s(process.pid)
-        # Linux counts a wait when it is over. Who is ready and has not run at all since is still in it.
+        # Linux counts a wait for a CPU when it ends. A runnable process with unchanged times still waits.
         is_waiting = process.status() == psutil.STATUS_RUNNING and self._last_look.get(process.pid) == busy_s
         self._last_look[process.pid] = busy_s
         last = self._last_busy.get(process.pid)
@@ -178,14 +178,14 @@ class HostActions:
     # -- files
 
     def put(self, files: Mapping[str, str], archive: str = "") -> None:
-        """Lay out files, readable by this user alone.
+        """Write files that only this user can read.
 
         Args:
             files: Contents by name; those that start with ``#!`` can be executed.
-            archive: Code for ``code/``: a zip file in base64; may be empty.
+            archive: Zip file in base64 to unpack into ``code/``; empty: none.
 
         Raises:
-            FileExistsError: The folder exists, and so belongs to another run.
+            FileExistsError: The folder exists: it belongs to another run.
         """
         self.stage.mkdir(mode=0o700)
         self._is_ours = True
@@ -199,7 +199,7 @@ class HostActions:
                 packed.extractall(self.stage / "code")
 
     def remove(self) -> None:
-        """Remove what ``put`` laid out, and stop listening."""
+        """Remove the files that ``put`` wrote, and stop listening."""
         for listener in self._listeners:
             listener.close()
         if self._is_ours:
@@ -208,7 +208,7 @@ class HostActions:
     # -- processes
 
     def signal_ranks(self, number: int) -> int:
-        """Send a signal to the ranks themselves, not to what they have started; returns how many."""
+        """Send a signal to the ranks, not to their child processes; return the number of ranks."""
         ranks = [process for process, variables in self._processes() if _is_rank(process, variables)]
         for process in ranks:
             with suppress(psutil.NoSuchProcess):
@@ -216,11 +216,11 @@ class HostActions:
         return len(ranks)
 
     def kill(self) -> int:
-        """Kill every process of the run on this host; returns how many there were."""
+        """Kill every process of the run on this host; return the number of kills."""
         killed = num_empty_looks = 0
-        for _ in range(50):  # what is forked meanwhile is found in the next round
+        for _ in range(50):  # processes forked meanwhile are found in the next round
             left = [process for process, _ in self._processes()]
-            # Twice: while a process turns into another program, its environment cannot be read.
+            # Require two empty scans: during exec, the environment of a process cannot be read.
             num_empty_looks = 0 if left else num_empty_looks + 1
             if num_empty_looks == 2:
                 break
@@ -228,12 +228,12 @@ class HostActions:
             for process in left:
                 with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                     process.kill()
-            # Not psutil.wait_procs: it takes exit codes that others wait for.
+            # Not psutil.wait_procs: it would reap children whose exit codes other code waits for.
             time.sleep(0.02)
         return killed
 
     def _processes(self) -> Iterator[tuple[psutil.Process, set[bytes]]]:
-        """Yield the processes of the run, and the variables that each was started with."""
+        """Yield each process of the run with its initial environment variables."""
         mark = f"{RUN_VARIABLE}={self.stage}".encode()
         for pid in psutil.pids():
             with suppress(OSError, psutil.NoSuchProcess):
@@ -243,24 +243,24 @@ class HostActions:
 
 
 def _is_rank(process: psutil.Process, variables: set[bytes]) -> bool:
-    """Whether a process is a rank, and not what one has started (see ``staging.py``)."""
+    """Whether a process is a rank, not a child process of one (see ``staging.py``)."""
     return f"{RANK_VARIABLE}={process.pid}".encode() in variables
 
 
 GREETING = "horovod_train agent"
-"""Followed by the version: the first line that an agent says."""
+"""Start of the first line that an agent writes; the version follows."""
 
 
 def serve(stage: str, silence_s: float) -> None:
-    """Do what standard input says until it ends.
+    """Perform the requests on standard input until it is closed.
 
     Args:
         stage: Folder of the run on this host.
-        silence_s: Hearing nothing for so long means that the launcher is gone, in seconds.
+        silence_s: Seconds without a request after which the launcher is assumed dead.
     """
     host = HostActions(stage)
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever prints must not get between the answers
+    os.dup2(2, 1)  # output of other code must not mix with the answers
     os.write(answers, f"{GREETING} {__version__}\n".encode())
     try:
         buffer = b""

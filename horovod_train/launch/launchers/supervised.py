@@ -1,4 +1,4 @@
-"""What launchers have in common that start ranks from a process of this machine."""
+"""Base class of launchers that start and supervise ranks from a process on this machine."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ POLL_S = 0.2
 
 
 class SupervisedLauncher(PolledLauncher):
-    """A launcher whose command runs here; a subclass says which command."""
+    """A launcher that runs a command on this machine; subclasses define the command."""
 
     has_local_files = True
     poll_s = POLL_S
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Return what would start the ranks."""
+        """Return the command and files that start the ranks."""
         raise NotImplementedError
 
     def shell(self, request: LaunchRequest, host: Host) -> list[str]:
-        """Return what runs a command, its last argument, on a host."""
+        """Return the command prefix that runs a command on a host; the command is appended to it."""
         return [*request.ssh, host.name]
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
-        """Start the ranks, stay with them to their end, and return the exit code that tells how it went.
+        """Start the ranks, supervise them until all have exited, and return the exit code of the job.
 
         Raises:
-            HorovodTrainError: Anything but a good end, explained.
+            HorovodTrainError: The job failed, was preempted or cancelled.
         """
         make_folder(request.run_dir, request.job.run_dir_access)
         request.log_dir.mkdir(exist_ok=True)
@@ -111,14 +111,14 @@ class SupervisedLauncher(PolledLauncher):
         while StateFile(request.log_dir).read().state == "waiting":
             if process.poll() is not None or monotonic() > deadline_s:
                 text = (request.log_dir / "launcher.log").read_text(encoding="utf-8").strip()
-                process.kill()  # it would train without an ID
+                process.kill()  # otherwise, it would train without a known job ID
                 process.wait()
                 raise LaunchError(f"the job could not be started: {text or 'no word for 30 s'}")
             sleep(POLL_S / 4)
         return str(process.pid)
 
     def status(self, job: Submitted) -> JobStatus:
-        """Return how a job stands."""
+        """Return the status of a job."""
         return StateFile(job.log_dir).read()
 
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
@@ -126,7 +126,7 @@ class SupervisedLauncher(PolledLauncher):
         yield from read_log(job.log_dir / LOG_FILE, lambda: follow and self.is_running(job))
 
     def cancel(self, job: Submitted, how: Literal["drain", "stop", "kill"]) -> None:
-        """Ask the process that carries out the job to end it."""
+        """Send signals to the launcher process of the job, so that it ends the job."""
         status = self.status(job)
         if status.has_ended:
             return
@@ -134,12 +134,12 @@ class SupervisedLauncher(PolledLauncher):
         if pid is None:
             raise LaunchError(
                 f"{job.job_id} is not carried out by this host: {status}",
-                hint="ask there; if that host is gone, so are the ranks, soon after: run the job again",
+                hint="run the command on that host; if it is down, its ranks have ended: start the job again",
             )
         if how != "drain":
             mark_cancelled(job.log_dir)
         for number in SENT_TO_END[how]:
-            with suppress(ProcessLookupError):  # it may have left after the first signal
+            with suppress(ProcessLookupError):  # it may have exited after the first signal
                 os.kill(pid, number)
             sleep(POLL_S)
 
@@ -148,8 +148,8 @@ def read_log(path: Path, is_going_on: Callable[[], bool]) -> Iterator[str]:
     """Yield the lines of a growing file.
 
     Args:
-        path: The file; it may not be there yet.
-        is_going_on: Called with nothing; whether more may come.
+        path: The file; it may not exist yet.
+        is_going_on: Returns whether further lines may be written.
     """
     while not path.exists() and is_going_on():
         sleep(POLL_S)
@@ -157,7 +157,7 @@ def read_log(path: Path, is_going_on: Callable[[], bool]) -> Iterator[str]:
         return
     with path.open(encoding="utf-8", errors="replace") as log:
         while True:
-            # Asked before reading: what was written until the end is read.
+            # Queried before reading, so that lines written just before the end are read, too.
             is_running = is_going_on()
             for line in log:
                 yield line.rstrip("\n")

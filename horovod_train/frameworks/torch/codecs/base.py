@@ -1,10 +1,10 @@
 """Gradient compression: how a bucket of gradients is summed over ranks.
 
 A codec is a module here (or in another package) and one row of ``registry.CODECS``. For each bucket, it
-creates one message. In each step, gradients are copied to the message's ``body``, ``exchange`` runs its
+creates one ``Message``. In each step, gradients are copied to its ``body``, ``exchange`` runs its
 collectives, and ``body`` then contains the sum over ranks.
 
-An exchange is a generator that yields at least one handle and is resumed with its result. So it may
+``exchange`` is a generator that yields handles of collectives, and is resumed with their results. It may
 have several dependent rounds, and the rounds of different buckets overlap.
 """
 
@@ -34,7 +34,7 @@ class BucketLayout:
             a last dimension of 2. The first dimension is outermost in memory.
         dtype: Data type of the parameters; of complex ones, that of the real view.
         device: Device of the parameters.
-        trailer_length: Number of trailer elements, summed uncompressed with this bucket; 0: no trailer.
+        trailer_length: Number of trailer elements (flags and loss), summed with this bucket; 0: no trailer.
     """
 
     shapes: Mapping[str, Sequence[int]]
@@ -57,7 +57,7 @@ class Message:
 
     Attributes:
         body: The gradients, flat; after ``exchange``, their sum over ranks, bitwise equal on all ranks.
-        trailer: Numbers that are summed uncompressed, in at least 32 bits; None: summed separately.
+        trailer: Flags and loss, summed uncompressed in at least 32 bits; None: summed separately.
         size_bytes: Bytes that this rank passes to collectives per exchange.
     """
 
@@ -72,7 +72,7 @@ class Message:
         """Sum ``body`` and ``trailer`` over ranks.
 
         Args:
-            ranks: The communicator; the layout is the same on all ranks.
+            ranks: The communicator. All ranks call this with the same bucket layout.
             name: Name of the first collective; further rounds append a suffix.
         """
         raise NotImplementedError
@@ -82,7 +82,7 @@ class Message:
         return {}
 
     def commit(self, *, is_used: torch.Tensor | bool) -> None:
-        """Keep the new state if the step is used, and the old one if it is skipped.
+        """Keep the state of the last ``exchange`` if the step is used, or the one before if it is skipped.
 
         Args:
             is_used: Whether the step is used; a bool tensor of shape [] if the device decides.
@@ -93,7 +93,7 @@ class Codec:
     """Gradient compression: creates the message of each bucket.
 
     Attributes:
-        rules: Rule by which each key of the messages' state is loaded on another number of ranks.
+        rules: By key of the messages' ``state``: how it is loaded on another number of ranks.
     """
 
     rules: Mapping[str, Rule] = {}

@@ -1,14 +1,14 @@
 """PowerSGD: low-rank compression with error feedback, in two rounds of all-reduce.
 
 The gradient of a parameter with at least two dimensions is a matrix M (first dimension by all others).
-A rank adds its residual to M. With Q of the previous step:
+Each process adds its residual to its M. With Q of the previous step:
 
     round 1:  P = sum over ranks of M Q        then each rank orthonormalizes the columns of P
     round 2:  Q = sum over ranks of M^T P      P Q^T approximates the sum over ranks of M
 
 The new residual of a rank is the unsent part of its own M: M - P (M^T P)^T. Over ranks, sent parts and
-residuals add up to the sum of M. If that sum has at most rank ``rank``, it is sent exactly. Gradients
-with fewer dimensions, and matrices that would not become smaller, are sent uncompressed in round 1.
+residuals add up to the sum of M. A sum of matrix rank at most ``rank`` is sent exactly if Q spans its rows. Gradients
+with fewer dimensions, and matrices for which P and Q are not smaller, are sent uncompressed in round 1.
 
 A matrix of n by m elements costs rank * (n + m) elements.
 
@@ -99,7 +99,7 @@ class Matrix:
 
 
 class PowerSgdMessage(Message):
-    """Two tensors: uncompressed gradients, P of all matrices and the trailer; Q of all matrices."""
+    """Sends two tensors. First: uncompressed gradients, P of all matrices, trailer. Second: all Q."""
 
     def __init__(self, layout: BucketLayout, rank: int) -> None:
         self._layout = layout
@@ -184,7 +184,7 @@ class PowerSgdMessage(Message):
 
 
 def rank_of(shape: Sequence[int], rank: int) -> int:
-    """Return the rank of a gradient's approximation; 0: sent uncompressed.
+    """Return the matrix rank of a gradient's approximation; 0: the gradient is sent uncompressed.
 
     >>> rank_of((64, 32), 2), rank_of((64,), 2), rank_of((2, 2), 2)
     (2, 0, 0)

@@ -1,12 +1,12 @@
-"""Top-k sparsification: only the largest elements of a gradient are sent, the others later.
+"""Top-k sparsification: a step sends the largest elements of a gradient; the others stay in the residual.
 
 A rank adds its residual to the gradients of a bucket, sends the ``keep`` fraction of elements with the
 largest magnitude and their indices, and keeps the others as its new residual (error feedback). All ranks add
-up the elements of all ranks in the order of ranks, so the sum is bitwise equal. Residuals belong to a rank,
-and are written to checkpoints.
+up the elements of all ranks in rank order, so their sums are bitwise equal. Each rank has its own residual,
+which is written to checkpoints.
 
-An element costs 8 bytes (32 bits and its index), and each rank sends to all others: a rank receives ``size``
-times the bytes that it sends. Use it if the network is slow relative to the model, and ranks are few.
+A sent element costs 8 bytes (32-bit value, 32-bit index). In the all-gather, a rank receives ``size``
+(number of ranks) times the bytes that it sends. Suited to slow networks and few ranks.
 
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", arXiv:1809.07599.
 """
@@ -31,7 +31,7 @@ class TopK(Codec):
     """Sends the elements with the largest magnitude.
 
     Args:
-        keep: Fraction of a bucket's elements that is sent, 0 < keep <= 1; at least one element.
+        keep: Fraction of a bucket's elements that is sent per step, 0 < keep <= 1; rounded up.
 
     Raises:
         ValueError: ``keep`` is out of range.

@@ -19,12 +19,12 @@ from horovod_train.system.machine import usable_cores
 
 Result = TypeVar("Result")
 PROCESS_SETS: dict[tuple[int, ...], Any] = {}
-"""Horovod's process sets by ranks; Horovod refuses duplicates, so each is added once per ``hvd.init``."""
+"""Horovod's process sets, by their world ranks; each is added only once, as Horovod refuses duplicates."""
 
 
 @runtime_checkable
 class TensorCollectives(Communicator, Protocol):
-    """A communicator with collectives on tensors, besides those on numbers and bytes.
+    """A communicator that also has collectives on tensors.
 
     A collective is identified by its name: all ranks call it with the same name, shape and data type.
     """
@@ -114,7 +114,7 @@ class TorchSingleRank(SingleRank):
         """Do nothing."""
 
     def split(self, groups: Sequence[Sequence[int]]) -> TensorCollectives:
-        """Return this rank."""
+        """Return this communicator: the only group is this rank."""
         return self
 
 
@@ -136,7 +136,7 @@ def with_tensors(ranks: Communicator) -> TensorCollectives:
     """Return a communicator with tensor collectives: the given one, or that of a single rank.
 
     Raises:
-        TypeError: Several ranks that use the binding of another framework.
+        TypeError: There are several ranks, and their communicator is that of another framework.
     """
     if isinstance(ranks, TensorCollectives):
         return ranks

@@ -1,11 +1,11 @@
 """The bucket pipeline: gradients fill buckets during the backward pass, and full buckets are summed.
 
     a parameter's gradient is complete -> the gradient is copied into its bucket
-    the last gradient of a bucket      -> the bucket's message starts its collectives
+    the last gradient of a bucket      -> the bucket's collectives start (``Message``: data and collectives)
     after the backward pass            -> sends incomplete buckets, then waits for all collectives
 
 The layout of buckets depends only on the parameters, so the order of additions is fixed: results are
-bitwise reproducible. A trailer is summed in each step, in the last bucket's message or separately:
+bitwise reproducible. A trailer is summed in each step, within the last bucket or separately:
 
     used      one flag per parameter: this rank has its gradient. A parameter that no rank uses keeps
               ``grad = None``, as in a single process
@@ -74,7 +74,7 @@ class GradientPipeline:
     Args:
         named: The trained parameters by name.
         ranks: The communicator.
-        make: Returns the message of a bucket.
+        make: Creates a bucket's ``Message`` (codecs/base.py): its flat data and its collectives.
         bucket_size_bytes: Approximate size of a bucket.
         name: Prefix of the names of collectives.
         refuse: Called before a gradient is packed; raises if a backward pass is not allowed now.
@@ -144,7 +144,7 @@ class GradientPipeline:
         self.has_gradient = [False] * len(self.parameters)
 
     def listen(self) -> None:
-        """Pack and send the gradients of the next backward pass; completes those of the previous pass."""
+        """Pack and send gradients in the next backward pass; first complete those of the previous pass."""
         if self._is_listening:
             self.send_rest()
             self.receive()
@@ -251,7 +251,7 @@ class GradientPipeline:
         """Receive completed collectives; if too many buckets are in flight, wait for the oldest.
 
         Otherwise buckets would need as much memory as the model if the network is slower than the backward
-        pass. The wait has a timeout: with different orders of gradients, ranks would deadlock.
+        pass. The wait has a timeout: if ranks sent buckets in different orders, they would deadlock.
         No limit on a GPU, where neither the host nor the backward pass may block in a step.
         """
         if self._max_in_flight is None or self.parameters[0].is_cuda:
@@ -263,7 +263,7 @@ class GradientPipeline:
             elif len(self._in_flight) <= self._max_in_flight:
                 return
             elif monotonic() > deadline_s:
-                self._max_in_flight = None  # orders differ between ranks: disable the limit
+                self._max_in_flight = None  # ranks complete buckets in different orders: disable the limit
                 return
             else:
                 sleep(POLL_S)

@@ -228,7 +228,7 @@ class TorchReplica(LocalModel):
         set_rates(self.optimizer, lr, float if self._graphs is None else rate_of_graphs)
         packed = self._replayed_update(loss, want_norm) if self._graphs else None
         updated = Updated(is_used=True) if packed else self._update_weights(loss, want_norm=want_norm)
-        for part in self._after_update:  # with graphs, none of them depends on whether the step is used
+        for part in self._after_update:  # with CUDA graphs, none of these parts reads is_used
             part.after_update(is_used=updated.is_used)
         return packed or updated.numbers
 
@@ -241,13 +241,13 @@ class TorchReplica(LocalModel):
 
     @property
     def _update(self) -> Update:
-        """The current update: on the host if the optimizer has hooks, which may be added at any time."""
+        """The current update: on the device only if results are deferred and the optimizer can skip there."""
         return self._on_device if self.lag_steps and can_be_masked(self.optimizer) else self._on_host
 
     def outcome_of(
         self, numbers: Mapping[str, Number] | Packed, clock: StepClock, strategy: Strategy
     ) -> Outcome:
-        """Return a step's outcome, or a future of it.
+        """Return the outcome of a step; on a GPU, its numbers are read when they are first needed.
 
         Args:
             numbers: Fields of ``StepOutcome`` and further numbers of the step.
@@ -333,7 +333,7 @@ class TorchReplica(LocalModel):
                 loss = self._task.loss(self.forward_model, static)
             if is_sum_and_count(loss):
                 raise UserError(
-                    "train.cuda_graph: the task's loss is a sum and a count, which a graph would keep",
+                    "train.cuda_graph: a loss as a sum and a count would keep its first count",
                     hint="leave train.cuda_graph out",
                 )
             self.strategy.set_requires_sync(is_last=False)

@@ -120,7 +120,7 @@ class AllreduceStrategy(Strategy):
         self._has_warned = False
         self._pipeline: GradientPipeline | None = None
         self._replaced: list[Bucket] = []
-        """Buckets of this step, if they were rebuilt in it: their state moves after the update."""
+        """Old buckets, if this step rebuilt them: their state moves to the new ones after the update."""
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach to a model and its optimizer."""
@@ -134,7 +134,7 @@ class AllreduceStrategy(Strategy):
 
     @property
     def pipeline(self) -> GradientPipeline:
-        """The buckets of the parameters that are trained now."""
+        """The pipeline of the parameters that are trained at present."""
         assert self._pipeline is not None
         return self._pipeline
 
@@ -200,7 +200,7 @@ class AllreduceStrategy(Strategy):
         return {"compression_ratio": self._compression_ratio} if self._compression_ratio > 1 else {}
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Keep the new state of messages if the step is used; move it to buckets that were rebuilt."""
+        """Keep the codec's new state (residuals) unless the step is skipped; move it to rebuilt buckets."""
         replaced, self._replaced = self._replaced, []
         for bucket in replaced or self.pipeline.buckets:
             bucket.message.commit(is_used=is_used)
@@ -218,7 +218,7 @@ class AllreduceStrategy(Strategy):
         if not self._codec.rules:
             super().load_rank_states(of_ranks)
             return
-        self._rank_state.store(self._state())  # clear the state of steps after the checkpoint
+        self._rank_state.store(self._state())  # zeroes the state in the buckets; ``load`` drops the copy
         self._rank_state.load(of_ranks, self._ranks.rank, self._ranks.size)
         self._rank_state.restore(self._state())
 
@@ -313,5 +313,5 @@ def set_gradients(buckets: Sequence[Bucket], used: Sequence[bool] | None) -> Non
 
 
 def state_of(buckets: Sequence[Bucket]) -> dict[StateKey, torch.Tensor]:
-    """Return the state of the messages of buckets."""
+    """Return the codec's state, such as residuals, of these buckets."""
     return {key: tensor for bucket in buckets for key, tensor in bucket.message.state().items()}

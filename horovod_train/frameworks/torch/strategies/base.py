@@ -1,14 +1,14 @@
 """Parallelism strategies: how ranks compute one training step together.
 
 A strategy is a file in this folder (or in another package, see ``registry.py``), with a class, and
-a row of a table. It implements four interfaces, each with defaults for data parallelism:
+a row of ``registry.STRATEGIES``. It implements these interfaces:
 
     GradientSync   gradients and loss of a step, over all ranks
     Updater        update of the weights, and what ranks exchange after it
     LocalState     this rank's part of weights and optimizer state, for checkpoints
     Schedule       order of the passes of a step, for pipelines
 
-``Capabilities`` declares its properties for the replica. The methods are called in this order:
+``Capabilities`` declares what the replica (``step/replica.py``) must know. Methods are called in this order:
 
     __init__     with the mesh of ranks, the job and ``strategy.args``; refuses unsupported jobs
     wrap         before the optimizer is created: moves the model to its device, and shards or wraps it
@@ -66,7 +66,7 @@ class Capabilities:
     Attributes:
         deferred_results: A step needs no device-to-host synchronization. If False, the host waits in
             each step.
-        collective_passes: Forward or backward passes contain collectives: all ranks run equally many.
+        collective_passes: Passes contain collectives, so all ranks run the same number of passes in a step.
         sharded: A rank has only a part of the model or of the optimizer's state.
         whole_weights: A rank has all weights.
         after_update: A task's ``after_update`` can read and change each weight of the model.
@@ -74,10 +74,10 @@ class Capabilities:
         owns_update: The strategy clips and updates; the optimizer's ``step`` is not called.
         owns_schedule: The strategy runs the passes of a step, and computes the metrics of a batch.
         meta_model: ``wrap`` accepts a model on the meta device, and loads its weights from a file.
-        sums: The loss of a micro-batch may be a sum and a count; gradients are divided at the end.
+        sums: The loss may be a sum and a count: ``divide_gradients`` is called with the total count.
         unused_have_zeros: The gradient of a parameter that no rank uses is zero instead of None.
-        num_loss_copies: Number of ranks that compute the same loss, if ``owns_schedule``.
-        rank_state_kind: Kind of the rank state; a checkpoint's rank state of another kind is dropped.
+        num_loss_copies: If ``owns_schedule``: number of ranks with the same loss, by which sums are divided.
+        rank_state_kind: Names the format of ``rank_state``; only rank state of this kind is loaded.
     """
 
     deferred_results: bool = True
@@ -102,10 +102,10 @@ class DevicePlacement:
     Attributes:
         device: The device of this rank.
         train: The job's ``train`` section.
-        task: Calls the model; None: the user's own loop calls it.
+        task: The task, which calls the model; None: the user's own loop calls it.
         example: Returns a batch of two samples.
         weights: Weights to load into a model on the meta device; None: the model has its weights.
-        another: Returns a new model of the task, for trial runs; None: a copy is used.
+        another: Returns a new model of the task, for tracing it; None: a copy of the model is used.
     """
 
     device: torch.device
@@ -130,7 +130,7 @@ class PassContext:
         task: Calls the model.
         autocast: Returns the context of a forward pass.
         lap: Ends a phase of the step.
-        not_counted: Returns the context for the passes of a padding micro-batch.
+        not_counted: Returns a context for padding micro-batches, which change no running statistics.
         weigh: Returns a micro-batch's contribution to the loss of the step, given its loss and its fraction
             of the samples.
     """
@@ -227,7 +227,7 @@ class Updater:
     """Update of the weights, and what ranks exchange after it.
 
     Attributes:
-        replicas_identical: Whether all ranks have identical weights and optimizer state now. Always true
+        replicas_identical: Whether all replicas have identical weights and optimizer state now. Must be true
             after the last step of an epoch; checkpoints, comparisons and preemption wait for it.
     """
 
@@ -378,11 +378,11 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
         return module
 
     def defer_results(self) -> None:
-        """Require that later steps do not wait for the device on the host."""
+        """From the next step on, the host must not wait for the device within a step."""
         self._defers_results = True
 
     def numbers(self) -> Mapping[str, Number]:
-        """Return further numbers of the last step, by their names in the catalog of metrics."""
+        """Return additional metrics of the last step, by name in ``telemetry/catalog.py``."""
         return {}
 
     def close(self) -> None:
@@ -391,7 +391,7 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
     # -- verification against the plain model (``verify/verification.py``)
 
     def report_unused_parameters(self, names: Sequence[str]) -> None:
-        """Receive the parameters that the reference model did not use in the next step.
+        """Called before a verified step, with the parameters that the reference model did not use in it.
 
         Args:
             names: Parameters without a gradient in the last pass of the step, on at least one rank.
@@ -399,7 +399,7 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
 
     @contextmanager
     def same_random_state(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
-        """Yield a step for which the reference model draws the random numbers of this strategy.
+        """Yield the step for the reference model, which then draws the same random numbers as this strategy.
 
         Args:
             model: The reference model.

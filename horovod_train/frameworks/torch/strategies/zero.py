@@ -5,12 +5,12 @@
     after it:  all-gather: each rank gets the updated weights of all parts
 
 The two collectives send as many bytes as a ring all-reduce. All ranks store all weights;
-each of N ranks stores 1/N of the optimizer state and, between steps, of the gradients. For an elementwise
-optimizer (SGD, Adam, ...), the update is bitwise equal to that of whole weights. One that needs whole
+each of N ranks stores 1/N of the optimizer state and of the reduced gradients. For an elementwise
+optimizer (SGD, Adam, ...), the update is bitwise equal to an unsharded one. An optimizer that needs whole
 weights (LARS, LAMB) is refused.
 
 The memory of a bucket is allocated only while its gradients are in flight. Stage 1 accumulates micro-batches
-in whole gradients; stage 2 sends each micro-batch, and accumulates in the rank's part.
+in unsharded gradients; stage 2 reduce-scatters after each micro-batch, and accumulates in the rank's part.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054.
@@ -41,9 +41,9 @@ from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
 
 MAX_IN_FLIGHT = 3
-"""Buckets in flight at the same time; more would take as much memory as the whole gradient."""
+"""Maximum number of buckets in flight; without a limit, they would take the memory of the whole gradient."""
 KEPT_BYTES = 64 * 2**20
-"""Buckets stay allocated up to this total size: page faults would take as long as the exchange."""
+"""If all buckets together are at most this large, they stay allocated, which avoids page faults."""
 
 
 @dataclass(frozen=True)
@@ -177,12 +177,12 @@ class Zero(Strategy):
             message.clear()
 
     def set_requires_sync(self, *, is_last: bool) -> None:
-        """Send buckets during the next backward pass: of the last micro-batch, or of each (stage 2)."""
+        """Reduce buckets in the next backward pass: of the last micro-batch, or of each (stage 2)."""
         if is_last or self._sends_each:
             self.pipeline.listen()
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Receive this rank's parts of the sums, as gradients of its parts of the weights."""
+        """Wait for the reduce-scatters, and set ``grad`` of this rank's parts of the weights."""
         self._restore_replaced_memory()
         trailer = self.pipeline.trailer
         is_changed = self._trains_others_than_before()
@@ -244,7 +244,7 @@ class Zero(Strategy):
 
     @torch.no_grad()
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """All-gather the updated weights, unless the host has skipped the step."""
+        """All-gather the updated weights, unless the step is known on the host to be skipped."""
         if is_used is False:
             return
         self.sent_bytes += self._bytes_gathered

@@ -1,6 +1,6 @@
-"""Talking to Kubernetes: the one file that does.
+"""Client of the Kubernetes API; no other file sends requests to it.
 
-Everything goes through the official client. Its configuration is that of kubectl: KUBECONFIG or
+Requests use the official Python client. Its configuration is that of kubectl: KUBECONFIG or
 ``~/.kube/config`` with its current context, or the service account of the pod this runs in.
 """
 
@@ -31,32 +31,32 @@ CUSTOM = {
     "MPIJob": (GROUP, VERSION, PLURAL),
     "PodMonitor": ("monitoring.coreos.com", "v1", "podmonitors"),
 }
-# What to do about a kind that the server does not know.
+# Hint for a kind that the API server does not serve.
 INSTALL = {
     "MPIJob": "is the MPI operator installed in this cluster? `kubectl get crd mpijobs.kubeflow.org`",
     "PodMonitor": "install Prometheus' operator, or set launch.kubernetes.pod_monitor: false",
 }
 KUEUE = "kueue.x-k8s.io"
 BEGINNING = "1970-01-01T00:00:00Z"
-# Too many requests; a server that starts, a kubelet that cannot be reached, an etcd that is slow.
+# Transient HTTP errors: too many requests, API server starting, kubelet unreachable, etcd slow.
 PASSING = {429, 500, 502, 503, 504}
-# Where a pod finds the namespace it is in.
+# File that contains the namespace of the pod in which this process runs.
 OF_THIS_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def _time_of(event: CoreV1Event) -> datetime:
-    """Return when an event was last seen."""
+    """Return the time at which an event last occurred."""
     found: datetime | None = event.last_timestamp or event.event_time or event.metadata.creation_timestamp
     return found or datetime.now(UTC)
 
 
 @dataclass(frozen=True)
 class Container:
-    """How a container of a pod stands.
+    """State of a container of a pod.
 
     Attributes:
-        waiting: Why it does not start: a reason and a message; None: it is not said.
-        exit_code: How it ended; None: it has not.
+        waiting: Reason and message, if it waits to start; None: not waiting, or no message.
+        exit_code: Its exit code; None: it has not terminated.
         finished: When it ended.
     """
 
@@ -67,14 +67,14 @@ class Container:
 
 @dataclass(frozen=True)
 class Pod:
-    """How a pod stands.
+    """State of a pod.
 
     Attributes:
         name: Its name.
         phase: Pending, Running, Succeeded, Failed or Unknown.
         labels: Its labels.
         created: When it was made.
-        containers: Those that its kubelet speaks of.
+        containers: Containers whose state the kubelet has reported.
     """
 
     name: str
@@ -85,13 +85,13 @@ class Pod:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is over; it may stay for ever."""
+        """Whether the pod has terminated; the object may still exist."""
         return self.phase in ("Succeeded", "Failed")
 
 
 def _pod_of(found: V1Pod) -> Pod:
     meta, status = found.metadata, found.status
-    # A server fills these in when a pod is created; the client's types know only what may be sent.
+    # The API server always sets these; the client's types declare them optional, for requests.
     assert meta is not None
     assert status is not None
     assert meta.name is not None
@@ -115,15 +115,15 @@ def _container_of(state: V1ContainerState) -> Container:
 
 
 class LogInterruptedError(LaunchError):
-    """A connection broke while the server was answering; asking again may help."""
+    """The connection broke during a response; a retry may succeed."""
 
 
 class UnreachableError(LaunchError):
-    """The API server, or the kubelet behind it, does not answer now; asking later may help."""
+    """The API server, or a kubelet, does not respond at present; a later retry may succeed."""
 
 
 def _namespace_of_context(config: ModuleType) -> str:
-    """Return the namespace of kubectl's current context; without one this pod's, or ``default``."""
+    """Return the namespace of kubectl's current context; else that of this pod, else ``default``."""
     try:
         _, active = config.list_kube_config_contexts()
     except config.ConfigException:
@@ -135,8 +135,8 @@ class Cluster:
     """A namespace of a cluster.
 
     Args:
-        namespace: Which one; None: that of kubectl's current context.
-        timeout_s: How long an answer may take, in seconds.
+        namespace: Its name; None: that of kubectl's current context, or of this pod.
+        timeout_s: Timeout of a request, in seconds.
 
     Raises:
         UserError: The client is not installed, or not configured.
@@ -158,7 +158,7 @@ class Cluster:
         self._timeout_s = timeout_s
         self._api_error = client.ApiException
         settings = client.Configuration.get_default_copy()
-        settings.retries = False  # callers retry; three times the timeout without a message is too long
+        settings.retries = False  # callers retry, with a message; urllib3 would wait three timeouts silently
         self._api = client.ApiClient(settings)
         self._core = client.CoreV1Api(self._api)
         self._networking = client.NetworkingV1Api(self._api)
@@ -168,10 +168,10 @@ class Cluster:
         self._authorization = client.AuthorizationV1Api(self._api)
 
     def create(self, manifest: Manifest, *, dry_run: bool = False) -> Manifest:
-        """Create an object; with ``dry_run`` the server only says whether it would.
+        """Create an object; with ``dry_run``, the server only validates it.
 
         Raises:
-            LaunchError: The server refuses; in its own words.
+            LaunchError: The server rejects it; contains the server's message.
         """
         kind = text(manifest, "kind")
         options = {
@@ -203,11 +203,11 @@ class Cluster:
         return str(self._call("version", self._patiently(self._versions.get_code)).git_version)
 
     def serves(self, group: str, version: str) -> bool:
-        """Return whether the server knows a group of resources."""
+        """Return whether the server serves an API group in this version."""
         return self._found(group, partial(self._custom.get_api_resources, group, version)) is not None
 
     def has_permission(self, verb: str, group: str, resource: str) -> bool:
-        """Return whether we may do something in this namespace; the server itself says so.
+        """Return whether the account has a permission in this namespace (SelfSubjectAccessReview).
 
         Args:
             verb: Such as ``create``.
@@ -232,7 +232,7 @@ class Cluster:
             name: Its name.
 
         Raises:
-            LaunchError: We may not look, or the server does not answer.
+            LaunchError: No permission to read it, or the server does not respond.
         """
         if kind in CUSTOM:
             group, version, plural = CUSTOM[kind]
@@ -249,7 +249,7 @@ class Cluster:
         """Return MPIJobs by a label selector.
 
         Raises:
-            LaunchError: We may not look.
+            LaunchError: The server does not permit it.
         """
         request = partial(self._custom.list_namespaced_custom_object, GROUP, VERSION, self.namespace, PLURAL)
         return list(
@@ -257,7 +257,7 @@ class Cluster:
         )
 
     def preferred_version(self, group: str) -> str | None:
-        """Return the version of a group of resources that the server prefers; None: it has none.
+        """Return the preferred version of an API group; None: the server does not serve the group.
 
         Raises:
             LaunchError: The server does not answer.
@@ -266,19 +266,19 @@ class Cluster:
         return next((found.preferred_version.version for found in groups if found.name == group), None)
 
     def has_queue(self, name: str, version: str) -> bool:
-        """Return whether Kueue has a LocalQueue of this name here; ``version`` is Kueue's.
+        """Return whether this namespace has a LocalQueue of this name; ``version``: of Kueue's API.
 
         Raises:
-            LaunchError: We may not look.
+            LaunchError: The server does not permit it.
         """
         where = (KUEUE, version, self.namespace, "localqueues", name)
         return self._found(name, partial(self._custom.get_namespaced_custom_object, *where)) is not None
 
     def allocatable(self, resource: str) -> list[str]:
-        """Return how much of a resource each node has to give.
+        """Return the allocatable quantity of a resource, for each node.
 
         Raises:
-            LaunchError: We may not look at nodes.
+            LaunchError: No permission to list nodes.
         """
         nodes = self._call("nodes", self._patiently(self._core.list_node)).items
         return [(node.status.allocatable or {}).get(resource, "0") for node in nodes]
@@ -304,7 +304,7 @@ class Cluster:
         )
 
     def delete_mpi_job(self, name: str) -> None:
-        """Delete an MPIJob, and with it all it owns. It is not an error if it does not exist."""
+        """Delete an MPIJob and its dependents. It is not an error if it does not exist."""
         where = (GROUP, VERSION, self.namespace, PLURAL, name)
         delete = partial(
             self._custom.delete_namespaced_custom_object, *where, propagation_policy="Foreground"
@@ -312,7 +312,7 @@ class Cluster:
         self._found(f"MPIJob {name}", delete)
 
     def warnings(self, mpi_job: Manifest) -> list[tuple[str, str]]:
-        """Return (reason, message) of the warnings about this very MPIJob and its pods, oldest first."""
+        """Return (reason, message) of Warning events of this MPIJob (by UID) and its pods, oldest first."""
         name, uid = text(mpi_job, "metadata", "name"), field(mpi_job, "metadata", "uid")
         created = datetime.fromisoformat(text(mpi_job, "metadata", "creationTimestamp", default=BEGINNING))
         pods = re.compile(rf"{re.escape(name)}-(worker-\d+|launcher(-\w+)?)")
@@ -338,11 +338,11 @@ class Cluster:
 
         Args:
             pod: Its name.
-            skip: Lines at the beginning that are known already.
-            follow: Wait for more.
+            skip: Number of lines at the beginning to skip, because they were read before.
+            follow: Wait for further lines.
 
         Raises:
-            BrokenOffError: The connection broke; there may be more.
+            LogInterruptedError: The connection broke; there may be further lines.
             LaunchError: The server refuses.
         """
         response = self._call(
@@ -365,14 +365,14 @@ class Cluster:
             yield buffer.decode(errors="replace")
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close all connections."""
         self._api.close()
 
     def _patiently(self, request: Callable[..., Result]) -> Callable[[], Result]:
         return partial(request, _request_timeout=self._timeout_s)
 
     def _found(self, what: str, request: Callable[..., object]) -> Manifest | None:
-        """Return what the server has, as plain data; None: it has no such thing."""
+        """Return the object as plain data; None: the server answered 404."""
 
         def look() -> Manifest | None:
             try:
@@ -406,7 +406,7 @@ class Cluster:
             return LaunchError(f"{what}: {message}", hint="`kubectl describe quota`; ask for less, or wait")
         hints = {
             401: "log in again: the credentials of the current context are not accepted",
-            403: "ask for a Role; `horovod-train doctor --kubernetes` says what is needed and missing",
+            403: "ask for a Role; `horovod-train doctor --kubernetes` lists the missing permissions",
             404: "" if "namespace" in message else INSTALL.get(what.partition(" ")[0], ""),
         }
         return LaunchError(f"{what}: {message}", hint=hints.get(error.status, ""))
