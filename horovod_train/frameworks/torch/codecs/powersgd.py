@@ -7,8 +7,9 @@ Each process adds its residual to its M. With Q of the previous step:
     round 2:  Q = sum over ranks of M^T P      P Q^T approximates the sum over ranks of M
 
 The new residual of a rank is the unsent part of its own M: M - P (M^T P)^T. Over ranks, sent parts and
-residuals add up to the sum of M. A sum of matrix rank at most ``rank`` is sent exactly if Q spans its rows. Gradients
-with fewer dimensions, and matrices for which P and Q are not smaller, are sent uncompressed in round 1.
+residuals add up to the sum of M. A sum of matrix rank at most ``rank`` is sent exactly if Q spans its rows.
+Gradients with fewer dimensions, and matrices for which P and Q are not smaller, are sent uncompressed in
+round 1.
 
 A matrix of n by m elements costs rank * (n + m) elements.
 
