@@ -57,14 +57,29 @@ class Loader(importlib.machinery.SourceFileLoader):
     """Wraps functions of a module as soon as it has been executed, before anybody gets them by name."""
 
     names: list[str]
+    is_imported = False
 
     def exec_module(self, module):
+        self.is_imported = True
         super().exec_module(module)
-        for station in self.names:
-            *parents, name = station.partition(":")[2].split(".")
-            parent = functools.reduce(lambda owner, each: getattr(owner, each, None), parents, module)
-            if function := getattr(parent, name, None):  # other packages have files of the same name
-                setattr(parent, name, wrapped(station, function))
+        wrap_all(module, self.names)
+
+    def get_code(self, fullname):
+        """Return the code of the module; one that runs as a program wraps its functions before it begins."""
+        if self.is_imported:
+            return super().get_code(fullname)
+        definitions, guard, program = self.get_source(fullname).rpartition('if __name__ == "__main__":')
+        call = f"import sitecustomize, sys\nsitecustomize.wrap_all(sys.modules['__main__'], {self.names!r})\n"
+        return compile(definitions + call + guard + program, self.path, "exec")
+
+
+def wrap_all(module, stations):
+    """Wrap those stations that the module has; other packages have files of the same name."""
+    for station in stations:
+        *parents, name = station.partition(":")[2].split(".")
+        parent = functools.reduce(lambda owner, each: getattr(owner, each, None), parents, module)
+        if function := getattr(parent, name, None):
+            setattr(parent, name, wrapped(station, function))
 
 
 def wrapped(station: str, function):

@@ -88,6 +88,7 @@ BROAD = {"Exception", "BaseException"}
 BROAD_EXCEPTS = {
     "errors.py": 2,  # the two helpers for code that may raise any exception: a user's, or a driver's
     "worker.py": 1,  # the end of a rank: each exception is reported, with its exit code
+    "launch/hosts/agent.py": 1,  # the launcher decides what an error of an action means
     "launch/launchers/supervised.py": 1,  # the end of a launch: its state is written, whatever ended it
     "frameworks/jax/exchange.py": 1,  # a callback of XLA: the error is raised again after the computation
     "frameworks/jax/in_place.py": 1,  # a callback of C: nothing else would carry the error on

@@ -32,7 +32,6 @@ import psutil
 from horovod_train import __version__
 from horovod_train.checks.host_details import HostDetails, examine_host
 from horovod_train.checks.host_facts import HostFacts, describe_host
-from horovod_train.errors import result_of
 from horovod_train.events.channel import ChannelReader
 from horovod_train.horovod.fingerprint import environment_fingerprint
 from horovod_train.system.pids import cpu_wait_s, is_alive
@@ -282,10 +281,10 @@ def serve(stage: str, silence_s: float) -> None:
 
 def answer(host: HostActions, request: Mapping[str, Any]) -> dict[str, object]:
     """Perform an action, and return its result or its error: the launcher decides what an error means."""
-    result, error = result_of(lambda: getattr(host, request["do"])(**request["args"]))
-    if error is None:
-        return {"id": request["id"], "result": result}
-    return {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
+    try:
+        return {"id": request["id"], "result": getattr(host, request["do"])(**request["args"])}
+    except Exception as error:  # noqa: BLE001
+        return {"id": request["id"], "error": f"{type(error).__name__}: {error}"}
 
 
 def _write_all(handle: int, data: bytes) -> None:
