@@ -83,7 +83,7 @@ def test_a_good_host_is_fine():
         ({"mpi": ""}, "mpi", "warn", "gloo"),
         ({"mpi": "5.0.7"}, "mpi", "fail", "Open MPI 4.1"),
         ({"names": {"b": ""}}, "names", "fail", "/etc/hosts"),
-        ({"names": {"b": "127.0.1.1"}}, "names", "fail", "loopback"),
+        ({"names": {"b": "127.0.1.1"}}, "names", "fail", "remove the line"),
         ({"disks": {"/runs": 1 << 30}}, "disk", "warn", "run_dir"),
         ({"shared_memory_bytes": 64 << 20}, "shared memory", "warn", "--shm-size"),
         ({"open_files": 1024}, "open files", "warn", "ulimit -n"),

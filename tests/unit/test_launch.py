@@ -23,7 +23,7 @@ from horovod_train.config.schema import Job
 from horovod_train.errors import LaunchError, LostError, PreemptedError
 from horovod_train.events.types import Notice, Progress, Resumed, Targets
 from horovod_train.events.wire import Reporter, lines_of_ranks, parse_line, to_line
-from horovod_train.horovod import environment, installed
+from horovod_train.horovod import environment
 from horovod_train.launch.base import JobStatus
 from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.host_group import HostGroup
@@ -67,7 +67,7 @@ def put_out_by_mpirun(texts, choice):
 class TestPlan:
     @pytest.fixture(autouse=True)
     def engine(self, monkeypatch):
-        monkeypatch.setattr(installed, "loopback_library", lambda: Path("/engine/loopback.so"))
+        monkeypatch.setattr(environment, "loopback_library", lambda: Path("/engine/loopback.so"))
         monkeypatch.delenv("LD_PRELOAD", raising=False)
 
     def test_two_ranks_on_this_machine(self, tmp_path):
@@ -105,7 +105,7 @@ class TestPlan:
         ],
     )
     def test_libraries_of_the_user_are_loaded_after_ours(self, monkeypatch, library, preloaded, expected):
-        monkeypatch.setattr(installed, "loopback_library", lambda: library and Path(library))
+        monkeypatch.setattr(environment, "loopback_library", lambda: library and Path(library))
         environ = {} if preloaded is None else {"LD_PRELOAD": preloaded}
 
         assert environment.open_mpi_on_loopback(environ).get("LD_PRELOAD") == expected

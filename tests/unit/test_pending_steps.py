@@ -317,7 +317,7 @@ class TestGoBack:
         run = made()
         run.hooks.append(Answer("step", 3, RestoreCheckpoint(1, "a spike")))
 
-        with pytest.raises(UserError, match=r"go back to step 1 \(a spike\), and has no checkpoints"):
+        with pytest.raises(UserError, match=r"restore step 1 \(a spike\): the run has no checkpoints"):
             train(run)
 
 
