@@ -78,9 +78,9 @@ def _names(host: str, readings: HostDetails) -> Iterator[Finding]:
     unknown = sorted(name for name, address in readings.names.items() if not address)
     if unknown:
         fix = "add them to DNS, or to /etc/hosts on this host"
-        yield Finding(host, "names", f"does not know {', '.join(unknown)}", "fail", fix)
+        yield Finding(host, "names", f"cannot resolve {', '.join(unknown)}", "fail", fix)
     elif readings.names:
-        yield Finding(host, "names", f"knows {len(readings.names)} other host(s)")
+        yield Finding(host, "names", f"resolves {len(readings.names)} other host(s)")
     loopback = sorted(name for name, address in readings.names.items() if address.startswith("127."))
     if loopback:
         fix = "remove the line with this address from /etc/hosts"

@@ -55,7 +55,7 @@ def _text_with_rank(event: Event, rank: int) -> str | None:
             absent = ", ".join(map(str, event.absent_ranks))
             return f"rank {rank}: ranks missing from {event.collective} for {event.seconds:.0f} s: {absent}"
         case Preempted():
-            return f"rank {rank}: asked to leave; saved after step {event.step}"
+            return f"rank {rank}: preempted; saved after step {event.step}"
         case ScriptDone():
             return f"rank {rank}: the script has ended: {event.steps} steps, {duration(event.seconds)}"
         case Failure():

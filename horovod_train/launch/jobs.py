@@ -120,7 +120,7 @@ def find_job(job_id: str) -> Submitted:
         return found[0]
     names = [job.job_id for job in found or jobs]
     if found:
-        raise UserError(f"{job_id!r} begins the names of several jobs: {', '.join(names[:5])}")
+        raise UserError(f"{job_id!r} is the beginning of several job IDs: {', '.join(names[:5])}")
     raise UserError(f"no job {job_id!r}", hint=did_you_mean(job_id, names) or "see `horovod-train list`")
 
 
@@ -272,7 +272,7 @@ class StateFile:
                 text = f"{self._path} is damaged; {LOG_FILE} in the same folder has the output"
                 return JobStatus("unknown", 1, text)
             if not self._path.parent.is_dir():
-                text = f"{self._path.parent} is not there: removed, or not mounted here"
+                text = f"{self._path.parent} does not exist: removed, or not mounted here"
                 return JobStatus("unknown", 1, text)
         except OSError as error:
             return JobStatus("unknown", 1, f"{self._path} cannot be read: {error.strerror}")

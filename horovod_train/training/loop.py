@@ -233,7 +233,7 @@ def take_metrics(run: Run) -> None:
     for path, metric in wanted_metrics(run).items():
         if metric not in run.progress.metrics:
             raise UserError(
-                f"{path}: there is no {metric!r}; the evaluation gives "
+                f"{path}: the evaluation has no metric {metric!r}; it has "
                 f"{', '.join(sorted(run.progress.metrics)) or 'nothing'}",
                 hint=did_you_mean(metric, run.progress.metrics),
             )

@@ -122,7 +122,7 @@ def test_a_job_that_waits_for_hosts_can_be_asked_to_leave(tmp_path, hosts):
         output, _ = process.communicate(timeout=TIMEOUT_S)
 
     assert process.returncode == 75, output
-    assert "asked to leave while no ranks were running" in output
+    assert "preempted while no ranks were running" in output
 
 
 def test_ranks_that_are_killed_again_and_again_without_getting_on_end_the_job(tmp_path):

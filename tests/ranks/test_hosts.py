@@ -287,7 +287,7 @@ class TestTheDoctor:
         (unknown,) = [number for number, line in enumerate(lines) if line.startswith("fail nodex")]
         assert "unknown host name" in lines[unknown]
         assert lines[unknown + 1].strip().startswith("fix: ")
-        assert any(line.startswith("fail node3") and "does not know node2" in line for line in lines)
+        assert any(line.startswith("fail node3") and "cannot resolve node2" in line for line in lines)
 
 
 class altered:  # noqa: N801  (reads as a phrase)

@@ -271,4 +271,4 @@ def test_a_launch_typed_by_hand_leaves_with_75_too(tmp_path):
     output, _ = process.communicate(timeout=TIMEOUT_S)
 
     assert process.returncode == 75, output
-    assert "asked to leave; saved after step" in output
+    assert "preempted; saved after step" in output

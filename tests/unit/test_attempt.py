@@ -433,7 +433,7 @@ class TestCancel:
         file = job.log_dir / "state.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "host": "faraway"}))
 
-        with pytest.raises(LaunchError, match="is not carried out by this host"):
+        with pytest.raises(LaunchError, match="does not run on this host"):
             Scripted().cancel(job, "stop")
 
 
@@ -526,7 +526,9 @@ class TestSubmitting:
 
         monkeypatch.setattr("horovod_train.launch.launchers.supervised.monotonic", monotonic)
 
-        with pytest.raises(LaunchError, match="could not be started: no word for 30 s"):
+        with pytest.raises(
+            LaunchError, match="could not be started: the launcher process wrote no state for 30 s"
+        ):
             submit("echo $$ > $LOG_DIR/new; mv $LOG_DIR/new $LOG_DIR/pid; exec sleep 600")
 
         assert not psutil.pid_exists(int(pid.read_text()))

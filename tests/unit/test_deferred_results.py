@@ -436,7 +436,7 @@ class TestWhatIsTrainedChanges:
         _, error = on_torch_ranks(2, rank)
 
         assert isinstance(error, UserError)
-        assert error.message == "which parameters are trained has changed here, and not on other ranks"
+        assert error.message == "the set of trained parameters has changed on this rank, not on all others"
 
 
 # -- time

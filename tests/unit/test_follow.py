@@ -39,15 +39,15 @@ class TestAStall:
 
         names = "allreduce.gradients, allreduce.loss"
         assert run.noted == [
-            f"rank 1 stayed away from a collective that the others wait in: {names}",
-            f"ranks 1-2 stayed away from a collective that the others wait in: {names}",
+            f"rank 1 did not join a collective that the others wait in: {names}",
+            f"ranks 1-2 did not join a collective that the others wait in: {names}",
         ]
 
     def test_that_is_the_end_is_explained_with_where_to_look(self, follow):
         run = follow()
         run.say(0, "Missing ranks:", "2: [allreduce.gradients]")
 
-        with pytest.raises(LostError, match="rank 2 stayed away(.|\n)*health.stall_shutdown_s") as caught:
+        with pytest.raises(LostError, match="rank 2 did not join(.|\n)*health.stall_shutdown_s") as caught:
             run.end(1)
 
         assert "see rank-2.log next to run.log" in caught.value.hint

@@ -957,7 +957,7 @@ class TestJobs:
         jobs.remember(replace(request_, run_id="sun-2"), "8")
 
         assert jobs.find_job("j-run").native_id == "7"
-        with pytest.raises(UserError, match="begins the names of several jobs: j-sun-2, j-run-1"):
+        with pytest.raises(UserError, match="is the beginning of several job IDs: j-sun-2, j-run-1"):
             jobs.find_job("j-")
         with pytest.raises(UserError, match="no job 'k'"):
             jobs.find_job("k")
@@ -1243,7 +1243,7 @@ class TestWhatIsRemembered:
         status = jobs.StateFile(tmp_path / "gone").read_elsewhere()
 
         assert (status.state, status.exit_code) == ("unknown", 1)
-        assert "is not there: removed, or not mounted here" in status.message
+        assert "does not exist: removed, or not mounted here" in status.message
 
     def test_of_a_run_that_has_not_begun_is_that_it_waits(self, tmp_path):
         status = jobs.StateFile(tmp_path).read_elsewhere()

@@ -551,7 +551,7 @@ class TestOutcome:
         run.handle(event("started"))
         run.say(0, "Missing ranks:", "1: [allreduce.x]")
 
-        with pytest.raises(LaunchError, match="before the ranks had saved: rank 1 stayed away") as caught:
+        with pytest.raises(LaunchError, match="before the ranks had saved: rank 1 did not join") as caught:
             run.end(1, stopped_by=10)
         assert (list(caught.value.lost_ranks), caught.value.exit_code) == ([1], 1)
 

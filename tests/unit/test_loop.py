@@ -208,7 +208,7 @@ class TestEvaluation:
     def test_names_what_is_misspelled(self, job, path):
         (error,) = trained(**job)
 
-        assert f"{path}: there is no 'lossy'; the evaluation gives loss" in str(error)
+        assert f"{path}: the evaluation has no metric 'lossy'; it has loss" in str(error)
         assert "did you mean 'loss'?" in str(error)
 
 

@@ -189,7 +189,7 @@ def test_ranks_that_compute_other_bits_are_refused():
             return [data, data[::-1]]
 
     layout = BucketLayout(SHAPES, torch.float32, torch.device("cpu"), 7)
-    with pytest.raises(UserError, match="rank 1 and rank 0 compute different bits"):
+    with pytest.raises(UserError, match="QR factorizations of rank 1 and of rank 0 are not bitwise equal"):
         PowerSgd().check(Ranks(), [layout])
 
 

@@ -319,7 +319,7 @@ class TestWhenTheTimeOfAnAllocationIsOver:
 
         def run(stopped_by, number, **slurm):
             def left(*_):
-                error = PreemptedError("asked to leave: everything is saved at step 4", hint="again")
+                error = PreemptedError("preempted: everything is saved at step 4", hint="again")
                 error.stopped_by = stopped_by
                 raise error
 
@@ -341,7 +341,7 @@ class TestWhenTheTimeOfAnAllocationIsOver:
         assert (queue / "41").read_text().strip() == "REQUEUED"
         assert isinstance(error, PreemptedError)
         assert state.state == "waiting"
-        assert "its time is over, it is in the queue again; asked to leave" in state.message
+        assert "its time is over, it is in the queue again; preempted" in state.message
 
     def test_a_job_that_does_not_want_to_is_not(self, ends, queue):
         state, _ = ends(signal.SIGUSR1, "41", requeue=False)

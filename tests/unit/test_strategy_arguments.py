@@ -235,7 +235,7 @@ def test_what_is_trained_may_not_change_where_pytorch_sums():
     strategy.reduce(torch.zeros(()))
     model.bias.requires_grad_(requires_grad=False)
 
-    with pytest.raises(UserError, match="strategy ddp: which parameters are trained has changed"):
+    with pytest.raises(UserError, match="strategy ddp: the set of trained parameters has changed"):
         strategy.reduce(torch.zeros(()))
 
 

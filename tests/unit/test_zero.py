@@ -323,7 +323,7 @@ def test_what_is_frozen_later_is_refused_on_all_ranks():
 
     for error in on_torch_ranks(2, rank):
         assert isinstance(error, UserError)
-        assert "strategy zero: which parameters are trained has changed" in str(error)
+        assert "strategy zero: the set of trained parameters has changed" in str(error)
 
 
 class Normalized(Task):

@@ -113,7 +113,9 @@ class SupervisedLauncher(PolledLauncher):
                 text = (request.log_dir / "launcher.log").read_text(encoding="utf-8").strip()
                 process.kill()  # otherwise, it would train without a known job ID
                 process.wait()
-                raise LaunchError(f"the job could not be started: {text or 'no word for 30 s'}")
+                raise LaunchError(
+                    f"the job could not be started: {text or 'the launcher process wrote no state for 30 s'}"
+                )
             sleep(POLL_S / 4)
         return str(process.pid)
 
@@ -133,7 +135,7 @@ class SupervisedLauncher(PolledLauncher):
         pid = StateFile(job.log_dir).pid()
         if pid is None:
             raise LaunchError(
-                f"{job.job_id} is not carried out by this host: {status}",
+                f"the launcher of {job.job_id} does not run on this host: {status}",
                 hint="run the command on that host; if it is down, its ranks have ended: start the job again",
             )
         if how != "drain":

@@ -117,7 +117,7 @@ class Outcome:
         """
         if self._preempted is not None:
             preempted = PreemptedError(
-                f"asked to leave: everything is saved at step {self._preempted.step}",
+                f"preempted: everything is saved at step {self._preempted.step}",
                 hint="run the same job again: it resumes from there",
             )
             preempted.stopped_by = ended.stopped_by
@@ -264,7 +264,7 @@ def stopped_early(number: int, attempt: int) -> HorovodTrainError:
 def stopped_between(number: int) -> PreemptedError:
     """Return the error of an elastic run that was stopped between two attempts."""
     error = PreemptedError(
-        "asked to leave while no ranks were running",
+        "preempted while no ranks were running",
         hint="run the same job again: it resumes from its newest checkpoint, if there is one",
     )
     error.stopped_by = number

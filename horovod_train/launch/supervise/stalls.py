@@ -31,7 +31,7 @@ class Stalls:
     def __str__(self) -> str:
         names = describe_ranks(sorted(self.missing))
         collectives = min(self.missing.values())
-        return f"{names} stayed away from a collective that the others wait in: {collectives}"
+        return f"{names} did not join a collective that the others wait in: {collectives}"
 
     def handle(self, line: Line) -> None:
         """Handle a line: an event, or text in which Horovod's inspector lists ranks after a headline.

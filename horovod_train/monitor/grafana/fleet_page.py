@@ -73,7 +73,7 @@ TROUBLE = (
     panel(
         "graph",
         "Preemptions",
-        "Ranks that were asked to leave, and saved.",
+        "Ranks that were preempted, and saved.",
         ("horovod_train_job_preemptions_total", _JOB),
         span=6,
     ),

@@ -70,8 +70,8 @@ class PowerSgd(Codec):
         differing = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
         if differing:
             raise UserError(
-                f"codec powersgd: {describe_ranks(differing)} and rank 0 compute different bits: replicas "
-                "would drift apart",
+                f"codec powersgd: QR factorizations of {describe_ranks(differing)} and of rank 0 are not "
+                "bitwise equal: replicas would diverge",
                 hint="use hosts with the same processors and libraries, or another codec",
             )
 

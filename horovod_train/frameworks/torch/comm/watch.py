@@ -129,7 +129,7 @@ class CollectiveWatch:
         if not absent:
             return  # all are in it: it takes long
         name = f"torch.distributed {oldest.name}"
-        self.missing = f"{describe_ranks(absent)} stayed away from {name}"
+        self.missing = f"{describe_ranks(absent)} did not join {name}"
         is_due = oldest.age_s >= self._warning_s and monotonic() - self._reported_s >= self._warning_s
         if is_due and self._ranks.rank == min(present):
             self._reported_s = monotonic()

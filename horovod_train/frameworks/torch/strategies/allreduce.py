@@ -187,7 +187,7 @@ class AllreduceStrategy(Strategy):
         if num_changed == self._ranks.size:
             return True
         raise UserError(
-            "which parameters are trained has changed here, and not on other ranks",
+            "the set of trained parameters has changed on this rank, not on all others",
             hint="freeze and unfreeze parameters on all ranks in the same step",
         )
 

@@ -56,7 +56,7 @@ class TorchDistributed(Strategy):
         """Return the loss of the step over all ranks; the gradients were summed during the backward pass."""
         if any(parameter.requires_grad != before for parameter, before in self._all):
             raise UserError(
-                f"strategy {self._job.strategy.name}: which parameters are trained has changed",
+                f"strategy {self._job.strategy.name}: the set of trained parameters has changed",
                 hint="freeze parameters before training begins, or use strategy: allreduce",
             )
         loss = weighted_loss.detach().clone()

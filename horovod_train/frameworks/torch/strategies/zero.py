@@ -190,7 +190,7 @@ class Zero(Strategy):
         self.sent_bytes = self.pipeline.sent_bytes
         if is_changed or (not self._defers_results and bool(trailer.changed > 0)):
             raise UserError(
-                "strategy zero: which parameters are trained has changed: it shards them once",
+                "strategy zero: the set of trained parameters has changed, and zero shards its state once",
                 hint="freeze parameters before training begins, or use strategy: allreduce",
             )
         # Only a rank without some gradient reads the flags from the device; other ranks use all parameters.

@@ -302,7 +302,7 @@ class Pipeline(ModelParallel):
         """
         if any(parameter.requires_grad != before for parameter, before in self._required):
             raise UserError(
-                f"strategy {self._job.strategy.name}: which parameters are trained has changed",
+                f"strategy {self._job.strategy.name}: the set of trained parameters has changed",
                 hint="freeze parameters before training begins, or use strategy: allreduce",
             )
 
