@@ -29,7 +29,8 @@ from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework, HasDevice, explained_by
 from horovod_train.health.data_watch import DataWatch
 from horovod_train.health.device_watch import DeviceWatch
-from horovod_train.health.heartbeat import JoinWatch, PeerWatch, heartbeat_dir, start_heartbeat
+from horovod_train.health.heartbeat import PeerWatch, heartbeat_dir, start_heartbeat
+from horovod_train.health.join_watch import JoinWatch
 from horovod_train.health.world_check import check_world
 from horovod_train.horovod.environment import from_slurm
 from horovod_train.horovod.fingerprint import environment_fingerprint

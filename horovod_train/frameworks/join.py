@@ -13,7 +13,8 @@ from horovod_train.config.schema import Health, Job
 from horovod_train.errors import HorovodTrainError
 from horovod_train.frameworks.devices import gpu_uuid
 from horovod_train.health.device_watch import DeviceWatch
-from horovod_train.health.heartbeat import JoinWatch, PeerWatch, heartbeat_dir
+from horovod_train.health.heartbeat import PeerWatch, heartbeat_dir
+from horovod_train.health.join_watch import JoinWatch
 from horovod_train.horovod.environment import require_launcher, started_as_one_of_many
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ blocked, too, and with it Horovod's stall inspector. Each rank therefore has a t
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import socket
@@ -33,10 +32,7 @@ from horovod_train.system.pids import kill, own_identity
 INTERVAL_S = 0.5
 NUM_WATCHED = 2
 MAX_BYTES = 64
-# A rank that has not joined may still be importing packages from a slow disk.
-MIN_JOIN_SHUTDOWN_S = 600.0
 LOOPBACK = "127.0.0.1"
-ENDED = "ended after health.stall_shutdown_s"
 EVERYWHERE = "0.0.0.0"  # noqa: S104  (the address by which other hosts reach this one is unknown)
 
 
@@ -155,7 +151,7 @@ class PeerWatch:
                 # Not over MPI: mpirun ends the frozen rank, and would report our SIGKILL as the exit code.
                 if os.environ.get("HOROVOD_CONTROLLER") == "gloo" and kill(self._processes[rank]):
                     what += " and was killed"
-                self._end(LostError(f"{what}; {ENDED}"))
+                self._end(LostError(f"{what}; ended after health.stall_shutdown_s"))
 
     def _send(self, word: str) -> None:
         data = f"{self._token} {self._rank} {word}".encode()
@@ -181,45 +177,6 @@ class PeerWatch:
             else:
                 self._last_heartbeat_s[int(rank)] = monotonic()
                 self._named.discard(int(rank))
-
-
-class JoinWatch:
-    """Limits the time in which this rank joins the others: MPI_Init has no timeout.
-
-    Args:
-        health: Times after which to warn, and after which to end the rank.
-        warn: Called when joining takes long.
-        end: Ends this process with an error.
-    """
-
-    def __init__(
-        self, health: Health, warn: Callable[[str], None], end: Callable[[HorovodTrainError], None]
-    ) -> None:
-        self._warning_s = health.stall_warning_s
-        self._shutdown_s = max(health.stall_shutdown_s, MIN_JOIN_SHUTDOWN_S)
-        self._warn = warn
-        self._end = end
-        self._over = Event()
-        self._thread = Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        what = "this rank has waited for {:.0f} s for the others to join"
-        warning_s = min(self._warning_s, self._shutdown_s)
-        if self._wait_elapsed(warning_s):
-            self._warn(f"{what.format(warning_s)}: was each of them started, is one stopped, are hosts slow?")
-            if self._wait_elapsed(self._shutdown_s - warning_s):
-                self._end(LostError(f"{what.format(self._shutdown_s)}; {ENDED}"))
-
-    def _wait_elapsed(self, seconds: float) -> bool:
-        """Wait, not counting time in which this process is stopped; return False if closed earlier."""
-        return not any(self._over.wait(INTERVAL_S) for _ in range(math.ceil(seconds / INTERVAL_S)))
 
 
 def _addresses(hosts: list[str]) -> list[str]:

@@ -41,6 +41,7 @@ ROOMS = {
         "horovod.environment",
         "data",
         "health.heartbeat",
+        "health.join_watch",
         "health.device_watch",
         "health.finite",
         "checkpoint.arrays",

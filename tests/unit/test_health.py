@@ -17,11 +17,12 @@ from horovod_train.checkpoint.holders import keyed
 from horovod_train.collectives.log import Collective, DeviceWork
 from horovod_train.config.schema import Health
 from horovod_train.errors import DesyncError, GpuError, NumericError, PeerError
-from horovod_train.health import device_watch, heartbeat
+from horovod_train.health import device_watch, heartbeat, join_watch
 from horovod_train.health.desync import check_before_saving, check_replicas_identical, digest
 from horovod_train.health.device_watch import DeviceWatch
 from horovod_train.health.finite import FiniteGuard
-from horovod_train.health.heartbeat import JoinWatch, PeerWatch
+from horovod_train.health.heartbeat import PeerWatch
+from horovod_train.health.join_watch import JoinWatch
 
 
 def state(**values):
@@ -196,8 +197,8 @@ class TestJoining:
 
     @pytest.fixture(autouse=True)
     def looks_are_quick(self, monkeypatch):
-        monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.05)
-        monkeypatch.setattr(heartbeat, "MIN_JOIN_SHUTDOWN_S", 0.1)
+        monkeypatch.setattr(join_watch, "INTERVAL_S", 0.05)
+        monkeypatch.setattr(join_watch, "MIN_SHUTDOWN_S", 0.1)
 
     def join(self, takes_s, health=QUICK, until=lambda told, ended: False):
         """Return what is told, and why the rank ends, while it joins for so long, or until that is enough."""
@@ -225,7 +226,7 @@ class TestJoining:
         assert ended[0].message.startswith("this rank has waited for 1 s for the others to join; ended after")
 
     def test_who_reads_packages_from_a_slow_disk_is_waited_for(self, monkeypatch):
-        monkeypatch.setattr(heartbeat, "MIN_JOIN_SHUTDOWN_S", 60)
+        monkeypatch.setattr(join_watch, "MIN_SHUTDOWN_S", 60)
 
         assert self.join(1.2)[1] == []
 

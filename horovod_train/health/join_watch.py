@@ -1,0 +1,47 @@
+"""Limits the time in which a rank joins the others: MPI_Init has no timeout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+from horovod_train.config.schema import Health
+from horovod_train.errors import HorovodTrainError, LostError
+from horovod_train.health.wait_watch import Wait, WaitWatch
+
+INTERVAL_S = 0.5
+# A rank that has not joined may still be importing packages from a slow disk.
+MIN_SHUTDOWN_S = 600.0
+
+
+class JoinWatch(WaitWatch):
+    """Reports a long wait for other ranks to join, and ends the rank when it is too long.
+
+    Args:
+        health: Times after which to warn, and after which to end the rank.
+        warn: Called when joining takes long.
+        end: Ends this process with an error.
+    """
+
+    def __init__(
+        self, health: Health, warn: Callable[[str], None], end: Callable[[HorovodTrainError], None]
+    ) -> None:
+        shutdown_s = max(health.stall_shutdown_s, MIN_SHUTDOWN_S)
+        wait = Wait(monotonic(), shutdown_s, self._report, self._error)
+        warning_s = min(health.stall_warning_s, shutdown_s)
+        super().__init__(lambda: wait, interval_s=INTERVAL_S, warning_s=warning_s, warn=warn, end=end)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _state(self, elapsed_s: float) -> str:
+        return f"this rank has waited for {elapsed_s:.0f} s for the others to join"
+
+    def _report(self, elapsed_s: float) -> str:
+        return f"{self._state(elapsed_s)}: was each of them started, is one stopped, are hosts slow?"
+
+    def _error(self, elapsed_s: float) -> LostError:
+        return LostError(f"{self._state(elapsed_s)}; ended after health.stall_shutdown_s")
