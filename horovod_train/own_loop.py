@@ -24,9 +24,9 @@ from horovod_train.config.strategies import axes_of
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import NumericError, PreemptedError, UserError
 from horovod_train.events.wire import Reporter
-from horovod_train.frameworks.torch.framework import choose_device, seed_generators
+from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.frameworks.torch.reader import TorchReader
-from horovod_train.frameworks.torch.state.blobs import load_rng_state, rng_state
+from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
 from horovod_train.frameworks.torch.step.deferred import Outcome
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, make_strategy

@@ -20,7 +20,7 @@ from horovod_train.data.planned_step import PlannedStep
 from horovod_train.data.shard import MicroBatch, share_of_step
 from horovod_train.errors import DeviceMemoryError
 from horovod_train.frameworks.base import explained_by
-from horovod_train.frameworks.torch.device import TorchDevice
+from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import optimizer_of
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.step.graphs import CudaRecorder
@@ -148,7 +148,7 @@ def test_data_that_is_there_already_is_read():
 def test_out_of_memory_is_told_with_what_to_change():
     job = Job.model_validate({"name": "large", "task": "own:Task", "train": {"batch_size_per_rank": 64}})
 
-    with pytest.raises(DeviceMemoryError) as told, explained_by(TorchDevice(), job, 0):
+    with pytest.raises(DeviceMemoryError) as told, explained_by(TorchBased(), job, 0):
         torch.empty(2**50, device=GPU)
 
     assert "rank 0's GPU is out of memory" in told.value.message

@@ -16,7 +16,7 @@ from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import explained_by
 from horovod_train.frameworks.torch.comm import device_errors
 from horovod_train.frameworks.torch.comm.device_errors import device_error, what_to_change
-from horovod_train.frameworks.torch.device import TorchDevice
+from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.worker import _report_failure
 
 JOB = Job.model_validate({"name": "j", "task": "own:Task", "train": {"batch_size_per_rank": 128}})
@@ -182,7 +182,7 @@ class TestOutOfMemory:
     def test_has_no_traceback(self):
         out = io.StringIO()
         raised = torch.OutOfMemoryError("CUDA out of memory.")
-        with pytest.raises(DeviceMemoryError) as told, explained_by(TorchDevice(), JOB, 0):
+        with pytest.raises(DeviceMemoryError) as told, explained_by(TorchBased(), JOB, 0):
             raise raised
 
         code = _report_failure(told.value, Reporter(0, as_json=False, stream=out))
@@ -240,7 +240,7 @@ class TestFaults:
     def test_of_something_else_are_left_as_they_are(self):
         assert device_error(RuntimeError("shapes do not match"), JOB, 0) is None
         assert device_error(ValueError("CUDA error: told by somebody"), JOB, 0) is None
-        with pytest.raises(KeyError), explained_by(TorchDevice(), JOB, 0):
+        with pytest.raises(KeyError), explained_by(TorchBased(), JOB, 0):
             raise KeyError("x")
         with pytest.raises(RuntimeError, match="no device"), explained_by(object(), JOB, 0):
             raise RuntimeError("no device")

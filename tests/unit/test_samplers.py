@@ -22,7 +22,7 @@ from horovod_train.collectives.log import DeviceWork
 from horovod_train.config.schema import Job
 from horovod_train.events.file import EventsFile
 from horovod_train.events.types import Progress, Summary
-from horovod_train.frameworks.torch.device import TorchDevice
+from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import wants_flops
 from horovod_train.frameworks.torch.sizes.flops import FlopCounter
 from horovod_train.telemetry import baseline as baseline_module
@@ -172,8 +172,8 @@ def test_a_framework_on_a_cpu_has_no_device_memory():
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
 
-    assert TorchDevice().device_memory() is None
-    assert TorchDevice().gpu_uuid() == ""
+    assert TorchBased().device_memory() is None
+    assert TorchBased().gpu_uuid() == ""
 
 
 class TestFlops:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import lightning
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
-from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
@@ -34,22 +33,21 @@ from horovod_train.frameworks.lightning.task import OPTIONAL, REQUIRED, Lightnin
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
-from horovod_train.frameworks.torch.device import TorchDevice
+from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import (
     choose_device,
     reading,
-    seed_generators,
     set_up,
 )
 from horovod_train.frameworks.torch.reader import TorchReader
-from horovod_train.frameworks.torch.state import blobs
+from horovod_train.frameworks.torch.state.generators import seed_generators
 from horovod_train.frameworks.torch.state.optimizer import GroupRates, optimizer_over
 from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.strategies.allreduce import SingleRankStrategy
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 
 
-class LightningFramework(TorchDevice):
+class LightningFramework(TorchBased):
     """Lightning, for one job in one process."""
 
     def connect(self, job: Job) -> Communicator:
@@ -123,18 +121,6 @@ class LightningFramework(TorchDevice):
             has_eval = self._eval_reader is not None
             trainer.fit(self._replica.model, source, self._eval_batches() if has_eval else None)
         bridge.end()
-
-    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
-        """Return the state of all random generators."""
-        return blobs.rng_state()
-
-    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
-        """Take over the state of all random generators."""
-        blobs.load_rng_state(tree, arrays)
-
-    def seed(self, seed: int, rank: int, epoch: int) -> None:
-        """Seed all random generators of this rank."""
-        seed_generators(seed, rank, epoch)
 
     def _strategy(self) -> HorovodStrategy:
         allreduce = self._job.allreduce

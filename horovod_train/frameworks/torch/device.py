@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError
 from horovod_train.frameworks.devices import gpu_uuid
 from horovod_train.frameworks.torch.comm.device_errors import device_error
+from horovod_train.frameworks.torch.state import generators
 
 
-class TorchDevice:
-    """A rank's GPU, for frameworks based on PyTorch."""
+class TorchBased:
+    """What frameworks based on PyTorch share: the GPU of a rank, and its random generators."""
 
     def gpu_uuid(self) -> str:
         """Return the identity of this rank's GPU; empty: it has none."""
@@ -30,3 +34,15 @@ class TorchDevice:
     def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
         """Return our error for one of the GPU; None: it is of something else."""
         return device_error(error, job, rank)
+
+    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
+        """Return the state of all random generators."""
+        return generators.rng_state()
+
+    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
+        """Load the state of all random generators."""
+        generators.load_rng_state(tree, arrays)
+
+    def seed(self, seed: int, rank: int, epoch: int) -> None:
+        """Seed all random generators of this rank."""
+        generators.seed_generators(seed, rank, epoch)

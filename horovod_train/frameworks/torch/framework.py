@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.plain_weights import open_weights
 from horovod_train.checkpoint.stored_arrays import StoredArrays
 from horovod_train.collectives.base import Communicator
@@ -25,7 +22,6 @@ from horovod_train.config.schema import Allreduce, Compile, Job, Train
 from horovod_train.config.strategies import needs_own_messages
 from horovod_train.errors import HorovodTrainError, UnknownNameError
 from horovod_train.frameworks.devices import own_gpu
-from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator, sum_over, with_tensors
@@ -36,7 +32,7 @@ from horovod_train.frameworks.torch.comm.process_group import (
     explain_unused,
 )
 from horovod_train.frameworks.torch.comm.sync_batch_norm import Sum, synchronize_batch_norm
-from horovod_train.frameworks.torch.device import TorchDevice
+from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.reader import Placement, TorchReader
 from horovod_train.frameworks.torch.sizes.activations import (
     layers_to_recompute,
@@ -51,7 +47,7 @@ from horovod_train.frameworks.torch.sizes.meta_model import (
     meta_model,
     without_memory,
 )
-from horovod_train.frameworks.torch.state import blobs
+from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
 from horovod_train.frameworks.torch.state.local_tensors import whole_model
 from horovod_train.frameworks.torch.state.meta_weights import load_initial, meta_parameters
 from horovod_train.frameworks.torch.state.optimizer import explain_closure, optimizer_over
@@ -71,7 +67,7 @@ VERIFIED = frozenset(
 )
 
 
-class TorchFramework(TorchDevice):
+class TorchFramework(TorchBased):
     """PyTorch, for one job in one process."""
 
     def connect(self, job: Job) -> Communicator:
@@ -162,18 +158,6 @@ class TorchFramework(TorchDevice):
         of_others = of_others or explain_second_derivative(error) or explain_closure(error, job)
         return of_others or super().explain(error, job, rank)
 
-    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
-        """Return the state of all random generators."""
-        return blobs.rng_state()
-
-    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
-        """Take over the state of all random generators."""
-        blobs.load_rng_state(tree, arrays)
-
-    def seed(self, seed: int, rank: int, epoch: int) -> None:
-        """Seed all random generators of this rank."""
-        seed_generators(seed, rank, epoch)
-
 
 def is_verified(job: Job) -> bool:
     """Whether the first steps under the job's strategy are compared with those of the plain model."""
@@ -211,10 +195,10 @@ def another_model(job: Job, task: TorchTask) -> torch.nn.Module:
 @contextmanager
 def seeded_as_at_the_start(job: Job) -> Iterator[None]:
     """Let a model that is made in the block have the weights of the job's; generators continue afterwards."""
-    random_state = blobs.rng_state()
+    random_state = rng_state()
     seed_generators(job.train.seed, 0, 0)
     yield
-    blobs.load_rng_state(*random_state)
+    load_rng_state(*random_state)
 
 
 def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.device) -> TorchReplica:
@@ -242,14 +226,6 @@ def wants_flops(job: Job, device: str) -> bool:
     """Whether operations are counted: there may be a peak to compare them with, and they can be seen."""
     is_compared = device != "cpu" or job.metrics.device_peak_flops is not None
     return job.metrics.enabled and is_compared and job.train.compile is None
-
-
-def seed_generators(seed: int, rank: int, epoch: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's generators with a mix of three numbers."""
-    mixed = mix(seed, rank, epoch)
-    random.seed(mixed)
-    np.random.seed(mixed % 2**32)
-    torch.manual_seed(mixed)
 
 
 def set_up(job: Job) -> None:

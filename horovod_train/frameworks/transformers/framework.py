@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from transformers import (
 )
 from transformers.data.data_collator import default_data_collator
 
-from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.collectives.base import Communicator
 from horovod_train.collectives.horovod import connect
 from horovod_train.collectives.mesh import Mesh
@@ -39,15 +38,14 @@ from horovod_train.frameworks.reader import start_loader_server
 from horovod_train.frameworks.refused_callbacks import check_callbacks
 from horovod_train.frameworks.task import load_task, report_unused_methods
 from horovod_train.frameworks.torch.comm.collectives import TorchCommunicator
-from horovod_train.frameworks.torch.device import TorchDevice
+from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import (
     choose_device,
     reading,
-    seed_generators,
     set_up,
 )
 from horovod_train.frameworks.torch.reader import TorchReader
-from horovod_train.frameworks.torch.state import blobs
+from horovod_train.frameworks.torch.state.generators import seed_generators
 from horovod_train.frameworks.torch.state.optimizer import GroupRates, optimizer_over
 from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.strategies.allreduce import summed_gradients
@@ -59,7 +57,7 @@ from horovod_train.frameworks.transformers.trainer import HorovodTrainerMixin, h
 UNTIMED = ("_runtime", "_samples_per_second", "_steps_per_second")
 
 
-class TransformersFramework(TorchDevice):
+class TransformersFramework(TorchBased):
     """Transformers, for one job in one process."""
 
     def connect(self, job: Job) -> Communicator:
@@ -135,18 +133,6 @@ class TransformersFramework(TorchDevice):
                 trainer.add_callback(callback)
             trainer.train()
         bridge.end()
-
-    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
-        """Return the state of all random generators."""
-        return blobs.rng_state()
-
-    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
-        """Take over the state of all random generators."""
-        blobs.load_rng_state(tree, arrays)
-
-    def seed(self, seed: int, rank: int, epoch: int) -> None:
-        """Seed all random generators of this rank."""
-        seed_generators(seed, rank, epoch)
 
     def _evaluate(self) -> dict[str, float]:
         """Return the metrics over the evaluation data of all ranks."""

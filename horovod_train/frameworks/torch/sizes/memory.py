@@ -23,7 +23,7 @@ from horovod_train.config.memory import Sizes
 from horovod_train.config.schema import Job
 from horovod_train.errors import HorovodTrainError, UserError
 from horovod_train.frameworks.task import load_task
-from horovod_train.frameworks.torch.framework import optimizer_of, seed_generators
+from horovod_train.frameworks.torch.framework import optimizer_of
 from horovod_train.frameworks.torch.sizes.activations import (
     layers_to_recompute,
     recompute_activations,
@@ -38,6 +38,7 @@ from horovod_train.frameworks.torch.sizes.meta_model import (
     without_memory,
 )
 from horovod_train.frameworks.torch.sizes.units import modules_fitting, units_to_shard
+from horovod_train.frameworks.torch.state.generators import seed_generators
 from horovod_train.frameworks.torch.strategies.tensor_parallel import (
     CUT_DIMENSION,
     check_can_be_cut,

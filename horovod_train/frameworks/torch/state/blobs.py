@@ -13,7 +13,6 @@ import torch
 
 from horovod_train.checkpoint.arrays import ArrayBlob
 from horovod_train.checkpoint.tree import pack_tree, unpack_tree
-from horovod_train.frameworks import randomness
 
 LARGE_PAGE_BYTES = 2 * 2**20
 
@@ -73,19 +72,3 @@ def pack_tensors(tree: object, cache: dict[str, torch.Tensor] | None) -> tuple[o
 def unpack_tensors(plain: Any, blobs: Mapping[str, ArrayBlob]) -> Any:
     """Join what ``pack_tensors`` split."""
     return unpack_tree(plain, {key: from_blob(blob) for key, blob in blobs.items()})
-
-
-def rng_state() -> tuple[object, dict[str, ArrayBlob]]:
-    """Return the state of Python's, NumPy's and PyTorch's generators."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return randomness.rng_state(
-        {"torch": torch.get_rng_state().numpy(), "cuda": [state.numpy() for state in cuda]}
-    )
-
-
-def load_rng_state(tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
-    """Take over what ``rng_state`` returned."""
-    own = randomness.load_rng_state(tree, arrays)
-    torch.set_rng_state(torch.from_numpy(own["torch"]))
-    if own["cuda"] and len(own["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([torch.from_numpy(state) for state in own["cuda"]])

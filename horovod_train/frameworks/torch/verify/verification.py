@@ -38,7 +38,7 @@ from horovod_train.errors import UserError, describe_ranks, result_of, translate
 from horovod_train.frameworks.base import StepClock
 from horovod_train.frameworks.torch.comm.collectives import broadcast_model, with_tensors
 from horovod_train.frameworks.torch.comm.exchange import wide_type
-from horovod_train.frameworks.torch.state.blobs import load_rng_state, rng_state
+from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state
 from horovod_train.frameworks.torch.state.local_tensors import optimizer_tensors
 from horovod_train.frameworks.torch.verify.task_copy import SharedState, counted_state
 
