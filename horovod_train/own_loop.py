@@ -20,26 +20,27 @@ from horovod_train.checkpoint.manager import CheckpointManager
 from horovod_train.collectives.base import Communicator, broadcast_json
 from horovod_train.collectives.mesh import Mesh
 from horovod_train.config.schema import Job
-from horovod_train.config.strategies import axes_of
+from horovod_train.config.strategies import axes_of, batch_size_of_lr
 from horovod_train.data.planned_step import PlannedStep
 from horovod_train.errors import NumericError, PreemptedError, UserError
 from horovod_train.events.wire import Reporter
+from horovod_train.frameworks.torch.device import TorchBased
 from horovod_train.frameworks.torch.framework import choose_device
 from horovod_train.frameworks.torch.reader import TorchReader
-from horovod_train.frameworks.torch.state.generators import load_rng_state, rng_state, seed_generators
+from horovod_train.frameworks.torch.state.generators import rng_state, seed_generators
 from horovod_train.frameworks.torch.step.deferred import Outcome
 from horovod_train.frameworks.torch.step.replica import TorchReplica
 from horovod_train.frameworks.torch.strategies.base import DevicePlacement, make_strategy
 from horovod_train.health.desync import check_replicas_identical
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.lr.policy import LearningRatePolicy
-from horovod_train.rank import RankServices
+from horovod_train.rank import RankServices, resume
 from horovod_train.registry import OBSERVERS
 from horovod_train.training import loop
 from horovod_train.training.exchange import PeriodicExchange
 from horovod_train.training.hooks.base import Hook
 from horovod_train.training.hooks.preemption import PreemptionAgreement
-from horovod_train.training.parts import changes_since, resume_from, save_checkpoint
+from horovod_train.training.parts import save_checkpoint
 from horovod_train.training.progress import Progress
 from horovod_train.training.run import Run
 
@@ -76,15 +77,14 @@ def make_own_run(
     job: Job, mesh: Mesh, replica: TorchReplica, loader: ShardedLoader, services: RankServices
 ) -> OwnRun:
     """Return the run of a replica over the data of a loader."""
-    data = {"batch_size_per_rank": loader.batch_size, "accumulation_steps": loader.accumulation_steps}
-    job = changed(job, train={**data, "epochs": math.ceil(loader.num_epochs or 1)})
+    job = changed(loader.job_of(job), train={"epochs": math.ceil(loader.num_epochs or 1)})
     run = OwnRun(
         job=job,
         mesh=mesh,
         replica=replica,
         train_reader=loader.reader,
         eval_reader=None,
-        policy=LearningRatePolicy(job.lr, loader.global_batch_size, job.train.epochs),
+        policy=LearningRatePolicy(job.lr, loader.batch_size_of_lr(job), job.train.epochs),
         guard=FiniteGuard(job.health, mesh.world, scaler_skips=job.train.precision == "fp16"),
         progress=loader.progress,
         is_open_ended=loader.num_epochs is None,
@@ -220,8 +220,7 @@ class Step:
         """Wait for the other ranks' gradients and update the weights.
 
         On a GPU this returns while the device works. Properties of the outcome, such as ``loss``, wait for
-        the
-        device: read them rarely, or read the outcome of an earlier step.
+        the device: read them rarely, or read the outcome of an earlier step.
 
         Raises:
             PeerError: Another rank was lost.
@@ -267,6 +266,15 @@ class ShardedLoader:
         """Samples per step, over all ranks."""
         return self.batch_size * self.accumulation_steps * self.num_data_ranks
 
+    def job_of(self, job: Job) -> Job:
+        """Return a copy of a job that has this loader's batch."""
+        data = {"batch_size_per_rank": self.batch_size, "accumulation_steps": self.accumulation_steps}
+        return changed(job, train=data)
+
+    def batch_size_of_lr(self, job: Job) -> int:
+        """Return the batch that the learning rate follows: of all ranks, or of one under adasum."""
+        return batch_size_of_lr(self.job_of(job), self.num_data_ranks)
+
     @property
     def epochs_passed(self) -> float:
         """Epochs completed before the current step, including the fraction of the current epoch."""
@@ -307,6 +315,7 @@ class SessionCheckpoints:
 
     _manager: CheckpointManager
     run: OwnRun
+    _reporter: Reporter
 
     def save(self, metrics: Mapping[str, float] | None = None, *, wait: bool = False) -> None:
         """Save, between two steps; every rank calls it. Writes in the background unless ``wait``.
@@ -329,26 +338,14 @@ class SessionCheckpoints:
         Raises:
             NumericError: The loss or a gradient of an earlier step was not finite (see ``Step.finish``).
         """
-        run, progress = self.run, self.run.progress
+        run = self.run
         run.deliver_all()
         run.guard.reset()
-        resumed = self._manager.latest()
-        if resumed is None:
+        if (changes := resume(run, self._manager, TorchBased(), self._reporter)) is None:
             return False
-        changes = changes_since(resumed, progress.order)
-        rank = run.mesh.data.rank + 1
-        resume_from(
-            run.world,
-            resumed,
-            run.replica,
-            progress,
-            load_rng_state,
-            lambda: seed_generators(progress.order.seed, rank, progress.step),
-        )
-        check_replicas_identical(run.world, run.replica.state(copy=False), "after the resume")
-        self._manager.mark_resumed(resumed.name, changes)
         for change in changes if run.world.rank == 0 else ():
-            log.warning("changed since %s: %s", resumed.name, change)
+            log.warning("%s", change)
+        check_replicas_identical(run.world, run.replica.state(copy=False), "after the resume")
         return True
 
 
@@ -427,6 +424,11 @@ class SessionBase:
 
     def _runs_of(self, replica: TorchReplica) -> list[OwnRun]:
         return [run for (of, _), run in self._runs.items() if of is replica]
+
+    def _last_run(self, replica: TorchReplica) -> OwnRun:
+        if runs := self._runs_of(replica):
+            return runs[-1]
+        raise UserError("no step has been made with this replica", hint="call this after loader.epoch(...)")
 
     def _prepare(
         self, model: torch.nn.Module, optimizer: AnyOptimizer, **changes: Mapping[str, object]

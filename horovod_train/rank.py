@@ -20,7 +20,7 @@ from horovod_train.config.strategies import batch_size_of_lr
 from horovod_train.events.file import EVENTS_FILE, EventsFile, opened
 from horovod_train.events.types import CheckpointWritten, Notice, Resumed, Started, Summary, Target, Targets
 from horovod_train.events.wire import Reporter
-from horovod_train.frameworks.base import Framework, Reader, Replica
+from horovod_train.frameworks.base import Framework, HasGenerators, Reader, Replica
 from horovod_train.health.finite import FiniteGuard
 from horovod_train.lr.policy import LearningRatePolicy
 from horovod_train.registry import HOOKS
@@ -199,26 +199,34 @@ def make_run(job: Job, mesh: Mesh, replica: Replica, train_reader: Reader, eval_
     )
 
 
-def resume(run: Run, manager: CheckpointManager, framework: Framework, reporter: Reporter) -> None:
-    """Resume from the newest valid checkpoint, if the job allows it and there is one."""
+def resume(
+    run: Run, manager: CheckpointManager, framework: HasGenerators, reporter: Reporter
+) -> Sequence[str] | None:
+    """Resume from the newest valid checkpoint, if the job allows it and there is one.
+
+    Returns:
+        Differences between the job that saved it and this one; None: there is no checkpoint.
+    """
     resumed = manager.latest()
     if resumed is None:
-        return
+        return None
     changes = changes_since(resumed, run.progress.order)
     restore_from(run, resumed, framework)
     manager.mark_resumed(resumed.name, changes)
+    found = [f"changed since {resumed.name}: {change}" for change in changes]
     if run.world.rank == 0:
         progress = run.progress
         reporter.report(
             Resumed(checkpoint=resumed.name, epoch=round(progress.epochs_passed, 3), step=progress.step)
         )
-        for change in changes[:MAX_CHANGES]:
-            reporter.report(Notice(text=f"changed since {resumed.name}: {change}"))
-        if len(changes) > MAX_CHANGES:
-            reporter.report(Notice(text=f"and {len(changes) - MAX_CHANGES} other changes"))
+        for change in found[:MAX_CHANGES]:
+            reporter.report(Notice(text=change))
+        if len(found) > MAX_CHANGES:
+            reporter.report(Notice(text=f"and {len(found) - MAX_CHANGES} other changes"))
+    return found
 
 
-def restore_from(run: Run, resumed: CheckpointContent, framework: Framework) -> None:
+def restore_from(run: Run, resumed: CheckpointContent, framework: HasGenerators) -> None:
     """Restore replica, progress and random state from a checkpoint."""
     resume_from(
         run.world,

@@ -113,15 +113,15 @@ class Session(SessionBase):
         return ShardedLoader(self._run, reader, progress, batch_size, accumulation_steps, ranks)
 
     def learning_rate(self, loader: ShardedLoader, *, epochs: float, **lr: Any) -> LearningRatePolicy:
-        """Return the learning-rate policy for a loader's global batch.
+        """Return the learning-rate policy for a loader's global batch; under adasum, for one rank's batch.
 
         Args:
-            loader: Its global batch scales the rate.
+            loader: Its batch scales the rate.
             epochs: Length of the whole training.
             lr: Fields of the job description's ``lr`` section, such as ``base_lr=0.1``.
         """
         loader.num_epochs = epochs
-        return LearningRatePolicy(LearningRate(**lr), loader.global_batch_size, epochs)
+        return LearningRatePolicy(LearningRate(**lr), loader.batch_size_of_lr(self._job), epochs)
 
     def eval_batches(self, replica: TorchReplica, dataset: Dataset, *, batch_size: int) -> Iterator[Any]:
         """Return this rank's batches of a dataset, in order: each sample on exactly one rank.
@@ -144,8 +144,8 @@ class Session(SessionBase):
         return mean_over_ranks(self._mesh.data, sums)
 
     def report_evaluation(self, replica: TorchReplica, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of an evaluation, for Prometheus, events and trackers."""
-        self._runs_of(replica)[-1].report_evaluation(metrics)
+        """Record the metrics of an evaluation after a step, for Prometheus, events and trackers."""
+        self._last_run(replica).report_evaluation(metrics)
 
     def metrics(self, *, port: int = 9400, host: str = "127.0.0.1") -> SessionMetrics:
         """Serve this rank's Prometheus metrics on ``port + local_rank``, or the next free port."""
@@ -165,7 +165,7 @@ class Session(SessionBase):
         """
         job = self._job.model_copy(update={"checkpoint": Checkpoint(dir=str(directory), keep_last=keep_last)})
         manager = self._services.open_checkpoints(environment_fingerprint(), job)
-        return SessionCheckpoints(manager, self._run(replica, loader))
+        return SessionCheckpoints(manager, self._run(replica, loader), self._services.reporter)
 
     def preemption(self, checkpoints: SessionCheckpoints) -> SessionPreemption:
         """Take SIGTERM and SIGUSR1 to any rank as a request to save and exit; main thread only."""

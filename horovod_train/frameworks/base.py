@@ -342,7 +342,23 @@ class ExplainsErrors(Protocol):
         ...
 
 
-class Framework(Protocol):
+class HasGenerators(Protocol):
+    """The random generators of a framework."""
+
+    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
+        """Return the state of all random generators: a JSON tree and the arrays it refers to."""
+        ...
+
+    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
+        """Load the state of all random generators."""
+        ...
+
+    def seed(self, seed: int, rank: int, epoch: int) -> None:
+        """Seed all random generators of this rank."""
+        ...
+
+
+class Framework(HasGenerators, Protocol):
     """Creates replica and readers of one job, and connects its ranks.
 
     A framework with its own loop also has a method ``fit(bridge)``, which trains to the end of
@@ -366,18 +382,6 @@ class Framework(Protocol):
         Raises:
             UserError: The task or the optimizer cannot be created.
         """
-        ...
-
-    def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:
-        """Return the state of all random generators: a JSON tree and the arrays it refers to."""
-        ...
-
-    def load_rng_state(self, tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
-        """Load the state of all random generators."""
-        ...
-
-    def seed(self, seed: int, rank: int, epoch: int) -> None:
-        """Seed all random generators of this rank."""
         ...
 
 

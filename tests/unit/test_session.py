@@ -176,6 +176,17 @@ class TestTheLoader:
 
         assert policy.at(1.0) == pytest.approx(0.2)
 
+    @pytest.mark.parametrize(("strategy", "rate"), [("allreduce", 0.8), ("adasum", 0.2)])
+    def test_gives_the_rate_the_batch_that_the_strategy_follows(self, strategy, rate):
+        """Four ranks with batches of 4: linear scaling by 16 / 2, or under adasum by 4 / 2."""
+        with horovod_train.init("own", device="cpu", strategy=strategy) as session:
+            loader = session.loader(DATA, batch_size=4)
+            loader.num_data_ranks = 4
+
+            policy = session.learning_rate(loader, epochs=2, base_lr=0.1, reference_batch_size=2)
+
+        assert policy.at(1.0) == pytest.approx(rate)
+
 
 class TestCheckpoints:
     def test_go_on_in_mid_epoch_bit_for_bit(self, session, tmp_path):
@@ -209,6 +220,17 @@ class TestCheckpoints:
         checkpoints = session.checkpoints(tmp_path, prepared(session), session.loader(DATA, batch_size=2))
 
         assert not checkpoints.resume()
+
+    def test_that_are_resumed_are_an_event(self, tmp_path):
+        with horovod_train.init("own", device="cpu", run_dir=tmp_path) as session:
+            replica, loader = prepared(session), session.loader(DATA, batch_size=2)
+            checkpoints = session.checkpoints(tmp_path / "saved", replica, loader)
+            checkpoints.save(wait=True)
+            assert checkpoints.resume()
+
+        (file,) = tmp_path.rglob("events.jsonl")
+        events = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [e["checkpoint"] for e in events if e["kind"] == "resumed"] == ["step-000000000000"]
 
     def test_say_what_has_changed(self, session, tmp_path, caplog):
         replica, loader = prepared(session), session.loader(DATA, batch_size=2)
@@ -287,6 +309,13 @@ def test_evaluation_reads_each_sample_once_in_order(session):
 
     assert [index.tolist() for index, _ in batches] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert session.mean({"x": (6.0, 4), "none": (0.0, 0)}) == {"x": 1.5}
+
+
+def test_an_evaluation_before_the_first_step_is_refused(session):
+    replica = prepared(session)
+
+    with pytest.raises(UserError, match="no step has been made with this replica"):
+        session.report_evaluation(replica, {"accuracy": 1.0})
 
 
 def test_metrics_are_recorded(session):
