@@ -203,7 +203,7 @@ def seeded_as_at_the_start(job: Job) -> Iterator[None]:
 
 def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.device) -> TorchReplica:
     """Return a replica of the task's plain model under ``allreduce``, for the strategy's verification."""
-    strategy = summed_gradients(mesh.data, Allreduce(), "verify")
+    strategy = summed_gradients(mesh.data, Allreduce(), name="verify")
     with seeded_as_at_the_start(job):
         plain = make_model(task, strategy, initial_weights(job))
         TorchFramework.synchronize(plain, job, mesh, prefix="verify.batch_norm")

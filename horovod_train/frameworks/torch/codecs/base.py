@@ -115,6 +115,14 @@ class Codec:
         """
 
 
+def replace_if_used(kept: torch.Tensor, new: torch.Tensor, is_used: torch.Tensor | bool) -> None:
+    """Copy new state of a message over the kept one, in place, if the step is used."""
+    if isinstance(is_used, torch.Tensor):
+        kept.copy_(torch.where(is_used, new, kept))
+    elif is_used:
+        kept.copy_(new)
+
+
 def make_codec(section: Allreduce) -> Codec:
     """Return the job's codec: ``allreduce.codec``, or else the dense codec of ``wire_dtype``.
 

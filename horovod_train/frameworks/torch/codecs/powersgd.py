@@ -28,7 +28,7 @@ from types import MappingProxyType
 import torch
 
 from horovod_train.errors import UserError, describe_ranks
-from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Message, Rounds
+from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Message, Rounds, replace_if_used
 from horovod_train.frameworks.torch.codecs.powersgd_args import Arguments
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
@@ -85,6 +85,7 @@ class Matrix:
         gradient: The gradient and, after the exchange, its sum; shape [n, m], in the bucket's memory.
         left: P, shape [n, rank], in the memory of round 1.
         right: Q, shape [m, rank], in the memory of round 2.
+        start: Q of the first step, random and equal on all ranks.
         factor: Q of the last used step; all zeros before the first one.
         residual: Residual of the last used step, shape [n, m].
         new_residual: Residual of this step.
@@ -94,6 +95,7 @@ class Matrix:
     gradient: torch.Tensor
     left: torch.Tensor
     right: torch.Tensor
+    start: torch.Tensor
     factor: torch.Tensor
     residual: torch.Tensor
     new_residual: torch.Tensor
@@ -141,6 +143,7 @@ class PowerSgdMessage(Message):
                     pieces[name].view(n, m),
                     left[: n * r].view(n, r),
                     right[: m * r].view(m, r),
+                    seeded(name, m, r).to(right),
                     self._zeros(layout, m, r),
                     self._zeros(layout, n, m),
                     self._zeros(layout, n, m),
@@ -177,11 +180,11 @@ class PowerSgdMessage(Message):
 
     def commit(self, *, is_used: torch.Tensor | bool) -> None:
         """Keep the new residuals and factors if the step is used."""
-        if not self._has_exchanged or is_used is False:
+        if not self._has_exchanged:
             return
         for each in self.matrices:
-            for old, new in ((each.residual, each.new_residual), (each.factor, each.right)):
-                old.copy_(torch.where(is_used, new, old) if isinstance(is_used, torch.Tensor) else new)
+            replace_if_used(each.residual, each.new_residual, is_used)
+            replace_if_used(each.factor, each.right, is_used)
 
 
 def rank_of(shape: Sequence[int], rank: int) -> int:
@@ -198,10 +201,9 @@ def rank_of(shape: Sequence[int], rank: int) -> int:
 
 
 def usable_factor(matrix: Matrix) -> torch.Tensor:
-    """Return Q of the last used step, scaled to maximum 1; in the first step, a seeded random matrix."""
+    """Return Q of the last used step, scaled to maximum 1; ``start`` if that is zero."""
     scale = matrix.factor.abs().max()
-    start = seeded(matrix.name, *matrix.right.shape).to(matrix.factor)
-    return torch.where(scale > 0, matrix.factor / scale, start)
+    return torch.where(scale > 0, matrix.factor / scale, matrix.start)
 
 
 def seeded(name: str, rows: int, columns: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 import torch
 
-from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Message, Rounds
+from horovod_train.frameworks.torch.codecs.base import BucketLayout, Codec, Message, Rounds, replace_if_used
 from horovod_train.frameworks.torch.codecs.top_k_args import Arguments
 from horovod_train.frameworks.torch.comm.collectives import TensorCollectives
 from horovod_train.frameworks.torch.state.rank_state import RESIDUAL, Rule, StateKey
@@ -87,10 +87,5 @@ class TopKMessage(Message):
 
     def commit(self, *, is_used: torch.Tensor | bool) -> None:
         """Keep the new residual if the step is used."""
-        if not self._is_new:
-            return
-        new = self._new_residual
-        if isinstance(is_used, torch.Tensor):
-            new = torch.where(is_used, new, self._residual)
-        if is_used is not False:
-            self._residual.copy_(new)
+        if self._is_new:
+            replace_if_used(self._residual, self._new_residual, is_used)

@@ -51,21 +51,24 @@ def allreduce(mesh: Mesh, job: Job) -> Strategy:
             "have another loss scale when they are sent",
             hint="use bf16 or fp32",
         )
-    return summed_gradients(mesh.data, job.allreduce)
+    return summed_gradients(mesh.data, job.allreduce, codec)
 
 
-def summed_gradients(ranks: Communicator, section: Allreduce, name: str = "bucket") -> Strategy:
+def summed_gradients(
+    ranks: Communicator, section: Allreduce, codec: Codec | None = None, *, name: str = "bucket"
+) -> Strategy:
     """Return the strategy that sums gradients over the data-parallel ranks.
 
     Args:
         ranks: The data-parallel ranks.
         section: The job's ``allreduce`` section.
+        codec: Gradient compression; None: that of the section.
         name: Part of the names of collectives.
 
     Raises:
         UserError: The codec cannot be created.
     """
-    codec = make_codec(section)
+    codec = codec or make_codec(section)
     if ranks.size == 1 and not codec.keeps_residual:
         return SingleRankStrategy()
     size_bytes = int(section.bucket_size_mib * 2**20)

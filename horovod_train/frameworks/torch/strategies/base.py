@@ -20,6 +20,7 @@ a row of ``registry.STRATEGIES``. It implements these interfaces:
       backward           runs the backward pass
         or run_schedule, if ``owns_schedule``: runs all passes
       reduce             completes the gradients; returns the loss of the global batch
+      divide_gradients   if the loss is a sum and a count
       norm, is_finite, gradients: called by the update (``step/update.py``), which clips the gradients
         or update, if ``owns_update``: replaces these three and the optimizer's step
       after_update       after the optimizer's step, or after a skipped step
