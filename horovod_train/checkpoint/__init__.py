@@ -1,1 +1,1 @@
-"""Checkpoints: files, folders, which to keep and which to resume."""
+"""Checkpoints: files, folders, retention, and selection of the checkpoint to resume from."""

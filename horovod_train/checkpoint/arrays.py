@@ -1,11 +1,12 @@
-"""Arrays in a safetensors file: a JSON header and raw bytes, which cannot execute anything.
+"""Arrays in safetensors files: a JSON header and raw bytes. Reading such a file cannot execute code.
 
-Written here rather than by the safetensors library because checksums are taken and the file is
-flushed to disk in the one pass that writes it, and because a rank may hold only a part of an array.
+The safetensors library is not used for writing: this module computes checksums and flushes the file in the
+pass that writes it, and supports arrays that are parts of larger ones.
 Format: https://github.com/huggingface/safetensors#format
 
-The header's ``__metadata__`` has one entry of ours: for each array its SHA-256 and, where it is a part, of
-what. A manifest has the SHA-256 of the header, so that each array can be read, and checked, by itself.
+The header's ``__metadata__`` has one entry of this product: the SHA-256 of each array and, for a part, the
+shape of the whole array and the position in it. The manifest of a checkpoint contains the SHA-256 of the
+header, so each array can be read and verified separately.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from safetensors import SafetensorError, deserialize
 
 from horovod_train.errors import CheckpointError
 
-_DTYPES = {  # by PyTorch's name: code in the file, size in bytes
+_DTYPES = {  # PyTorch's name -> (code in the file, size in bytes)
     "bool": ("BOOL", 1),
     "uint8": ("U8", 1),
     "int8": ("I8", 1),
@@ -53,11 +54,11 @@ _NO_DIGEST = "0" * 64
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of an array this is.
+    """Position of a part in its array.
 
     Attributes:
-        whole: Shape of the array.
-        start: Where the part begins in each dimension; a single number where the array is taken flat.
+        whole: Shape of the whole array.
+        start: First index in each dimension, or one index if the part is a range of the flattened array.
     """
 
     whole: tuple[int, ...]
@@ -66,13 +67,12 @@ class Part:
 
 @dataclass(frozen=True)
 class ArrayBlob:
-    """A tensor of any framework, or what a rank has of it: its bytes in C order.
+    """A tensor of any framework, or a rank's part of it.
 
     Attributes:
-        dtype: Name of the element type as in PyTorch: ``float32``, ``bfloat16``.
-        shape: Lengths of the dimensions.
-        data: The elements, little endian.
-        part: Of what it is a part; None: it is whole.
+        dtype: PyTorch's name of the element type, such as ``float32`` or ``bfloat16``.
+        data: The elements, little endian, in C order.
+        part: Position in the whole array; None: this is the whole array.
     """
 
     dtype: str
@@ -82,22 +82,22 @@ class ArrayBlob:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Shape of the array that it belongs to."""
+        """Shape of the whole array."""
         return self.shape if self.part is None else self.part.whole
 
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """Everything that a rank has of a replica and a checkpoint keeps, except random generators.
+    """State of a rank's replica that a checkpoint stores, without random generators and per-rank state.
 
-    An array that several ranks have, or the same part of it, is the same on all of them.
+    If several ranks have an array, or the same part of an array, its elements are equal on these ranks.
 
     Attributes:
         model: Weights and buffers by name.
         optimizer: State arrays by key.
-        optimizer_tree: Shape of the optimizer's state, plain JSON with references to the arrays.
+        optimizer_tree: Structure of the optimizer's state, plain JSON with references to the arrays.
         scaler: State of the loss scaler, plain numbers.
-        is_sharded: Ranks share the model: each has some of it. Otherwise each has all of it.
+        is_sharded: Whether each rank has only some of the arrays or parts; False: each rank has all.
     """
 
     model: Mapping[str, ArrayBlob]
@@ -109,12 +109,7 @@ class ReplicaState:
 
 @dataclass(frozen=True)
 class Digest:
-    """What a manifest says of a file.
-
-    Attributes:
-        sha256: Of its bytes; of a file of arrays, of its header, which has those of the arrays.
-        size_bytes: Of all of it.
-    """
+    """SHA-256 and size of a file. The SHA-256 of a safetensors file is that of its header."""
 
     sha256: str
     size_bytes: int
@@ -122,16 +117,14 @@ class Digest:
 
 @dataclass(frozen=True)
 class Entry:
-    """An array in a file of arrays.
+    """Header entry of an array, or of a part of one, in a safetensors file.
 
     Attributes:
-        name: Of the array.
-        dtype: Name of the element type.
-        shape: Lengths of the dimensions of what is in the file.
-        begin: Of its bytes, counted from the beginning of the file.
-        size_bytes: How many there are.
-        part: Of what it is a part; None: it is whole.
-        sha256: Of its bytes; None: the file is of the version before, which has none.
+        dtype: PyTorch's name of the element type.
+        shape: Shape of the stored elements.
+        begin: Offset of its bytes from the beginning of the file.
+        part: Position in the whole array; None: this is the whole array.
+        sha256: SHA-256 of its bytes; None: the file has format version 1, without checksums of arrays.
     """
 
     name: str
@@ -144,11 +137,11 @@ class Entry:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, ArrayBlob]) -> Digest:
-    """Write arrays to a new file, flushed to disk.
+    """Write arrays to a new safetensors file, and flush it to disk.
 
     Raises:
-        CheckpointError: An element type has no place in the format.
-        OSError: The disk refuses.
+        CheckpointError: The format does not support an element type.
+        OSError: The file exists already or cannot be written.
     """
     blank = _header(arrays, dict.fromkeys(arrays, _NO_DIGEST))
     digests: dict[str, str] = {}
@@ -170,19 +163,17 @@ def write_arrays(path: Path, arrays: Mapping[str, ArrayBlob]) -> Digest:
 def write_plain(
     path: Path, arrays: Mapping[str, ArrayBlob], kinds: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> int:
-    """Write whole arrays to a new file that any reader of safetensors takes; return its size in bytes.
+    """Write whole arrays to a new file that every safetensors reader accepts; return its size in bytes.
 
-    Args:
-        path: The file.
-        arrays: Read one at a time.
-        kinds: Element type and shape of each, in the order in which they are written.
+    ``kinds`` contains element type and shape of each array in the order of writing. Arrays are read one at a
+    time.
 
     Raises:
         CheckpointError: An array cannot be read.
-        OSError: The disk refuses.
+        OSError: The file exists already or cannot be written.
     """
     at = 0
-    entries: dict[str, object] = {METADATA: {"format": "pt"}}  # which Transformers looks for
+    entries: dict[str, object] = {METADATA: {"format": "pt"}}  # Transformers requires it
     for name, (dtype, shape) in kinds.items():
         size_bytes = math.prod(shape) * ITEM_SIZE_BYTES[dtype]
         entries[name] = _header_entry(dtype, shape, at, size_bytes)
@@ -197,7 +188,7 @@ def write_plain(
 
 
 def write_bytes(path: Path, content: bytes) -> Digest:
-    """Write bytes to a new file, flushed to disk."""
+    """Write bytes to a new file, and flush it to disk."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -206,17 +197,17 @@ def write_bytes(path: Path, content: bytes) -> Digest:
 
 
 def dump_state(tree: object, arrays: Mapping[str, ArrayBlob]) -> bytes:
-    """Return a JSON tree and the arrays it refers to as one piece of bytes."""
+    """Serialize a JSON tree and the arrays that it refers to."""
     text = json.dumps(tree).encode()
     with_tree = {**arrays, _TREE: ArrayBlob("uint8", (len(text),), text)}
     return b"".join([_header(with_tree), *(blob.data for blob in with_tree.values())])
 
 
 def parse_state(content: bytes) -> tuple[object, dict[str, ArrayBlob]]:
-    """Return what ``dump_state`` was given.
+    """Return the JSON tree and the arrays that ``dump_state`` has serialized.
 
     Raises:
-        CheckpointError: It is not such a piece.
+        CheckpointError: The content is damaged.
     """
     arrays = parse_arrays(content)
     try:
@@ -228,13 +219,13 @@ def parse_state(content: bytes) -> tuple[object, dict[str, ArrayBlob]]:
 
 
 def parse_arrays(content: bytes) -> dict[str, ArrayBlob]:
-    """Return the arrays of such a piece of bytes, in the order in which they were written.
+    """Return the arrays in the content of a safetensors file, in the order of its header.
 
     Raises:
-        CheckpointError: It is none.
+        CheckpointError: The content is not a valid safetensors file.
     """
     try:
-        deserialize(content)  # type: ignore[no-untyped-call]  # looks at it as the library does
+        deserialize(content)  # type: ignore[no-untyped-call]  # validates as other readers do
     except SafetensorError as error:
         raise CheckpointError(f"not a safetensors file: {error}") from error
     entries = parse_header(content[: header_size_bytes(content[:8], len(content))], len(content))
@@ -247,14 +238,10 @@ def parse_arrays(content: bytes) -> dict[str, ArrayBlob]:
 
 
 def header_size_bytes(first: bytes, size_bytes: int) -> int:
-    """Return how many bytes at the beginning of a file are its header.
-
-    Args:
-        first: Its first eight bytes.
-        size_bytes: Of the whole file.
+    """Return the header size of a safetensors file, from the file's first eight bytes and its whole size.
 
     Raises:
-        CheckpointError: It is not such a file.
+        CheckpointError: The file is shorter than its header.
     """
     length = struct.unpack("<Q", first)[0] if len(first) == 8 else size_bytes
     if length + 8 > size_bytes:
@@ -263,14 +250,12 @@ def header_size_bytes(first: bytes, size_bytes: int) -> int:
 
 
 def parse_header(header: bytes, size_bytes: int) -> list[Entry]:
-    """Return what is in a file of arrays, in the order in which it was written: the same on all ranks.
+    """Return the entries of a safetensors header in file order, which is therefore equal on every rank.
 
-    Args:
-        header: With its length before it.
-        size_bytes: Of the whole file.
+    ``header`` includes the eight bytes of its length; ``size_bytes`` is the size of the whole file.
 
     Raises:
-        CheckpointError: Not a valid header, or it does not fit the file.
+        CheckpointError: The header is invalid, or an array is outside of the file.
     """
     try:
         document = json.loads(header[8:])
@@ -308,7 +293,7 @@ def _lengths(found: list[Any]) -> tuple[int, ...]:
 
 
 def _check_part(name: str, shape: tuple[int, ...], part: Part) -> None:
-    """Refuse a part that is not within its array."""
+    """Raise ``ValueError`` if a part is not within its array."""
     frame = part.whole if len(part.start) == len(part.whole) else (math.prod(part.whole),)
     ends = [start + length for start, length in zip(part.start, shape, strict=True)]
     if len(ends) != len(frame) or any(end > length for end, length in zip(ends, frame, strict=True)):
@@ -316,7 +301,7 @@ def _check_part(name: str, shape: tuple[int, ...], part: Part) -> None:
 
 
 def _header(arrays: Mapping[str, ArrayBlob], digests: Mapping[str, str] | None = None) -> bytes:
-    """Return the header of a file of arrays, with their digests if there are some."""
+    """Return the safetensors header of arrays, with their checksums if they are passed."""
     entries: dict[str, object] = {}
     if digests is not None:
         ours = {name: [digests[name], *_place(blob.part)] for name, blob in arrays.items()}

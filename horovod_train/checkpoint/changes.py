@@ -1,4 +1,4 @@
-"""Differences of job and environment since a checkpoint was written; they are reported, not refused."""
+"""Changes of the job and the environment since a checkpoint was written: reported, but not an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from horovod_train.config.schema import Job
 
-# Parts of a job that decide what is computed. Where and how ranks are started does not.
+# Sections of a job that determine results. Sections about the launch of ranks do not.
 COMPARED = (
     "framework",
     "task",
@@ -37,13 +37,13 @@ def document_changes(before: object, now: object, path: str = "") -> Iterator[st
 
 
 def job_changes(before: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Return what differs between two resolved jobs in what they compute."""
+    """Return a line for each difference between two resolved jobs that affects results."""
     old = _migrated(before)
     return [line for name in COMPARED for line in document_changes(old.get(name), now.get(name), name)]
 
 
 def _migrated(job: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a job with the fields that it did not have when it was written."""
+    """Return a stored job with defaults for fields that were added later."""
     try:
         return Job.model_validate(dict(job)).model_dump(mode="json")
     except ValidationError:

@@ -1,4 +1,4 @@
-"""Which ranks have which part of a state: what several have is the same on all, and the first writes it."""
+"""Mapping from arrays of a state to the ranks that have them. The first of these ranks writes the array."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Key = str
 
 
 def keyed(state: ReplicaState) -> Iterator[tuple[Key, ArrayBlob]]:
-    """Yield what a rank has, each array or part of one with a key that says what it is."""
+    """Yield the arrays of a rank, or parts of arrays, with keys that identify them across ranks."""
     for section, arrays in (("model", state.model), ("optimizer", state.optimizer)):
         for name, blob in arrays.items():
             yield key_of(section, name, blob), blob
 
 
 def key_of(section: str, name: str, blob: ArrayBlob) -> Key:
-    """Return what tells an array, or a part of one, from all others.
+    """Return a key that identifies an array, or a part of one.
 
     >>> key_of("model", "weight", ArrayBlob("float32", (2,), bytes(8)))
     'model.weight'
@@ -34,12 +34,12 @@ def key_of(section: str, name: str, blob: ArrayBlob) -> Key:
 
 @dataclass(frozen=True)
 class Holders:
-    """Who has what.
+    """The ranks that have each array.
 
     Attributes:
         rank: This rank.
-        of: The ranks that have it, in order, by the key of everything that any rank has.
-        optimizer_tree: Shape of the optimizer's state, of all ranks together.
+        of: Ranks that have an array or part, in ascending order, by its key; for the arrays of all ranks.
+        optimizer_tree: Structure of the optimizer's state, merged over all ranks.
     """
 
     rank: int
@@ -48,11 +48,11 @@ class Holders:
 
     @cached_property
     def writers(self) -> tuple[int, ...]:
-        """Ranks that write to a checkpoint: of those that have something, the first; rank 0 always."""
+        """Ranks that write to a checkpoint: rank 0, and the first rank that has each array."""
         return tuple(sorted({0, *(ranks[0] for ranks in self.of.values())}))
 
     def arrays_to_write(self, section: str, arrays: Mapping[str, ArrayBlob]) -> dict[str, ArrayBlob]:
-        """Return what this rank writes of its arrays."""
+        """Return the arrays that this rank must write: those of which it is the first holder."""
         return {
             name: blob
             for name, blob in arrays.items()
@@ -60,7 +60,7 @@ class Holders:
         }
 
     def groups(self, keys: Iterable[Key]) -> dict[tuple[int, ...], list[Key]]:
-        """Return keys by who has them, of those that several ranks have."""
+        """Return the keys that several ranks have, grouped by these ranks."""
         groups: dict[tuple[int, ...], list[Key]] = {}
         for key in keys:
             if len(self.of[key]) > 1:
@@ -69,10 +69,10 @@ class Holders:
 
 
 def find_holders(world: Communicator, state: ReplicaState) -> Holders:
-    """Return who has what; every rank calls it. No message is needed where every rank has to have all.
+    """Return the holders of each array. Every rank must call it: it communicates if the state is sharded.
 
     Raises:
-        CheckpointError: Ranks have states of different optimizers.
+        CheckpointError: Ranks have optimizer states that contradict each other.
     """
     mine = [key for key, _ in keyed(state)]
     if not state.is_sharded:

@@ -1,4 +1,4 @@
-"""Look at checkpoints and compare them, without any framework."""
+"""List, describe, export and compare checkpoints, without importing a framework."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MAX_ROWS = 40
 
 
 def checkpoints_in(path: Path) -> list[StoredCheckpoint]:
-    """Return the checkpoints of a folder of checkpoints or of a run, newest first."""
+    """Return the checkpoints of a checkpoint folder or of a run folder, newest first."""
     return list_checkpoints(path) or list_checkpoints(path / "checkpoints")
 
 
 def discard_damaged(path: Path) -> list[Path]:
-    """Delete what is damaged in a folder of checkpoints or of a run; return what was deleted."""
+    """Delete damaged checkpoints of a checkpoint folder or run folder; return the deleted folders."""
     damaged = [checkpoint.path for checkpoint in checkpoints_in(path) if verify(checkpoint.path)]
     damaged += [*list_damaged(path), *list_damaged(path / "checkpoints")]
     for folder in damaged:
@@ -43,7 +43,7 @@ def discard_damaged(path: Path) -> list[Path]:
 
 
 def describe_row(checkpoint: StoredCheckpoint) -> str:
-    """Return one line of a list."""
+    """Return a checkpoint's line of ``checkpoint ls``."""
     try:
         manifest = read_manifest(checkpoint.path)
     except CheckpointError as error:
@@ -58,10 +58,10 @@ def describe_row(checkpoint: StoredCheckpoint) -> str:
 
 
 def describe(path: Path) -> str:
-    """Return everything about a checkpoint but its numbers.
+    """Return a human-readable description of a checkpoint, without the elements of its arrays.
 
     Raises:
-        CheckpointError: It is damaged.
+        CheckpointError: The checkpoint is damaged.
     """
     manifest = read_manifest(path)
     content = read_checkpoint(path)
@@ -88,19 +88,20 @@ def describe(path: Path) -> str:
 def export(path: Path, file: Path, *, averaged: bool | None = None) -> tuple[StoredCheckpoint, int]:
     """Write the weights and buffers of the newest valid checkpoint to one safetensors file.
 
-    Names are those of the model, whatever strategy has trained it. One array is in memory at a time.
+    The names are those of the model, for every strategy. One array is in memory at a time.
 
     Args:
-        path: A folder of checkpoints or of a run, or one checkpoint.
-        file: Must not be there yet.
-        averaged: Averaged weights (``ema``, or those that an optimizer evaluates), and not those that are
-            trained; None: those that the optimizer evaluates, if it has such.
+        path: Checkpoint folder, run folder, or one checkpoint.
+        file: Path of a file that must not exist.
+        averaged: True: averaged weights (``ema``, or those with which the optimizer evaluates). False: the
+            trained weights. None: those with which the optimizer evaluates, if any, else the trained weights.
 
     Returns:
         The checkpoint, and the size of the file in bytes.
 
     Raises:
-        CheckpointError: No valid checkpoint, or the file cannot be written.
+        CheckpointError: There is no valid checkpoint, it has no averaged weights although ``averaged`` is
+            True, or the file exists or cannot be written.
     """
     candidates = checkpoints_in(path) or [StoredCheckpoint(path, 0)]
     found = next((each for each in candidates if not verify(each.path)), None)
@@ -123,11 +124,7 @@ def export(path: Path, file: Path, *, averaged: bool | None = None) -> tuple[Sto
 
 
 def _weights_of(path: Path, *, averaged: bool | None) -> StoredArrays:
-    """Return weights and buffers of a checkpoint, by their names in the model.
-
-    Raises:
-        CheckpointError: It has no averaged weights, and they are wanted.
-    """
+    """Return weights and buffers of a checkpoint by name; raises ``CheckpointError`` as ``export``."""
     content = read_checkpoint(path, ["model", "optimizer", "state"])
     model, optimizer = content.arrays["model"], content.arrays["optimizer"]
     tree = content.documents["state"]["optimizer_tree"]
@@ -147,10 +144,10 @@ def _weights_of(path: Path, *, averaged: bool | None) -> StoredArrays:
 
 
 def differences(first: Path, second: Path) -> list[str]:
-    """Return a line for each thing in which two checkpoints differ; generators are not compared.
+    """Return a line for each difference of two checkpoints, without ``rng`` and ``own``; at most 41 lines.
 
     Raises:
-        CheckpointError: One of them is damaged.
+        CheckpointError: A checkpoint is damaged.
     """
     one, two = read_checkpoint(first), read_checkpoint(second)
     lines: list[str] = []
@@ -175,7 +172,7 @@ def _array_diff(one: Mapping[str, ArrayBlob], two: Mapping[str, ArrayBlob]) -> I
 
 
 def as_float64(blob: ArrayBlob) -> npt.NDArray[np.float64]:
-    """Return a blob's elements in double precision, flat."""
+    """Return a blob's elements as a flat array in double precision; of float8 and complex, its bytes."""
     if blob.dtype == "bfloat16":
         # bfloat16 is the upper half of float32.
         halves = np.frombuffer(blob.data, dtype=np.uint16).astype(np.uint32) << 16

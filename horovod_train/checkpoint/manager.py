@@ -1,8 +1,7 @@
-"""When to write which checkpoint, what to keep, and which one to resume from.
+"""Writing of checkpoints, removal of old ones, and selection of the one to resume from.
 
-Rank 0 writes, where replicas hold the same state; where ranks share a model, each writes what it is the
-first to have. Reading is different: every rank reads and checks for itself, so that nothing has to be
-believed.
+If replicas are identical, rank 0 writes. If the model is sharded, the first rank that has an array writes it.
+Every rank reads and verifies what it loads itself; no state is broadcast.
 """
 
 from __future__ import annotations
@@ -35,20 +34,19 @@ log = logging.getLogger(__name__)
 
 MAX_HISTORY = 100
 MAX_WAIT_AT_THE_END_S = 60.0
-"""How long a rank that ends waits for what others still write of a checkpoint."""
+"""Time for which a rank that ends waits for other writers of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a rank takes over from a checkpoint.
+    """Content of a checkpoint that a rank loads to resume.
 
     Attributes:
-        name: Its name.
-        state: Of the replica; arrays are read, and checked, on demand.
-        progress: Where training stands, plain JSON.
-        rng: This rank's random generators; None: those of another world.
-        own: What else each rank alone had, by rank; empty where there was nothing.
-        changes: What is not as it was when it was written, a line each; the order of samples aside.
+        state: State of the replica; arrays are read and verified on demand.
+        progress: Progress of training, plain JSON.
+        rng: This rank's random generators; None: the checkpoint was written with another number of ranks.
+        own: Per-rank state by rank, empty bytes for a rank without one; an empty tuple if no rank has one.
+        changes: Changes of job and environment since the checkpoint was written, except the order of samples.
     """
 
     name: str
@@ -63,12 +61,13 @@ class CheckpointManager:
     """The checkpoints of one run.
 
     Args:
-        directory: Folder that every rank can read and rank 0 can write.
+        directory: Folder that every rank can read. Rank 0 must be able to write to it; if the model is
+            sharded, every rank must.
         section: The job's ``checkpoint`` section.
-        world: The ranks; every method but ``close`` is called by all of them.
-        job: The resolved job, kept with each checkpoint.
-        environment: Versions and code that this run trains with, kept as well.
+        world: Communicator of all ranks. Every rank must call the methods, except ``close``.
+        job: The resolved job, stored with each checkpoint.
         on_written: Called on rank 0 after each attempt to write, possibly from another thread.
+        environment: Versions and digests of code of this run, stored with each checkpoint.
 
     Raises:
         OperationalError: Another run writes to the folder.
@@ -97,7 +96,7 @@ class CheckpointManager:
         self._saved: Mapping[str, object] | None = None
         self._lock: int | None = None
         self.last_write_s: float | None = None
-        """Time the last write took, in seconds; None: nothing was written yet."""
+        """Duration of the last successful write on rank 0, in seconds; None: there was none."""
         self._take_lock()
 
     def save(
@@ -112,23 +111,23 @@ class CheckpointManager:
         own: bytes = b"",
         wait: bool = False,
     ) -> None:
-        """Save a checkpoint; in the background unless the job or ``wait`` says otherwise.
+        """Save a checkpoint, in the background if the job enables it and ``wait`` is False.
 
-        A write that fails is reported and training continues: the next one may succeed. Only with
-        ``wait`` it is an error, because no next one follows.
+        A failed write is reported, and training continues, because the next write may succeed. With ``wait``,
+        it is an error, because no other write follows.
 
         Args:
-            step: Optimizer steps made.
-            take_state: Returns what this rank has of the replica's state, copied when called with True.
+            step: Number of optimizer steps performed.
+            take_state: Returns this rank's part of the replica's state; copies it if called with True.
             rng: This rank's random generators.
-            progress: Where training stands, plain JSON.
-            summary: What lists show.
-            holders: Who has what of the state; None: rank 0 has all of it.
-            own: What else this rank alone has.
-            wait: Return only when the checkpoint is on disk.
+            progress: Progress of training, plain JSON.
+            summary: Values that lists of checkpoints show.
+            holders: Ranks that have each array; None: rank 0 has all arrays.
+            own: Per-rank state of this rank.
+            wait: Return when the checkpoint is on disk.
 
         Raises:
-            CheckpointError: With ``wait``: it could not be written.
+            CheckpointError: ``wait`` is True, and the checkpoint could not be written.
         """
         generators = self._world.allgather(rng)
         if self._saved != progress:
@@ -149,10 +148,13 @@ class CheckpointManager:
             self._raise_if_last_failed()
 
     def latest(self) -> Resumed | None:
-        """Return the newest valid checkpoint, read and checked by this rank; None if there is none.
+        """Return the newest valid checkpoint; None: there is none, or ``checkpoint.resume`` is ``never``.
+
+        With ``never``, rank 0 renames existing checkpoints, so that they are no longer listed.
 
         Raises:
-            CheckpointError: The job requires one and there is none, or a rank cannot read it.
+            CheckpointError: All checkpoints are damaged, a rank cannot read the newest valid one, or the job
+                requires a checkpoint and there is none.
         """
         if self._section.resume == "never":
             if self._world.rank == 0:
@@ -175,10 +177,10 @@ class CheckpointManager:
         return resumed
 
     def at(self, step: int) -> Resumed:
-        """Return the checkpoint of a step, read and checked by this rank. Waits for a write under way.
+        """Return the checkpoint of a step, after a write in progress has completed.
 
         Raises:
-            CheckpointError: There is none, or a rank cannot read it.
+            CheckpointError: The step has no checkpoint, or a rank cannot read it.
         """
         problem = ""
         name = f"step-{step:012d}"
@@ -205,7 +207,7 @@ class CheckpointManager:
         return resumed, history
 
     def mark_resumed(self, name: str, changes: Sequence[str]) -> None:
-        """Write into the checkpoints to come that training has gone on from one, and what was changed."""
+        """Record a resume and its changes in the history that later checkpoints store."""
         entry = {
             "checkpoint": name,
             "unix_time_s": time(),
@@ -215,7 +217,7 @@ class CheckpointManager:
         self._history = [*self._history, entry][-MAX_HISTORY:]
 
     def close(self) -> None:
-        """Finish writing and let go of the folder. Safe to call twice."""
+        """Complete writes in progress and release the folder's lock. May be called more than once."""
         if self._writing is not None:
             self._writing.give_up_after(MAX_WAIT_AT_THE_END_S)
         self._collect()
@@ -225,7 +227,7 @@ class CheckpointManager:
     # -- writing
 
     def _begin(self, step: int, writers: Sequence[int]) -> Writing | None:
-        """Make room for a checkpoint, on the rank or ranks that write it; None: no room."""
+        """Create the temporary folder of a checkpoint; None: rank 0 cannot create it."""
         folder, problem = self.directory / temporary_name(step), ""
         writing = Writing(step, folder, writers)
         if self._world.rank == 0:
@@ -248,7 +250,7 @@ class CheckpointManager:
         progress: Mapping[str, object],
         summary: Mapping[str, object],
     ) -> Content:
-        """Return what this rank writes."""
+        """Return the files that this rank writes."""
         arrays: dict[str, Mapping[str, ArrayBlob]] = {"model": state.model, "optimizer": state.optimizer}
         if holders is not None:
             arrays = {section: holders.arrays_to_write(section, found) for section, found in arrays.items()}
@@ -271,7 +273,7 @@ class CheckpointManager:
         )
 
     def _write(self, writing: Writing, content: Content) -> str:
-        """Write this rank's part, and on rank 0 complete the checkpoint; return what went wrong."""
+        """Write this rank's files; rank 0 also commits the checkpoint. Return the error, empty if none."""
         started = perf_counter()
         size_bytes, error = 0, ""
         try:
@@ -300,20 +302,21 @@ class CheckpointManager:
             log.warning("old checkpoints were not removed: %s", problem)
 
     def _collect_all(self) -> None:
-        """Wait for the write under way, on every rank that takes part in it; two never overlap."""
+        """Wait for the write in progress on all of its writers, so that two writes never overlap."""
         writing = self._writing
         if writing is not None and len(writing.writers) > 1:
-            # Rank 0 waits for the others' notes, and who cannot write may not be able to leave one.
+            # Rank 0 waits for a file of every writer. A rank with a failed disk may be unable to write it, so
+            # its error is also sent to rank 0.
             errors = allgather_json(self._world, self._collect() if self._world.rank != 0 else "")
             for rank, error in enumerate(errors):
                 if error:
                     writing.fail(f"{describe_ranks([rank])}: {error}")
-            if self._collect():  # others may have written on after rank 0 gave up
+            if self._collect():  # other ranks may have written after rank 0 removed the folder
                 writing.remove()
         self._collect()
 
     def _collect(self) -> str:
-        """Wait for this rank's part of the write under way; return what went wrong with it."""
+        """Wait for this rank's part of the write in progress; return its error, or an empty string."""
         pending, self._pending, self._writing = self._pending, None, None
         return "" if pending is None else pending.result()
 
@@ -324,7 +327,7 @@ class CheckpointManager:
             raise CheckpointError(f"the last checkpoint was not written: {error}")
 
     def _prune(self) -> None:
-        """Remove all but the newest and the best, never what is not known to be older."""
+        """Remove all checkpoints except the newest ``keep_last`` ones and the best one."""
         stored = store.list_checkpoints(self.directory)
         keep = {checkpoint.step for checkpoint in stored[: self._section.keep_last]}
         best = self._best(stored)
@@ -352,7 +355,7 @@ class CheckpointManager:
     # -- reading
 
     def _quarantine_all(self) -> None:
-        """Make room for a run that starts from the beginning where another one has been."""
+        """Rename all checkpoints of earlier runs, because this run starts from the beginning."""
         found = store.list_checkpoints(self.directory)
         for path in [*(checkpoint.path for checkpoint in found), *store.list_damaged(self.directory)]:
             store.quarantine(path, "earlier")
@@ -362,7 +365,7 @@ class CheckpointManager:
             )
 
     def _read(self, name: str) -> tuple[Resumed | None, list[dict[str, object]], str]:
-        """Return what this rank takes over, its history, and what went wrong; never raises: others wait."""
+        """Return content, history, and error. The error is not raised, because other ranks would block."""
         try:
             content = store.read_checkpoint(self.directory / name)
             document = content.documents["state"]
@@ -382,7 +385,7 @@ class CheckpointManager:
         return Resumed(name, state, document["progress"], rng, own, changes), history, ""
 
     def _rank_generators(self, content: store.Stored) -> bytes | None:
-        """Return this rank's generators. They belong to a rank of a world; another world starts fresh."""
+        """Return this rank's generators; None: they were saved with another number of ranks."""
         if content.summary["world_size"] != self._world.size:
             return None
         name = f"rank.{self._world.rank}"
@@ -399,7 +402,7 @@ class CheckpointManager:
     # -- the folder
 
     def _take_lock(self) -> None:
-        """One run writes to a folder: a second one would prune the first one's checkpoints."""
+        """Lock the folder for this run: a second run would remove the first run's checkpoints."""
         problem = ""
         if self._world.rank == 0:
             try:

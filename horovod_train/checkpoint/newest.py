@@ -1,4 +1,4 @@
-"""Selects the checkpoint to resume from: the newest whose checksums match; a collective operation."""
+"""Selection of the checkpoint to resume from: the newest with valid checksums. Every rank must call it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ Damaged = tuple[store.StoredCheckpoint, list[str]]
 
 
 def newest_valid(directory: Path, world: Communicator) -> tuple[str | None, str]:
-    """Return the name of the newest valid checkpoint, or what keeps the job from starting; never raises.
+    """Return the name of the newest valid checkpoint, or None; and the problem that prevents a start, if any.
 
-    Damaged ones that are newer are quarantined: under their own names they would be taken for the
-    newest when old ones are pruned. When none is valid, nothing is moved, and starting from zero is
-    for the user to decide, however often the job is started.
-
-    Returns:
-        The name, None if there is none; and the problem, empty if there is none.
+    Newer damaged checkpoints are quarantined, because they would count as the newest ones when old ones are
+    removed. If all are damaged, nothing is renamed and a problem is returned, at every start of the job: only
+    the user may decide to train from the beginning.
     """
     found, problem = _listed(directory, world)
     damaged: list[Damaged] = []
@@ -44,7 +41,7 @@ def newest_valid(directory: Path, world: Communicator) -> tuple[str | None, str]
 
 
 def _listed(directory: Path, world: Communicator) -> tuple[list[store.StoredCheckpoint], str]:
-    """Return the checkpoints that rank 0 sees, or why it sees none."""
+    """Return the checkpoints that rank 0 lists, and the error if it cannot list them."""
     found: list[store.StoredCheckpoint] = []
     problem = ""
     if world.rank == 0:
@@ -66,13 +63,10 @@ def _why_none(directory: Path, damaged: Sequence[Damaged]) -> str:
 
 
 def _problems_of(path: Path, world: Communicator) -> tuple[list[str], str]:
-    """Look at all files of a checkpoint, each rank at some of them.
+    """Return damage of a checkpoint, and the error if rank 0 cannot read a file; each rank verifies a part.
 
-    Rank 0 verifies what another rank finds: hosts may not all see the same folder, which is not
-    damage.
-
-    Returns:
-        What is damaged, and why rank 0 cannot tell; empty if it can.
+    If another rank finds damage, rank 0 verifies that rank's files again: hosts may have different folders
+    under this path, which is not damage.
     """
     files: list[str] = []
     problems: list[str] = []

@@ -1,7 +1,7 @@
 """Weights in safetensors files of other programs, read on demand.
 
-One file, or a folder with several, as Transformers and ``horovod-train checkpoint export`` write them. Files
-are mapped into memory: of a weight that ranks share, each reads its part.
+Transformers and ``horovod-train checkpoint export`` write such files, one or several in a folder. Files are
+mapped into memory, so a rank reads only its shard of a weight.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ FIELD = "train.initial_weights"
 
 
 def open_weights(path: Path) -> StoredArrays:
-    """Return the arrays of a safetensors file, or of all in a folder.
+    """Return the arrays of a safetensors file, or of all safetensors files in a folder.
 
     Raises:
-        UserError: There is none, or it is damaged, or two files have an array of one name.
+        UserError: There is no file, a file is damaged, or two files have an array of the same name.
     """
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not all(file.is_file() for file in files):

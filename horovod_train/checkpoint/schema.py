@@ -1,6 +1,6 @@
-"""What the JSON files of a checkpoint have to look like before anything in them is used.
+"""Schemas with which the JSON files of a checkpoint are validated before their content is used.
 
-A checksum says that a file is as it was written, not that it was written by this product.
+Checksums detect changes of a file after it was written. They do not show that this product wrote it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class _Document(BaseModel):
 
 
 class DigestDocument(_Document):
-    """What a manifest says of a file."""
+    """Checksum and size of a file, as stored in a manifest."""
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     size_bytes: Annotated[int, Field(ge=0, le=2**60)]
 
 
 class SummaryDocument(_Document):
-    """What lists show."""
+    """Values that lists of checkpoints show."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="allow")
 
@@ -59,7 +59,7 @@ class ManifestDocument(_Document):
 
 
 class OrderDocument(_Document):
-    """What fixes the order of samples."""
+    """Settings that determine the order of samples."""
 
     num_samples: Annotated[int, Field(ge=1)]
     seed: Annotated[int, Field(ge=0)]
@@ -67,7 +67,7 @@ class OrderDocument(_Document):
 
 
 class ProgressDocument(_Document):
-    """Where training stands."""
+    """Progress of training."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
@@ -83,7 +83,7 @@ class ProgressDocument(_Document):
 
 
 class ResumeDocument(_Document):
-    """One time that training has gone on from a checkpoint."""
+    """A resume of training from a checkpoint."""
 
     checkpoint: str
     unix_time_s: float
@@ -91,36 +91,31 @@ class ResumeDocument(_Document):
     changes: list[str]
 
     def as_text(self) -> str:
-        """Return it for a person."""
+        """Return a human-readable line."""
         changes = "; ".join(self.changes) or "nothing was changed"
         return f"resumed from {self.checkpoint} on {self.world_size} rank(s): {changes}"
 
 
 class StateDocument(_Document):
-    """``state.json``; what has a default here was not written by earlier versions."""
+    """``state.json``. Earlier versions do not write the fields that have defaults."""
 
     progress: ProgressDocument
     optimizer_tree: Any
     scaler: dict[str, float]
     environment: dict[str, str] = {}
-    """Versions and code that it was trained with."""
+    """Versions and digests of code of the run that wrote the checkpoint."""
     history: list[ResumeDocument] = []
-    """How often it was resumed on the way, and what was changed each time; the last of many."""
+    """The latest resumes of this training, up to ``manager.MAX_HISTORY``, with their changes."""
 
 
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def checked(model: type[Model], document: object, what: str) -> Model:
-    """Return a document as its model.
-
-    Args:
-        model: What it has to be.
-        document: What was read.
-        what: Names it for a person.
+    """Validate a parsed JSON document, which error messages call ``what``, with a pydantic model.
 
     Raises:
-        CheckpointError: It is something else; names the first thing that is wrong.
+        CheckpointError: The document is invalid; the message names the first invalid field.
     """
     try:
         return model.model_validate(document)

@@ -5,15 +5,15 @@
         model.safetensors          weights and buffers
         optimizer.safetensors      optimizer state
         rng.safetensors            random generators, one array of bytes for each rank
-        own.safetensors            other state of single ranks (residuals, ...); absent if there is none
-        state.json                 progress, loss scaler, shape of the optimizer's state
+        own.safetensors            per-rank state (residuals, ...); absent if no rank has one
+        state.json                 progress, loss scaler, structure of the optimizer's state, history
         config.json                the resolved job
 
 If the model is sharded, each rank writes its shards to files with its rank in the name, such as
 ``model-00003.safetensors``; arrays of the same name are shards of one tensor (see ``stored_arrays.py``).
 
-A checkpoint is written under a temporary name, flushed, and renamed, so readers see it complete or
-not at all. The next writer removes temporary folders that a crash has left.
+A checkpoint is written under a temporary name, flushed, and renamed, so readers see it complete or not at
+all. The next run that opens the folder for writing removes temporary folders that remain after a crash.
 """
 
 from __future__ import annotations
@@ -61,9 +61,8 @@ class Stored:
     """The content of a checkpoint, or the part of it that was requested.
 
     Attributes:
-        arrays: For ``model``, ``optimizer``, ``rng`` and, if it exists, ``own``: arrays by
-            name, which are read on demand.
-        documents: For each of ``state`` and ``config``, plain JSON.
+        arrays: Arrays by name, read on demand, for ``model``, ``optimizer``, ``rng`` and, if any, ``own``.
+        documents: Plain JSON of ``state`` and ``config``.
         summary: Values shown by ``checkpoint ls``: epoch, metrics, world size, time.
     """
 
@@ -89,12 +88,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint folder that was found; it may be invalid.
-
-    Attributes:
-        path: Its folder.
-        step: The step in its manifest, or in its name if the manifest cannot be read.
-    """
+    """A checkpoint folder, possibly damaged; ``step`` is from its manifest, or else from its name."""
 
     path: Path
     step: int
@@ -163,7 +157,7 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: The manifest is missing or damaged, or has an unknown format.
+        CheckpointError: The manifest is missing or damaged, or has an unsupported format.
         OSError: The file exists but cannot be read.
     """
     file = path / MANIFEST
@@ -186,10 +180,10 @@ def read_manifest(path: Path) -> Manifest:
 def read_checkpoint(path: Path, only: Iterable[str] = (*ARRAYS, *DOCUMENTS)) -> Stored:
     """Read all or some files of a checkpoint: JSON documents at once, arrays on demand.
 
-    Every byte that is read is checked; an array that is damaged raises ``CheckpointError`` when it is read.
+    All data is verified when it is read; reading a damaged array later raises ``CheckpointError``.
 
     Raises:
-        CheckpointError: A file is missing or is not what the manifest says.
+        CheckpointError: A file is missing or does not match the manifest.
     """
     manifest = read_manifest(path)
     arrays: dict[str, StoredArrays] = {}
@@ -211,7 +205,7 @@ def _files_of(stem: str, manifest: Manifest) -> list[str]:
 
 
 def _pieces(path: Path, name: str, manifest: Manifest) -> list[Piece]:
-    """Return a file's arrays, to be read on demand; a format 1 file is read and verified at once."""
+    """Return the arrays of a file, to be read on demand. A file of format 1 is read and verified at once."""
     file, digest = path / name, manifest.files[name]
     if manifest.version == WITHOUT_DIGESTS:
         content = memoryview(_read_checked(path, name, manifest))
@@ -254,11 +248,7 @@ def _parse_json(file: Path, content: bytes) -> Any:
 
 
 def verify(path: Path, files: Iterable[str] | None = None) -> list[str]:
-    """Verify a checkpoint; return one message per damaged file, or an empty list.
-
-    Args:
-        path: Its folder.
-        files: Which files to look at; None: all of them.
+    """Verify some files of a checkpoint (None: all); return one message for each damaged file.
 
     Raises:
         OSError: A file exists but cannot be read; its content may be valid.
@@ -292,19 +282,19 @@ def _read_checked(path: Path, name: str, manifest: Manifest) -> bytes:
 
 
 def _read_regular(file: Path, size_bytes: int, *, exactly: bool = False) -> bytes:
-    """Read a file that is not a link, pipe or device, and not larger than it should be.
-
-    Raises:
-        CheckpointError: It is missing, not a regular file, or has another size than expected.
-        OSError: The file exists but cannot be read.
-    """
+    """Read a regular file; raises as ``_opened``."""
     with _opened(file, size_bytes, exactly=exactly) as opened:
         return _all_of(file, opened, size_bytes)
 
 
 @contextmanager
 def _opened(file: Path, size_bytes: int, *, exactly: bool) -> Iterator[BinaryIO]:
-    """Open a file that is not a link, pipe or device, and not too large; raises as ``_read_regular``."""
+    """Open a regular file of at most ``size_bytes``; with ``exactly``, of this size.
+
+    Raises:
+        CheckpointError: The file is missing, a link, a pipe or a device, or has another size.
+        OSError: The file exists but cannot be read.
+    """
     try:
         # Without O_NONBLOCK, opening a pipe without a writer would block.
         handle = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,8 +1,8 @@
-"""Arrays of a checkpoint, read on demand: whole, or the part that a rank needs.
+"""Arrays of a checkpoint, read on demand: whole, or the part that a rank requires.
 
-An array may lie in several files, a part in each, as written by the ranks that held them. A reader may
-want it whole, or another part of it: another number of ranks, or another way to share a model. Only
-what overlaps is read, and every byte that is read is checked.
+The parts of an array may be in several files, one for each rank that has written a part. A reader may request
+the whole array or another part, because the number of ranks or the sharding has changed. Only stored parts
+that overlap the request are read, and all data that is read is verified.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Elements = npt.NDArray[np.void]
 
 @dataclass(frozen=True)
 class Piece:
-    """What one file has of an array.
+    """An array, or a part of one, in one file.
 
     Attributes:
-        entry: Where it is.
-        read: Returns its bytes, unchecked.
-        where: Names the file for a person.
+        entry: Its header entry.
+        read: Returns its bytes without verification.
+        where: Path of the file, for error messages.
     """
 
     entry: Entry
@@ -37,15 +37,11 @@ class Piece:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """Shape of the array."""
+        """Shape of the whole array."""
         return self.entry.shape if self.entry.part is None else self.entry.part.whole
 
     def checked_bytes(self) -> bytes | memoryview:
-        """Return its bytes.
-
-        Raises:
-            CheckpointError: They are not what was written.
-        """
+        """Return the bytes; raises ``CheckpointError`` if the file has a checksum of them that differs."""
         found = self.read()
         if self.entry.sha256 is not None and hashlib.sha256(found).hexdigest() != self.entry.sha256:
             raise CheckpointError(f"{self.where}: is damaged: the checksum of {self.entry.name} is wrong")
@@ -53,13 +49,10 @@ class Piece:
 
 
 class StoredArrays(Mapping[str, ArrayBlob]):
-    """The arrays of a section, by name.
-
-    Args:
-        pieces: Of all its files.
+    """The arrays of a section (``model``, ``optimizer``, ...) by name, read on demand from all its files.
 
     Raises:
-        CheckpointError: Pieces of an array do not belong together.
+        CheckpointError: Parts of an array disagree about its shape or element type.
     """
 
     def __init__(self, pieces: Iterable[Piece] = ()) -> None:
@@ -81,38 +74,33 @@ class StoredArrays(Mapping[str, ArrayBlob]):
         return len(self._pieces)
 
     def __getitem__(self, name: str) -> ArrayBlob:
-        """Read an array, whole."""
+        """Read a whole array."""
         pieces = self._pieces[name]
         if pieces[0].entry.part is None:
             return ArrayBlob(pieces[0].entry.dtype, pieces[0].whole, pieces[0].checked_bytes())
         return self.part(name, pieces[0].whole, None)
 
     def pieces(self, name: str) -> list[Piece]:
-        """Return what files have of an array."""
+        """Return the stored parts of an array."""
         return self._pieces[name]
 
     def replaced(self, others: Mapping[str, list[Piece]]) -> StoredArrays:
-        """Return these arrays, with others under some of their names."""
+        """Return a copy with some arrays added or replaced by name."""
         found = StoredArrays()
         found._pieces = {**self._pieces, **others}
         return found
 
     def kind(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Return type and shape of an array; nothing is read."""
+        """Return element type and shape of an array, without reading its elements."""
         first = self._pieces[name][0]
         return first.entry.dtype, first.whole
 
     def part(self, name: str, shape: Sequence[int], part: Part | None) -> ArrayBlob:
-        """Read a part of an array.
-
-        Args:
-            name: Of the array.
-            shape: Lengths of what is wanted.
-            part: Where it lies; None: the array is wanted whole.
+        """Read the part of an array that has this shape and this position; ``part`` None: the whole array.
 
         Raises:
-            KeyError: No such array.
-            CheckpointError: It has another shape, is damaged, or is not all there.
+            KeyError: There is no array of this name.
+            CheckpointError: The array has another shape, is damaged, or is incomplete.
         """
         dtype, whole = self.kind(name)
         lengths = tuple(shape)
@@ -140,7 +128,7 @@ class StoredArrays(Mapping[str, ArrayBlob]):
 
 
 def flat_range(whole: tuple[int, ...], lengths: tuple[int, ...], part: Part | None) -> tuple[int, int] | None:
-    """Return first and last + 1 of a part's elements in C order; None: they do not lie in a row.
+    """Return the range [begin, end) of a part's elements in C order; None: they are not contiguous.
 
     >>> flat_range((6, 4), (2, 4), Part((6, 4), (2, 0)))
     (8, 16)
@@ -150,7 +138,7 @@ def flat_range(whole: tuple[int, ...], lengths: tuple[int, ...], part: Part | No
     (3, 8)
     """
     is_box = part is not None and len(part.start) == len(whole) and math.prod(lengths) > 0
-    # In a row: dimensions of length 1, then one that is cut, then whole ones.
+    # Contiguous: dimensions of length 1, then one dimension of any length, then complete dimensions.
     cut = next((at for at, length in enumerate(lengths) if length != 1), len(lengths))
     if is_box and any(lengths[at] != whole[at] for at in range(cut + 1, len(lengths))):
         return None
@@ -158,7 +146,7 @@ def flat_range(whole: tuple[int, ...], lengths: tuple[int, ...], part: Part | No
 
 
 def _reach(whole: tuple[int, ...], lengths: tuple[int, ...], part: Part | None) -> tuple[int, int]:
-    """Return the range of elements from the first to the last of a part, whatever lies between them."""
+    """Return the smallest range [begin, end) in C order that contains all elements of a part."""
     if part is None:
         return 0, math.prod(whole)
     if math.prod(lengths) == 0:
@@ -185,7 +173,7 @@ def _from_ranges(
     wanted: tuple[int, int],
     pieces: Sequence[tuple[Piece, tuple[int, int]]],
 ) -> Elements:
-    """Put a range of elements together from pieces that are ranges, too."""
+    """Assemble a range of elements from stored parts that are contiguous ranges."""
     begin, end = wanted
     target = np.empty(end - begin, item)
     num_found = 0
@@ -201,7 +189,7 @@ def _from_ranges(
 def _assembled(
     name: str, item: np.dtype[np.void], whole: tuple[int, ...], pieces: Sequence[Piece]
 ) -> Elements:
-    """Put a whole array together."""
+    """Assemble a whole array from its stored parts."""
     target = np.empty(whole, item)
     num_found = 0
     for piece in pieces:

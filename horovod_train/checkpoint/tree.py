@@ -1,11 +1,11 @@
-"""Nested state as JSON plus arrays: nothing in a checkpoint can execute code.
+"""Nested state as JSON and arrays. Unlike pickle, reading it cannot execute code.
 
-Optimizers keep dictionaries of dictionaries with tensors at the leaves. JSON knows no tensors, no
-tuples and no integer keys, so each is written as a mapping with one reserved key:
+Optimizer states are nested dictionaries with tensors as leaves. JSON supports neither tensors nor tuples nor
+integer keys, so each of these is stored as an object with one reserved key:
 
     {"__array__": "state.0.exp_avg"}     a tensor, stored under that name
     {"__tuple__": [...]}                 a tuple
-    {"__map__": [[key, value], ...]}     a dictionary whose keys are not all texts
+    {"__map__": [[key, value], ...]}     a dictionary with non-string or reserved keys
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pack_tree(tree: object, is_array: Callable[[Any], bool]) -> tuple[object, di
     ({'__map__': [[0, {'__tuple__': [1, [2.5, None]]}]]}, {})
 
     Raises:
-        CheckpointError: The tree holds something that is neither data nor an array.
+        CheckpointError: The tree contains an object that is neither JSON data, a tuple nor an array.
     """
     arrays: dict[str, Any] = {}
 
@@ -52,10 +52,10 @@ def pack_tree(tree: object, is_array: Callable[[Any], bool]) -> tuple[object, di
 
 
 def unpack_tree(plain: object, arrays: Mapping[str, object]) -> Any:
-    """Join what ``pack_tree`` split.
+    """Return the tree that ``pack_tree`` has split.
 
     Raises:
-        CheckpointError: The tree refers to an array that is not there, or is none that was packed.
+        CheckpointError: An array is missing, or the tree has an invalid structure.
     """
     try:
         return _unpack(plain, arrays)
@@ -80,16 +80,16 @@ def _unpack(plain: object, arrays: Mapping[str, object]) -> object:
 
 
 def merge_trees(trees: Sequence[Any]) -> Any:
-    """Join what each of several ranks has packed of a state that they share.
+    """Merge the packed trees of all ranks of a sharded state.
 
-    Dictionaries are joined by their keys, lists of texts become one with each text once, other lists are
-    joined place by place; everything else is the same in all trees.
+    Dictionaries are merged by key. Lists of strings become one list with each string once. Other lists must
+    have equal lengths and are merged element by element. All other values must be equal.
 
     >>> merge_trees([{"a": 1, "names": ["x", "y"]}, {"b": [2], "names": ["y", "z"]}])
     {'a': 1, 'names': ['x', 'y', 'z'], 'b': [2]}
 
     Raises:
-        CheckpointError: Trees say different things.
+        CheckpointError: Trees contradict each other.
     """
     first = trees[0]
     if all(tree == first for tree in trees):

@@ -1,4 +1,4 @@
-"""How writing a checkpoint went."""
+"""Result of writing a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WriteReport:
-    """How writing a checkpoint went.
+    """Result of an attempt to write a checkpoint.
 
     Attributes:
         step: Optimizer step of the checkpoint.
-        path: Where it is.
-        seconds: Time to write and flush it.
-        size_bytes: Bytes on disk.
-        error: Why there is none; empty when it was written.
+        seconds: Time for writing and flushing.
+        size_bytes: Size of its files, without the manifest; 0 after an error.
+        error: Reason why it was not written; empty: it was written.
     """
 
     step: int

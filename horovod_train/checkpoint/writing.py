@@ -1,8 +1,9 @@
-"""Writing a checkpoint: begun under a temporary name, flushed, and renamed when all of it is there.
+"""Writing of a checkpoint under a temporary name, which is flushed and renamed when it is complete.
 
-Where ranks share a model, each writes its own files into the folder that rank 0 has begun. They write in the
-background and cannot ask each other there. A rank that is done leaves a note next to its files; rank 0
-waits for the notes of all writers, unless one of them reports a failure, and renames the folder.
+If the model is sharded, several ranks write files into the folder that rank 0 has created. They write in a
+background thread, where collectives are not available. Each of the other writers therefore leaves a note, a
+small file, when it has finished. Rank 0 waits for all notes and renames the folder, unless a note or a
+collective of the main thread reports an error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from horovod_train.checkpoint.arrays import ArrayBlob, Digest, write_arrays, wri
 from horovod_train.errors import CheckpointError, describe_ranks
 
 SHARED = ("model", "optimizer")
-"""What several ranks may write, into files with their numbers."""
+"""Sections that several ranks may write, into files with their ranks in the names."""
 POLL_S = 0.02
 MAX_POLL_S = 1.0
 _NOTE = ".written-"
@@ -31,13 +32,12 @@ _NOTE = ".written-"
 
 @dataclass(frozen=True)
 class Content:
-    """What a rank writes of a checkpoint.
+    """Content that a rank writes to a checkpoint.
 
     Attributes:
-        arrays: For each of ``model``, ``optimizer`` and ``rng``, and where there is some ``own``, arrays by
-            name.
-        documents: For each of ``state`` and ``config``, plain JSON.
-        summary: What lists show: epoch, metrics, world size, time.
+        arrays: Arrays by name, for ``model`` and ``optimizer``; on rank 0 also ``rng`` and, if any, ``own``.
+        documents: Plain JSON of ``state`` and ``config``; empty on ranks other than 0.
+        summary: Values that lists of checkpoints show; empty on ranks other than 0.
     """
 
     arrays: Mapping[str, Mapping[str, ArrayBlob]]
@@ -46,16 +46,12 @@ class Content:
 
 
 def temporary_name(step: int) -> str:
-    """Return the name of the folder in which this process begins a checkpoint."""
+    """Return the name of the temporary folder in which this process writes a checkpoint."""
     return f"{store.TEMPORARY}step-{step:012d}-{os.getpid()}"
 
 
 def begin(temporary: Path) -> None:
-    """Make the folder in which a checkpoint is written.
-
-    Raises:
-        CheckpointError: The disk refuses.
-    """
+    """Create the temporary folder of a checkpoint; raises ``CheckpointError`` if that fails."""
     with _explained(temporary):
         temporary.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -63,23 +59,18 @@ def begin(temporary: Path) -> None:
 
 
 def write_files(temporary: Path, content: Content, rank: int | None = None) -> dict[str, Digest]:
-    """Write one rank's files of a checkpoint, flushed to disk; return what a manifest says of them.
-
-    Args:
-        temporary: The folder that was begun.
-        content: What this rank writes of it.
-        rank: Names its files; None: it is the only one that writes.
+    """Write and flush one rank's files; return their manifest entries. ``rank`` None: it is the only writer.
 
     Raises:
-        CheckpointError: The disk refuses, or an array cannot be saved.
+        CheckpointError: A file cannot be written, or an array has an unsupported element type.
     """
     number = "" if rank is None else f"-{rank:05d}"
     files: dict[str, Digest] = {}
     with _explained(temporary):
         for stem, arrays in content.arrays.items():
             if rank and not arrays:
-                continue  # nothing that no rank before has, too
-            # Those of all ranks that one rank has written have no number.
+                continue  # lower ranks write all arrays that this rank has
+            # Rank 0 writes the sections `rng` and `own` for all ranks: no rank in their names.
             name = f"{stem}{number if stem in SHARED else ''}.safetensors"
             files[name] = write_arrays(temporary / name, arrays)
         for stem, document in content.documents.items():
@@ -91,10 +82,10 @@ def write_files(temporary: Path, content: Content, rank: int | None = None) -> d
 def commit(
     temporary: Path, step: int, files: Mapping[str, Digest], summary: Mapping[str, object]
 ) -> store.Manifest:
-    """Give a checkpoint whose files are all written its manifest and its final name.
+    """Write the manifest of a checkpoint whose files are complete, and rename its folder to the final name.
 
     Raises:
-        CheckpointError: The disk refuses; nothing then stands under the final name.
+        CheckpointError: The manifest cannot be written, or the folder cannot be renamed.
     """
     final = temporary.with_name(f"step-{step:012d}")
     document = {
@@ -113,13 +104,7 @@ def commit(
 
 
 class Writing:
-    """A checkpoint that is being written, as one of its writers sees it.
-
-    Args:
-        step: Optimizer steps made.
-        folder: Begun by rank 0.
-        writers: The ranks that write to it, rank 0 first.
-    """
+    """A write in progress to a temporary folder that rank 0 has created. ``writers`` begins with rank 0."""
 
     def __init__(self, step: int, folder: Path, writers: Sequence[int]) -> None:
         self.step = step
@@ -129,25 +114,25 @@ class Writing:
         self._give_up_at_s = math.inf
 
     def write_part(self, rank: int, content: Content) -> None:
-        """Write this rank's files, and leave a note.
+        """Write the files of a rank other than 0, then its note.
 
         Raises:
-            CheckpointError: They could not be written.
-            OSError: That could not be noted.
+            CheckpointError: The files could not be written.
+            OSError: The note could not be written.
         """
         try:
             files = write_files(self.folder, content, rank)
         except CheckpointError as error:
-            with suppress(OSError):  # if the disk refuses this, too, the ranks tell each other
+            with suppress(OSError):  # the manager also reports the error in a collective
                 write_note(self.folder, rank, {}, error.message)
             raise
         write_note(self.folder, rank, files)
 
     def complete(self, content: Content) -> store.Manifest:
-        """Write rank 0's files, wait for those of other writers, and give the checkpoint its name.
+        """Write the files of rank 0, wait for those of other writers, and commit the checkpoint.
 
         Raises:
-            CheckpointError: It could not be written; nothing is left.
+            CheckpointError: The checkpoint could not be written; its temporary folder is removed.
             OSError: A note could not be read.
         """
         is_alone = len(self.writers) == 1
@@ -157,15 +142,15 @@ class Writing:
             return commit(self.folder, self.step, files, content.summary)
 
     def fail(self, problem: str) -> None:
-        """Another writer has failed."""
+        """Report that another writer has failed, which ends the wait for notes; thread-safe."""
         self._problem = problem
 
     def remove(self) -> None:
-        """Remove what is left of it."""
+        """Remove the temporary folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def give_up_after(self, seconds: float) -> None:
-        """Wait for others so long at most."""
+        """Limit the wait for other writers to this time from now."""
         self._give_up_at_s = monotonic() + seconds
 
     def _why_none_will_come(self) -> str | None:
@@ -175,11 +160,7 @@ class Writing:
 
 
 def write_note(folder: Path, rank: int, files: Mapping[str, Digest], error: str = "") -> None:
-    """Note that a rank has written its files, or that it could not.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Write a rank's note: the manifest entries of its files, or its error. Raises ``OSError``."""
     unfinished = folder / f".unfinished-{rank}"
     known = {name: asdict(digest) for name, digest in files.items()}
     unfinished.write_text(json.dumps({"files": known, "error": error}))
@@ -189,22 +170,19 @@ def write_note(folder: Path, rank: int, files: Mapping[str, Digest], error: str 
 def gather_notes(
     folder: Path, ranks: Collection[int], problem: Callable[[], str | None]
 ) -> dict[str, Digest]:
-    """Wait until each of these ranks has left its note; return what all notes say, and remove them.
+    """Wait for the notes of ranks, and remove them; return the manifest entries of all their files.
 
-    Args:
-        folder: Where they are left.
-        ranks: Who leaves one.
-        problem: Returns why one will never come; None: nothing is known against it.
+    ``problem`` is polled. It returns the reason to stop waiting; None: continue.
 
     Raises:
-        CheckpointError: A rank has failed, or one will never come.
+        CheckpointError: A rank has reported an error, or ``problem`` has returned a reason.
         OSError: A note cannot be read.
     """
     files: dict[str, Digest] = {}
     missing = set(ranks)
     pause_s = POLL_S
     while missing:
-        # A list of a folder is new, where a name that was not there may be remembered as missing (NFS).
+        # List the folder, because NFS clients cache the absence of a name that was looked up before.
         present = {path.name for path in folder.iterdir()}
         for rank in sorted(missing):
             if (name := f"{_NOTE}{rank}") in present:
@@ -224,7 +202,7 @@ def gather_notes(
 
 @contextmanager
 def removed_if_it_fails(temporary: Path) -> Iterator[None]:
-    """Remove what was begun, should the block fail."""
+    """Remove the temporary folder if the block raises ``CheckpointError``."""
     try:
         yield
     except CheckpointError:
@@ -245,10 +223,10 @@ def _explained(temporary: Path) -> Iterator[None]:
 
 
 def _rename_over(temporary: Path, final: Path, step: int) -> None:
-    """Rename a folder; an old one of that name (a damaged one, usually) makes way first."""
+    """Rename the temporary folder, and replace an existing checkpoint of this step, usually a damaged one."""
     replaced = final.with_name(store.REPLACED + final.name)
     if final.exists() and store.step_of(final, step) != step:
-        store.quarantine(final, "renamed")  # a user's copy of another step
+        store.quarantine(final, "renamed")  # a copy of another step, renamed by a user
     if final.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
@@ -257,7 +235,7 @@ def _rename_over(temporary: Path, final: Path, step: int) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
-    """Make names in a folder survive a power cut."""
+    """Flush the names in a folder to disk, so that they survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

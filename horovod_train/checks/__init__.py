@@ -1,1 +1,1 @@
-"""Checks of hosts and of the engine: facts, and findings with a fix."""
+"""Checks of hosts and of the engine. They collect facts, and report findings with a fix."""

@@ -1,4 +1,4 @@
-"""Whether hosts, or ranks, are alike: their environments and their clocks. Compared here and nowhere else."""
+"""Comparison of environments and clocks between hosts, or between ranks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ CLOCK_HINT = "synchronize the clocks (chrony, systemd-timesyncd), or raise healt
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Not all have the same.
+    """Difference between hosts or ranks.
 
     Attributes:
-        lines: What differs, and who has which value.
-        outliers: Holders of a value that differs from most; of clocks, the one furthest off.
-        is_known: Whether most have the same, and so who is to change is known.
+        lines: For each property that differs, its values and the hosts or ranks with each value.
+        outliers: Hosts or ranks with another value than the most frequent one; for clocks, the one furthest
+            from the median.
+        is_known: Whether the outliers deviate from a majority; otherwise any side may be the wrong one.
     """
 
     lines: tuple[str, ...]
@@ -27,11 +28,7 @@ class Mismatch:
 def fingerprint_mismatch(
     fingerprints: Mapping[str, Mapping[str, str]], named: Callable[[Sequence[str]], str] = ", ".join
 ) -> Mismatch | None:
-    """Return in what environments differ; None: in nothing.
-
-    Args:
-        fingerprints: Of each host or rank, by its name.
-        named: How some of them are called in a sentence.
+    """Return the differences between fingerprints of hosts or ranks, or None; ``named`` formats their names.
 
     >>> fingerprint_mismatch({"a": {"torch": "2"}, "b": {"torch": "3"}, "c": {"torch": "2"}})
     Mismatch(lines=('torch: 2 on a, c; 3 on b',), outliers=('b',), is_known=True)
@@ -58,13 +55,13 @@ def clock_mismatch(
     apart_s: float = 0.0,
     named: Callable[[str], str] = str,
 ) -> Mismatch | None:
-    """Return the hosts whose clocks differ by more than the limit; None: no such hosts.
+    """Return a mismatch if two clocks differ by more than the limit, or None.
 
     Args:
-        times_s: What clocks say at the same moment, by whose they are, in seconds.
-        max_offset_s: The largest difference allowed between two of them.
-        apart_s: The moments may be so far apart, in seconds.
-        named: How the owner of a clock is called in a sentence.
+        times_s: Time of each clock at the same moment, by name of the host or rank, in seconds.
+        max_offset_s: Maximum difference between two clocks, in seconds.
+        apart_s: Maximum time between the moments at which the clocks were read, in seconds.
+        named: Formats a name for a message.
 
     >>> clock_mismatch({"a": 10.0, "b": 3.0, "c": 10.5}, 5.0).lines
     ('the clock of c is 7.5 s ahead of that of b; 5 s are allowed',)

@@ -1,8 +1,4 @@
-"""What the installed engine can do, and what to do when it cannot.
-
-The engine is checked in a separate process: a library that cannot be loaded may take its process
-with it.
-"""
+"""Checks of the installed engine. They load it in separate processes, because loading may crash a process."""
 
 from __future__ import annotations
 
@@ -37,14 +33,14 @@ hvd.shutdown()
 print(json.dumps(found))
 """
 
-# Each framework has its own library; code that sums three ones with it.
+# Horovod has a separate library for each framework. These statements all-reduce three ones with it.
 _SUMS_OF_ONES = {
     "torch": 'import torch; total = hvd.allreduce(torch.ones(3), op=hvd.Sum, name="check")',
     "tensorflow": "import tensorflow as tf; total = hvd.allreduce(tf.ones(3), op=hvd.Sum).numpy()",
     "mxnet": "import mxnet as mx; total = hvd.allreduce(mx.nd.ones(3), average=False).asnumpy()",
 }
 
-# In a separate process: what fails on a GPU says nothing of the rest of the engine.
+# In a separate process, so that a failure on the GPU does not affect the other checks.
 _GPU_PROBE = """
 import json, torch, horovod.torch as hvd
 hvd.init()
@@ -66,12 +62,12 @@ print(MPI.Get_library_version().split(",")[0])
 
 
 def finding(what: str, found: str, is_good: bool = True, fix: str = "") -> Finding:  # noqa: FBT001, FBT002
-    """Return a finding on this machine."""
+    """Return a finding for this machine."""
     return Finding("", what, found, "ok" if is_good else "fail", fix)
 
 
 def check_engine() -> list[Finding]:
-    """Look at everything that a job on more than one rank needs."""
+    """Check all components that a job on several ranks requires."""
     return [_horovod(), _built_for(), *_probe_horovod(), _mpi(), _horovodrun(), *_patches()]
 
 
@@ -84,7 +80,7 @@ def _horovod() -> Finding:
 
 
 def _built_for() -> Finding:
-    """Compare the versions that the engine was built for with those that are installed now."""
+    """Compare the framework versions of the engine's build with the installed versions."""
     plan = installed_plan()
     if plan is None:
         return finding("built for", "unknown: not built by horovod-train", is_good=False, fix=REBUILD)
@@ -134,7 +130,7 @@ def _probe_framework(framework: str) -> list[Finding]:
 
 
 def _gpus() -> list[Finding]:
-    """Compare the GPUs of this machine with what the engine was built for, and tell what one of them did."""
+    """Compare the GPUs of this machine with the engine's build, and run an all-reduce on one GPU."""
     plan, torch = installed_plan(), torch_build()
     present = sorted(gpu_architectures())
     if plan is None or torch is None or not (present or plan["cuda"]):
@@ -204,7 +200,7 @@ def _patches() -> list[Finding]:
 
 
 def _run_probe(code: str) -> tuple[str | None, str]:
-    """Run code in a fresh interpreter; return its last line, or None and the last line of its errors."""
+    """Run code in a new interpreter; return its last line of output, or None and its last line of stderr."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""A finding: one line of a report, with what to do about it."""
+"""Findings of checks, and their report."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of a report.
+    """Result of one check.
 
     Attributes:
-        host: The host; empty: all of them, or this one if it is the only one.
-        what: The subject of the check.
-        found: The result.
-        level: ok, warn, or fail: a job will not run.
-        fix: What to do, unless it is ok.
+        host: The checked host; empty: all hosts, or this machine.
+        what: Subject of the check.
+        found: Result of the check.
+        level: ok, warn, or fail. With fail, jobs cannot run.
+        fix: Recommended action; printed unless the level is ok.
     """
 
     host: str
@@ -31,13 +31,13 @@ class Finding:
         return self.line()
 
     def line(self, *, with_host: bool = True) -> str:
-        """Return the finding as text, and its fix in a second line."""
+        """Return the finding as text, with its fix on a second line."""
         fix = f"\n       fix: {self.fix}" if self.fix and self.level != "ok" else ""
         host = f"{self.host or 'all':<16} " if with_host else ""
         return f"{self.level:<4} {host}{self.what:<14} {self.found}{fix}"
 
     def as_json(self) -> dict[str, str]:
-        """Return the finding as plain JSON."""
+        """Return the finding as a JSON object."""
         return asdict(self)
 
 
@@ -47,7 +47,7 @@ def prevents_jobs(findings: Sequence[Finding]) -> bool:
 
 
 def report(findings: Sequence[Finding]) -> Iterator[str]:
-    """Yield the lines of a report, and a summary."""
+    """Yield the findings as text, then a summary."""
     yield from map(str, findings)
     failed = sum(finding.level == "fail" for finding in findings)
     num_warnings = sum(finding.level == "warn" for finding in findings)

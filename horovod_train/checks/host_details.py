@@ -1,4 +1,4 @@
-"""Further facts about a host, for the doctor: no judgement."""
+"""Additional facts about a host, for ``horovod-train doctor``. ``hosts.py`` derives findings from them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ COMMAND_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """The Horovod of a host.
+    """Horovod installation of a host.
 
     Attributes:
-        horovod: Its version; empty: there is none.
-        wanted: The version that it should have.
-        build: What identifies the build; None: this product has not built it.
-        nccl: Version of NCCL in it; empty: it is without.
-        patches_differ: Names of patches that are not those of this version of the product.
+        horovod: Installed version; empty: not installed.
+        wanted: Required version.
+        build: Key of the build; None: not built by ``horovod-train engine build``.
+        nccl: Version of NCCL; empty: built without NCCL.
+        patches_differ: Names of patches that differ from those of the installed horovod-train.
     """
 
     horovod: str
@@ -46,13 +46,13 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, as ``nvidia-smi`` has it, in its words.
+    """A GPU, with values as printed by ``nvidia-smi``.
 
     Attributes:
-        clock: Of its processors now, as in ``1980 MHz``.
-        max_clock: The highest.
-        ecc_errors: Memory errors that were not corrected since it was made; ``[N/A]``: it does not count.
-        mig: Whether it is divided: ``Enabled``, ``Disabled``, ``[N/A]``.
+        clock: Current SM clock, such as ``1980 MHz``.
+        max_clock: Maximum SM clock.
+        ecc_errors: Lifetime number of uncorrected memory errors; ``[N/A]``: not counted.
+        mig: MIG mode: ``Enabled``, ``Disabled`` or ``[N/A]``.
     """
 
     index: str
@@ -69,28 +69,28 @@ GPU_QUERY = (
     "index,name,driver_version,uuid,clocks.sm,clocks.max.sm,ecc.errors.uncorrected.aggregate.total,"
     "mig.mode.current"
 )
-"""What ``nvidia-smi`` calls the fields of a GPU."""
+"""The fields of ``Gpu``, in the syntax of ``nvidia-smi --query-gpu``."""
 
 
 @dataclass(frozen=True)
 class HostDetails(HostFacts):
-    """Facts about a host, and details that take longer to read.
+    """Facts about a host, and details that take longer to collect.
 
     Attributes:
-        python_version: Version of its Python.
-        engine: Its Horovod.
-        mpi: Version of Open MPI; empty: there is none.
-        names: Address of each host that has to be known; empty: it is not.
-        disks: Free bytes of each folder.
-        open_files: Limit of open files of a process.
-        locked_memory_bytes: Limit of locked memory of a process; -1: none.
-        load: Processes that ran or wanted to, the mean of a minute.
-        gpus: Its GPUs.
-        gpu_links: How they are connected, each kind once: NV18, PIX, PHB, NODE, SYS.
-        gpu_peers: Whether they read each other's memory, each answer once: OK, NS and others.
+        python_version: Version of Python.
+        engine: Horovod installation.
+        mpi: Version of Open MPI; empty: not installed.
+        names: Address of each requested host name; empty: the name cannot be resolved.
+        disks: Free space for each requested folder, in bytes.
+        open_files: Limit of open files per process.
+        locked_memory_bytes: Limit of locked memory per process, in bytes; -1: no limit.
+        load: Load average of the last minute.
+        gpus: GPUs.
+        gpu_links: Distinct link types between GPUs: NV18, PIX, PHB, NODE, SYS, ...
+        gpu_peers: Distinct states of peer-to-peer reads between GPUs: OK, NS, ...
         infiniband: Names of InfiniBand adapters.
         speeds_mbit_s: Speed of each network interface that is up; 0: unknown.
-        busy_ports: TCP ports that are wanted and taken.
+        busy_ports: Requested TCP ports that are in use.
     """
 
     python_version: str
@@ -110,13 +110,7 @@ class HostDetails(HostFacts):
 
 
 def examine_host(folders: Sequence[str], names: Sequence[str], ports: Sequence[int]) -> HostDetails:
-    """Return facts and details of this host.
-
-    Args:
-        folders: Folders whose free space matters.
-        names: Hosts whose names have to be known here.
-        ports: TCP ports that are wanted.
-    """
+    """Collect the facts about this host, with free space for folders, addresses of names and busy ports."""
     up = {name: stats for name, stats in psutil.net_if_stats().items() if stats.isup}
     return HostDetails(
         **vars(describe_host(names)),
@@ -163,12 +157,12 @@ def _gpus() -> list[Gpu]:
 
 
 def cells_of(table: str) -> list[str]:
-    r"""Return what stands between two GPUs in a table of ``nvidia-smi topo``, each word once.
+    r"""Return the distinct entries for pairs of GPUs in a table of ``nvidia-smi topo``.
 
     >>> cells_of("\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \tNV18\t0-51\nGPU1\tNV18\t X \t0-51")
     ['NV18']
     """
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", table)  # its heading is underlined
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", table)  # the header is underlined by escape sequences
     rows = [line.split("\t") for line in plain.splitlines()]
     heads = next((row for row in rows if "GPU0" in [cell.strip() for cell in row]), [])
     places = [place for place, cell in enumerate(heads) if re.fullmatch(r"\s*GPU\d+\s*", cell)]

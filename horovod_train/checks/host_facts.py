@@ -1,4 +1,4 @@
-"""Facts about a host that a launch depends on."""
+"""Facts about a host that a launch requires."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
 
 @dataclass(frozen=True)
 class HostFacts:
-    """One host.
+    """Facts about a host.
 
     Attributes:
-        python: Path of the Python that runs there.
-        prefix: Its environment.
-        has_mpi: Whether Open MPI is installed in that environment, and needs OPAL_PREFIX.
-        path: PATH as a command over ssh gets it.
-        cores: Cores that may be used.
-        reads_memory: Whether a process may read another's memory.
+        python: Path of the Python interpreter.
+        prefix: Prefix of its environment.
+        has_mpi: Whether Open MPI is installed in that environment, and so requires OPAL_PREFIX.
+        path: PATH of a command started over ssh.
+        cores: Number of cores that may be used.
+        reads_memory: Whether a process may read the memory of another process.
         addresses: IPv4 addresses of each interface that is up.
-        reached_at: Address that ssh came in through; empty: it did not.
-        ways: Address from which packets leave to each of some other hosts.
-        time_s: What its clock says, in seconds since 1970.
-        shared_memory_bytes: Room in shared memory; None: there is none.
+        reached_at: Local address of the ssh connection; empty: not connected by ssh.
+        ways: Source address of packets to each requested host to which a route exists.
+        time_s: Time of the clock, in seconds since 1970.
+        shared_memory_bytes: Free space in /dev/shm, in bytes; None: /dev/shm does not exist.
     """
 
     python: str
@@ -52,11 +52,7 @@ class HostFacts:
 
 
 def describe_host(others: Sequence[str]) -> HostFacts:
-    """Return what this host is and has.
-
-    Args:
-        others: Names of other hosts, to tell from which address they would be reached.
-    """
+    """Collect the facts about this host, including the source addresses of packets to other hosts."""
     return HostFacts(
         python=sys.executable,
         prefix=sys.prefix,
@@ -65,7 +61,7 @@ def describe_host(others: Sequence[str]) -> HostFacts:
         cores=usable_cores(),
         reads_memory=can_read_memory(),
         addresses=addresses_by_interface(),
-        # "client port server port": the server's is the address that ssh came in through.
+        # The format is "client-address client-port server-address server-port".
         reached_at=(os.environ.get("SSH_CONNECTION", "").split() + [""] * 4)[2],
         ways={name: way for name in others if (way := source_towards(name))},
         time_s=time.time(),
@@ -74,7 +70,7 @@ def describe_host(others: Sequence[str]) -> HostFacts:
 
 
 def _free_bytes(folder: Path) -> int | None:
-    """Return the free space of a folder in bytes; None: no such folder."""
+    """Return the free space of a folder in bytes, or None if the folder does not exist."""
     with suppress(OSError):
         return shutil.disk_usage(folder).free
     return None
@@ -85,7 +81,7 @@ class _Piece(ctypes.Structure):
 
 
 def can_read_memory() -> bool:
-    """Return whether a process may read another's memory here; containers forbid the call by default."""
+    """Return whether ``process_vm_readv`` is permitted. Containers forbid it by default."""
     source, target = ctypes.create_string_buffer(b"x"), ctypes.create_string_buffer(1)
     pieces = [_Piece(ctypes.cast(buffer, ctypes.c_void_p), 1) for buffer in (target, source)]
     libc = ctypes.CDLL(None, use_errno=True)
@@ -97,9 +93,9 @@ def can_read_memory() -> bool:
 
 
 def source_towards(host: str) -> str:
-    """Return the address of this machine from which packets to a host leave; empty: no route."""
+    """Return the source address of packets from this machine to a host; empty: no route."""
     try:
-        # Nothing is sent: connecting a datagram socket only asks for the route.
+        # Connecting a datagram socket sends nothing; it only determines the route.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))
             source: str = probe.getsockname()[0]

@@ -1,4 +1,4 @@
-"""Findings (ok, warn, fail, with a fix) from the details that were collected on hosts."""
+"""Findings (ok, warn or fail, with a fix) about hosts, from the collected details."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ GIB = 1024**3
 MIN_DISK_BYTES = 5 * GIB
 MIN_SHARED_MEMORY_BYTES = GIB // 4
 SHARED_BYTES_PER_RANK = 5 * 2**20
-"""Open MPI allocates 4 MiB of shared memory per rank, and fails if they are not free."""
+"""Open MPI allocates 4 MiB of shared memory per rank, and fails if this space is not free."""
 FAR_LINKS = {"PHB", "NODE", "SYS"}
 """Links between GPUs that cross a CPU or the link between CPUs, as named by `nvidia-smi topo`."""
 
 MIN_OPEN_FILES = 4096
-
 
 SAME_STATE = "install the same version on all hosts"
 ALIKE = {
@@ -33,14 +32,7 @@ ALIKE = {
 def examine(
     hosts: Mapping[str, HostDetails], ranks: Mapping[str, int], device: str, *, share_gpus: bool = False
 ) -> Iterator[Finding]:
-    """Yield the findings for all hosts.
-
-    Args:
-        hosts: HostDetails of each host.
-        ranks: Ranks that are to run on each.
-        device: The job's ``train.device``.
-        share_gpus: The job's ``launch.share_gpus``.
-    """
+    """Yield the findings for each host and its ranks, and those for differences between hosts."""
     for host, readings in hosts.items():
         yield from _software(host, readings)
         yield from _names(host, readings)
@@ -114,7 +106,7 @@ def _resources(host: str, readings: HostDetails, ranks: int) -> Iterator[Finding
 
 
 def shared_memory(host: str, facts: HostFacts, ranks: int) -> Finding:
-    """Return whether a host has enough shared memory: otherwise launchers report that MPI is missing."""
+    """Return the finding about shared memory. If it is too small, launchers report that MPI is missing."""
     free_bytes, needed_bytes = facts.shared_memory_bytes, ranks * SHARED_BYTES_PER_RANK
     fix = (
         "delete stale files (`ls -l /dev/shm`), or enlarge it: mount -o remount,size=2G /dev/shm "
@@ -158,7 +150,7 @@ def _gpus(
 
 
 def _gpu_state(host: str, readings: HostDetails) -> Iterator[Finding]:
-    """Yield what is wrong with GPUs, and how they are connected."""
+    """Yield findings about memory errors, clocks and links of the GPUs of a host."""
     for gpu in readings.gpus:
         if gpu.ecc_errors.isdigit() and int(gpu.ecc_errors):
             found = f"GPU {gpu.index} has had {gpu.ecc_errors} memory errors that were not corrected"
@@ -189,7 +181,7 @@ def _ports(host: str, readings: HostDetails) -> Iterator[Finding]:
 
 
 def _alike(hosts: Mapping[str, HostDetails]) -> Iterator[Finding]:
-    """Yield a finding for each property in which hosts differ."""
+    """Yield a finding for each property that differs between hosts."""
     if len(hosts) == 1:
         return
     for what in ("python", "engine", "mpi", "gpu"):
@@ -211,15 +203,10 @@ def _what_counts(readings: HostDetails) -> dict[str, str]:
 
 
 def clock(offsets_s: Mapping[str, float], max_offset_s: float) -> Iterator[Finding]:
-    """Yield the offset of each host's clock from that of this machine.
-
-    Args:
-        offsets_s: Offset of each host, in seconds.
-        max_offset_s: The job's ``health.max_clock_offset_s``.
-    """
+    """Yield a finding about the clock offset of each host relative to this machine."""
     mismatch = clock_mismatch(offsets_s, max_offset_s) if offsets_s else None
     outliers: Collection[str] = ()
-    if mismatch is not None:  # of two clocks, it is not known which one is wrong
+    if mismatch is not None:  # with two clocks, the wrong one cannot be determined
         outliers = mismatch.outliers if mismatch.is_known else offsets_s.keys()
     for host, offset_s in offsets_s.items():
         level: Level = "fail" if abs(offset_s) > max_offset_s or host in outliers else "ok"

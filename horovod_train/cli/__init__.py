@@ -1,1 +1,1 @@
-"""The command line: one file per verb."""
+"""The command line, with one module per command."""

@@ -11,9 +11,9 @@ from horovod_train.cli.options import job_id_argument
 @job_id_argument
 @click.option("--now", is_flag=True, help="Do not let it save.")
 def command(job_id: str, *, now: bool) -> None:
-    """End the job ID and return when nothing of it is left.
+    """End the job ID, and wait until all its processes have ended.
 
-    It may save first, for as long as launch.grace_s allows.
+    It may first save a checkpoint, within the grace period launch.grace_s.
     """
     from horovod_train.launch.submit import submitted
 

@@ -19,7 +19,7 @@ path_argument = click.argument("path", type=click.Path(path_type=Path, exists=Tr
 @command.command(name="ls")
 @path_argument
 def list_checkpoints(path: Path) -> None:
-    """List the checkpoints in PATH: a folder of checkpoints, or of a run."""
+    """List the checkpoints in PATH, a folder of checkpoints or of a run."""
     from horovod_train.checkpoint.inspect import checkpoints_in, describe_row
 
     found = checkpoints_in(path)
@@ -32,7 +32,7 @@ def list_checkpoints(path: Path) -> None:
 @command.command()
 @path_argument
 def show(path: Path) -> None:
-    """Print what is in the checkpoint PATH."""
+    """Print the contents of the checkpoint PATH, without values of arrays."""
     from horovod_train.checkpoint.inspect import describe
 
     click.echo(describe(path))
@@ -41,7 +41,7 @@ def show(path: Path) -> None:
 @command.command()
 @path_argument
 def verify(path: Path) -> None:
-    """Check every byte of the checkpoint PATH, or of all in a folder; exit 1 if any is damaged."""
+    """Verify all bytes of the checkpoint PATH, or of all checkpoints in it. Exit with 1 if one is damaged."""
     from horovod_train.checkpoint.inspect import checkpoints_in
     from horovod_train.checkpoint.store import verify as verify_one
 
@@ -68,7 +68,7 @@ def discard(path: Path) -> None:
 @click.argument("first", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.argument("second", type=click.Path(path_type=Path, exists=True, file_okay=False))
 def diff(first: Path, second: Path) -> None:
-    """Compare two checkpoints: settings, progress and every array. Exit 1 if they differ."""
+    """Compare settings, progress and all arrays of two checkpoints. Exit with 1 if they differ."""
     from horovod_train.checkpoint.inspect import differences
 
     lines = differences(first, second)
@@ -87,8 +87,8 @@ def diff(first: Path, second: Path) -> None:
 def export(path: Path, file: Path, *, averaged: bool | None) -> None:
     """Write the weights of the newest valid checkpoint in PATH to the safetensors file FILE.
 
-    PATH is the folder of a run, of its checkpoints, or one checkpoint, written under any strategy; names in
-    FILE are those of the model.
+    PATH is the folder of a run, of its checkpoints, or one checkpoint, written under any strategy. FILE
+    contains the names of the model's tensors.
     """
     from horovod_train.checkpoint.inspect import export as export_weights
 

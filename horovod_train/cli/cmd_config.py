@@ -18,7 +18,7 @@ def command() -> None:
 @job_argument
 @set_option
 def show(job: str, overrides: tuple[str, ...]) -> None:
-    """Print JOB with every field, as a worker would see it."""
+    """Print JOB with all fields, as a rank receives it."""
     import yaml
 
     from horovod_train.config.load import load_job
@@ -31,7 +31,7 @@ def show(job: str, overrides: tuple[str, ...]) -> None:
 @job_argument
 @set_option
 def validate(job: str, overrides: tuple[str, ...]) -> None:
-    """Check JOB and report every problem at once."""
+    """Check JOB, and report all problems."""
     from horovod_train.config.load import load_job
 
     path = find_job(job)

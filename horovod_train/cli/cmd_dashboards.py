@@ -11,7 +11,7 @@ from horovod_train.cli.options import print_line
 
 @click.group(name="dashboards")
 def command() -> None:
-    """Grafana's dashboards, and Prometheus' rules."""
+    """Export dashboards for Grafana and rules for Prometheus."""
 
 
 @command.command(name="export")
@@ -46,7 +46,7 @@ def export(folder: Path, runbook: str | None, checkpoint_age: float) -> None:
 @click.argument("url")
 @click.option("--folder", default="horovod_train", show_default=True, help="Title of the folder in Grafana.")
 def push(url: str, folder: str) -> None:
-    """Put the dashboards into the Grafana at URL; GRAFANA_TOKEN has the token of a service account."""
+    """Upload the dashboards to the Grafana at URL. GRAFANA_TOKEN must contain a service account token."""
     import os
 
     from horovod_train.errors import UserError

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 def command(
     job: str | None, *, kubernetes: bool, as_json: bool, no_sweep: bool, **options: Unpack[LaunchOptions]
 ) -> None:
-    """Look whether JOB, or any job, can run: on this machine, on the hosts of -H, or on Kubernetes.
+    """Check whether JOB, or any job, can run on this machine, on the hosts of -H, or on Kubernetes.
 
-    Ends with 1 when something keeps jobs from running.
+    The exit code is 1 if a finding prevents jobs from running.
     """
     from horovod_train.checks.finding import prevents_jobs, report
 

@@ -10,7 +10,7 @@ from horovod_train.cli.options import job_id_argument
 @click.command(name="drain")
 @job_id_argument
 def command(job_id: str) -> None:
-    """Let the job ID save and leave with exit code 75, however long that takes."""
+    """Request the job ID to save a checkpoint and exit with code 75, without a time limit."""
     from horovod_train.launch.submit import submitted
 
     launcher, job = submitted(job_id)

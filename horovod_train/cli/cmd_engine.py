@@ -25,7 +25,7 @@ def command() -> None:
 @click.option("--without-cuda", is_flag=True, help="Build for CPUs alone, though a GPU is here.")
 @click.option("--no-install", is_flag=True, help="Only put the wheel into the cache and print its path.")
 def build(sdist: Path | None, *, force: bool, without_cuda: bool, no_install: bool) -> None:
-    """Build Horovod for the frameworks of this environment and install it."""
+    """Build Horovod for the frameworks of this environment, and install it."""
     from horovod_train.horovod import build as engine
 
     plan = engine.make_plan(without_cuda=without_cuda, report=print_line)
@@ -38,7 +38,7 @@ def build(sdist: Path | None, *, force: bool, without_cuda: bool, no_install: bo
 
 @command.command()
 def check() -> None:
-    """Print what is built in; exit 1 with the fix when something is missing."""
+    """Check the installed engine, and print a fix for each failure. Exit with 1 if a check fails."""
     from horovod_train.checks.engine import check_engine
     from horovod_train.checks.finding import prevents_jobs
 

@@ -7,10 +7,7 @@ import click
 
 @click.command(name="frameworks")
 def command() -> None:
-    """Show the frameworks a job can name, and what each cannot do.
-
-    Nothing is imported: versions are those of the installed packages.
-    """
+    """Show the frameworks, their installed versions and refused fields, without importing frameworks."""
     from horovod_train.config.support import SUPPORT
     from horovod_train.registry import FRAMEWORKS
 

@@ -11,7 +11,7 @@ from horovod_train.cli.options import job_id_argument
 @job_id_argument
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends.")
 def command(job_id: str, *, follow: bool) -> None:
-    """Show what the job ID has written."""
+    """Show the output of the job ID."""
     from horovod_train.events.wire import parse_line
     from horovod_train.launch.submit import submitted
 

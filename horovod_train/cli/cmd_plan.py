@@ -20,12 +20,12 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 class Size(click.ParamType[float]):
-    """A number of bytes, such as 16GiB."""
+    """Type of an option for a number of bytes, such as 16GiB."""
 
     name = "size"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return it in bytes."""
+        """Return the value in bytes."""
         found = re.fullmatch(rf"(\d+(?:\.\d+)?) ?({'|'.join(UNITS)})", str(value))
         if found is None:
             self.fail(
@@ -42,10 +42,9 @@ class Size(click.ParamType[float]):
     "--device-memory", type=Size(), metavar="SIZE", help="What a rank may take: name the fastest that fits."
 )
 def command(job: str, *, memory: bool, device_memory: float | None, **options: Unpack[LaunchOptions]) -> None:
-    """Show what JOB would do: what is started, its learning rate, or the memory that it needs.
+    """Show the commands and the learning rate of JOB, or the memory that it needs.
 
-    Memory is counted with tensors that have none: nothing is trained, and a model may be larger than this
-    machine.
+    Memory is estimated with fake tensors: nothing is trained, and the model may exceed this machine's memory.
     """
     from horovod_train.cli.plan import in_words
     from horovod_train.launch.submit import make_plan, resolve
@@ -59,7 +58,7 @@ def command(job: str, *, memory: bool, device_memory: float | None, **options: U
 
 
 def format_memory(job: Job, num_ranks: int, limit_bytes: float | None) -> list[str]:
-    """Return what a rank of a job needs, as lines."""
+    """Return a table of the memory that a rank needs under each strategy, as lines."""
     from horovod_train.config.memory import fastest_that_fits, needs
 
     found = needs(*sizes_of(job, num_ranks), job, num_ranks)
@@ -88,10 +87,10 @@ def _line(name: str, need: Need) -> str:
 
 
 def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
-    """Return the sizes of a job, in one process and where ranks share layers; a process finds them out.
+    """Determine the sizes of a job in a separate process: in one process, and with tensor-parallel ranks.
 
     Raises:
-        UserError: It cannot.
+        UserError: The framework is not PyTorch, or the sizes cannot be determined.
     """
     from horovod_train.config.memory import Sizes
     from horovod_train.errors import UserError

@@ -21,7 +21,7 @@ from horovod_train.cli.options import (
 @script_option
 @launch_options
 def command(job: tuple[str, ...], **options: Unpack[LaunchOptions]) -> None:
-    """Print what the launcher of JOB would run, submit or apply: a command, a batch script, manifests."""
+    """Print the command, batch script or manifests with which the launcher starts JOB."""
     from horovod_train.launch.submit import make_plan, resolve
 
     click.echo(make_plan(resolve(job_of(job, **options), options["run_id"])).in_full())

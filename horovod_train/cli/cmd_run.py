@@ -30,7 +30,7 @@ from horovod_train.cli.options import (
 @dry_run_option
 @click.option("--ui", is_flag=True, help="Show the run in the browser; its address is printed.")
 def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[LaunchOptions]) -> None:
-    """Train JOB (a file, or the name of a shipped task) and wait until it ends.
+    """Train JOB (a file, or the name of a shipped task), and wait until it ends.
 
     Run a plain Horovod script, which does not use this package, with `--script train.py -- ARGS`.
     """
@@ -57,16 +57,16 @@ def command(job: tuple[str, ...], *, dry_run: bool, ui: bool, **options: Unpack[
 
 
 def refuse_as_rank() -> None:
-    """Refuse to run under horovodrun, mpirun or srun: each of their processes would start all ranks.
+    """Refuse to run under horovodrun, mpirun or srun, because each of their processes would start all ranks.
 
     Raises:
-        UserError: A launcher of ranks has started this process.
+        UserError: Such a launcher has started this process as one of several.
     """
     from horovod_train.errors import UserError
     from horovod_train.horovod.environment import started_by
 
     started = started_by(os.environ)
-    # `srun --pty bash` sets the variables of a rank, too, but its terminal shows that it is a shell.
+    # `srun --pty bash` also sets the variables of a rank, but its standard input is a terminal.
     if started is None or (started.program == "srun" and sys.stdin is not None and sys.stdin.isatty()):
         return
     raise UserError(
@@ -78,11 +78,7 @@ def refuse_as_rank() -> None:
 
 @contextmanager
 def page_of(folder: Path) -> Iterator[None]:
-    """Serve the web page of a job's runs until the run has ended, and print its address.
-
-    Args:
-        folder: The folder of the runs.
-    """
+    """Print the address of a web page of the runs in a folder, and serve it during the block."""
     from horovod_train.cli.cmd_serve import page_addresses
     from horovod_train.errors import UserError
     from horovod_train.serve.page import PORT, serve_page

@@ -1,4 +1,4 @@
-"""``horovod-train serve``: the page, and targets and metrics of jobs for Prometheus."""
+"""``horovod-train serve``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 @click.option("--port", default=9301, show_default=True, type=click.IntRange(0, 65535), metavar="PORT")
 @click.option("--allow-ending", is_flag=True, help="Let the page drain and cancel jobs.")
 def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) -> None:
-    """Serve a web page of jobs: loss, throughput, slow ranks; and /targets and /metrics for Prometheus.
+    """Serve a web page of jobs (loss, throughput, slow ranks), and /targets and /metrics for Prometheus.
 
-    JOB is the id of a job, FOLDER one of runs (default: runs), TARGETS a file or the address of Prometheus'
-    targets, or host:port,host:port of ranks. Requests must contain the token that is printed (a link, or
-    Authorization: Bearer); HOROVOD_TRAIN_TOKEN sets it.
+    JOB is the ID of a job, FOLDER a folder of runs (default: runs), TARGETS a file or URL of Prometheus
+    targets, or host:port,host:port of ranks. Requests must contain the printed token, in the link or as
+    Authorization: Bearer. HOROVOD_TRAIN_TOKEN sets the token.
     """
     from horovod_train.monitor.live import targets_of
     from horovod_train.monitor.runs import folders_of_runs, places_of
@@ -49,7 +49,7 @@ def command(what: tuple[str, ...], host: str, port: int, *, allow_ending: bool) 
 
 @contextmanager
 def until_interrupted(server: Server) -> Iterator[None]:
-    """Run the block, then serve until Ctrl-C or SIGTERM; either may come from the first line on."""
+    """Run the block, then serve until Ctrl-C or SIGTERM, which may also arrive during the block."""
     from horovod_train.launch.supervise.signals import interrupted_by_signals
 
     try:
@@ -63,7 +63,7 @@ def until_interrupted(server: Server) -> Iterator[None]:
 
 
 def page_addresses(host: str, port: int, token: str) -> list[str]:
-    """Return the lines that tell how to open the page."""
+    """Return the lines with the address of the page, and how to open it from another machine."""
     name = socket.gethostname()
     is_loopback = host in ("127.0.0.1", "localhost", "::1")
     shown = "127.0.0.1" if is_loopback else name if host in ("0.0.0.0", "::") else host  # noqa: S104

@@ -13,7 +13,7 @@ from horovod_train.cli.options import job_id_argument
 @job_id_argument
 @click.option("--json", "as_json", is_flag=True, help="For a program.")
 def command(job_id: str, *, as_json: bool) -> None:
-    """Show how the job ID stands, how far it is, and which ranks are slow."""
+    """Show the state, the progress and the slow ranks of the job ID."""
     from horovod_train.launch.submit import submitted
     from horovod_train.monitor.brief import read_recent, summary_lines
 

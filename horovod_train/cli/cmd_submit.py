@@ -23,7 +23,7 @@ from horovod_train.cli.options import (
 @launch_options
 @dry_run_option
 def command(job: tuple[str, ...], *, dry_run: bool, **options: Unpack[LaunchOptions]) -> None:
-    """Start JOB and return at once; prints its id."""
+    """Start JOB, print its ID, and return immediately."""
     from horovod_train.cli.plan import in_words
     from horovod_train.launch.submit import make_plan, resolve, submit_job
 

@@ -9,7 +9,7 @@ from horovod_train.cli.cmd_serve import until_interrupted
 
 @click.group(name="targets")
 def command() -> None:
-    """Tell Prometheus which ranks there are."""
+    """Serve the addresses of ranks to Prometheus."""
 
 
 @command.command(name="serve")
@@ -19,8 +19,8 @@ def command() -> None:
 def serve(folders: tuple[str, ...], host: str, port: int) -> None:
     """Serve /targets and /metrics of the jobs in FOLDERs of runs (default: runs), without the page.
 
-    /targets is for Prometheus' http_sd_configs, /metrics for its scrape_configs. Requests must contain the
-    token in HOROVOD_TRAIN_TOKEN, if that is set.
+    /targets is for Prometheus' http_sd_configs, /metrics for its scrape_configs. If HOROVOD_TRAIN_TOKEN is
+    set, requests must contain this token.
     """
     from pathlib import Path
 

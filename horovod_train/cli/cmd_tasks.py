@@ -14,7 +14,7 @@ def command() -> None:
 
 @command.command(name="ls")
 def list_tasks() -> None:
-    """List tasks: their names and where their code lives."""
+    """List the names of tasks, and the locations of their code."""
     from horovod_train.registry import TASKS
 
     for name, location in sorted(TASKS.rows.items()):
@@ -24,5 +24,5 @@ def list_tasks() -> None:
 @command.command()
 @click.argument("task")
 def show(task: str) -> None:
-    """Print the job description of TASK, to start one of your own from."""
+    """Print the job description of TASK, as a template for another job."""
     click.echo(find_job(task).read_text(encoding="utf-8"), nl=False)

@@ -1,4 +1,4 @@
-"""``horovod-train ui``: another name of ``horovod-train serve``."""
+"""``horovod-train ui``, an alias of ``horovod-train serve``."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from horovod_train.cli.options import job_id_argument
 @click.command(name="wait")
 @job_id_argument
 def command(job_id: str) -> None:
-    """Wait until the job ID has ended, and end with its exit code."""
+    """Wait until the job ID has ended, and exit with its exit code."""
     from horovod_train.launch.submit import submitted
 
     launcher, job = submitted(job_id)

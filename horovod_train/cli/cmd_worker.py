@@ -15,8 +15,7 @@ import click
 def command(job: Path, run_id: str | None, *, events: bool) -> None:
     """Run one rank of JOB.
 
-    `horovodrun -np 4 horovod-train worker job.yaml`, started without `run`, trains exactly as
-    `horovod-train run -n 4 job.yaml` does.
+    `horovodrun -np 4 horovod-train worker job.yaml` trains exactly as `horovod-train run -n 4 job.yaml` does.
     """
     from horovod_train.worker import WorkerOptions, main
 

@@ -1,4 +1,4 @@
-"""``horovod-train``: one file per verb, imported when it is called."""
+"""``horovod-train``: the entry point, which imports the module of a command only when it is called."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ VERBS = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are modules, imported only when one is called."""
+    """Group of commands, each a module that is imported only when its command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the verbs in the order of the table."""
+        """Return the names of commands in the order of ``VERBS``."""
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Import a verb's command."""
+        """Import and return a command, or return None if it does not exist."""
         if name not in VERBS:
             return None
         command: click.Command = import_module(f"horovod_train.cli.cmd_{name}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of verbs without importing any."""
+        """Write the list of commands without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl(list(VERBS.items()))
 
@@ -59,15 +59,15 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="horovod-train")
 def cli() -> None:
-    """Train with Horovod: one job description, one process or a thousand ranks.
+    """Train with Horovod: one job description for one process or a thousand ranks.
 
-    Exit codes: 0 done, 1 the job failed, 2 usage or configuration error, 3 numerical error (NaN),
-    75 preempted, and all is saved: run it again.
+    Exit codes: 0 success, 1 failure of the job, 2 usage or configuration error, 3 numerical error (NaN),
+    75 preempted and saved: run the job again to resume it.
     """
 
 
 def main() -> NoReturn:
-    """Run the command line; our errors become one message and their exit code."""
+    """Run the command line. Print errors as one message, and exit with their exit code."""
     try:
         cli.main(standalone_mode=False)
     except HorovodTrainError as error:
@@ -83,6 +83,6 @@ def main() -> NoReturn:
 
 
 def fail(message: str, exit_code: int) -> NoReturn:
-    """Print an error and leave."""
+    """Print an error, and exit."""
     click.echo(f"error: {message}", err=True)
     sys.exit(exit_code)

@@ -1,4 +1,4 @@
-"""Arguments that several verbs share."""
+"""Arguments and options of several commands."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ job_or_script_arguments = click.argument("job", metavar="JOB | -- ARGS", nargs=-
 
 
 class JobOrScriptCommand(click.Command):
-    """A verb that takes a job, or with ``--script`` the arguments of a script after ``--``."""
+    """Command that accepts a job, or with ``--script`` the arguments of a script after ``--``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the command line; what is meant for the script and stands before ``--`` is refused.
+        """Parse the command line, and refuse arguments of the script that precede ``--``.
 
         Raises:
-            UsageError: It cannot be read.
+            UsageError: The command line is not valid.
         """
         ours = args[: args.index("--")] if "--" in args else list(args)
         if any(each.partition("=")[0] == "--script" for each in ours):
@@ -71,10 +71,10 @@ script_option = click.option(
 
 
 def find_job(name: str) -> Path:
-    """Return the file of a job: a path, or the name of a shipped task.
+    """Return the file of a job, given its path or the name of a shipped task.
 
     Raises:
-        UserError: There is neither.
+        UserError: Neither exists, or the path is that of a script.
     """
     _refuse_script(name)
     path = Path(name)
@@ -96,12 +96,12 @@ def _refuse_script(name: str) -> None:
 
 
 def print_line(text: object) -> None:
-    """Print a line at once, so that long steps can be followed through a pipe."""
+    """Print and flush a line, so that the progress of a long command is also visible through a pipe."""
     click.echo(text)
 
 
 def launch_options(command: Command) -> Command:
-    """Add the options that say where and how a job is started."""
+    """Add the options that specify where and how a job is started."""
     for option in reversed(
         (
             click.option(
@@ -120,7 +120,7 @@ def launch_options(command: Command) -> Command:
                 "--controller", type=click.Choice(["mpi", "gloo"]), help="Who coordinates the ranks."
             ),
             click.option("--run-id", metavar="NAME", hidden=True),
-            # What was resolved is final; the environment has had its say.
+            # The job is already resolved: its environment variables must not be applied again.
             click.option("--resolved", is_flag=True, hidden=True),
             set_option,
         )
@@ -130,7 +130,7 @@ def launch_options(command: Command) -> Command:
 
 
 class LaunchOptions(TypedDict):
-    """What ``launch_options`` gives to a command."""
+    """Arguments that ``launch_options`` adds to a command."""
 
     num_ranks: int | None
     hosts: str | None
@@ -147,11 +147,11 @@ def job_of(job: Sequence[str], **options: Unpack[LaunchOptions]) -> Job:
     """Return the job that a command line describes.
 
     Args:
-        job: The job; of a script, its arguments.
-        options: Options of the command line, which change it.
+        job: Argument of the command: the job, or with ``--script`` the arguments of the script.
+        options: Options of the command line, which override fields of the job.
 
     Raises:
-        UserError: The job or the hosts cannot be read.
+        UserError: The job or the hosts are not valid, or cannot be read.
     """
     from horovod_train.config.load import job_from, load_job
     from horovod_train.launch.hosts.hostlist import read_hostfile
@@ -168,7 +168,7 @@ def job_of(job: Sequence[str], **options: Unpack[LaunchOptions]) -> Job:
     }
     settings = {name: value for name, value in flags.items() if value is not None}
     if entries is not None and options["num_ranks"] is None:
-        settings["launch.num_ranks"] = None  # the slots of the hosts say how many ranks there are
+        settings["launch.num_ranks"] = None  # the number of slots determines the number of ranks
     environ: dict[str, str] | None = {} if options["resolved"] else None
     if (script := options.get("script")) is not None:
         return job_from(
@@ -178,13 +178,13 @@ def job_of(job: Sequence[str], **options: Unpack[LaunchOptions]) -> Job:
 
 
 def require_one_job(names: Sequence[str]) -> str:
-    """Return the job that a command line names.
+    """Return the single job that a command line names.
 
     Raises:
-        UserError: It names none, or several.
+        UserError: The command line names no job, several jobs, or a script.
     """
     if names:
-        _refuse_script(names[0])  # whatever follows it
+        _refuse_script(names[0])  # checked first, because arguments of the script may follow
     if len(names) != 1:
         found = f"several jobs: {', '.join(names)}" if names else "no job"
         raise UserError(
@@ -195,10 +195,10 @@ def require_one_job(names: Sequence[str]) -> str:
 
 
 def script_job(script: Path, arguments: Sequence[str]) -> dict[str, object]:
-    """Return the job description that stands for a script.
+    """Return the job description of a script.
 
     Raises:
-        UserError: It is not Python, by its name.
+        UserError: The file name does not end in .py.
     """
     if script.suffix != ".py":
         raise UserError(f"--script {script}: a Python file is expected, and its name ends in .py")

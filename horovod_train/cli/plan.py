@@ -1,4 +1,4 @@
-"""What ``--dry-run`` shows."""
+"""Output of ``--dry-run``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from horovod_train.registry import SCRIPT
 
 
 def in_words(request: LaunchRequest, plan: LaunchPlan) -> str:
-    """Return what a launch would do: commands to type, and the learning rate that comes of it."""
+    """Return the launch plan of a job as text, preceded by the learning rate unless the job is a script."""
     job = request.job
-    if job.framework == SCRIPT:  # it decides that itself
+    if job.framework == SCRIPT:  # a script sets its own learning rate
         return plan.as_text()
     num_data_ranks = axes_of(job.strategy, request.num_ranks).data
     global_batch_size = job.global_batch_size(num_data_ranks)

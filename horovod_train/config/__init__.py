@@ -1,1 +1,1 @@
-"""The job description: models, rules, loading."""
+"""The job description: its models, rules and loader."""

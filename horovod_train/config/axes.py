@@ -1,9 +1,9 @@
-"""How ranks are arranged: along which axis they read different samples, and along which they share a model.
+"""Arrangement of ranks along a data, a pipeline and a tensor axis.
 
     rank = (data x num_pipeline + pipeline) x num_tensor + tensor
 
-Ranks next to each other, of one host, are along the tensor axis, which exchanges most; then come stages of a
-pipeline, then replicas.
+Consecutive ranks, usually of one host, are along the tensor axis, because it communicates most. The next axis
+is the pipeline axis, the outermost the data axis.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from horovod_train.errors import UserError
 
 @dataclass(frozen=True)
 class Axes:
-    """The lengths of the axes.
+    """Lengths of the axes.
 
     Attributes:
-        data: Groups of ranks that read different samples.
-        pipeline: Stages of a pipeline.
-        tensor: Ranks that share each layer.
+        data: Number of groups that read different samples.
+        pipeline: Number of ranks in a pipeline.
+        tensor: Number of ranks among which each layer is sharded.
     """
 
     data: int
@@ -29,13 +29,13 @@ class Axes:
 
     @classmethod
     def of(cls, world_size: int, *, pipeline: int | None = 1, tensor: int | None = 1) -> Axes:
-        """Return the axes of so many ranks, given two of them; None: as many ranks as there are.
+        """Return the axes of ``world_size`` ranks; with None, an axis has the maximum length.
 
         >>> Axes.of(8, pipeline=2, tensor=2)
         Axes(data=2, pipeline=2, tensor=2)
 
         Raises:
-            UserError: They do not divide the number of ranks.
+            UserError: ``pipeline * tensor`` does not divide the number of ranks.
         """
         tensor = max(1, world_size // (pipeline or 1)) if tensor is None else tensor
         pipeline = max(1, world_size // tensor) if pipeline is None else pipeline
@@ -53,7 +53,7 @@ class Axes:
         return cls(data, pipeline, tensor)
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """Return where a rank stands along data, pipeline and tensor.
+        """Return the coordinates of a rank along the axes data, pipeline and tensor.
 
         >>> Axes(data=2, pipeline=2, tensor=2).place(5)
         (1, 0, 1)
@@ -63,11 +63,11 @@ class Axes:
         return data, pipeline, tensor
 
     def rank(self, data: int, pipeline: int, tensor: int) -> int:
-        """Return the rank that stands there."""
+        """Return the rank at these coordinates."""
         return (data * self.pipeline + pipeline) * self.tensor + tensor
 
     def pipelines(self) -> list[list[int]]:
-        """Return the groups of ranks between which micro-batches pass, in the order of stages.
+        """Return the ranks of each pipeline, in the order of stages.
 
         >>> Axes(data=2, pipeline=2).pipelines()
         [[0, 1], [2, 3]]
@@ -79,7 +79,7 @@ class Axes:
         ]
 
     def data_groups(self) -> list[list[int]]:
-        """Return the groups of ranks that have the same part of the model and read different samples.
+        """Return the groups of ranks that store the same part of the model and read different samples.
 
         >>> Axes(data=2, tensor=2).data_groups()
         [[0, 2], [1, 3]]

@@ -1,4 +1,4 @@
-"""Arguments of codecs, and codec properties that can be read without importing PyTorch.
+"""Arguments and properties of codecs that can be read without importing PyTorch.
 
 A codec in module ``NAME.py`` declares both as a class ``Arguments`` in ``NAME_args.py``, in the same folder.
 """
@@ -17,16 +17,16 @@ class CodecArguments(Section):
     """Arguments of a codec.
 
     Attributes:
-        residual_copies: Gradient-sized residual buffers of a rank, in at least 32 bits. A codec
-            with residuals is refused with ``train.precision: fp16``: a residual would have another loss scale
-            when it is sent.
+        residual_copies: Number of gradient-sized residual buffers per rank, in at least 32 bits. Codecs with
+            residuals do not support ``train.precision: fp16``, because the loss scale may change before a
+            residual is sent.
     """
 
     residual_copies: ClassVar[int] = 0
 
 
 def arguments_of(name: str) -> type[CodecArguments] | None:
-    """Return the ``Arguments`` of a codec; None: it declares none, or is given as ``module:Class``."""
+    """Return the ``Arguments`` of a codec, or None if it declares none or is named as ``module:Class``."""
     if name not in CODECS.rows:
         return None
     module = f"{CODECS.location(name).partition(':')[0]}_args"

@@ -1,4 +1,4 @@
-"""What the sections of a job description are made of: their base, and types that several of them use."""
+"""Base class of the sections of a job description, and types that several sections use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$")]
-"""Letters, digits, dots, dashes and underscores; at most 63: it becomes a label and a folder."""
+"""At most 63 letters, digits, dots, dashes and underscores, because names are used as labels and folders."""
 
 ImportPath = Annotated[str, StringConstraints(pattern=r"^[^:\n]*[\w)]:[A-Za-z_]\w*$")]
 """``package.module:Name`` or ``path/to/file.py:Name``."""
@@ -19,17 +19,17 @@ HostSlots = Annotated[
 
 
 def name_of(entry: str) -> str:
-    """Return the host of ``host:slots``."""
+    """Return the host name in ``host:slots``."""
     return entry.rpartition(":")[0]
 
 
 def slots_of(entry: str) -> int:
-    """Return the slots of ``host:slots``."""
+    """Return the number of slots in ``host:slots``."""
     return int(entry.rpartition(":")[2])
 
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
-"""A number greater than 0, at most 1."""
+"""Number greater than 0, at most 1."""
 
 HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?$")]
 """Name or IPv4 address of a host."""
@@ -45,7 +45,7 @@ OneLine = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
 
 
 def _as_ssh_writes(value: object) -> object:
-    """YAML takes ``yes`` for true and ``10`` for a number; ssh means the words."""
+    """Return a value as text, because YAML reads ``yes`` as a boolean and ``10`` as a number."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value) if isinstance(value, int) else value
@@ -55,10 +55,10 @@ SshValue = Annotated[OneLine, BeforeValidator(_as_ssh_writes)]
 """Value of an option of ssh_config."""
 
 DNS_NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
-"""Regular expression of what Kubernetes calls a DNS subdomain."""
+"""Regular expression of a DNS subdomain name in Kubernetes."""
 
 MAX_DNS_NAME = 253
-"""So many characters it may have."""
+"""Maximum number of characters of a DNS subdomain name."""
 
 SecretSource = Annotated[
     str,
@@ -66,7 +66,7 @@ SecretSource = Annotated[
         pattern=rf"^(env:[A-Za-z_][A-Za-z0-9_]*|file:/\S+|kubernetes:{DNS_NAME}/[A-Za-z0-9._-]{{1,253}})$"
     ),
 ]
-"""``env:NAME``, ``file:/path`` (its content), or on Kubernetes ``kubernetes:secret/key``."""
+"""``env:NAME``, ``file:/path`` (the content of the file), or on Kubernetes ``kubernetes:secret/key``."""
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
@@ -74,7 +74,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, strict, no unknown keys, docstrings as descriptions."""
+    """Base class of all sections: frozen, strict, without unknown keys, with docstrings as descriptions."""
 
     model_config = ConfigDict(
         frozen=True,

@@ -1,4 +1,4 @@
-"""The section ``launch.kubernetes``; ``kubernetes_rules.py`` has the rules between its fields."""
+"""The section ``launch.kubernetes``. Rules that relate its fields are in ``kubernetes_rules.py``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pydantic import AfterValidator, Field, StringConstraints
 from horovod_train.config.fields import DNS_NAME, MAX_DNS_NAME, Count, OneLine, Section
 
 DnsLabel = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
-"""Lower-case letters, digits and dashes, at most 63."""
+"""At most 63 lower-case letters, digits and dashes."""
 
 DnsName = Annotated[str, StringConstraints(pattern=rf"^{DNS_NAME}$", max_length=MAX_DNS_NAME)]
-"""Parts of lower-case letters, digits and dashes, with dots between them; at most 253."""
+"""DNS labels separated by dots; at most 253 characters."""
 
 Quantity = Annotated[str, StringConstraints(pattern=r"^(\d+(\.\d+)?|\.\d+)(m|[kMGTPE]i?)?$")]
-"""As Kubernetes writes amounts: ``500m``, ``2``, ``1.5``, ``64Gi``."""
+"""Quantity in the notation of Kubernetes: ``500m``, ``2``, ``1.5``, ``64Gi``."""
 
 _KEY = r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 
@@ -29,7 +29,7 @@ def _has_short_prefix(key: str) -> str:
 QualifiedName = Annotated[
     str, StringConstraints(pattern=rf"^({DNS_NAME}/)?{_KEY}$"), AfterValidator(_has_short_prefix)
 ]
-"""A key of labels, such as ``topology.kubernetes.io/zone``."""
+"""Key of a label, such as ``topology.kubernetes.io/zone``."""
 
 
 def _is_no_quota(resource: str) -> str:
@@ -44,13 +44,13 @@ ResourceName = Annotated[
     AfterValidator(_has_short_prefix),
     AfterValidator(_is_no_quota),
 ]
-"""What a device plug-in calls a device, such as ``nvidia.com/gpu``."""
+"""Resource name of a device plug-in, such as ``nvidia.com/gpu``."""
 
 LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$")]
 """Value of a label."""
 
 AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/[^\s:]*$")]
-"""A path in the container."""
+"""Absolute path in the container."""
 
 
 class Toleration(Section):
@@ -67,16 +67,16 @@ class Toleration(Section):
 
 
 class Volume(Section):
-    """Volume that is mounted into every pod. Exactly one of claim, csi_driver and empty_dir."""
+    """Volume that is mounted into every pod. Exactly one of claim, csi_driver and empty_dir must be set."""
 
     mount_path: AbsolutePath
     """Mount path."""
 
     claim: DnsName | None = None
-    """A PersistentVolumeClaim that all nodes can write (ReadWriteMany)."""
+    """PersistentVolumeClaim that all nodes can write (ReadWriteMany)."""
 
     csi_driver: Annotated[DnsName, StringConstraints(max_length=63)] | None = None
-    """A driver that mounts an object store, such as gcsfuse.csi.storage.gke.io."""
+    """CSI driver that mounts an object store, such as gcsfuse.csi.storage.gke.io."""
 
     csi_attributes: dict[OneLine, OneLine] = {}
     """volumeAttributes of the driver, such as ``bucketName``."""
@@ -104,7 +104,7 @@ class Kubernetes(Section):
     """Secrets for a private registry."""
 
     ranks_per_worker: Annotated[int, Field(ge=1, le=64)] = 1
-    """Ranks in each worker pod: slots, and GPUs when there are any."""
+    """Ranks per worker pod (slotsPerWorker)."""
 
     cpus_per_rank: Quantity | None = None
     """CPU request per rank."""
@@ -122,16 +122,16 @@ class Kubernetes(Section):
     """Further devices of each worker, such as ``rdma/hca: 1``; an rdma/ device adds IPC_LOCK."""
 
     shm_size: Quantity = "1Gi"
-    """Size of /dev/shm of each worker; counts as memory."""
+    """Size of /dev/shm of each worker; it counts as memory."""
 
     host_network: bool = False
-    """Workers use the network of their nodes, for RDMA without a device plug-in."""
+    """Let workers use the network of their nodes, for RDMA without a device plug-in."""
 
     ssh_port: Annotated[int, Field(ge=1024, le=65535)] = 2222
     """Port of sshd in the workers; above 1023, because sshd runs without privileges."""
 
     run_as_user: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1000
-    """User in the containers; the image's mpiuser."""
+    """User ID in the containers; the default is mpiuser of the image."""
 
     volumes: list[Volume] = []
     """Volumes of all pods; ``run_dir`` must be on a persistent one."""
@@ -146,7 +146,7 @@ class Kubernetes(Section):
     """Allow workers, but not the launcher, on spot nodes (AKS, EKS, GKE)."""
 
     topology_spread: QualifiedName | None = None
-    """Spread workers evenly over values of this label of nodes, such as topology.kubernetes.io/zone."""
+    """Node label over whose values workers are spread evenly, such as topology.kubernetes.io/zone."""
 
     priority_class: DnsName | None = None
     """PriorityClass of all pods."""
@@ -176,7 +176,7 @@ class Kubernetes(Section):
     """cleanPodPolicy: which pods are deleted after completion. With None, workers keep their GPUs."""
 
     backoff_limit: Annotated[int, Field(ge=0, le=1000)] = 3
-    """backoffLimit: how often a failed launcher is restarted."""
+    """backoffLimit: maximum number of restarts of a failed launcher."""
 
     deadline_s: Count | None = None
     """activeDeadlineSeconds: maximum duration of the job, in seconds."""
@@ -186,13 +186,13 @@ class Kubernetes(Section):
     ``submit`` deletes the other objects. null: never."""
 
     network_policy: bool = True
-    """Create a NetworkPolicy that allows only pods of this job, and scrapes of its metrics."""
+    """Create a NetworkPolicy that allows only traffic from pods of this job, and scrapes of its metrics."""
 
     pod_monitor: bool = False
     """Create a PodMonitor, so that the Prometheus operator scrapes each rank."""
 
     scrape_annotations: bool = False
-    """Annotate workers (prometheus.io/scrape) for a Prometheus without the operator; one rank per worker."""
+    """Annotate workers (prometheus.io/scrape) for Prometheus without its operator; one rank per worker."""
 
     labels: dict[QualifiedName, LabelValue] = {}
     """Further labels of the job and its pods."""
@@ -201,8 +201,7 @@ class Kubernetes(Section):
     """Further annotations of the pods."""
 
     patch: dict[str, object] = {}
-    """Merged into the MPIJob at the end (RFC 7386) and validated with it: for fields not listed here.
-    """
+    """Merge patch (RFC 7386) of the MPIJob for fields that are not listed here; the result is validated."""
 
     api_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
     """Timeout of requests to the API server, in seconds."""

@@ -1,8 +1,7 @@
-"""What must hold for a job that runs as an MPIJob.
+"""Rules for jobs that run as an MPIJob, checked before anything is sent to the API server.
 
-The API server refuses some mistakes, the operator mentions others in an event and then does nothing,
-and some are ignored without a message (``docs/kubernetes.md`` has the list). Here all of them are found
-before anything is sent.
+The API server refuses some invalid values. The operator reports others only in an event, and ignores some
+without a message (``docs/kubernetes.md`` lists them).
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ from horovod_train.errors import Problem
 LAUNCHER = "mpijob"
 MAX_NAME = 63
 MAX_CONFIG_BYTES = 900_000
-# The API server allows 256 KiB; some are ours.
+# The API server allows 256 KiB, and this package adds its own annotations.
 MAX_ANNOTATIONS_BYTES = 250_000
-# The operator and the image put things there.
+# Paths that the operator and the image use.
 OWN_PATHS = ("/etc/mpi", "/etc/horovod_train", "/home/mpiuser", "/dev/shm", "/tmp")  # noqa: S108
 OWN_VARIABLES = re.compile(r"OMPI_MCA_(orte|plm)_\w*|PRTE_\w*|K_MPI_JOB_ROLE|NVIDIA_VISIBLE_DEVICES")
 OWN_LABELS = "training.kubeflow.org/"
@@ -29,17 +28,17 @@ _DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 def num_workers(job: Job) -> int:
-    """Return the worker pods that a job begins with."""
+    """Return the number of worker pods with which a job starts."""
     return workers_for(job, job.launch.num_ranks or job.launch.most_ranks)
 
 
 def workers_for(job: Job, num_ranks: int) -> int:
-    """Return the worker pods that hold so many ranks."""
+    """Return the number of worker pods for a number of ranks."""
     return -(-num_ranks // job.launch.kubernetes.ranks_per_worker)
 
 
 def kubernetes_rules(job: Job) -> Iterator[Problem]:
-    """Yield what keeps a job from running as an MPIJob; nothing for other launchers."""
+    """Yield the problems that prevent a job from running as an MPIJob; none for other launchers."""
     if job.launch.launcher != LAUNCHER:
         return
     yield from name_problems("name", job.name, workers_for(job, job.launch.most_ranks))
@@ -53,13 +52,7 @@ def kubernetes_rules(job: Job) -> Iterator[Problem]:
 
 
 def name_problems(field: str, name: str, num_workers: int) -> Iterator[Problem]:
-    """Yield what keeps the operator from naming pods after an MPIJob.
-
-    Args:
-        field: Where the name stands.
-        name: Name of the MPIJob.
-        num_workers: As many workers as it may ever have.
-    """
+    """Yield the problems of an MPIJob name, from which the operator derives names of ``num_workers`` pods."""
     if not _DNS_1035.fullmatch(name):
         yield Problem(
             field,

@@ -1,4 +1,4 @@
-"""The job's section ``launch``: how many ranks, where, by which launcher and controller."""
+"""The section ``launch``: number of ranks, hosts, launcher and controller."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from horovod_train.config.kubernetes import Kubernetes
 
 
 class Ssh(Section):
-    """ssh options, in addition to the user's ssh configuration."""
+    """Options of ssh, in addition to the user's ssh configuration."""
 
     port: Port | None = None
     """Port of sshd on the hosts; null: that of the ssh configuration, or 22."""
@@ -46,7 +46,7 @@ class HostSettings(Section):
     """Python of the environment on this host; null: the same path as on the launching machine."""
 
     network_interface: InterfaceName | None = None
-    """Network interface to the other hosts; null: as in ``launch``."""
+    """Network interface to the other hosts; null: that of ``launch``."""
 
     env: dict[VariableName, str] = {}
     """Environment variables for the ranks on this host."""
@@ -62,7 +62,7 @@ class Slurm(Section):
     """Ranks on each node; null: as Slurm places them."""
 
     requeue: bool = True
-    """Requeue the job when it was preempted before its time limit."""
+    """Requeue the job if it is preempted before its time limit."""
 
     setup: list[OneLine] = []
     """Shell commands at the start of the batch script, such as ``module load cuda``."""
@@ -71,8 +71,7 @@ class Slurm(Section):
 class Elastic(Section):
     """Continue with fewer ranks when hosts are lost, and with more when hosts return.
 
-    Whenever the hosts change, ranks start again from a checkpoint; the learning rate and the shards of
-    the data follow the number of ranks.
+    When the hosts change, ranks restart from a checkpoint; learning rate and data shards follow their number.
     """
 
     min_ranks: Count
@@ -82,18 +81,17 @@ class Elastic(Section):
     """Maximum number of ranks; null: launch.num_ranks, or the slots of launch.hosts."""
 
     discover: OneLine | None = None
-    """Host discovery script: prints available hosts in hostfile format; null: launch.hosts. Not for
-    Kubernetes."""
+    """Host discovery script that prints hosts in hostfile format; null: launch.hosts. Not for Kubernetes."""
 
     ranks_per_host: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Slots of a host that the script prints without slots."""
+    """Slots of hosts that the script prints without slots."""
 
     poll_s: Seconds = 5.0
     """Interval of host discovery, in seconds."""
 
     cooldown_s: Seconds = 60.0
-    """Time for which a lost host is blacklisted, doubled on each failure; new hosts join at the earliest this
-    long after a start."""
+    """Time for which a lost host is blacklisted, in seconds, doubled on each failure; also the minimum time
+    between a start and the addition of hosts."""
 
     wait_s: Seconds = 600.0
     """Maximum time to wait for ``min_ranks``, in seconds."""
@@ -106,13 +104,13 @@ class Launch(Section):
     """Number of ranks, hosts and launcher."""
 
     launcher: Annotated[str, StringConstraints(min_length=1)] = "auto"
-    """auto: horovodrun, or a single process for one rank; or the name of a launcher."""
+    """Name of a launcher, or auto: horovodrun, or a single process for one rank."""
 
     num_ranks: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """World size; null: the slots of ``hosts``, or one. A worker fails if the actual world size differs."""
+    """World size; null: the slots of ``hosts``, or 1. A rank fails if the actual world size differs."""
 
     hosts: list[HostSlots] = []
-    """``host:slots`` of each host; empty: this machine."""
+    """Hosts, as ``host:slots``; empty: this machine."""
 
     host_settings: dict[HostName, HostSettings] = {}
     """Settings of individual hosts, by name."""
@@ -121,32 +119,32 @@ class Launch(Section):
     """Horovod's controller backend."""
 
     ssh: Ssh = Ssh()
-    """How hosts are reached."""
+    """Options of ssh."""
 
     network_interface: InterfaceName | None = None
     """Network interface to the other hosts, such as eth0; null: that of the ssh connection."""
 
     host_timeout_s: Annotated[float, Field(ge=5, le=1e6)] = 20.0
-    """Time after which a host that does not answer is lost, and the job ends, in seconds."""
+    """Time after which a host that does not respond is lost, and the job ends, in seconds."""
 
     elastic: Elastic | None = None
-    """Elastic job: continue when hosts are lost or added; null: the job ends when one is lost."""
+    """Continue when hosts are lost or added; null: the job ends when a host is lost."""
 
     ship_code: bool = False
-    """Copy the folder of the task's file to the hosts; false: it exists there, at the same path."""
+    """Copy the folder of the task's file to the hosts; false: it must exist there at the same path."""
 
     grace_s: Seconds = 30.0
     """Grace period of a preemption: time to save before ranks are killed, in seconds."""
 
     cpu_binding: Literal["auto", "none", "cores", "numa"] = "auto"
-    """CPU binding of a rank: to an equal part of the host's cores, or to a NUMA node; auto: numa, if there
-    are several."""
+    """CPU binding of ranks. cores: an equal part of the host's cores; numa: a NUMA node; auto: numa if the
+    host has several."""
 
     slurm: Slurm = Slurm()
-    """For the launcher slurm."""
+    """Settings of the launcher slurm."""
 
     kubernetes: Kubernetes = Kubernetes()
-    """For the launcher mpijob."""
+    """Settings of the launcher mpijob."""
 
     share_gpus: bool = False
     """Allow several ranks per GPU, for tests; slower than one rank per GPU."""
@@ -158,16 +156,15 @@ class Launch(Section):
     """Environment variables of all ranks. Not for secrets: they are written to the resolved job."""
 
     secrets: dict[VariableName, SecretSource] = {}
-    """Secret environment variables, by source; values are not written to command lines, logs or files of the
-    run."""
+    """Sources of secret environment variables; values are not written to command lines, logs or run files."""
 
     @property
     def slots(self) -> int:
-        """Ranks that there is room for on ``hosts``; 0: none are named."""
+        """Total number of slots of ``hosts``; 0: ``hosts`` is empty."""
         return sum(map(slots_of, self.hosts))
 
     @property
     def most_ranks(self) -> int:
-        """Ranks that the world has at most."""
+        """Maximum world size."""
         most = self.elastic.max_ranks if self.elastic is not None else None
         return most or self.num_ranks or self.slots or 1

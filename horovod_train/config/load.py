@@ -1,6 +1,6 @@
-"""Read a job description: file, then environment, then ``--set``; every problem at once.
+"""Load a job description from a file, the environment and ``--set``, and report all problems.
 
-This is the one place where a job is still a plain dictionary.
+Only this module handles a job as a plain dictionary.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_VALUES = 100_000
 # Fields whose keys are names of environment variables.
 VARIABLES = ("env", "secrets")
 
-# What YAML, TOML and JSON readers raise. PyYAML lets errors of its constructors through: `!!int ""`.
+# Errors of YAML, TOML and JSON readers. PyYAML does not wrap errors of its constructors, such as `!!int ""`.
 UNREADABLE = (
     OSError,
     ValueError,
@@ -48,7 +48,7 @@ Tree = dict[str, object]
 
 
 class _YamlLoader(yaml.SafeLoader):
-    """Safe YAML in which ``1e-3`` is a number and a key given twice is an error."""
+    """Safe YAML loader that reads ``1e-3`` as a number and refuses duplicate keys."""
 
 
 _YamlLoader.add_implicit_resolver(
@@ -83,16 +83,16 @@ def load_job(
     environ: Mapping[str, str] | None = None,
     settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Job:
-    """Read and check a job description.
+    """Load and check a job description.
 
     Args:
         path: A ``.yaml``, ``.yml``, ``.toml`` or ``.json`` file.
-        overrides: Texts of the form ``train.epochs=3``; they win over everything else.
-        environ: Environment to read ``HOROVOD_TRAIN__TRAIN__EPOCHS=3`` from; None: the process's.
-        settings: Values by dotted path, such as those of options; they win over ``overrides``.
+        overrides: Texts of the form ``train.epochs=3``; they override the file and the environment.
+        environ: Contains variables such as ``HOROVOD_TRAIN__TRAIN__EPOCHS=3``; None: ``os.environ``.
+        settings: Values by dotted path, such as command line options; they override ``overrides``.
 
     Raises:
-        ConfigError: Anything is wrong; it lists every problem found.
+        ConfigError: The job description is not valid. The error lists all problems.
     """
     return job_from(read_tree(path), path.parent, str(path), overrides, environ, settings)
 
@@ -105,18 +105,13 @@ def job_from(
     environ: Mapping[str, str] | None = None,
     settings: Mapping[str, object] = MappingProxyType({}),
 ) -> Job:
-    """Return the job that a tree of plain values describes; as ``load_job``, which reads it from a file.
+    """Return the job that a tree of plain values describes, which is modified in place.
 
-    Args:
-        tree: The values; it is changed.
-        folder: Where paths in them start.
-        source: Where they come from, for a person.
-        overrides: As for ``load_job``.
-        environ: As for ``load_job``.
-        settings: As for ``load_job``.
+    Relative paths in the tree refer to ``folder``. Error messages name ``source`` as the origin of the tree.
+    The other arguments are those of ``load_job``.
 
     Raises:
-        ConfigError: Anything is wrong; it lists every problem found.
+        ConfigError: The job description is not valid. The error lists all problems.
     """
     problems: list[Problem] = []
     for origin, dotted, text in _assignments(overrides, os.environ if environ is None else environ, problems):
@@ -124,7 +119,7 @@ def job_from(
     for dotted, value in settings.items():
         _assign(tree, dotted, value, "the command line", problems)
     if with_nul := list(_with_nul(tree)):
-        raise ConfigError(source, [*problems, *with_nul])  # files are looked for below
+        raise ConfigError(source, [*problems, *with_nul])  # before file names are used
     _anchor_paths(tree, folder, problems)
     job = _validate(tree, problems)
     if problems or job is None:
@@ -136,7 +131,7 @@ def read_tree(path: Path) -> Tree:
     """Read a file into plain dictionaries, lists and scalars.
 
     Raises:
-        ConfigError: The file cannot be read or is not what its name says.
+        ConfigError: The file cannot be read, or its content does not have the format of its suffix.
     """
     readers: dict[str, Callable[[str], object]] = {
         ".yaml": _read_yaml,
@@ -190,7 +185,7 @@ def _read_yaml(text: str) -> object:
 
 
 def _exceeds_limits(root: object) -> bool:
-    """Whether a value is nested without end, or small only because its parts are shared (YAML aliases)."""
+    """Return whether a value is nested too deeply, or too large when YAML aliases are expanded."""
     level = [root]
     for _ in range(MAX_DEPTH + 1):
         nested = {id(value): value for value in level if isinstance(value, dict | list)}
@@ -201,7 +196,7 @@ def _exceeds_limits(root: object) -> bool:
 
 
 def _unfolded_size(value: object, known: dict[int, int]) -> int:
-    """Number of values with every shared part counted as often as it appears."""
+    """Return the number of values, counting each alias as a copy; ``known`` caches results by ``id``."""
     if not isinstance(value, dict | list):
         return 1
     if id(value) not in known:
@@ -216,7 +211,7 @@ def _children(value: dict[str, object] | list[object]) -> list[object]:
 def _assignments(
     overrides: Iterable[str], environ: Mapping[str, str], problems: list[Problem]
 ) -> Iterable[tuple[str, str, str]]:
-    """Yield (origin, dotted path, text): the environment first, so that ``--set`` wins."""
+    """Yield (origin, dotted path, text), the environment first, so that ``--set`` overrides it."""
     for variable in sorted(environ):
         if variable.startswith(ENV_PREFIX):
             yield variable, _as_path(variable[len(ENV_PREFIX) :]), environ[variable]
@@ -235,7 +230,7 @@ def _assignments(
 
 
 def _as_path(name: str) -> str:
-    """Return the dotted path that the rest of a variable's name stands for: lower case, but for variables.
+    """Return the dotted path for a variable without prefix, in lower case except for names of variables.
 
     >>> _as_path("TRAIN__EPOCHS"), _as_path("LAUNCH__ENV__OMP_PROC_BIND")
     ('train.epochs', 'launch.env.OMP_PROC_BIND')
@@ -249,7 +244,7 @@ def _as_path(name: str) -> str:
 
 
 def _assign_text(tree: Tree, dotted: str, text: str, origin: str, problems: list[Problem]) -> None:
-    """Set the value at a dotted path to a text that is read as YAML."""
+    """Parse a text as YAML, and set the value at a dotted path to the result."""
     try:
         value = _read_yaml(text)
     except UNREADABLE as error:
@@ -280,7 +275,7 @@ def _assign(tree: Tree, dotted: str, value: object, origin: str, problems: list[
 
 
 def _with_nul(value: object, path: str = "") -> Iterator[Problem]:
-    """Yield a problem for each text with a NUL character: no file, variable or argument can have one."""
+    """Yield a problem for each text with a NUL character; files, variables and arguments do not allow it."""
     if isinstance(value, dict):
         for key, child in value.items():
             if "\0" in str(key):
@@ -294,9 +289,9 @@ def _with_nul(value: object, path: str = "") -> Iterator[Problem]:
 
 
 def _anchor_paths(tree: Tree, folder: Path, problems: list[Problem]) -> None:
-    """Make the path of a task file absolute: the worker may start in another folder.
+    """Make the path of a task file absolute, because ranks may start in another folder.
 
-    Only a file that was given with its whole path may be one that is not here, but in an image.
+    A relative path must exist. An absolute path may exist only in an image.
     """
     task = tree.get("task")
     if isinstance(task, str):
@@ -305,15 +300,15 @@ def _anchor_paths(tree: Tree, folder: Path, problems: list[Problem]) -> None:
             place = Path(file).expanduser()
             if not place.is_absolute() and not (folder / place).is_file():
                 problems.append(no_such_file(task, str(folder / place)))
-            # Links stay: behind those of a mounted ConfigMap, the folder has another name on each host.
+            # Symbolic links are not resolved: the target folders of a mounted ConfigMap differ between hosts.
             tree["task"] = f"{os.path.abspath(folder / place)}:{attribute}"  # noqa: PTH100
 
 
 def _validate(tree: Tree, problems: list[Problem]) -> Job | None:
-    """Add every problem of a tree; return the job if there is one to speak of.
+    """Add all problems of a tree to ``problems``; return the job, or None if no job can be created.
 
-    Rules between fields need a whole job. When single fields are wrong, they are dropped (their
-    defaults take the place) and the rules run on what is left, so that one run reports all.
+    Rules between fields require a complete job. Therefore, invalid fields are replaced by their defaults, so
+    that the rules can be checked as well and all problems are reported together.
     """
     job: Job | None
     try:
@@ -328,7 +323,7 @@ def _validate(tree: Tree, problems: list[Problem]) -> Job | None:
 
 
 def _stands(found: Problem, wrong_paths: Iterable[str]) -> bool:
-    """Whether a rule's finding rests on fields that were read well, not on stand-ins for wrong ones."""
+    """Return whether a problem concerns valid fields only, and not defaults in place of invalid fields."""
     return not any(found.path.startswith(path) or path in found.message for path in wrong_paths)
 
 
@@ -345,7 +340,7 @@ def _without_bad_fields(tree: Tree, error: ValidationError) -> Job | None:
 
 
 def _drop(tree: Tree, location: tuple[str | int, ...]) -> None:
-    """Remove the entry at a location: in a list, the whole list."""
+    """Remove the entry at a location; for an entry of a list, remove the list."""
     node: object = tree
     for depth, part in enumerate(location):
         if not isinstance(node, dict) or part not in node:
@@ -357,5 +352,5 @@ def _drop(tree: Tree, location: tuple[str | int, ...]) -> None:
 
 
 def dump_job(job: Job) -> str:
-    """Return the resolved job as JSON: what a worker reads."""
+    """Return the resolved job as JSON, which ranks load."""
     return job.model_dump_json(indent=2) + "\n"

@@ -1,11 +1,11 @@
-"""How much memory a rank needs under each strategy, as arithmetic on the sizes of a job.
+"""Estimates of the memory that a rank needs under each strategy, from the sizes of a job.
 
-    stays   what is there between steps: weights, buffers, the optimizer's state
-    passes  stays + activations and what else forward and backward have at their peak, with gradients by then
-    update  stays + gradients + what the optimizer's step has at its peak
-    peak    the larger of the two
+    resident  weights, buffers and optimizer state, which are allocated between steps
+    passes    resident + activations and gradients at the peak of forward and backward
+    update    resident + gradients + temporary tensors at the peak of the optimizer's step
+    peak      the larger of passes and update
 
-Each strategy divides some of it by the number of ranks that share it, and adds its own copies.
+Each strategy divides some of these sizes by the number of ranks that shard them, and adds its own copies.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from horovod_train.config.codecs import arguments_of
 from horovod_train.config.schema import Job
 
 TRACER_BYTES = 75 * 2**20
-"""What a process takes that has traced a model (``torch.fx`` imports SymPy)."""
+"""Additional memory of a process that has traced a model (``torch.fx`` imports SymPy)."""
 
 DEEPSPEED_BYTES = 90 * 2**20
-"""What a process takes that has imported DeepSpeed, and allocates and frees as it does."""
+"""Additional memory of a process for DeepSpeed: its import, and its allocations and deallocations."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class Sizes:
     """Sizes of a job in one process, in bytes.
 
     Attributes:
-        weights: Of all parameters.
-        trained: Of those that are trained, as of their gradients.
-        buffers: Of all buffers.
-        optimizer: State of the optimizer.
-        activations: What forward and backward of a micro-batch have at their peak, besides all of this.
-        gradients_by_then: Gradients that are there at that peak.
-        update: What the optimizer's step has at its peak, besides all of this.
-        largest: Of the parameters.
-        units: Parameters of each unit that is gathered as one.
-        process: What a process takes with nothing in it.
+        weights: All parameters.
+        trained: Trained parameters; equals the size of their gradients.
+        buffers: All buffers.
+        optimizer: Optimizer state.
+        activations: Other tensors at the peak of forward and backward of a micro-batch.
+        gradients_by_then: Gradients at that peak.
+        update: Temporary tensors at the peak of the optimizer's step.
+        largest: Largest parameter.
+        units: Parameters of each FSDP unit.
+        process: A process without tensors.
     """
 
     weights: int
@@ -54,14 +54,14 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Need:
-    """What a rank needs, in bytes.
+    """Memory that a rank needs, in bytes.
 
     Attributes:
         weights: Parameters and buffers.
-        gradients: When all are there.
-        optimizer: State, and copies that stay.
-        peak: Of all tensors.
-        process: Of the whole process, about.
+        gradients: All gradients.
+        optimizer: Optimizer state.
+        peak: Peak of all tensors.
+        process: Approximate peak of the process.
     """
 
     weights: float
@@ -81,17 +81,13 @@ BY_SPEED = (
     "tensor_parallel",
     "pipeline",
 )
-"""From the one that sends least, or hides most of what it sends."""
+"""Strategies from fast to slow, by bytes sent and by overlap of communication with computation."""
 
 
 def needs(sizes: Sizes, shared: Sizes | None, job: Job, num_ranks: int) -> dict[str, Need]:
-    """Return what a rank needs under each strategy that shares the model among all ranks.
+    """Return the memory that a rank needs under each strategy, with the model sharded over all ranks.
 
-    Args:
-        sizes: Of the job in one process.
-        shared: On ranks that share each layer; None: unknown.
-        job: The job.
-        num_ranks: How many share the model.
+    ``sizes`` are those of the job in one process, ``shared`` those of a tensor-parallel rank, if known.
     """
     found = {
         "allreduce": _allreduce(sizes, job, num_ranks),
@@ -109,7 +105,7 @@ def needs(sizes: Sizes, shared: Sizes | None, job: Job, num_ranks: int) -> dict[
 
 
 def fastest_that_fits(found: dict[str, Need], limit_bytes: float) -> str | None:
-    """Return the first strategy, in the order of their speed, whose process fits; None: none does."""
+    """Return the fastest strategy whose process memory is within the limit, or None."""
     fitting = [name for name in BY_SPEED if name in found and found[name].process <= limit_bytes]
     return fitting[0] if fitting else None
 
@@ -124,16 +120,10 @@ def _need(
     extra: float = 0,
     keeps_gradients: bool = False,
 ) -> Need:
-    """Return a need, each part of which is divided by so many ranks.
+    """Return the memory of a rank, given divisors of weights, gradients, optimizer state and activations.
 
-    Args:
-        sizes: Of the job.
-        weights: By how much weights are divided.
-        gradients: By how much gradients are.
-        optimizer: By how much the optimizer's state is.
-        passes: By how much activations are.
-        extra: What is there besides in the passes, in bytes.
-        keeps_gradients: Their memory stays between steps: they lie in the buckets that are sent.
+    ``extra`` is additional memory in the passes, in bytes. With ``keeps_gradients``, gradients are stored in
+    buckets, which stay allocated between steps.
     """
     whole = sizes.weights / weights + sizes.buffers
     state = sizes.optimizer / optimizer
@@ -141,12 +131,12 @@ def _need(
     at_peak = whole + state + sizes.activations / passes + by_then / gradients + extra
     in_update = whole + state + sizes.trained / gradients + sizes.update / optimizer
     peak = max(at_peak, in_update)
-    # A model is made whole, and then shared.
+    # Each process first creates the whole model, then shards it.
     return Need(whole, sizes.trained / gradients, state, peak, max(peak, sizes.weights) + sizes.process)
 
 
 def _allreduce(sizes: Sizes, job: Job, num_ranks: int) -> Need:
-    """Return the need of ``allreduce``; residuals of a codec are there in each phase of a step."""
+    """Return the memory for ``allreduce``. Residuals of a codec stay allocated in all phases of a step."""
     need = _need(sizes, keeps_gradients=num_ranks > 1)
     codec = job.allreduce.codec
     declared = None if codec is None else arguments_of(codec.name)
@@ -155,12 +145,12 @@ def _allreduce(sizes: Sizes, job: Job, num_ranks: int) -> Need:
 
 
 def _bucket(sizes: Sizes, job: Job) -> float:
-    """Return what gradients take on their way: one just made, a bucket that fills, three that are sent."""
+    """Return the size of gradients in transit: one just computed, a bucket being filled, three being sent."""
     return min(5 * max(job.allreduce.bucket_size_mib * 2**20, sizes.largest), sizes.trained)
 
 
 def _gathered(sizes: Sizes) -> float:
-    """Return what is gathered at once: the rest of the model, and two units."""
+    """Return the maximum size of gathered parameters: those outside of units, and the two largest units."""
     return sizes.weights - sum(sizes.units) + sum(sorted(sizes.units)[-2:])
 
 
@@ -176,7 +166,7 @@ def _fsdp(sizes: Sizes, num_ranks: int, *, gathered: float) -> Need:
 
 
 def _deepspeed(sizes: Sizes, job: Job, num_ranks: int) -> Need:
-    """Return the need of stage 3: as fsdp, and gradients stay, of which the update has a copy."""
+    """Return the memory for ZeRO stage 3: as for fsdp, plus persistent gradients, which the update copies."""
     need = _fsdp(sizes, num_ranks, gathered=_gathered(sizes))
     gradients = sizes.trained / num_ranks
     resident = need.weights + need.optimizer + gradients
@@ -186,7 +176,7 @@ def _deepspeed(sizes: Sizes, job: Job, num_ranks: int) -> Need:
 
 
 def _pipeline(sizes: Sizes, job: Job, num_ranks: int) -> Need:
-    """Return the need of the first stage, which keeps most activations, with stages that are about even."""
+    """Return the memory for the first of approximately equal stages, because it stores most activations."""
     stage = max([sizes.weights / num_ranks, sizes.weights - sum(sizes.units), *sizes.units])
     part = sizes.weights / stage
     under_way = min(num_ranks, job.train.accumulation_steps)

@@ -1,4 +1,4 @@
-"""Turn pydantic's errors into problems a person can act on."""
+"""Conversion of pydantic's errors into readable problems with hints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from horovod_train.errors import Problem, did_you_mean
 
 MAX_SHOWN_CHARS = 60
 
-# pydantic's error type -> our sentence; {} fields come from the error's context.
+# Messages by pydantic's error type; {} fields are filled from the error's context.
 SENTENCES = {
     "missing": "is required",
     "int_type": "must be a whole number",
@@ -36,7 +36,7 @@ SENTENCES = {
     "value_error": "{error}",
 }
 
-# What the patterns of schema.py mean in words, by the last part of the path.
+# Descriptions of the patterns of fields, by the last part of the path that is listed here.
 PATTERN_HINTS = {
     "name": "letters, digits, '.', '_' and '-', at most 63, as in 'resnet-50'",
     "task": "a shipped task such as 'digits', or 'package.module:Class', or 'path/file.py:Class'",
@@ -66,7 +66,7 @@ PATTERN_HINTS = {
 }
 
 
-# What others call it: (last part of the path, what was found) -> what to do.
+# Hints for values from other programs, by (last part of the path, found value).
 _HINTS = {
     ("compile", "True"): "write {} to compile with what is set by default",
     ("matmul_precision", "tf32"): "high is TF32",
@@ -79,7 +79,7 @@ _HINTS = {
 
 
 def shorten(value: object) -> str:
-    """Return a value as JSON, cut to one short line.
+    """Return a value as JSON, truncated to ``MAX_SHOWN_CHARS``.
 
     >>> shorten([1, 2])
     '[1, 2]'
@@ -101,11 +101,11 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[Problem]:
 
 
 def _with_choices_as_one(errors: Iterable[ErrorDetails]) -> Iterator[ErrorDetails]:
-    """Make one error of those for a truth or one of some words: pydantic has one for each."""
+    """Merge the two errors that pydantic reports for a union of bool and Literal."""
     for details in errors:
         place, last = details["loc"][:-1], str(details["loc"][-1:] and details["loc"][-1])
         if last == "bool" and details["type"].startswith("bool"):
-            continue  # that of the words follows
+            continue  # the error of the Literal follows
         if last.startswith("literal["):
             words = f"true, false or {details.get('ctx', {}).get('expected')}"
             yield {**details, "loc": place, "ctx": {"expected": words}}
@@ -114,7 +114,7 @@ def _with_choices_as_one(errors: Iterable[ErrorDetails]) -> Iterator[ErrorDetail
 
 
 def field_path(location: Sequence[str | int]) -> tuple[str | int, ...]:
-    """Drop what pydantic adds to a location for unions and constrained keys."""
+    """Remove the parts that pydantic adds to a location for unions and constrained keys."""
     return tuple(
         part
         for part in location
@@ -157,7 +157,7 @@ def _is_quoted_number(kind: str, value: object) -> bool:
 
 
 def _fields_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    """Names of the fields of the section at a location."""
+    """Return the names of the fields of the section at a location."""
     for part in location:
         field = model.model_fields.get(str(part))
         if field is None:

@@ -1,6 +1,6 @@
-"""Rules that hold between fields: combinations that cannot work, found before anything starts.
+"""Rules between fields of a job, which refuse unsupported combinations before anything starts.
 
-A rule looks at a whole job and yields problems. To add one, write a function and add it to RULES.
+A rule checks a whole job and yields problems. To add a rule, write a function, and add it to RULES.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ DECAY_FIELDS = {
 
 
 def names_are_known(job: Job) -> Iterator[Problem]:
-    """Frameworks, launchers, optimizers and tasks come from tables (or are import paths)."""
+    """Require that each name is in its registry, or is an import path."""
     if job.framework != SCRIPT:
         yield from _known("framework", job.framework, FRAMEWORKS)
     if job.launch.launcher != "auto":
         yield from _known("launch.launcher", job.launch.launcher, LAUNCHERS)
-    # The optimizers of an unknown framework are unknown.
+    # Only a known framework has a list of optimizers.
     if ":" not in job.optimizer.name and job.framework in FRAMEWORKS.rows:
         yield from _known("optimizer.name", job.optimizer.name, optimizers_of(job.framework))
     codec = job.allreduce.codec
@@ -72,7 +72,7 @@ def _known(path: str, name: str, registry: Registry) -> Iterator[Problem]:
 
 
 def task_file_exists(job: Job) -> Iterator[Problem]:
-    """A task given as a file is there, or may be in the image that Kubernetes runs."""
+    """Require that the file of a task exists; on Kubernetes, it may exist only in the image."""
     file, _, _ = job.task.rpartition(":")
     is_elsewhere = job.launch.launcher == LAUNCHER
     if file.endswith(".py") and not is_elsewhere and not Path(file).expanduser().is_file():
@@ -80,12 +80,12 @@ def task_file_exists(job: Job) -> Iterator[Problem]:
 
 
 def no_such_file(task: str, file: str) -> Problem:
-    """Return the problem of a task whose file is not there."""
+    """Return the problem of a task whose file does not exist."""
     return Problem("task", repr(task), f"no such file: {file}", "paths start at the job file's folder")
 
 
 def learning_rate_is_set_once(job: Job) -> Iterator[Problem]:
-    """The optimizer gets its rate from ``lr`` in each step."""
+    """Refuse a learning rate in the optimizer's arguments, because ``lr`` sets it in each step."""
     if "lr" in job.optimizer.args:
         yield Problem(
             "optimizer.args.lr",
@@ -96,7 +96,7 @@ def learning_rate_is_set_once(job: Job) -> Iterator[Problem]:
 
 
 def decay_has_its_fields(job: Job) -> Iterator[Problem]:
-    """Fields of one decay are not given to another, and milestones are increasing."""
+    """Refuse fields of other decays, and require increasing milestones."""
     wanted = DECAY_FIELDS[job.lr.decay]
     every = set().union(*DECAY_FIELDS.values())
     for field in sorted(job.lr.model_fields_set & (every - wanted)):
@@ -119,7 +119,7 @@ def decay_has_its_fields(job: Job) -> Iterator[Problem]:
 
 
 def warmup_fits(job: Job) -> Iterator[Problem]:
-    """The ramp ends before the training does, and has a start only if it exists."""
+    """Require that warm-up ends before training, and refuse ``warmup_start_lr`` without warm-up."""
     lr = job.lr
     if lr.warmup_epochs > job.train.epochs:
         yield Problem(
@@ -136,7 +136,7 @@ def warmup_fits(job: Job) -> Iterator[Problem]:
 
 
 def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
-    """Enough slots for the ranks, each host once."""
+    """Require enough slots for the ranks, and distinct hosts."""
     launch = job.launch
     names = list(map(name_of, launch.hosts))
     doubles = sorted({name for name in names if names.count(name) > 1})
@@ -155,7 +155,7 @@ def ranks_fit_the_hosts(job: Job) -> Iterator[Problem]:
 
 
 def elastic_is_supported(job: Job) -> Iterator[Problem]:
-    """Bounds that fit each other, and checkpoints to resume from."""
+    """Require consistent numbers of ranks, a single source of hosts, and resuming from checkpoints."""
     launch, elastic = job.launch, job.launch.elastic
     if elastic is None:
         return
@@ -204,9 +204,9 @@ def is_command(text: str) -> bool:
 
 
 def host_settings_belong_to_hosts(job: Job) -> Iterator[Problem]:
-    """Settings of a host that takes no part would be ignored."""
+    """Refuse settings of hosts that are not in ``launch.hosts``, because they would have no effect."""
     if job.launch.elastic is not None and job.launch.elastic.discover is not None:
-        return  # hosts are known later
+        return  # hosts are not known before their discovery
     names = list(map(name_of, job.launch.hosts))
     for name in sorted(set(job.launch.host_settings) - set(names)):
         yield Problem(
@@ -215,13 +215,13 @@ def host_settings_belong_to_hosts(job: Job) -> Iterator[Problem]:
 
 
 def variables_are_set_once(job: Job) -> Iterator[Problem]:
-    """A variable is a secret or it is not."""
+    """Refuse variables that are both in ``launch.env`` and in ``launch.secrets``."""
     for name in sorted(job.launch.secrets.keys() & job.launch.env.keys()):
         yield Problem(f"launch.env.{name}", "", "is one of launch.secrets as well", "keep the secret")
 
 
 def ports_fit(job: Job) -> Iterator[Problem]:
-    """Every rank of a host gets its own port."""
+    """Require a valid metrics port for each rank of a host."""
     hosts = job.launch.hosts
     ranks = max(map(slots_of, hosts)) if hosts else job.launch.num_ranks or 1
     if job.metrics.port + ranks - 1 > 65535:
@@ -234,7 +234,7 @@ def ports_fit(job: Job) -> Iterator[Problem]:
 
 
 def stalls_are_reported_before_they_end_the_job(job: Job) -> Iterator[Problem]:
-    """A warning comes before the shutdown."""
+    """Require that the warning of a stall precedes the shutdown."""
     health = job.health
     if health.stall_shutdown_s <= health.stall_warning_s:
         yield Problem(
@@ -245,7 +245,7 @@ def stalls_are_reported_before_they_end_the_job(job: Job) -> Iterator[Problem]:
 
 
 def determinism_is_possible(job: Job) -> Iterator[Problem]:
-    """Deterministic and compiled runs do not mix: the compiler chooses kernels by timing."""
+    """Refuse deterministic runs with inductor, because it selects kernels by measured time."""
     compiled = job.train.compile
     if job.train.deterministic and compiled is not None and compiled.backend == "inductor":
         yield Problem(
@@ -257,7 +257,7 @@ def determinism_is_possible(job: Job) -> Iterator[Problem]:
 
 
 def compile_is_supported(job: Job) -> Iterator[Problem]:
-    """Modes are inductor's; and steps are recorded once."""
+    """Refuse modes without inductor, and CUDA graphs with a mode that captures its own graphs."""
     compiled = job.train.compile
     if compiled is None:
         return
@@ -279,7 +279,7 @@ def compile_is_supported(job: Job) -> Iterator[Problem]:
 
 
 def activations_are_chosen_once(job: Job) -> Iterator[Problem]:
-    """Layers that recompute are named, or follow from a budget."""
+    """Refuse an activation budget together with names of modules to recompute."""
     if job.train.activations_mib is not None and job.train.activation_checkpointing:
         yield Problem(
             "train.activations_mib",
@@ -290,7 +290,7 @@ def activations_are_chosen_once(job: Job) -> Iterator[Problem]:
 
 
 def bfloat16_travels_in_pytorch(job: Job) -> Iterator[Problem]:
-    """Only PyTorch's binding carries it."""
+    """Refuse bf16 as wire dtype with other bindings than that of PyTorch, because they lack it."""
     if job.allreduce.wire_dtype == "bf16" and job.framework in {"tensorflow", "keras", "jax"}:
         yield Problem(
             "allreduce.wire_dtype",
@@ -301,7 +301,7 @@ def bfloat16_travels_in_pytorch(job: Job) -> Iterator[Problem]:
 
 
 def framework_supports_job(job: Job) -> Iterator[Problem]:
-    """What a framework cannot honour is refused, never ignored."""
+    """Refuse fields that the framework does not support."""
     support = SUPPORT.get(job.framework)
     if support is not None:
         yield from _refused(job, support.refused, f"framework: {job.framework}")
@@ -320,7 +320,7 @@ def _refused(job: Job, fields: Iterable[Refused], who: str) -> Iterator[Problem]
 
 
 def strategy_is_available(job: Job) -> Iterator[Problem]:
-    """Strategies are PyTorch's; other frameworks sum gradients in each step."""
+    """Refuse strategies with other frameworks than PyTorch."""
     if job.framework != "torch" and job.strategy != Strategy():
         yield Problem(
             "strategy",
@@ -331,10 +331,10 @@ def strategy_is_available(job: Job) -> Iterator[Problem]:
 
 
 def strategy_supports_job(job: Job) -> Iterator[Problem]:
-    """A strategy has its arguments, and what it cannot honour is refused."""
+    """Check the arguments of the strategy, and refuse fields that it does not support."""
     support = STRATEGY_SUPPORT.get(job.strategy.name)
     if support is None:
-        return  # of another package
+        return  # a strategy of another package
     try:
         support.arguments.model_validate(job.strategy.args)
     except ValidationError as error:
@@ -344,7 +344,7 @@ def strategy_supports_job(job: Job) -> Iterator[Problem]:
 
 
 def codec_is_available(job: Job) -> Iterator[Problem]:
-    """Codecs are PyTorch's, have valid arguments, and determine the data type of collectives."""
+    """Check the arguments of the codec, and refuse fields that it does not support."""
     codec = job.allreduce.codec
     if codec is None:
         return
@@ -386,12 +386,12 @@ def codec_is_available(job: Job) -> Iterator[Problem]:
 
 
 SCRIPT_ARGS = {"arguments", "batch_size"}
-# What a script decides by itself.
+# Sections that are not for scripts, which decide these settings themselves.
 OF_JOBS = ("train", "optimizer", "lr", "data", "allreduce", "strategy", "evaluation", "checkpoint")
 
 
 def script_is_supported(job: Job) -> Iterator[Problem]:
-    """Refuse fields that a script ignores."""
+    """Check the task and its arguments if it is a script, and refuse fields that a script ignores."""
     is_script = job.task.endswith(".py:__main__")
     if job.framework != SCRIPT:
         if is_script:
@@ -442,5 +442,5 @@ RULES: tuple[Callable[[Job], Iterator[Problem]], ...] = (
 
 
 def broken_rules(job: Job) -> list[Problem]:
-    """Return every problem that any rule finds."""
+    """Return the problems of all rules."""
     return [problem for rule in RULES for problem in rule(job)]

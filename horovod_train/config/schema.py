@@ -1,20 +1,6 @@
-"""The job description: one frozen model per section, a sentence and a unit for every field.
+"""The job description: a frozen model for each section, with a description of each field.
 
-    Job
-    |-- name, framework, task, task_args
-    |-- train        how long, how much per step, in which precision
-    |-- optimizer    which one, with which arguments
-    |-- ema          an average of the weights
-    |-- lr           the rate at a reference batch, and how it follows the batch and the progress
-    |-- data         who reads samples, and how
-    |-- allreduce    how gradients travel between ranks
-    |-- evaluation   when, and when to stop early
-    |-- checkpoint   where, when, how many, resume or not
-    |-- metrics      Prometheus: where each rank serves
-    |-- health       what is checked while training
-    `-- launch       how many ranks, where, by which controller
-
-Rules that hold between sections live in ``rules.py``.
+Rules that relate several fields are in ``rules.py``.
 """
 
 from __future__ import annotations
@@ -36,16 +22,16 @@ from horovod_train.config.launch import Launch
 
 
 class Compile(Section):
-    """How ``torch.compile`` compiles the model."""
+    """Arguments of ``torch.compile``."""
 
     backend: Annotated[str, StringConstraints(min_length=1)] = "inductor"
-    """Which compiler; aot_eager compiles nothing and shows whether the model can be."""
+    """Compiler backend; aot_eager compiles nothing, but shows whether the model can be compiled."""
 
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    """What inductor aims at."""
+    """Optimization mode of inductor."""
 
     dynamic: bool | None = None
-    """Compile for any shape at once; null: recompile for the first new shape, then for any."""
+    """Compile for any shape at the first call; null: recompile at the first new shape, then for any shape."""
 
 
 class Train(Section):
@@ -55,7 +41,7 @@ class Train(Section):
     """Passes over the training data."""
 
     max_steps: Count | None = None
-    """Stop after this many optimizer steps, before ``epochs`` is reached; null: no limit."""
+    """Stop after this many optimizer steps, even if ``epochs`` is not reached; null: no limit."""
 
     batch_size_per_rank: Annotated[int, Field(ge=1, le=2**24)] = 32
     """Samples per rank and micro-batch. Global batch: this x data-parallel ranks x accumulation steps."""
@@ -64,7 +50,7 @@ class Train(Section):
     """Micro-batches per optimizer step. Under allreduce, gradients are all-reduced only on the last one."""
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Autocast type of the forward pass; fp16 adds a loss scaler."""
+    """Autocast data type of the forward pass; fp16 adds a loss scaler."""
 
     clip_grad_norm: Annotated[float, Field(gt=0, le=1e12)] | None = None
     """Maximum L2 norm of the global gradient; null: no clipping."""
@@ -73,22 +59,22 @@ class Train(Section):
     """Seed of initial weights, shuffling and dropout."""
 
     deterministic: bool = False
-    """Refuse operations whose result can differ from run to run."""
+    """Refuse operations with nondeterministic results."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; auto: the rank's GPU if there is one."""
 
     matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """32-bit matrix products on a GPU: in 32 bits, TF32 or bf16 (``set_float32_matmul_precision``)."""
+    """Float32 matrix products on a GPU: in float32, TF32 or bf16 (``set_float32_matmul_precision``)."""
 
     channels_last: bool = False
     """Use the channels_last memory format for images and convolutions, which is faster on tensor cores."""
 
     compile: Compile | None = None
-    """Compile the model; null: eager."""
+    """Compile the model; null: run it eagerly."""
 
     cuda_graph: bool | Literal["auto"] = False
-    """Capture steps as CUDA graphs, for models with short steps. auto: measure, and use the faster."""
+    """Capture steps as CUDA graphs, for models with short steps. auto: measure, and use the faster mode."""
 
     activation_checkpointing: list[Annotated[str, StringConstraints(min_length=1)]] = []
     """Name patterns of modules whose activations are recomputed, such as ``layers.*``."""
@@ -97,19 +83,19 @@ class Train(Section):
     """Activation memory per micro-batch, in MiB; as many layers as needed recompute their activations."""
 
     sync_batch_norm: bool = False
-    """Synchronize batch normalization: mean and variance of the samples of all ranks."""
+    """Synchronize batch normalization: use the mean and variance of the samples of all ranks."""
 
     average_buffers: list[Annotated[str, StringConstraints(min_length=1)]] = []
-    """Name patterns of buffers that depend on a rank's samples, such as a codebook's running mean; they are
+    """Name patterns of buffers that depend on a rank's samples, such as a codebook's running mean. They are
     averaged over ranks after each step, weighted by samples."""
 
     initial_weights: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """A safetensors file, or a folder of them, with the initial weights."""
+    """Safetensors file with the initial weights, or a folder of such files."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_it_was_called(cls, values: Any) -> Any:
-        """Take over ``compile_backend``, which descriptions of the version before have."""
+        """Convert ``compile_backend``, a field of previous versions, to ``compile``."""
         if not isinstance(values, dict) or "compile_backend" not in values:
             return values
         taken = dict(values)
@@ -122,7 +108,7 @@ class Train(Section):
 
 
 class Optimizer(Section):
-    """Optimizer and its arguments. The learning rate is set by ``lr``."""
+    """Optimizer and its arguments. The section ``lr`` sets the learning rate."""
 
     name: ImportPath | Name = "sgd"
     """sgd, adam, adamw, lars, lamb, or an import path ``module:Class``."""
@@ -132,19 +118,19 @@ class Optimizer(Section):
 
 
 class Ema(Section):
-    """An exponential moving average of the weights, which is evaluated and can be exported."""
+    """Exponential moving average of the weights, which is evaluated and can be exported."""
 
     decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
-    """Part of the average that stays after an update; the rest comes from the weights."""
+    """Weight of the previous average in an update; the current weights have the weight 1 - decay."""
 
     every_steps: Count = 1
-    """Update it after each so many optimizer steps."""
+    """Interval of updates, in optimizer steps."""
 
     warmup: bool = False
-    """Use the smaller decay (1 + n) / (10 + n) in the n-th update, to forget the initial weights."""
+    """Limit the decay of update n to (1 + n) / (10 + n), which reduces the influence of initial weights."""
 
     evaluate: bool = True
-    """Evaluate the average; false: the weights that are trained."""
+    """Evaluate the average; false: evaluate the trained weights."""
 
 
 class LearningRate(Section):
@@ -157,7 +143,7 @@ class LearningRate(Section):
     """Global batch size for which ``base_lr`` was tuned."""
 
     scaling: Literal["linear", "sqrt", "none"] = "linear"
-    """How the rate scales with the global batch."""
+    """Scaling rule of the rate with the global batch."""
 
     warmup_epochs: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Length of the linear ramp from the base rate (or ``warmup_start_lr``), in epochs."""
@@ -182,26 +168,26 @@ class LearningRate(Section):
 
 
 class Data(Section):
-    """How samples are read."""
+    """Loading of samples."""
 
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Loader processes per rank; 0: read in the training process."""
+    """Loader processes per rank; 0: load in the training process."""
 
     prefetch_batches: Annotated[int, Field(ge=1, le=1024)] = 2
     """Micro-batches that each loader process prefetches."""
 
     pin_memory: bool = True
-    """Batches in page-locked memory, for faster copies to a GPU; no effect on a CPU."""
+    """Store batches in page-locked memory, for faster copies to a GPU; no effect on a CPU."""
 
     shuffle: bool = True
     """Shuffle in each epoch, seeded by ``train.seed`` and the epoch."""
 
 
 class Codec(Section):
-    """How gradients are encoded on their way, where not as whole numbers of ``allreduce.wire_dtype``."""
+    """Gradient compression by a codec, in place of ``allreduce.wire_dtype``."""
 
     name: ImportPath | Name
-    """Name of the strategy (see docs/strategies.md), or an import path ``module:Class``."""
+    """Name of the codec (see docs/strategies.md), or an import path ``module:Class``."""
 
     args: dict[str, Any] = {}
     """Keyword arguments of the codec, such as ``keep: 0.01``."""
@@ -211,8 +197,8 @@ class Allreduce(Section):
     """All-reduce of gradients by Horovod."""
 
     bucket_size_mib: Annotated[float, Field(gt=0, le=4096)] = 8.0
-    """Approximate bucket size; a bucket is all-reduced as soon as all its gradients are ready. Independent of
-    HOROVOD_FUSION_THRESHOLD."""
+    """Approximate bucket size, in MiB; independent of HOROVOD_FUSION_THRESHOLD. A bucket is all-reduced as
+    soon as all its gradients are ready."""
 
     wire_dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
     """Data type of gradients in messages. fp16 and bf16 halve the bytes and round; bf16 does not overflow."""
@@ -221,7 +207,7 @@ class Allreduce(Section):
     """Gradient compression; null: none."""
 
     cycle_time_ms: Annotated[float, Field(gt=0, le=1000)] = 0.5
-    """Cycle time of Horovod's background thread (HOROVOD_CYCLE_TIME)."""
+    """Cycle time of Horovod's background thread (HOROVOD_CYCLE_TIME), in milliseconds."""
 
 
 class Strategy(Section):
@@ -236,7 +222,7 @@ class Strategy(Section):
     @model_validator(mode="before")
     @classmethod
     def _a_name_alone(cls, values: Any) -> Any:
-        """Take a name for the strategy of that name; local_sgd was called local-sgd."""
+        """Convert a name to a section, and local-sgd, a previous name, to local_sgd."""
         taken = {"name": values} if isinstance(values, str) else values
         if isinstance(taken, dict) and taken.get("name") == "local-sgd":
             return {**taken, "name": "local_sgd"}
@@ -244,7 +230,7 @@ class Strategy(Section):
 
 
 class EarlyStopping(Section):
-    """Stop when an evaluation metric no longer improves."""
+    """Stop training when an evaluation metric no longer improves."""
 
     metric: Annotated[str, StringConstraints(min_length=1)]
     """Name of an evaluation metric."""
@@ -253,17 +239,17 @@ class EarlyStopping(Section):
     """Whether smaller or larger is better."""
 
     patience: Count = 3
-    """Evaluations without an improvement before all ranks stop."""
+    """Number of evaluations without an improvement before all ranks stop."""
 
     min_delta: Annotated[float, Field(ge=0, le=1e12)] = 0.0
     """Smallest change that counts as an improvement."""
 
 
 class Evaluation(Section):
-    """When to evaluate."""
+    """Interval and batch size of evaluations, and early stopping."""
 
     every_epochs: Count = 1
-    """Evaluate every this many epochs, and after the last epoch."""
+    """Interval of evaluations, in epochs; the last epoch is always followed by an evaluation."""
 
     batch_size_per_rank: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Samples per rank and step; null: as in training."""
@@ -283,55 +269,55 @@ class Best(Section):
 
 
 class Checkpoint(Section):
-    """When and where checkpoints are written, and whether to resume."""
+    """Interval and folder of checkpoints, and whether to resume."""
 
     dir: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Folder that all ranks can read, and with sharded strategies write; null: ``checkpoints`` in the folder
+    """Folder that all ranks can read, and under sharded strategies write; null: ``checkpoints`` in the folder
     of the job."""
 
     every_epochs: Count | None = 1
-    """Save after this many epochs; null: only by steps. The end of training is always saved."""
+    """Interval of checkpoints, in epochs; null: only by steps. The end of training is always saved."""
 
     every_steps: Count | None = None
-    """Also save after this many optimizer steps."""
+    """Additional interval of checkpoints, in optimizer steps; null: none."""
 
     keep_last: Count = 3
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to retain."""
 
     best: Best | None = None
-    """Also keep the best checkpoint."""
+    """Criterion of a best checkpoint, which is also retained; null: none."""
 
     resume: Literal["auto", "never", "required"] = "auto"
-    """auto: from the newest valid checkpoint, if any; required: fail without one; never: start over."""
+    """auto: resume from the newest valid checkpoint, if any; required: fail if none; never: start over."""
 
     background: bool = True
-    """Write in the background."""
+    """Write checkpoints in the background."""
 
 
 class Tracking(Section):
-    """Where losses and metrics go besides Prometheus; rank 0 tells them."""
+    """Experiment tracker to which rank 0 logs losses and metrics."""
 
     name: ImportPath | Name
-    """Which tracker: ``csv``, or an import path ``module:Class`` (see docs/monitoring.md)."""
+    """Name of the tracker: ``csv``, or an import path ``module:Class`` (see docs/monitoring.md)."""
 
     args: dict[str, Any] = {}
     """Keyword arguments of the tracker, such as ``path: metrics.csv``. Not for secrets."""
 
     every_steps: Count = 1
-    """Interval of steps that are logged; every evaluation is logged."""
+    """Interval of logged steps; all evaluations are logged."""
 
 
 class MetricsTls(Section):
-    """TLS for metrics; the files must exist on each host."""
+    """TLS for metrics. The files must exist on each host."""
 
     certificate: Annotated[str, StringConstraints(min_length=1)]
-    """Certificate chain, a PEM file."""
+    """PEM file of the certificate chain."""
 
     key: Annotated[str, StringConstraints(min_length=1)]
-    """Private key, a PEM file."""
+    """PEM file of the private key."""
 
     client_ca: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """CA certificate; only clients with a certificate from it are accepted (mTLS). null: any client."""
+    """CA certificate; only clients with a certificate of this CA are accepted (mTLS). null: all clients."""
 
 
 class MetricsAuth(Section):
@@ -351,10 +337,10 @@ class Metrics(Section):
     """Serve metrics."""
 
     port: Port = 9400
-    """The rank with local rank k serves on port + k."""
+    """Base port; a rank serves on ``port`` + its local rank."""
 
     host: Annotated[str, StringConstraints(min_length=1)] = "127.0.0.1"
-    """Address to listen on. Addresses other than loopback are readable by others."""
+    """Address to listen on. Other than with a loopback address, other hosts can read the metrics."""
 
     targets_dir: Annotated[str, StringConstraints(min_length=1)] | None = None
     """Additional folder for the Prometheus target file ``<name>.json``, readable by everyone; null: none."""
@@ -376,7 +362,7 @@ class Metrics(Section):
     """Peak FLOP/s of a rank's device; null: NVIDIA's datasheet value for known GPUs."""
 
     grad_norm_every_steps: Count = 50
-    """Interval at which the gradient norm is computed, in steps; with clipping: each step."""
+    """Interval at which the gradient norm is computed, in steps; with clipping, each step."""
 
     trackers: list[Tracking] = []
     """Experiment trackers, for example ``[{name: csv}]`` (see docs/monitoring.md)."""
@@ -386,48 +372,48 @@ class Health(Section):
     """Checks during training."""
 
     sync_check_every_steps: Annotated[int, Field(ge=0, le=2**53)] = 0
-    """Interval at which ranks compare a hash of their replicas; 0: only at start, resume and end."""
+    """Interval at which ranks compare hashes of replicas, in steps; 0: only at start, resume and end."""
 
     non_finite: Literal["stop", "skip"] = "stop"
-    """On a loss or gradient that is NaN or infinite: stop with exit code 3, or skip the step."""
+    """Reaction to a loss or gradient that is NaN or infinite: stop with exit code 3, or skip the step."""
 
     max_skipped_steps: Count = 10
     """non_finite: skip. Maximum number of consecutive skipped steps; one more ends the job."""
 
     stall_warning_s: Seconds = 60.0
-    """Time after which ranks that are missing from a collective, or frozen, are reported, in seconds."""
+    """Time after which ranks that are frozen or missing from a collective are reported, in seconds."""
 
     stall_shutdown_s: Seconds = 600.0
     """Time after which such ranks end the job, in seconds."""
 
     verify_strategy: bool = True
-    """Compare the first steps under any strategy but allreduce with those of the plain model on the same
+    """Compare the first steps under a strategy other than allreduce with those of the plain model on the same
     samples; end the job with exit code 2 if they differ."""
 
     max_clock_offset_s: Seconds = 5.0
-    """Maximum clock offset between two hosts, in seconds; a larger one is refused."""
+    """Maximum clock offset between two hosts, in seconds; with a larger offset, the job does not start."""
 
 
 class Job(Section):
     """One training job."""
 
     name: Name
-    """Name of the job: a metric label and a folder."""
+    """Name of the job, used as a metric label and as a folder."""
 
     framework: Annotated[str, StringConstraints(min_length=1)] = "torch"
     """Training framework."""
 
     task: ImportPath | Name
-    """The task to train: the name of a shipped task, ``module:Class`` or ``file.py:Class``."""
+    """Task to train: the name of a shipped task, ``module:Class`` or ``file.py:Class``."""
 
     task_args: dict[str, Any] = {}
     """Keyword arguments of the task's class."""
 
     run_dir: Annotated[str, StringConstraints(min_length=1)] = "runs"
-    """Folder of all runs; this job's are in ``<run_dir>/<name>``."""
+    """Folder of all runs; those of this job are in ``<run_dir>/<name>``."""
 
     run_dir_access: Literal["private", "group", "everyone"] = "private"
-    """Who besides this user may read ``<run_dir>/<name>``; applied when the folder is created."""
+    """Read access of other users to ``<run_dir>/<name>``; applied when the folder is created."""
 
     train: Train = Train()
     optimizer: Optimizer = Optimizer()
@@ -445,5 +431,5 @@ class Job(Section):
     launch: Launch = Launch()
 
     def global_batch_size(self, num_ranks: int) -> int:
-        """Samples per optimizer step on so many ranks that read different samples."""
+        """Return the number of samples per optimizer step on a number of data-parallel ranks."""
         return self.train.batch_size_per_rank * self.train.accumulation_steps * num_ranks

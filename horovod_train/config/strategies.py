@@ -1,7 +1,6 @@
-"""What each strategy offers: its arguments, and what of the job description it cannot honour.
+"""Arguments of each strategy, and fields of the job description that it does not support.
 
-The strategies themselves are PyTorch's (``frameworks/torch/strategies/``); here is what can be known, and
-refused, before anything starts.
+They are checked without importing PyTorch. ``frameworks/torch/strategies/`` implements the strategies.
 """
 
 from __future__ import annotations
@@ -19,51 +18,50 @@ from horovod_train.config.support import Refused
 
 
 class NoArguments(Section):
-    """It has none."""
+    """Arguments of a strategy without arguments."""
 
 
 class OuterArguments(Section):
-    """The mean of what ranks have moved is a gradient of an outer optimizer: SGD."""
+    """Outer optimizer (SGD) of local SGD. Its gradient is the update of the weights averaged over ranks."""
 
     lr: Annotated[float, Field(gt=0)] = 0.7
-    """Its learning rate; 1 without momentum is the mean itself."""
+    """Learning rate; 1 without momentum equals averaging."""
 
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Its momentum."""
+    """Momentum."""
 
     nesterov: bool = True
-    """Nesterov's momentum."""
+    """Use Nesterov momentum."""
 
 
 class LocalSgdArguments(Section):
-    """Ranks train by themselves, and average now and then."""
+    """Arguments of local SGD: ranks train independently, and average their weights periodically."""
 
     every_steps: Count
-    """So many steps are made between two means."""
+    """Interval of averaging, in steps."""
 
     allreduce_steps: Annotated[int, Field(ge=0)] = 0
-    """So many steps at the start are made as with allreduce, and ranks train by themselves after that."""
+    """Number of steps at the start that all-reduce gradients, before ranks train independently."""
 
     outer: OuterArguments | None = None
-    """An outer optimizer (DiLoCo); null: weights become their mean. {}: as DiLoCo has it."""
+    """Outer optimizer; null: weights are averaged; {}: the outer optimizer of DiLoCo."""
 
 
 class ZeroArguments(Section):
-    """Each rank updates a part of the weights, and has the optimizer's state of that part alone."""
+    """Arguments of ZeRO: each rank updates a part of the weights, and stores its optimizer state only."""
 
     stage: Literal[1, 2] = 2
-    """1: gradients of all weights are kept while micro-batches add up; 2: those of the rank's own part."""
+    """1: while micro-batches accumulate, ranks store all gradients; 2: those of their part only."""
 
 
 class DdpArguments(Section):
-    """PyTorch's DistributedDataParallel."""
+    """Arguments of PyTorch's DistributedDataParallel."""
 
     find_unused_parameters: bool | None = None
-    """Some parameters have no gradient in some steps: look for them in each; null: if that is so in the
-    first."""
+    """Find parameters without a gradient in each step; null: only if the first step has such parameters."""
 
     static_graph: bool = False
-    """The same parameters are used in the same order in each step."""
+    """Assume that each step uses the same parameters in the same order."""
 
 
 Pattern = Annotated[str, StringConstraints(min_length=1)]
@@ -82,37 +80,37 @@ TensorStyle = Literal[
 
 
 class TensorParallelArguments(Section):
-    """Layers are shared between ranks, with PyTorch's DTensor."""
+    """Arguments of tensor parallelism, which shards layers over ranks with PyTorch's DTensor."""
 
     degree: Count | None = None
-    """So many ranks share each layer; null: all."""
+    """Number of ranks among which each layer is sharded; null: all ranks."""
 
     plan: dict[Pattern, TensorStyle] | None = None
-    """How modules are shared, by name patterns; null: the model's own plan, or that of a known kind."""
+    """Sharding style by module name pattern; null: the model's plan, or the plan of a known module type."""
 
 
 class ParameterServerArguments(Section):
-    """Ranks send gradients to servers, each of which has a part of the weights, and do not wait."""
+    """Arguments of asynchronous training: ranks send gradients to servers that store parts of the weights."""
 
     max_staleness: Annotated[int, Field(ge=0, le=1000)] = 4
-    """A rank may be so many steps ahead of the slowest."""
+    """Maximum number of steps that a rank is ahead of the slowest."""
 
     meet_every_steps: Count = 100
-    """After so many steps all gradients are waited for, so that weights can be saved and evaluated."""
+    """Interval in steps at which all gradients are waited for, so that weights can be saved and evaluated."""
 
 
 class StageArguments(Section):
-    """Layers are spread over ranks, and micro-batches pass from rank to rank."""
+    """Arguments of pipeline stages."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """gpipe: all forward passes first; 1f1b: each backward pass as soon as it can be, which keeps fewer
-    activations; interleaved: 1f1b with several stages for each rank, which stands idle for less time."""
+    """gpipe: all forward passes first; 1f1b: each backward pass as early as possible, which stores fewer
+    activations; interleaved: 1f1b with several stages per rank, which reduces idle time."""
 
     chunks_per_rank: Annotated[int, Field(ge=1, le=64)] = 1
-    """So many stages each rank has; with interleaved at least 2."""
+    """Number of stages per rank; with interleaved at least 2."""
 
     balance: Literal["parameters", "time"] = "parameters"
-    """Cut so that stages have as many parameters, or take as long for an example."""
+    """Balance stages by number of parameters, or by the time measured for a sample batch."""
 
     @model_validator(mode="after")
     def _chunks_are_interleaved(self) -> Self:
@@ -125,55 +123,55 @@ class StageArguments(Section):
 
 
 class PipelineArguments(StageArguments):
-    """Layers are spread over ranks, and micro-batches pass from rank to rank."""
+    """Arguments of pipeline parallelism: layers are distributed over ranks."""
 
     stages: Count | None = None
-    """So many ranks have the model together; null: all."""
+    """Number of ranks of a pipeline; null: all ranks."""
 
 
 class FsdpArguments(Section):
-    """PyTorch's fully_shard."""
+    """Arguments of PyTorch's fully_shard."""
 
     units: list[Pattern] | None = None
-    """Name patterns of modules that are gathered as one, such as ``layers.*``; null: the model's layers."""
+    """Name patterns of modules, each of which is one unit, such as ``layers.*``; null: the model's layers."""
 
     param_dtype: Width | None = None
     """Data type of gathered weights; null: that of the parameters."""
 
     reduce_dtype: Width | None = None
-    """Type of gradients on their way; null: that of weights in use."""
+    """Data type of gradients in the reduce-scatter; null: that of gathered weights."""
 
     reshard_after_forward: bool = True
-    """Give a unit back after its forward pass, and gather it again for backward."""
+    """Free a unit after its forward pass, and gather it again for backward."""
 
     reduce_each: bool = True
-    """Reduce gradients of each micro-batch; false: they add up, whole, until the last."""
+    """Reduce gradients of each micro-batch; false: accumulate whole gradients, and reduce them once."""
 
     prefetch_units: Annotated[int, Field(ge=1, le=64)] = 1
-    """So many units are gathered ahead."""
+    """Number of units that are gathered in advance."""
 
     offload: bool = False
-    """On GPUs: keep weights, gradients and optimizer state in the memory of the host."""
+    """On GPUs: store weights, gradients and optimizer state in host memory."""
 
     shard_ranks: Count | Literal["host"] | None = None
-    """So many ranks next to each other share the model, and groups of them have copies; host: those of a
-    host; null: all."""
+    """Number of consecutive ranks among which the model is sharded; groups of such ranks are replicas. host:
+    the ranks of a host; null: all ranks."""
 
 
 class DeepSpeedArguments(Section):
-    """DeepSpeed's ZeRO."""
+    """Arguments of DeepSpeed's ZeRO."""
 
     stage: Literal[1, 2, 3] = 3
-    """1: ranks share the optimizer's state; 2: gradients, too; 3: weights, too."""
+    """1: shard optimizer state; 2: also gradients; 3: also weights."""
 
     offload_optimizer: Literal["cpu", "nvme"] | None = None
-    """Keep the optimizer's state, and update, in the memory of the host, or on a disk."""
+    """cpu: store and update optimizer state in host memory; nvme: store it on a disk."""
 
     offload_parameters: Literal["cpu"] | None = None
-    """With stage 3: keep weights that are not in use in the memory of the host."""
+    """With stage 3: store weights that are not in use in host memory."""
 
     nvme_path: Annotated[str, StringConstraints(min_length=1)] | None = None
-    """Folder for what is kept on a disk."""
+    """Folder on a disk, for nvme."""
 
     zero_optimization: dict[str, Any] = Field(default_factory=dict)
     """Further settings of DeepSpeed's section of that name."""
@@ -194,19 +192,19 @@ class DeepSpeedArguments(Section):
 
 
 class MeshArguments(StageArguments, FsdpArguments):
-    """Ranks along a data, a pipeline and a tensor axis."""
+    """Arguments of a mesh of ranks with a data, a pipeline and a tensor axis."""
 
     pipeline: Count = 1
-    """So many stages, one after the other."""
+    """Number of ranks of a pipeline."""
 
     tensor: Count = 1
-    """So many ranks share each layer."""
+    """Number of ranks among which each layer is sharded."""
 
     plan: dict[Pattern, TensorStyle] | None = None
-    """How layers are shared, by name patterns; null: the model's own plan, or that of a known kind."""
+    """Sharding style by module name pattern; null: the model's plan, or the plan of a known module type."""
 
     shard: bool = False
-    """Ranks that read different samples share weights, as with fsdp; the arguments are those of fsdp."""
+    """Shard weights over data-parallel ranks, as under fsdp and with its arguments."""
 
     @model_validator(mode="after")
     def _has_one_way(self) -> Self:
@@ -228,14 +226,14 @@ class MeshArguments(StageArguments, FsdpArguments):
 
 @dataclass(frozen=True)
 class StrategySupport:
-    """One strategy.
+    """Properties of a strategy.
 
     Attributes:
-        arguments: What ``strategy.args`` may hold.
-        refused: What it cannot honour.
-        axes: Returns how so many ranks are arranged, given the arguments; None: all read different samples.
-        lr_follows_rank: The learning rate follows the batch of one rank, and not that of all.
-        has_own_messages: Ranks talk over MPI besides Horovod.
+        arguments: Model of ``strategy.args``.
+        refused: Fields that it does not support.
+        axes: Returns the axes, given the world size and the arguments; None: all ranks are data-parallel.
+        lr_follows_rank: Whether the learning rate scales with the batch of a rank, not with the global batch.
+        has_own_messages: Whether ranks communicate over MPI in addition to Horovod.
     """
 
     arguments: type[Section] = NoArguments
@@ -246,22 +244,22 @@ class StrategySupport:
 
 
 def needs_own_messages(strategy: Strategy) -> bool:
-    """Whether ranks talk over MPI besides Horovod."""
+    """Return whether ranks communicate over MPI in addition to Horovod."""
     support = STRATEGY_SUPPORT.get(strategy.name)
     return support is not None and support.has_own_messages
 
 
 def batch_size_of_lr(job: Job, num_data_ranks: int) -> int:
-    """Return the batch that the learning rate of a job follows: that of all ranks, or of one."""
+    """Return the batch size with which the learning rate scales: that of all ranks, or of one rank."""
     support = STRATEGY_SUPPORT.get(job.strategy.name)
     return job.global_batch_size(1 if support is not None and support.lr_follows_rank else num_data_ranks)
 
 
 def axes_of(strategy: Strategy, world_size: int) -> Axes:
-    """Return how the ranks of a job are arranged.
+    """Return the axes of the ranks of a job.
 
     Raises:
-        UserError: The strategy cannot arrange so many.
+        UserError: The strategy does not support this number of ranks.
     """
     support = STRATEGY_SUPPORT.get(strategy.name)
     if support is None or support.axes is None:
@@ -270,7 +268,7 @@ def axes_of(strategy: Strategy, world_size: int) -> Axes:
 
 
 def splits_ranks(strategy: Strategy) -> bool:
-    """Whether not all ranks of a job read different samples."""
+    """Return whether the strategy has pipeline or tensor-parallel ranks, which read the same samples."""
     support = STRATEGY_SUPPORT.get(strategy.name)
     return support is not None and support.axes is not None
 

@@ -1,7 +1,6 @@
-"""What each framework offers of the job description, and what it cannot offer, with the reason.
+"""Fields of the job description that each framework does not support, with reasons.
 
-A field that a framework has no way to honour is refused before anything starts (see ``rules.py``);
-``horovod-train frameworks`` prints this table.
+``rules.py`` refuses these fields before anything starts. ``horovod-train frameworks`` prints this table.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refused:
-    """A field that a framework, or a strategy, cannot honour.
+    """Field that a framework or a strategy does not support.
 
     Attributes:
-        field: Dotted path; refused when it has another value than its default.
-        reason: Why.
-        instead: What to do.
-        values: Refused only when it has one of these; empty: any but the default.
+        field: Dotted path of the field.
+        reason: Reason of the refusal.
+        instead: Recommended action.
+        values: Refused values; empty: all except the default.
     """
 
     field: str
@@ -29,14 +28,14 @@ class Refused:
 
 @dataclass(frozen=True)
 class Support:
-    """One framework.
+    """Properties of a framework.
 
     Attributes:
-        distributions: Packages that provide it; one of them is enough.
-        tested: The version that the tests run with.
-        loop: Whose training loop makes the steps.
-        refused: What it cannot honour.
-        note: What else to know; empty: nothing.
+        distributions: Alternative packages that provide it.
+        tested: Version with which tests run.
+        loop: Training loop that performs the steps.
+        refused: Fields that it does not support.
+        note: Further remarks.
     """
 
     distributions: tuple[str, ...]
@@ -47,7 +46,7 @@ class Support:
 
 
 def _only_torch(framework: str) -> tuple[Refused, ...]:
-    """What the replica of PyTorch's models does after each pass and update."""
+    """Return the fields that only the replica of the framework torch implements."""
     return (
         Refused("ema", f"weights are averaged with framework: torch, not {framework}", "leave it out"),
         Refused(
@@ -64,7 +63,7 @@ def _only_torch(framework: str) -> tuple[Refused, ...]:
 
 
 def _compiles_itself(framework: str) -> tuple[Refused, ...]:
-    """What is PyTorch's own has no meaning in other frameworks."""
+    """Return the fields that apply only to PyTorch."""
     return (
         *_only_torch(framework),
         Refused(
@@ -98,7 +97,7 @@ def _compiles_itself(framework: str) -> tuple[Refused, ...]:
 
 
 def _keeps_its_model(framework: str) -> tuple[Refused, ...]:
-    """The module is called by a loop that is not ours."""
+    """Return the fields that do not apply because the framework's own training loop calls the model."""
     return (
         *_only_torch(framework),
         Refused(

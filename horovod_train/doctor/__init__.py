@@ -1,1 +1,1 @@
-"""Is everything as a job needs it? Looks at hosts and at the network between them."""
+"""Examination of hosts, clusters and networks, to check whether jobs can run."""

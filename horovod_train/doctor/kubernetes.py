@@ -1,4 +1,4 @@
-"""Examine a cluster: what the API server says, and what pods of the job see of each other."""
+"""Examination of a Kubernetes cluster, through the API server and in pods of the job."""
 
 from __future__ import annotations
 
@@ -34,11 +34,9 @@ NEEDED = (
 
 
 def examine_cluster(job: Job | None, settings: Kubernetes) -> Iterator[Finding]:
-    """Yield what the API server says; nothing is made.
+    """Yield findings from the API server, without creating objects.
 
-    Args:
-        job: The job that is to run; None: any, in the namespace where kubectl would run it.
-        settings: Its wishes.
+    If ``job`` is None, check whether any job can run, by default in the namespace of kubectl's context.
     """
     try:
         is_chosen = job is not None or "namespace" in settings.model_fields_set
@@ -55,7 +53,7 @@ def examine_cluster(job: Job | None, settings: Kubernetes) -> Iterator[Finding]:
 
 def _operator(cluster: Cluster) -> Finding:
     if cluster.serves(GROUP, VERSION):
-        # Looking at its controller needs other rights.
+        # Reading the state of the controller would require other permissions.
         found = f"{PLURAL}.{GROUP}/{VERSION} is known; whether its controller runs, a job will show"
         return Finding("", "mpi operator", found)
     fix = "install the MPI operator 0.8 or newer (github.com/kubeflow/mpi-operator)"
@@ -106,7 +104,7 @@ def _what_a_job_needs(cluster: Cluster, job: Job) -> Iterator[Finding]:
 
 
 def _looked_at(what: str, name: str, look: Callable[[], Finding]) -> Finding:
-    """Return what a look finds; that one may not look is odd, but keeps no job from running."""
+    """Return the finding of a check, or a warning if it is not permitted: jobs may run nevertheless."""
     try:
         return look()
     except LaunchError as error:
@@ -161,12 +159,7 @@ def _gpus(cluster: Cluster, job: Job) -> Finding:
 def examine_pods(
     request: LaunchRequest, report: Callable[[str], None]
 ) -> tuple[list[Finding], AllreduceBenchmark]:
-    """Start the job's pods to examine themselves and the network between them, and remove them.
-
-    Args:
-        request: The job that is to run.
-        report: Called with the state of the pods whenever it changes.
-    """
+    """Start pods of the job to examine themselves and their network, report their states, and remove them."""
     launcher = MpiJobLauncher()
     job = request.job
     kubernetes = job.launch.kubernetes.model_copy(update={"backoff_limit": 0, "suspend": False})
@@ -214,7 +207,7 @@ def _check_pods(
 
 
 def _document(log: str) -> dict[str, Any] | None:
-    """Return the report in a launcher's log, which may have other lines before it."""
+    """Return the JSON report in the log of the launcher pod, which may start with other lines."""
     start = log.find('{\n  "findings"')
     if start < 0:
         return None

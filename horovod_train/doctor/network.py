@@ -1,4 +1,4 @@
-"""What a benchmark of all-reduces says about the network, and how it was the last time."""
+"""Findings about the network from a benchmark of all-reduces, and the history of its results."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ LARGE_BYTES = 1 << 24
 
 @dataclass
 class AllreduceBenchmark:
-    """What was measured.
+    """Results of a benchmark.
 
     Attributes:
-        times: Of all-reduces, from small to large.
-        pairs: Of an exchange between two hosts each.
+        times: Times of all-reduces, from small to large messages.
+        pairs: Times of a message exchange between each pair of hosts.
     """
 
     times: list[AllreduceTime] = field(default_factory=list)
     pairs: list[PairTime] = field(default_factory=list)
 
     def best(self, via: str) -> float:
-        """Return the highest bus bandwidth of large messages, in bytes per second; 0: none was measured."""
+        """Return the highest bus bandwidth of large messages, in bytes per second; 0: not measured."""
         return max(
             (each.bytes_per_s for each in self.times if each.via == via and each.size_bytes >= LARGE_BYTES),
             default=0.0,
         )
 
     def latency_s(self, via: str) -> float:
-        """Return the time of the smallest message, in seconds; 0: none was measured."""
+        """Return the shortest time of a message, in seconds; 0: not measured."""
         return min((each.seconds for each in self.times if each.via == via), default=0.0)
 
     def table(self) -> Iterator[str]:
-        """Yield lines for a person."""
+        """Yield the lines of a human-readable table."""
         vias = list(dict.fromkeys(each.via for each in self.times))
         by_size: dict[int, dict[str, AllreduceTime]] = {}
         for each in self.times:
@@ -63,7 +63,7 @@ def _cell(found: AllreduceTime | None) -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    """Return a size for a person.
+    """Return a human-readable size.
 
     >>> size_text(1024), size_text(64 << 20)
     ('1 KiB', '64 MiB')
@@ -74,11 +74,11 @@ def size_text(size_bytes: int) -> str:
 def judge(
     measured: AllreduceBenchmark, link_mbit_s: int, history: Sequence[Mapping[str, Any]]
 ) -> Iterator[Finding]:
-    """Yield what a benchmark of all-reduces says.
+    """Yield the findings from a benchmark of all-reduces.
 
     Args:
-        measured: What was measured.
-        link_mbit_s: Speed of the slowest interface on the way; 0: unknown, or no network is on the way.
+        measured: Results of the benchmark.
+        link_mbit_s: Speed of the slowest network interface used; 0: unknown, or a single host.
         history: Earlier results of the same hosts, oldest first.
     """
     best = measured.best("horovod")
@@ -98,7 +98,7 @@ def judge(
 
 
 def compare(best: float, history: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield how a bandwidth, in bytes per second, compares with what was measured earlier."""
+    """Yield a finding that compares a bandwidth, in bytes per second, with earlier results, if any."""
     if history:
         before = statistics.median(entry["bytes_per_s"] for entry in history[-5:])
         when = time.strftime("%Y-%m-%d", time.localtime(history[-1]["unix_time_s"]))
@@ -124,19 +124,14 @@ def _slow_pairs(pairs: Sequence[PairTime]) -> Iterator[Finding]:
 
 
 class History:
-    """Results of earlier examinations of the same hosts.
-
-    Args:
-        hosts: Hosts with their ranks, as text.
-        controller: mpi or gloo.
-    """
+    """File of results of earlier benchmarks with the same hosts, numbers of ranks and controller."""
 
     def __init__(self, hosts: Sequence[str], controller: str) -> None:
         name = hashlib.sha256("\n".join([controller, *sorted(hosts)]).encode()).hexdigest()[:16]
         self._path = state_dir() / "doctor" / f"{name}.jsonl"
 
     def read(self) -> list[dict[str, Any]]:
-        """Return earlier results, oldest first."""
+        """Return the latest ``MAX_HISTORY`` results, oldest first; empty if the file cannot be read."""
         try:
             lines = self._path.read_text(encoding="utf-8").splitlines()
             return [json.loads(line) for line in lines][-MAX_HISTORY:]
@@ -144,7 +139,7 @@ class History:
             return []
 
     def add(self, measured: AllreduceBenchmark) -> None:
-        """Keep a result."""
+        """Append a result."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         entry = {
             "unix_time_s": time.time(),

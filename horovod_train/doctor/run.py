@@ -1,4 +1,4 @@
-"""Examine hosts, and the network between them by a real all-reduce."""
+"""Examination of hosts, and of the network between them with a benchmark of all-reduces."""
 
 from __future__ import annotations
 
@@ -26,11 +26,7 @@ BENCHMARK = ("horovod_train.frameworks.torch.comm.allreduce_benchmark",)
 
 
 def examine_hosts(request: LaunchRequest) -> tuple[list[Finding], int]:
-    """Return what is found on the hosts, and the speed of the slowest interface between them in Mbit/s.
-
-    Args:
-        request: A job for these hosts.
-    """
+    """Return findings about the hosts, and the speed of the slowest interface between them in Mbit/s."""
     launcher = _supervised(request)
     request.log_dir.mkdir(parents=True, exist_ok=True)
     make_plan(request).write_files()
@@ -86,7 +82,7 @@ def _examine_all(hosts: HostGroup, request: LaunchRequest) -> tuple[list[Finding
 
 
 def _offsets_s(hosts: HostGroup) -> dict[str, float]:
-    """Return how far each host's clock is ahead of this machine's: half a round trip is the error."""
+    """Return each host's clock minus this machine's clock, in seconds; the error is half a round trip."""
     offsets = {}
     for connection in hosts.connections:
         before = time.time()
@@ -98,12 +94,9 @@ def _offsets_s(hosts: HostGroup) -> dict[str, float]:
 def examine_network(
     request: LaunchRequest, link_mbit_s: int, console: JobConsole
 ) -> tuple[list[Finding], AllreduceBenchmark]:
-    """Return what a real all-reduce over the job's ranks says, and its numbers.
+    """Benchmark all-reduces over the ranks of a request; return the findings and the results.
 
-    Args:
-        request: A job for these hosts.
-        link_mbit_s: Speed of the slowest interface on the way; 0: unknown.
-        console: Where to show what ranks print.
+    ``link_mbit_s`` is the speed of the slowest network interface used, or 0 if unknown.
     """
     measuring = replace(request, run_id=f"{request.run_id}-sweep", program=BENCHMARK)
     measuring.log_dir.mkdir(parents=True, exist_ok=True)

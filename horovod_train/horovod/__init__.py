@@ -1,1 +1,1 @@
-"""Horovod itself: built with the patches it needs, checked, told what to do by its environment."""
+"""Build, installation and configuration of Horovod (the engine)."""

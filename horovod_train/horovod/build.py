@@ -1,12 +1,11 @@
-"""Build Horovod 0.28.1 for the frameworks of this environment, once, and keep the wheel.
+"""Build Horovod 0.28.1 for the frameworks of this environment once, and cache the wheel.
 
     versions -> key -> in the cache? -> install
                           no: sdist -> checksum -> patches -> compile -> strip, relocate -> cache
 
-The last release of Horovod (2023) does not compile against current frameworks. The release itself is
-taken from PyPI and patched here; see ``patches/`` for what is changed and why. The wheel's libraries
-find MPI and the frameworks relative to themselves, so one wheel serves every environment and host
-with the same versions.
+The last release of Horovod (2023) does not compile with current frameworks. Its source is downloaded from
+PyPI and patched; ``patches/`` documents each change. The wheel's libraries find MPI and the frameworks by
+relative paths, so every environment and host with the same versions can use one wheel.
 """
 
 from __future__ import annotations
@@ -58,18 +57,18 @@ from horovod_train.system.machine import usable_cores, usable_memory_bytes
 RECIPE = 4
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
-# Libraries are looked up here, from <site-packages>/horovod/<framework>/ on.
+# Search path of shared libraries; $ORIGIN is <site-packages>/horovod/<framework>/.
 RUNPATH = "$ORIGIN/../../../..:$ORIGIN/../../torch/lib:$ORIGIN/../../tensorflow"
-# NVIDIA's wheels, of a CUDA's major version.
+# Libraries in NVIDIA's wheels; the folder depends on the major version of CUDA.
 CUDA_RUNPATH = "$ORIGIN/../../nvidia/nccl/lib:$ORIGIN/../../nvidia/{folder}/lib"
 
 COMPILER_MEMORY_BYTES = 10**9
-"""What a compiler takes for the largest unit."""
+"""Memory that a compiler requires for the largest translation unit."""
 
-# Variables with which a build finds CUDA: taken out of the environment of a build for CPUs.
+# Variables with which a build finds CUDA; they are removed from the environment of a CPU build.
 CUDA_VARIABLES = re.compile("CUDA|NVCC|NCCL|HOROVOD_(GPU|CUDA|NCCL|ROCM|BUILD_CUDA)|HOROVOD_WITH_NVTX")
 
-# Python before 3.11.4, Debian 12's for one, has no filters; the checksum was right.
+# Python before 3.11.4 (such as Debian 12's) has no filters. The checksum was verified before.
 SAFELY: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
 
 Report = Callable[[str], None]
@@ -77,20 +76,20 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BuildPlan:
-    """Everything a wheel is built from: two equal plans make interchangeable wheels.
+    """All inputs of a wheel. Equal plans produce interchangeable wheels.
 
     Attributes:
-        recipe: Number of the way wheels are built here; a change of build.py that matters raises it.
+        recipe: Version of the build procedure; must be increased when ``build.py`` builds different wheels.
         horovod: Version and checksum of the source.
-        patches: Checksum of each patch, and of what is added to the wheel.
-        frameworks: Version of each framework found, with its flavour.
+        patches: Checksum of each patch, and of the source of the loopback library.
+        frameworks: Version of each installed framework, with its local version such as ``+cu130``.
         python: Interpreter tag and platform.
-        mpi: Version of MPI; empty when it is built without.
-        cuda: Version of CUDA's compiler; empty when it is built without GPU support.
-        cuda_architectures: What kernels are compiled for.
-        nccl: Version of NCCL; empty when it is built without.
+        mpi: Version of MPI; empty: MPI was not found.
+        cuda: Version of CUDA's compiler; empty: a build without GPU support.
+        cuda_architectures: Architectures that kernels are compiled for.
+        nccl: Version of NCCL; empty: a build without NCCL.
         compiler: Version of the C++ compiler.
-        cpu_flags: Vector instructions that Horovod's build makes use of.
+        cpu_flags: Vector instructions of this CPU that Horovod's build uses.
     """
 
     recipe: int
@@ -113,20 +112,18 @@ class BuildPlan:
 
 
 def cache_dir() -> Path:
-    """Return where wheels are kept: ``$XDG_CACHE_HOME/horovod_train/engine``."""
+    """Return the folder of cached wheels: ``$XDG_CACHE_HOME/horovod_train/engine``."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "horovod_train" / "engine"
 
 
 def make_plan(*, without_cuda: bool = False, report: Report = lambda _: None) -> BuildPlan:
-    """Look at this environment and machine.
+    """Return the build plan for this environment and machine; ``without_cuda``: without GPU support.
 
-    Args:
-        without_cuda: Build for CPUs alone, whatever is here.
-        report: Called with the reason if PyTorch has CUDA and the engine is built without.
+    ``report`` receives the reason if PyTorch has CUDA, and the machine lacks parts of a build for GPUs.
 
     Raises:
-        EngineError: No framework or no compiler is there, or a GPU and no compiler for it.
+        EngineError: There is no framework or no C++ compiler, or ``find_cuda`` raises it.
     """
     frameworks = {name: found for name in FRAMEWORKS if (found := framework_version(name))}
     if not frameworks:
@@ -150,10 +147,10 @@ def make_plan(*, without_cuda: bool = False, report: Report = lambda _: None) ->
 
 
 def find_cuda(report: Report) -> tuple[Toolkit, Nccl] | tuple[None, None]:
-    """Return the compiler and the NCCL that an engine for GPUs is built with; None: it is one for CPUs.
+    """Return the CUDA toolkit and the NCCL of a build for GPUs; (None, None): build without GPU support.
 
     Raises:
-        EngineError: This machine has a GPU that PyTorch can use, and what the engine needs for it is missing.
+        EngineError: This machine has a GPU, PyTorch has CUDA, and the toolkit or NCCL is missing or fails.
     """
     torch = torch_build()
     if torch is None or not torch.cuda:
@@ -177,16 +174,12 @@ def find_cuda(report: Report) -> tuple[Toolkit, Nccl] | tuple[None, None]:
 
 
 def build(plan: BuildPlan, *, sdist: Path | None, force: bool, report: Report) -> Path:
-    """Return the wheel of a plan: from the cache, or built now (a few minutes) and put there.
+    """Return the wheel of a plan from the cache, or build it (some minutes) and add it to the cache.
 
-    Args:
-        plan: What to build.
-        sdist: Horovod's source archive; None: from PyPI.
-        force: Build even if the cache has it.
-        report: Called with the progress of long steps.
+    ``sdist`` is Horovod's source archive; None: download it from PyPI. With ``force``, the cache is not read.
 
     Raises:
-        EngineError: A tool is missing, or the build fails; names the log.
+        EngineError: A tool is missing, or the build fails; the hint of a failed compilation names the log.
     """
     folder = cache_dir() / plan.key
     wheels = sorted(folder.glob("horovod-*.whl"))
@@ -208,7 +201,7 @@ def build(plan: BuildPlan, *, sdist: Path | None, force: bool, report: Report) -
 
 
 def install(wheel: Path, plan: BuildPlan, *, force: bool, report: Report) -> None:
-    """Install a wheel into this environment, unless this very wheel is there already."""
+    """Install a wheel in this environment; without ``force``, only if no wheel of this plan is installed."""
     if installed_key() == plan.key and not force:
         report("engine: installed")
         return
@@ -220,7 +213,7 @@ def install(wheel: Path, plan: BuildPlan, *, force: bool, report: Report) -> Non
 
 
 def download_sdist(folder: Path, report: Report) -> Path:
-    """Fetch Horovod's source archive with pip, which knows mirrors and certificates."""
+    """Download Horovod's source archive with pip, which uses the configured mirrors and certificates."""
     report(f"engine: fetching the source of Horovod {HOROVOD_VERSION}")
     command = _pip(
         "download", "--no-deps", "--no-build-isolation", "--no-binary=:all:", "-d", str(folder),
@@ -231,10 +224,10 @@ def download_sdist(folder: Path, report: Report) -> Path:
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
-    """Unpack a source archive after comparing its checksum.
+    """Verify the checksum of Horovod's source archive, and unpack it.
 
     Raises:
-        EngineError: It is not the archive that the patches were written for.
+        EngineError: The archive is missing or has another checksum.
     """
     if not sdist.is_file():
         raise EngineError(f"no such file: {sdist}")
@@ -244,16 +237,16 @@ def unpack(sdist: Path, folder: Path) -> Path:
             f"expected {SDIST_SHA256}"
         )
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, **SAFELY)  # noqa: S202  (the checksum was compared)
+        archive.extractall(folder, **SAFELY)  # noqa: S202  (the checksum was verified)
     return folder / f"horovod-{HOROVOD_VERSION}"
 
 
 def build_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
-    """Return the environment of Horovod's build: a part that is missing ends it, others are left out."""
+    """Return the environment variables of Horovod's build, which fails if a part named in them is missing."""
     environment = {
         **(os.environ if plan.cuda else _without_cuda(os.environ)),
         "PATH": programs_path(),
-        # Replaced, for Horovod's setup.py starts eight compilers where it is empty, as `make` sets it.
+        # Replaced: `make` sets it to an empty string, for which Horovod's setup.py starts eight compilers.
         "MAKEFLAGS": f"-j{num_compilers()}",
         "HOROVOD_CMAKE": shutil.which("cmake", path=programs_path()) or "cmake",
         "HOROVOD_WITH_MPI": "1",
@@ -265,7 +258,7 @@ def build_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
 
 
 def num_compilers() -> int:
-    """Return how many compilers run at once: CMAKE_BUILD_PARALLEL_LEVEL, or by cores and free memory."""
+    """Return the number of parallel compilers: CMAKE_BUILD_PARALLEL_LEVEL, or by cores and free memory."""
     if (named := os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "")).isdigit():
         return max(1, int(named))
     return max(1, min(usable_cores(), usable_memory_bytes() // COMPILER_MEMORY_BYTES))
@@ -277,7 +270,7 @@ def _without_cuda(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def cuda_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
-    """Return the switches of a build for GPUs."""
+    """Return the environment variables of a build for GPUs."""
     torch = torch_build()
     assert torch is not None
     toolkit, nccl = find_toolkit(torch), find_nccl()
@@ -289,7 +282,7 @@ def cuda_environment(plan: BuildPlan, scratch: Path) -> dict[str, str]:
         "HOROVOD_CUDA_HOME": home,
         "HOROVOD_BUILD_CUDA_CC_LIST": ",".join(plan.cuda_architectures),
         "HOROVOD_GPU_OPERATIONS": "NCCL",
-        # Shared: the NCCL that PyTorch has loaded already. Linked into the engine it would be a second one.
+        # Shared: the engine uses the NCCL that PyTorch has loaded. Static linking would load a second one.
         "HOROVOD_NCCL_LINK": "SHARED",
         "HOROVOD_NCCL_INCLUDE": str(nccl.include),
         "HOROVOD_NCCL_LIB": str(nccl.library.parent),
@@ -300,7 +293,7 @@ def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, report: Report) 
     """Compile Horovod and return its wheel.
 
     Raises:
-        EngineError: The build fails; its log is kept and named.
+        EngineError: The build fails; the hint names the log, which is stored in the cache folder.
     """
     what = ", ".join(f"{name} {version}" for name, version in plan.frameworks.items())
     if plan.cuda:
@@ -315,7 +308,7 @@ def compile_wheel(plan: BuildPlan, source: Path, scratch: Path, report: Report) 
 
 
 def finish_wheel(wheel: Path, plan: BuildPlan, report: Report) -> None:
-    """Strip debug symbols, let libraries be found relative to the wheel, and add what is ours."""
+    """Strip debug symbols, set relative library paths, and add the plan and the loopback library."""
     report("engine: stripping and relocating")
     patchelf = shutil.which("patchelf", path=programs_path()) or "patchelf"
     with _unzipped(wheel) as folder:
@@ -333,7 +326,7 @@ def finish_wheel(wheel: Path, plan: BuildPlan, report: Report) -> None:
 
 
 def runpath(plan: BuildPlan) -> str:
-    """Return where the wheel's libraries look for others."""
+    """Return the search path of shared libraries for the wheel's libraries."""
     major = plan.cuda.partition(".")[0]
     folder = "cuda_runtime" if major == "12" else f"cu{major}"
     return f"{RUNPATH}:{CUDA_RUNPATH.format(folder=folder)}" if plan.cuda else RUNPATH
@@ -341,7 +334,7 @@ def runpath(plan: BuildPlan) -> str:
 
 @contextmanager
 def _unzipped(wheel: Path) -> Iterator[Path]:
-    """Open a wheel as a folder; what is changed there is in the wheel afterwards, RECORD included."""
+    """Unpack a wheel to a folder; at exit, pack the folder into the wheel again, with a new RECORD."""
     with tempfile.TemporaryDirectory(dir=wheel.parent) as scratch:
         command = [sys.executable, "-m", "wheel", "unpack", "-d", scratch, str(wheel)]
         _run(command, "unpacking the wheel", None)
@@ -360,7 +353,7 @@ def _run(
     environment: Mapping[str, str] | None = None,
     report: Report | None = None,
 ) -> None:
-    """Run a command; its output goes to a log and, as progress, to ``report``."""
+    """Run a command; write its output to ``log``, and pass its percentages to ``report``."""
     lines: list[str] = []
     shown = -10
     with subprocess.Popen(

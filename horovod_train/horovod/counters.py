@@ -1,4 +1,4 @@
-"""What the engine itself has counted: bytes and time of all-reduces on CPUs (patch 0017) and GPUs (0021)."""
+"""Counters of the engine: bytes and time of all-reduces on CPUs (patch 0017) and GPUs (patch 0021)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ BINDINGS = ("torch", "tensorflow", "mxnet")
 
 
 def allreduce_counters() -> tuple[int, float] | None:
-    """Return the bytes that this process has given to all-reduces so far, and how long these took in seconds.
+    """Return the bytes that this process has passed to all-reduces on CPUs, and their time in seconds.
 
-    From the moment that all ranks were ready: the wait for them is excluded. None: no binding is loaded,
-    or the engine does not count.
+    The time of an all-reduce starts when all ranks are ready: waiting for ranks is excluded. None: no binding
+    is loaded, or the engine does not count.
     """
     return _read("horovod_allreduce_bytes", "horovod_allreduce_microseconds")
 
 
 def gpu_allreduce_counters() -> tuple[int, float] | None:
-    """Return the same of all-reduces on this process's GPU, through NCCL.
+    """Return the bytes and the time in seconds of this process's NCCL all-reduces; None: unknown.
 
-    From the moment that this rank's data was ready: a GPU does not see when others are, and waiting for them
-    is part of it.
+    The time of an all-reduce starts when this rank's data is ready. It includes waiting for other ranks,
+    because a GPU cannot detect when they are ready.
     """
     return _read("horovod_gpu_allreduce_bytes", "horovod_gpu_allreduce_microseconds")
 
 
 def _read(bytes_name: str, microseconds_name: str) -> tuple[int, float] | None:
     size_bytes, microseconds, is_known = 0, 0, False
-    for binding in BINDINGS:  # each has its own core; a process uses one of them
+    for binding in BINDINGS:  # each binding has its own core library; a process usually loads one of them
         module = sys.modules.get(f"horovod.{binding}.mpi_ops")
         library = getattr(getattr(module, "_basics", None), "MPI_LIB_CTYPES", None)
         if library is None:

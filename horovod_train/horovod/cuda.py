@@ -1,8 +1,8 @@
-"""CUDA and NCCL as the engine's build finds them: of the system, or out of NVIDIA's wheels on PyPI.
+"""Detection of CUDA and NCCL for the engine's build: from the system, or from NVIDIA's wheels on PyPI.
 
-PyTorch from PyPI brings CUDA's runtime and NCCL along as wheels. What it lacks is the compiler, which is a
-wheel too: ``toolkit_requirement`` is its name. Wheels keep files where no build looks for them, so that
-``as_toolkit`` lays them out as the system's toolkit is.
+PyTorch from PyPI depends on wheels of CUDA's runtime and NCCL. CUDA's compiler is in another wheel:
+``toolkit_requirement`` returns its requirement. The file layout of these wheels differs from that of a system
+toolkit, which builds expect. ``as_toolkit`` creates that layout with links.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from horovod_train.errors import EngineError
 
 NCCL_LIBRARIES = ("libnccl.so.2", "libnccl.so")
 FIRST_ON_PYPI = 13
-"""Major version of CUDA whose compiler is in NVIDIA's wheels."""
+"""First major version of CUDA whose compiler is in NVIDIA's wheels."""
 
 SYSTEM_TOOLKIT = Path("/usr/local/cuda")
 NVCC_TIMEOUT_S = 120.0
@@ -34,20 +34,15 @@ TOOLKIT_PARTS = {
         f"{folder}/libcudart.so*" for folder in ("lib64", "lib", "lib/*-linux-gnu", "targets/*/lib")
     ),
 }
-"""Parts of a toolkit that a build needs, each with the places where one of its files is."""
+"""Parts of a toolkit that a build requires, each with path patterns of which one must match."""
 
 NOT_EMULATED = 70
-"""Architectures before this one (Volta) are not built for unless they are there."""
+"""Kernels for older architectures than this one (Volta) are compiled only if this machine has such a GPU."""
 
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """How the installed PyTorch was built.
-
-    Attributes:
-        version: With its flavour, as in ``2.13.0+cu130``.
-        cuda: Version of CUDA, ``13.0``; empty: it was built without.
-    """
+    """Version of the installed PyTorch (``2.13.0+cu130``) and of its CUDA (``13.0``; empty: none)."""
 
     version: str
     cuda: str
@@ -55,31 +50,20 @@ class TorchBuild:
 
 @dataclass(frozen=True)
 class Toolkit:
-    """A CUDA toolkit with a compiler.
-
-    Attributes:
-        home: Its folder, with ``bin/nvcc``.
-        version: Of the compiler, ``13.0``.
-    """
+    """A CUDA toolkit: its folder, which contains ``bin/nvcc``, and the compiler's version (``13.0``)."""
 
     home: Path
     version: str
 
     @property
     def nvcc(self) -> Path:
-        """The compiler."""
+        """Path of the compiler."""
         return self.home / "bin" / "nvcc"
 
 
 @dataclass(frozen=True)
 class Nccl:
-    """An NCCL with its header.
-
-    Attributes:
-        include: Folder of the header.
-        library: What is linked, shared: the library that PyTorch loads, where PyTorch brings one.
-        version: Of the header.
-    """
+    """An NCCL: folder of its header, shared library to link, and version in the header."""
 
     include: Path
     library: Path
@@ -87,9 +71,9 @@ class Nccl:
 
 
 def torch_build() -> TorchBuild | None:
-    """Return how PyTorch was built, without importing it; None: it is not installed.
+    """Return the build of PyTorch, without importing it; None: it is not installed.
 
-    Its metadata do not say: a wheel from PyPI is version 2.13.0 there, whatever its flavour.
+    The distribution's metadata does not contain the build: a wheel from PyPI has version 2.13.0 for any CUDA.
     """
     try:
         distribution = metadata.distribution("torch")
@@ -106,13 +90,13 @@ def torch_build() -> TorchBuild | None:
 
 
 def find_toolkit(torch: TorchBuild) -> Toolkit | None:
-    """Return the toolkit that fits PyTorch's CUDA; None: none with a compiler is here.
+    """Return the toolkit with the major version of PyTorch's CUDA; None: there is none with a compiler.
 
-    One that was named comes first, then the wheels next to PyTorch, ``nvcc`` on the PATH, the system's.
-    Those that lack headers or libraries are passed over.
+    A toolkit named by an environment variable has priority. Without one, the candidates are NVIDIA's wheels,
+    ``nvcc`` on the PATH, and the system's toolkit, in this order, if they have all parts.
 
     Raises:
-        EngineError: One was named that lacks a part, or that is of another major version.
+        EngineError: The named toolkit lacks a part, or has another major version.
     """
     if not torch.cuda:
         return None
@@ -130,10 +114,10 @@ def find_toolkit(torch: TorchBuild) -> Toolkit | None:
 
 
 def _homes_of_nvcc() -> list[Path]:
-    """Return the folders that may be the toolkit of the ``nvcc`` on the PATH, the likeliest first.
+    """Return the toolkit folder of the ``nvcc`` on the PATH, if there is one.
 
-    Modules, ccache and Debian put a script there. The compiler itself prints its folder as TOP, the way
-    that CMake finds it, too.
+    That ``nvcc`` may be a script (environment modules, ccache, Debian). The compiler prints its folder as
+    TOP, which CMake uses too.
     """
     nvcc = shutil.which("nvcc")
     if nvcc is None:
@@ -144,7 +128,7 @@ def _homes_of_nvcc() -> list[Path]:
 
 
 def _run_nvcc(nvcc: Path | str, *arguments: str, folder: Path | None = None) -> tuple[int, str]:
-    """Return the exit status and the output of a call of nvcc; of one that cannot be executed, -1 and why."""
+    """Run nvcc; return exit status and output, or -1 and the error if it cannot be executed or times out."""
     command = [str(nvcc), *arguments]
     try:
         done = subprocess.run(
@@ -156,7 +140,7 @@ def _run_nvcc(nvcc: Path | str, *arguments: str, folder: Path | None = None) -> 
 
 
 def missing_part(home: Path) -> str:
-    """Return the first part that a folder lacks as a toolkit to build with; empty: it is whole."""
+    """Return the first part of a toolkit that is missing in a folder; empty: none."""
     for part, files in TOOLKIT_PARTS.items():
         if not any(next(home.glob(file), None) for file in files):
             return part
@@ -164,7 +148,7 @@ def missing_part(home: Path) -> str:
 
 
 def failed_trial(toolkit: Toolkit) -> str:
-    """Compile and link an empty kernel; return the compiler's words if that fails, else nothing."""
+    """Compile and link an empty kernel; return the compiler's error output, empty if it succeeds."""
     with tempfile.TemporaryDirectory(prefix="horovod-nvcc-") as scratch:
         folder = Path(scratch)
         (folder / "trial.cu").write_text("__global__ void kernel() {}\nvoid run() { kernel<<<1, 1>>>(); }\n")
@@ -193,7 +177,7 @@ def _named_toolkit(variable: str, home: Path, torch: TorchBuild) -> Toolkit:
 
 
 def _same_major(version: str, other: str) -> bool:
-    """CUDA promises that minor versions run together."""
+    """Return whether major versions are equal: CUDA guarantees compatibility of minor versions."""
     return version.partition(".")[0] == other.partition(".")[0]
 
 
@@ -204,7 +188,7 @@ def _nvcc_version(home: Path) -> str:
 
 
 def toolkit_requirement() -> str:
-    """Return what pip installs so that the compiler is here that fits PyTorch: wheels of the same version."""
+    """Return the pip requirement of the CUDA compiler for PyTorch: wheels of the same version."""
     try:
         version = metadata.version("cuda-toolkit")
     except metadata.PackageNotFoundError:
@@ -214,7 +198,7 @@ def toolkit_requirement() -> str:
 
 
 def how_to_get_it(torch: TorchBuild) -> str:
-    """Return how to get the compiler that fits PyTorch, for a person."""
+    """Return human-readable instructions for installing the CUDA compiler for PyTorch."""
     if has_compiler_in_wheels(torch):
         return f"pip install '{toolkit_requirement()}'"
     return (
@@ -224,18 +208,17 @@ def how_to_get_it(torch: TorchBuild) -> str:
 
 
 def has_compiler_in_wheels(torch: TorchBuild) -> bool:
-    """Whether PyPI has the compiler of PyTorch's CUDA: the wheels of CUDA 12 hold ptxas alone."""
+    """Whether PyPI has the compiler of PyTorch's CUDA: wheels of CUDA 12 contain only ptxas."""
     return int(torch.cuda.partition(".")[0]) >= FIRST_ON_PYPI
 
 
 def missing_requirement(*, for_other_machines: bool = False) -> str:
-    """Return what pip has to install before an engine for GPUs can be built; empty: nothing.
+    """Return the pip requirement that a build for GPUs lacks; empty: none.
 
-    Args:
-        for_other_machines: Also where this one has no GPU: an image is built.
+    If this machine has no GPU, nothing is required, unless ``for_other_machines`` is True (for an image).
 
     Raises:
-        EngineError: There is nothing that pip could install.
+        EngineError: The compiler is missing, and PyPI does not have it.
     """
     torch = torch_build()
     if torch is None or not torch.cuda or not (for_other_machines or gpu_architectures()):
@@ -250,10 +233,10 @@ def missing_requirement(*, for_other_machines: bool = False) -> str:
 
 
 def find_nccl() -> Nccl | None:
-    """Return the NCCL to build with; None: none with a header is here.
+    """Return the NCCL to build with; None: there is none with a header.
 
-    One that was named comes first. Then PyTorch's own, for that is what PyTorch loads: two NCCLs in one
-    process would be two states of one library.
+    HOROVOD_NCCL_HOME has priority. Second is the NCCL wheel next to PyTorch: PyTorch loads it, and a process
+    must not load two NCCL libraries.
     """
     homes = [
         Path(os.environ.get("HOROVOD_NCCL_HOME", "/nonexistent")),
@@ -277,7 +260,7 @@ def _nccl_in(home: Path) -> Nccl | None:
 
 
 def _nvidia_wheels() -> list[Path]:
-    """Return the folders that NVIDIA's wheels next to PyTorch are in."""
+    """Return the folder of NVIDIA's wheels next to PyTorch, if it exists."""
     try:
         folder = Path(str(metadata.distribution("torch").locate_file("nvidia")))
     except metadata.PackageNotFoundError:
@@ -286,10 +269,10 @@ def _nvidia_wheels() -> list[Path]:
 
 
 def architectures(toolkit: Toolkit) -> tuple[str, ...]:
-    """Return what kernels are compiled for, as in ("80", "90").
+    """Return the architectures that kernels are compiled for, such as ("80", "90").
 
-    What HOROVOD_BUILD_CUDA_CC_LIST says; or the GPUs of this machine; or, where there is none, all
-    that the compiler knows and PyTorch still runs on. The newest is also kept as code for those to come.
+    They are those in HOROVOD_BUILD_CUDA_CC_LIST, or those of this machine's GPUs, or, without a GPU, all from
+    ``NOT_EMULATED`` on that the compiler supports. Horovod's build adds PTX of the newest one for later GPUs.
     """
     if named := os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST"):
         return tuple(sorted(named.split(","), key=int))
@@ -304,7 +287,7 @@ def _known_architectures(toolkit: Toolkit) -> tuple[str, ...]:
 
 
 def gpu_architectures() -> set[str]:
-    """Return the architectures of the GPUs of this machine; empty: none, or no driver."""
+    """Return the architectures of this machine's GPUs; empty: no GPU or no driver."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -328,14 +311,11 @@ def _architecture(cuda: ctypes.CDLL, number: int) -> str:
 
 
 def as_toolkit(toolkit: Toolkit, folder: Path) -> Path:
-    """Lay a toolkit out as builds expect one, with links; return its folder.
+    """Create the layout of a system toolkit in a new folder, with links; return the folder to build with.
 
-    The wheels have no ``lib64``, and no ``libcudart.so`` without a version. The compiler takes the folder
-    above its own for the toolkit, so that ``bin`` has to be a folder and not a link to one.
-
-    Args:
-        toolkit: Where it is.
-        folder: To be made.
+    A toolkit with ``lib64`` is returned unchanged. The wheels have no ``lib64``, and no ``libcudart.so``
+    without a version. The compiler uses the parent of its own folder as the toolkit, so ``bin`` must be a
+    folder and not a link.
     """
     if (toolkit.home / "lib64").exists():
         return toolkit.home
@@ -356,7 +336,7 @@ def as_toolkit(toolkit: Toolkit, folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    # For the Makefile and the image: what pip has to install besides PyTorch.
+    # For the Makefile and the image: print the requirement to install in addition to PyTorch.
     try:
         needed = missing_requirement(for_other_machines="--without-gpu" in sys.argv)
     except EngineError as error:

@@ -1,4 +1,4 @@
-"""What Horovod reads from the environment, and what launchers leave in it."""
+"""Environment variables that Horovod reads, and those that launchers set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from horovod_train.config.strategies import splits_ranks
 from horovod_train.errors import UserError
 from horovod_train.horovod.installed import loopback_library
 
-# Of launchers: the program, and its variables for the number of processes and for the number of this one.
+# Launchers: program, variable of the number of processes, variable of the rank of this process.
 LAUNCHERS_OF_RANKS = (
     ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -20,14 +20,14 @@ LAUNCHERS_OF_RANKS = (
 )
 LAUNCHERS = (*LAUNCHERS_OF_RANKS, ("torchrun or accelerate", "WORLD_SIZE", "RANK"))
 
-# Frameworks whose sums go through PyTorch's binding, on the stream that computes.
+# Frameworks whose all-reduces use PyTorch's binding, on the compute stream.
 ON_PYTORCH = ("torch", "lightning", "transformers")
 
 
 def started_as_one_of_many(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process: then there is a world to join, even of one rank.
+    """Whether a launcher started this process as a rank of a world, possibly of size 1.
 
-    A single Slurm task is a process alone: ``srun`` sets its variable for every program.
+    A single Slurm task does not count, because ``srun`` sets its variables for every program.
     """
     return any(
         variable in environ and not (variable.startswith("SLURM") and environ[variable] == "1")
@@ -37,14 +37,7 @@ def started_as_one_of_many(environ: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True)
 class Started:
-    """A launcher has started this process as one of several.
-
-    Attributes:
-        program: The launcher.
-        number: Of this process.
-        count: Of all processes, more than one.
-        variable: Of the environment, which says so.
-    """
+    """Start of this process by a launcher, with rank ``number`` of ``count`` (the value of ``variable``)."""
 
     program: str
     number: str
@@ -57,10 +50,10 @@ class Started:
 
 
 def started_by(environ: Mapping[str, str]) -> Started | None:
-    """Return who has started this process as one of several; None: nobody, or it is the only one.
+    """Return the launcher that has started this process as one of several; None: it is the only one.
 
-    What Horovod's and Open MPI's launchers say holds for the ranks that they start, whoever has started
-    them.
+    Variables of Horovod's and Open MPI's launchers have priority, because these launchers may run inside
+    another one, such as Slurm.
     """
     for program, size, rank in LAUNCHERS:
         is_one = rank in environ and environ.get(size, "").isdecimal()
@@ -72,10 +65,10 @@ def started_by(environ: Mapping[str, str]) -> Started | None:
 
 
 def require_launcher(environ: Mapping[str, str]) -> None:
-    """Call it where Horovod has one rank: several processes must not train the same job side by side.
+    """Prevent several processes from training the same job independently. Call it if Horovod has one rank.
 
     Raises:
-        UserError: A launcher that Horovod does not know has started several.
+        UserError: A launcher that Horovod does not support has started several processes.
     """
     if (started := started_by(environ)) is not None:
         count = started.count
@@ -87,19 +80,19 @@ def require_launcher(environ: Mapping[str, str]) -> None:
 
 
 def open_mpi_alone() -> dict[str, str]:
-    """Return what Open MPI needs on a machine without ssh: it wants to know one, though it calls nobody."""
+    """Return Open MPI's settings for a machine without ssh: it requires a remote shell, even if unused."""
     return {} if which("ssh") or which("rsh") else {"OMPI_MCA_plm_rsh_agent": which("true") or "true"}
 
 
 def open_mpi_on_loopback(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what keeps mpirun from listening on other addresses, where all ranks are on this machine.
+    """Return settings with which mpirun listens on the loopback only, for ranks that are all on this machine.
 
-    Open MPI has a setting for the interfaces that it calls through, and none for those that it listens on:
-    a library of the engine's changes its call of bind().
+    Open MPI has a setting for the interfaces of outgoing connections, but none for listening sockets. The
+    engine's loopback library, which is preloaded, changes its calls of bind().
     """
     settings = {"OMPI_MCA_oob_tcp_if_include": "lo"}
     library = loopback_library()
-    # The loader splits names at both.
+    # The dynamic loader splits LD_PRELOAD at both characters.
     if library is not None and not set(" :") & set(str(library)):
         others = environ.get("LD_PRELOAD")
         settings["LD_PRELOAD"] = f"{library}:{others}" if others else str(library)
@@ -107,9 +100,9 @@ def open_mpi_on_loopback(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what horovodrun would have told a rank that ``srun`` has started; empty: it did not.
+    """Return the variables that horovodrun would set, for a rank started by ``srun``; empty: it was not.
 
-    HOROVOD_TRAIN_PLACEMENT has the hosts with their numbers of ranks, in the order of ranks.
+    HOROVOD_TRAIN_PLACEMENT contains the hosts and their numbers of ranks, in the order of ranks.
     """
     if "HOROVOD_TRAIN_PLACEMENT" not in environ or "SLURM_PROCID" not in environ:
         return {}
@@ -128,20 +121,20 @@ def from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def horovod_settings(job: Job) -> dict[str, str]:
-    """Return the variables that make Horovod do what a job says."""
-    # Ranks that share a model are split into groups when they have met.
+    """Return Horovod's environment variables for a job."""
+    # Strategies that split the ranks create process sets after initialization.
     splits = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"} if splits_ranks(job.strategy) else {}
     return {
         **splits,
-        # Our buckets are the fusion: Horovod must not join them again. That would cost a copy and
-        # make the order of additions depend on timing.
+        # The buckets are fused already. Fusion by Horovod would add a copy, and the order of additions would
+        # depend on timing.
         "HOROVOD_FUSION_THRESHOLD": "0",
         "HOROVOD_CYCLE_TIME": f"{job.allreduce.cycle_time_ms:g}",
         "HOROVOD_STALL_CHECK_TIME_SECONDS": f"{max(1, round(job.health.stall_warning_s))}",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": f"{max(2, round(job.health.stall_shutdown_s))}",
-        # Later than the verdict on whoever is missing, which says more than "timed out".
+        # Longer than the stall shutdown, whose error names the missing ranks; Gloo's is "timed out".
         "HOROVOD_GLOO_TIMEOUT_SECONDS": f"{max(30, round(job.health.stall_shutdown_s) + 60)}",
         "HOROVOD_LOG_HIDE_TIME": "1",
-        # A sum on a GPU is waited for by the GPU. The host, which would wait by default, has other work.
+        # The GPU waits for an all-reduce. By default, the host would wait, which would delay its other work.
         **({"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"} if job.framework in ON_PYTORCH else {}),
     }

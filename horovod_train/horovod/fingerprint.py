@@ -1,7 +1,6 @@
-"""The fingerprint of an environment: what has to be the same wherever a rank of one job runs.
+"""Fingerprint of an environment: versions, engine and code, which must be equal on all hosts of a job.
 
-Versions, engine, code. Hosts tell theirs before a launch, ranks again before they train: a launch
-without `run` is checked, too.
+Hosts are compared before a launch, and ranks before training. The latter includes launches without `run`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from horovod_train.horovod.cuda import torch_build
 from horovod_train.horovod.installed import installed_key
 from horovod_train.registry import make_task_importable
 
-# Distributions that decide what is computed, or how ranks talk.
+# Distributions that affect results, or communication between ranks.
 PACKAGES = (
     "horovod",
     "torch",
@@ -45,14 +44,10 @@ Fingerprint = Mapping[str, str]
 
 
 def environment_fingerprint(task: str | None = None) -> dict[str, str]:
-    """Return what this environment would train with, by name.
-
-    Args:
-        task: Where the task comes from, ``file.py:Class`` or ``module:Class``; None: a shipped one.
-    """
+    """Return the fingerprint of this environment by name; ``task`` None: a task of this package."""
     versions = {f"{name} version": version for name in PACKAGES if (version := package_version(name))}
     if (torch := torch_build()) is not None:
-        versions["torch version"] = torch.version  # with its flavour: 2.13.0+cu130 is not 2.13.0+cpu
+        versions["torch version"] = torch.version  # with the local version, such as +cu130 or +cpu
     return {
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -64,10 +59,9 @@ def environment_fingerprint(task: str | None = None) -> dict[str, str]:
 
 
 def task_files(task: str) -> list[Path]:
-    """Return the source files a task may consist of: those next to it, and the packages among them.
+    """Return the source files of a task (``file.py:Class`` or ``module:Class``), at most ``MAX_CODE_FILES``.
 
-    Args:
-        task: ``file.py:Class`` or ``module:Class``.
+    They are the Python files and packages in the folder of ``file.py``, or the module or its whole package.
     """
     place = task.rpartition(":")[0]
     if place.endswith(".py"):
@@ -93,7 +87,7 @@ def _python_files(folders: Iterable[Path]) -> list[Path]:
 
 
 def code_digest(files: Sequence[Path]) -> str:
-    """Return a short digest of files: of their names and what is in them."""
+    """Return a short digest of the names and contents of files; unreadable files are ignored."""
     digest = hashlib.sha256()
     for file in files:
         try:

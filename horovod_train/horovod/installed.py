@@ -1,4 +1,4 @@
-"""The Horovod that is installed, without importing it: where it is, and what it was built from."""
+"""Location and build plan of the installed Horovod, without importing it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOPBACK_LIBRARY = "loopback.so"
 
 
 def installed_plan() -> dict[str, Any] | None:
-    """Return what the installed engine was built from; None when this package did not install one."""
+    """Return the build plan of the installed engine; None: Horovod is missing or was built otherwise."""
     package = _horovod_folder()
     if package is None or not (package / PLAN_FILE).exists():
         return None
@@ -22,20 +22,20 @@ def installed_plan() -> dict[str, Any] | None:
 
 
 def installed_key() -> str | None:
-    """Return the key of the installed engine."""
+    """Return the key of the installed engine's build plan; None: there is no plan."""
     plan = installed_plan()
     return None if plan is None else str(plan["key"])
 
 
 def loopback_library() -> Path | None:
-    """Return the library that lets mpirun listen on the loopback only; None: this engine has none."""
+    """Return the library with which mpirun listens on the loopback only; None: the engine has none."""
     folder = _horovod_folder()
     library = folder and folder / LOOPBACK_LIBRARY
     return library if library and library.exists() else None
 
 
 def _horovod_folder() -> Path | None:
-    """Return the folder of the installed Horovod, without importing it."""
+    """Return the folder of the installed Horovod; None: it is not installed."""
     try:
         return Path(str(metadata.distribution("horovod").locate_file("horovod")))
     except metadata.PackageNotFoundError:

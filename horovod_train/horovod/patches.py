@@ -1,4 +1,4 @@
-"""The patches of Horovod's source, and the source of the library that is added to its wheel."""
+"""Patches of Horovod's source, and the source of the loopback library that is added to its wheel."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ LOOPBACK = Path(__file__).parent / "loopback.cc"
 
 
 def patch_files() -> list[Path]:
-    """Return the patches, in the order in which they are applied."""
+    """Return the patch files in the order of application."""
     return sorted(PATCHES.glob("*.patch"))
 
 
 def patch_title(path: Path) -> str:
-    """Return the first line of a patch: what it does."""
+    """Return the first line of a patch, which describes its effect."""
     return path.read_text(encoding="utf-8").splitlines()[0]
 
 
 def own_patches() -> dict[str, str]:
-    """Return the checksums of the patches, and of what is added to the wheel, by name."""
+    """Return the checksums of the patches and of the loopback library's source, by file name."""
     return {path.name: sha256_of(path) for path in (*patch_files(), LOOPBACK)}
 
 
 def apply_patches(source: Path, report: Callable[[str], None]) -> None:
-    """Apply every patch.
+    """Apply all patches to Horovod's source.
 
     Raises:
-        EngineError: A patch does not fit; the engine is not built then.
+        EngineError: A patch cannot be applied.
         UserError: patch-ng is not installed.
     """
     patch_ng = import_optional("patch_ng", needed_by="engine build", hint="pip install patch-ng")

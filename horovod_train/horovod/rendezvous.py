@@ -1,9 +1,9 @@
-"""Start ranks that find each other through Gloo, with a launcher that knows nothing of Horovod.
+"""Gloo rendezvous server for ranks that a launcher without support for Horovod (``srun``) starts.
 
     python -m horovod_train.horovod.rendezvous HOST:RANKS,... INTERFACE srun --label ... PROGRAM
 
-serves what horovodrun would serve while the command runs, and tags each line of its output as
-horovodrun would. The ranks take their numbers from Slurm (``environment.from_slurm``).
+As horovodrun does, it serves the rendezvous while the command runs, and tags each line of output with its
+rank. The ranks derive their numbers from Slurm's variables (``environment.from_slurm``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LABEL = re.compile(r"\s*(\d+): ?")
 
 
 def main(placed: str, interface: str, command: list[str]) -> int:
-    """Serve and run; return the command's exit code."""
+    """Run the command with a rendezvous server; return its exit code."""
     hosts = parse_hosts(placed)
     assignments = get_host_assignments(hosts, sum(host.slots for host in hosts))
     server = RendezvousServer(verbose=0)
@@ -48,7 +48,7 @@ def main(placed: str, interface: str, command: list[str]) -> int:
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of an interface; ``-``: of the loopback."""
+    """Return the IPv4 address of an interface; of the loopback if the interface has none (or is ``-``)."""
     for found in psutil.net_if_addrs().get(interface, []):
         if found.family.name == "AF_INET":
             return found.address

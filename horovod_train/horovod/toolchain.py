@@ -1,4 +1,4 @@
-"""What Horovod is built with: frameworks, MPI and the tools of this machine. For CUDA, see ``cuda.py``."""
+"""Frameworks, MPI and build tools of this machine, for the build of Horovod. For CUDA, see ``cuda.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from horovod_train.errors import EngineError
 from horovod_train.horovod.cuda import torch_build
 
-# Framework -> (distributions that provide it, Horovod's name for it in its build switches).
+# Framework -> (distributions that provide it, its name in Horovod's build variables).
 FRAMEWORKS = {
     "torch": (("torch",), "PYTORCH"),
     "tensorflow": (("tensorflow", "tensorflow-cpu"), "TENSORFLOW"),
@@ -33,7 +33,7 @@ BUILD_TOOLS = (
 
 
 def framework_version(name: str) -> str | None:
-    """Return the version of an installed framework, of PyTorch with its flavour, as in 2.13.0+cu130."""
+    """Return the version of an installed framework; of PyTorch with its local version (2.13.0+cu130)."""
     if name == "torch":
         torch = torch_build()
         return None if torch is None else torch.version
@@ -46,7 +46,7 @@ def framework_version(name: str) -> str | None:
 
 
 def find_mpi() -> str:
-    """Return the version of MPI that ``mpicxx`` in this environment or on the PATH belongs to."""
+    """Return the version of MPI in this environment or on the PATH; empty: no ``mpirun`` or ``mpicxx``."""
     mpirun = shutil.which("mpirun", path=programs_path())
     if mpirun is None or shutil.which("mpicxx", path=programs_path()) is None:
         return ""
@@ -55,11 +55,7 @@ def find_mpi() -> str:
 
 
 def find_compiler() -> str:
-    """Return the first line of the C++ compiler's version.
-
-    Raises:
-        EngineError: There is none.
-    """
+    """Return the first line of the C++ compiler's version; raises as ``compiler``."""
     found = subprocess.run([compiler(), "--version"], capture_output=True, text=True, check=True)
     return found.stdout.splitlines()[0]
 
@@ -68,7 +64,7 @@ def compiler() -> str:
     """Return the path of the C++ compiler.
 
     Raises:
-        EngineError: There is none.
+        EngineError: There is no C++ compiler.
     """
     found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     if found is None:
@@ -79,7 +75,7 @@ def compiler() -> str:
 
 
 def find_cpu_flags() -> str:
-    """Return which of the vector instructions that Horovod uses this processor has."""
+    """Return the vector instructions that Horovod uses and this CPU supports."""
     try:
         flags = Path("/proc/cpuinfo").read_text().split()
     except OSError:
@@ -88,10 +84,10 @@ def find_cpu_flags() -> str:
 
 
 def check_tools() -> None:
-    """Check that everything a build needs is here.
+    """Check that all tools of a build are installed.
 
     Raises:
-        EngineError: Something is missing; names it and how to get it.
+        EngineError: A tool is missing; the error names it and how to install it.
     """
     missing = [name for name in (*BUILD_TOOLS, "cmake") if not _is_installed(name)]
     if missing:
@@ -115,7 +111,7 @@ def check_tools() -> None:
 
 
 def programs_path() -> str:
-    """Return the PATH with this environment's programs first."""
+    """Return the PATH, preceded by the folder of this environment's programs."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 

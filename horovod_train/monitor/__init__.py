@@ -1,1 +1,1 @@
-"""Looking at jobs from outside, from the events of runs and the metrics of ranks; imports no framework."""
+"""Monitoring of jobs from the events of runs and the metrics of ranks. Imports no framework."""

@@ -1,4 +1,4 @@
-"""Runs to display: runs in folders, and ranks of which only metrics endpoints are known."""
+"""Runs to display: runs in run folders, and runs of which only metrics endpoints are known."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ log = logging.getLogger(__name__)
 
 SCRAPE_INTERVAL_S = 2.0
 MOST_OF_THE_TIME = 5
-"""Scraping uses at most one in this many seconds: a scrape of a thousand ranks takes seconds."""
+"""Scraping uses at most one of this many seconds, because a scrape of a thousand ranks takes seconds."""
 
 LOOKED_AT_S = 30.0
-"""Ranks of a run that was not requested for this time are not scraped."""
+"""The ranks of a run in a folder are scraped for this time after the last page request for it."""
 
 
 class Watched(Protocol):
@@ -55,7 +55,7 @@ class Watched(Protocol):
 
     @property
     def job(self) -> str:
-        """Name of its job."""
+        """Name of the job."""
         ...
 
     @property
@@ -65,15 +65,15 @@ class Watched(Protocol):
 
     @property
     def log_dir(self) -> Path | None:
-        """Its folder; None if there is none on this host."""
+        """Run folder; None if it is not on this host."""
         ...
 
     def history(self) -> History:
-        """Return the history of the run."""
+        """Return the history."""
         ...
 
     def status(self) -> JobStatus:
-        """Return the status of the run."""
+        """Return the status."""
         ...
 
 
@@ -82,11 +82,11 @@ class Readings:
     """Metrics from the last scrape of a run's ranks.
 
     Attributes:
-        of_ranks: Metrics by rank, of successful scrapes.
+        of_ranks: Metrics by rank, from successful scrapes.
         scraped: Ranks that were scraped, successfully or not.
         time_unix_s: Time of the scrape, in Unix seconds.
         time_s: Time of the scrape, by the monotonic clock.
-        last: Last successfully scraped metrics of each rank, of any age.
+        last: Metrics from the last successful scrape of each rank, of any age.
     """
 
     of_ranks: dict[int, RankReading] = field(default_factory=dict)
@@ -102,19 +102,14 @@ class Readings:
 
 
 class ScrapedRun:
-    """A run of which only metrics endpoints are known.
-
-    Args:
-        job: Name of its job.
-        run_id: Name of the run.
-    """
+    """Run of which only metrics endpoints are known."""
 
     log_dir: Path | None = None
 
     def __init__(self, job: str, run_id: str) -> None:
         self.job, self.run_id = job, run_id
         self.named = job, run_id
-        """Job and run in the labels of the targets; those of the metrics may differ."""
+        """Job and run in the labels of the targets. The labels of the metrics may differ."""
         self.key = f"{job}/{run_id}"
         self._history = History()
         self._num_up = 0
@@ -125,14 +120,14 @@ class ScrapedRun:
         return self._history
 
     def status(self) -> JobStatus:
-        """Return the status, derived from which ranks can be scraped."""
+        """Return the status, which depends on whether any rank can be scraped."""
         if not self._num_scraped:
             return JobStatus("unknown", message="no targets for this run")
         answers = f"{self._num_up} of {self._num_scraped} ranks up"
         return JobStatus("running" if self._num_up else "unknown", message=answers)
 
     def take(self, targets: Mapping[int, Target], before: Readings, now: Readings) -> None:
-        """Add a scrape to the history."""
+        """Add a scrape to the history. ``before`` contains the readings of the previous scrape."""
         history = self._history
         history.targets = dict(targets)
         self._num_up, self._num_scraped = len(now.of_ranks), len(now.scraped)
@@ -165,11 +160,11 @@ class ScrapedRun:
 
 
 class Board:
-    """All runs; scrapes ranks in its own thread.
+    """All runs to display, with a background thread that scrapes their ranks.
 
     Args:
-        places: Folders of runs.
-        sources: Files, addresses or lists of targets.
+        places: Folders that contain runs.
+        sources: Files, URLs or lists of targets.
         access: Credentials for the ranks of the sources.
     """
 
@@ -200,16 +195,16 @@ class Board:
 
     @property
     def last_look_s(self) -> float:
-        """Time of the last page request for a run, by the monotonic clock."""
+        """Time of the last page request for any run, by the monotonic clock."""
         return max([*self._looked_s.values()], default=float("-inf"))
 
     def runs(self) -> list[Watched]:
-        """Return all runs: scraped ones first, then those in folders, newest first."""
+        """Return all runs: first the runs of the sources, then the runs in folders, newest first."""
         with self._lock:
             return [*self._scraped.values(), *self._runs.all()]
 
     def look_at(self, key: str) -> tuple[Watched, Readings] | None:
-        """Return a run and its last metrics, and scrape its ranks for ``LOOKED_AT_S``."""
+        """Return a run and its last metrics, and scrape its ranks for ``LOOKED_AT_S``; None: no such run."""
         with self._lock:
             run: Watched | None = self._scraped.get(key) or self._runs.find(key)
             if run is None:
@@ -237,14 +232,14 @@ class Board:
         """Scrape the ranks of all sources, grouped by run."""
         groups: dict[tuple[str, str], list[Target]] = {}
         for source in self._sources:
-            with suppress(UserError):  # a service discovery may be unavailable temporarily
+            with suppress(UserError):  # service discovery may be temporarily unavailable
                 self._targets[source] = targets_of(source) or []
             found = self._targets.get(source, [])
             for target in found:
                 names = target.labels.get("training_job", "job"), target.labels.get("run", source)
                 groups.setdefault(names, []).append(target)
         for run in self._scraped.values():
-            groups.setdefault(run.named, [])  # no targets are left
+            groups.setdefault(run.named, [])  # it has no targets any more
         for named, targets in groups.items():
             run = self._scraped.get("/".join(named)) or ScrapedRun(*named)
             ranks = by_rank(targets)
@@ -254,7 +249,7 @@ class Board:
                 self._scraped[run.key] = run
 
     def _scrape_runs(self) -> None:
-        """Scrape the ranks of runs that a page has requested recently."""
+        """Scrape the ranks of runs in folders that were requested within ``LOOKED_AT_S``."""
         now_s = monotonic()
         for key in [key for key, looked_s in self._looked_s.items() if now_s - looked_s < LOOKED_AT_S]:
             with self._lock:
@@ -279,10 +274,9 @@ class Board:
 
 
 def _access_of(run: Run) -> Access:
-    """Return the credentials for the ranks of a run.
+    """Return the credentials for the ranks of a run; without a password if other users can change the run.
 
-    ``job.json`` names the password variable, and ``events.jsonl`` the addresses it is sent to. So files
-    that other accounts own or can write get no password from this process.
+    ``job.json`` names the password variable, and ``events.jsonl`` the addresses that receive the password.
     """
     try:
         is_ours = all(map(_belongs_to_us, (run.log_dir, run.log_dir / "job.json")))

@@ -1,4 +1,4 @@
-"""How far a run is and who is slow, in a few lines for a terminal."""
+"""Progress and slow ranks of a run, as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -11,21 +11,16 @@ from horovod_train.monitor.history import History, HistoryReader
 from horovod_train.monitor.stragglers import MIN_WINDOW_S, stragglers
 
 TAIL_BYTES = 1 << 20
-"""Only the last events are read, for the current state."""
+"""Only this many bytes at the end of the events are read, because the current state is sufficient."""
 
 
 def read_recent(log_dir: Path) -> History:
-    """Return what has happened in a run lately; nothing, where there are no events."""
+    """Return the history of a run from its last events; an empty history if there are none."""
     return HistoryReader(log_dir, last_bytes=TAIL_BYTES).read_on()
 
 
 def summary_lines(history: History, now_unix_s: float | None = None) -> Iterator[str]:
-    """Yield lines of text; none if no step was reported.
-
-    Args:
-        history: Of the run.
-        now_unix_s: The time; None: now.
-    """
+    """Yield lines that describe the progress of a run; none if no step was reported."""
     last = history.last
     if last is None:
         return

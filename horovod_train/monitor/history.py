@@ -1,4 +1,4 @@
-"""What has happened in a run, from its ``events.jsonl``: read on from where it was left."""
+"""History of a run, read incrementally from its ``events.jsonl``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from horovod_train.system.files import open_regular
 MAX_POINTS = 2000
 MAX_READ_BYTES = 32 * 2**20
 MAX_EVENTS = 500
-# What a person wants to see marked on a time axis.
+# Events that are marked on a time axis.
 MARKED = (
     Attempt, CheckpointWritten, Evaluation, Failure, HostsLost, Notice, Opened, Preempted, Resumed,
     ScriptDone, Stalled, Started, StateChanged, Summary,
@@ -47,16 +47,10 @@ MARKED = (
 
 @dataclass(frozen=True)
 class Point:
-    """How far training was at some time; None: that is not known.
+    """Progress of training at one time; None: unknown.
 
-    Attributes:
-        time_unix_s: When.
-        step: Optimizer steps made.
-        epochs_begun: Epochs begun, the one under way among them.
-        loss: Of the last step.
-        lr: Learning rate of it.
-        samples_per_s: Samples a second of all ranks.
-        numbers: Further numbers of the step by name.
+    ``step`` is the number of completed optimizer steps. ``epochs_begun`` includes the current epoch. Loss,
+    learning rate and further numbers are those of the last step. The throughput is that of all ranks.
     """
 
     time_unix_s: float
@@ -70,29 +64,28 @@ class Point:
 
 @dataclass
 class History:
-    """What has happened in one run so far.
+    """State of a run, accumulated from its events.
 
     Attributes:
-        started: What its last ranks train; None: they have not begun.
-        world_size_wanted: Ranks that its last attempt was to have; None: unknown.
-        num_attempts: How often its ranks were started.
-        num_preemptions: How often they were preempted, and saved.
-        hosts_lost: Hosts that were lost, counted each time.
-        targets: Where its ranks serve metrics, by rank.
-        points: How far training was, the oldest first, thinned.
-        last: Last progress; None: no step was reported yet.
-        num_steps: Steps it is to make, as last told; 0: not known.
-        num_epochs: Epochs it is to make, as last told; 0: not known.
-        loss_is_local: The loss is that of rank 0's samples alone, as of a script.
-        ranks: Where the time of ranks went.
-        metrics: Its last evaluation.
-        checkpoint_unix_s: When the last checkpoint was written; None: there is none.
-        checkpoint_error: Why the last one could not be written; empty: it was.
-        failures: Why ranks failed, in this start of the run.
-        ended: Ranks whose script has ended well, in this start of the run.
-        summary: How it ended; None: it has not, or not well.
-        events: What a person wants to see marked, the newest last.
-        counts: Events by kind.
+        started: Last start of training; None: training has not started.
+        world_size_wanted: Ranks requested for the last attempt; None: unknown.
+        num_preemptions: Number of attempts that were preempted, with a checkpoint.
+        hosts_lost: Lost hosts; a host that is lost several times is contained several times.
+        targets: Metrics endpoints of the current attempt, by rank.
+        points: Progress over time, oldest first, thinned out to ``MAX_POINTS``.
+        last: Last progress; None: no step was reported.
+        num_steps: Last reported total number of steps; 0: unknown.
+        num_epochs: Last reported total number of epochs; 0: unknown.
+        loss_is_local: Whether the loss is that of rank 0's samples only, as in scripts.
+        metrics: Last evaluation.
+        checkpoint_unix_s: Time at which the last checkpoint was written; None: there is none.
+        checkpoint_error: Error of the last checkpoint; empty: it was written.
+        failures: Rank and failure of each failed rank of the current attempt.
+        ended: Ranks of the current attempt whose script has exited with code 0.
+        summary: Summary of the completed training; None: training is not complete.
+        events: Last events of the kinds ``MARKED``, newest last.
+        counts: Number of events by kind.
+        begun_unix_s: Time of the first event; None: there is none.
     """
 
     started: Started | None = None
@@ -119,7 +112,7 @@ class History:
     _is_preempted: bool = False
 
     def add(self, record: Record) -> None:
-        """Take the next event."""
+        """Add the next event."""
         event = record.event
         self.counts[event.kind] += 1
         if self.begun_unix_s is None:
@@ -131,7 +124,7 @@ class History:
         self._end(record.rank or 0, event)
 
     def _measure(self, time_unix_s: float, event: Event) -> None:
-        """Take an event that measures something."""
+        """Add an event that contains measurements."""
         match event:
             case Progress():
                 self._add_progress(time_unix_s, event)
@@ -145,11 +138,11 @@ class History:
                     self.checkpoint_unix_s = time_unix_s
             case Summary():
                 self.summary, self.metrics = event, dict(event.metrics)
-                if self.last is None or self.last.step != event.steps:  # nothing was left to train
+                if self.last is None or self.last.step != event.steps:  # no steps remained
                     self.last = Point(time_unix_s, event.steps, None, None, None, None)
 
     def _end(self, rank: int, event: Event) -> None:
-        """Take an event with which something ends."""
+        """Add an event that reports an end or a loss."""
         match event:
             case HostsLost():
                 self.hosts_lost += event.hosts
@@ -161,7 +154,7 @@ class History:
                 self.ended.add(rank)
 
     def _begin(self, event: Event) -> None:
-        """Take an event with which something begins."""
+        """Add an event that reports a start."""
         match event:
             case Opened():
                 self.summary = None
@@ -181,7 +174,7 @@ class History:
         self._is_preempted = False
 
     def _note_preempted(self) -> None:
-        """Count an attempt that was preempted, however many of its ranks say so."""
+        """Count a preempted attempt once, because each of its ranks reports the preemption."""
         if not self._is_preempted:
             self._is_preempted = True
             self.num_preemptions += 1
@@ -194,7 +187,7 @@ class History:
         self.add_point(Point(time_unix_s, event.step, epochs_begun, event.loss, event.lr, speed, numbers))
 
     def add_point(self, point: Point) -> None:
-        """Take how far training is."""
+        """Add the current progress; above ``MAX_POINTS``, drop every second point."""
         self.last = point
         self.points.append(point)
         if len(self.points) > MAX_POINTS:
@@ -202,28 +195,28 @@ class History:
 
     @property
     def cause(self) -> str:
-        """What kind of failure it was by the word of its ranks; empty: none has said."""
+        """Cause of the failure as reported by the ranks of the current attempt; empty: none was reported."""
         causes = [failure.cause for _, failure in self.failures if failure.is_cause]
         return next(filter(None, causes), "")
 
     @property
     def has_terminal_event(self) -> bool:
-        """Whether ranks have told how the last attempt ended."""
+        """Whether ranks have reported how the current attempt ended."""
         return self.summary is not None or bool(self.failures) or self._is_preempted or self.scripts_ended
 
     @property
     def scripts_ended(self) -> bool:
-        """Whether the script has ended well on every rank."""
+        """Whether the script has exited with code 0 on every rank."""
         return bool(self.ended) and len(self.ended) >= (self.world_size_wanted or 1)
 
 
 class HistoryReader:
-    """Reads the history of a run, and on from there.
+    """Incremental reader of the history of a run. Threads may call ``read_on`` concurrently.
 
     Args:
-        log_dir: Folder of the run.
-        last_bytes: Begin with the last so many bytes; None: at the beginning.
-        with_ranks: Know where the time of each rank went; without it, a history takes little memory.
+        log_dir: Run folder.
+        last_bytes: Number of bytes at the end of the file to begin with; None: read the whole file.
+        with_ranks: Whether to read the times of each rank. Without them, a history needs little memory.
     """
 
     def __init__(self, log_dir: Path, last_bytes: int | None = None, *, with_ranks: bool = True) -> None:
@@ -234,10 +227,10 @@ class HistoryReader:
         self._at_bytes = 0
         self._last_bytes = last_bytes
         self._with_ranks = with_ranks
-        self._reading = Lock()  # of two who read at the same time both would count what is new
+        self._reading = Lock()  # concurrent readers would count the same events twice
 
     def read_on(self) -> History:
-        """Read what has come since; a file that is not there or cannot be read has nothing new."""
+        """Read new events, and return the history. A missing or unreadable file is not an error."""
         with self._reading:
             return self._read_on()
 
@@ -246,7 +239,7 @@ class HistoryReader:
             found = self._path.stat()
             identity = (found.st_dev, found.st_ino)
             if identity != self._identity or found.st_size < self._at_bytes:
-                # It was rewritten, with fewer lines.
+                # First read, or the file was rewritten with fewer lines.
                 begin = 0 if self._last_bytes is None else max(0, found.st_size - self._last_bytes)
                 self._identity, self._at_bytes, self.history = identity, begin, History()
             if found.st_size > self._at_bytes:
@@ -260,7 +253,7 @@ class HistoryReader:
             file.seek(at_bytes)
             data = file.read(MAX_READ_BYTES)
         whole, _, rest = data.rpartition(b"\n")
-        # A line this long is not an event.
+        # An incomplete line is read again, unless it is too long to be an event.
         self._at_bytes = at_bytes + len(data) - (len(rest) if len(rest) < MAX_READ_BYTES else 0)
         for record in parsed(
             whole.decode("utf-8", errors="replace").split("\n"), with_ranks=self._with_ranks
@@ -269,7 +262,7 @@ class HistoryReader:
 
 
 def parsed(lines: Iterable[str], *, with_ranks: bool = True) -> Iterator[Record]:
-    """Yield what lines of the file say, as far as this version knows it."""
+    """Yield the records in lines of the file. Lines that this version cannot parse are skipped."""
     for line in lines:
         if not with_ranks and f'"{RankTimes.kind}"' in line:
             continue
@@ -280,6 +273,6 @@ def parsed(lines: Iterable[str], *, with_ranks: bool = True) -> Iterator[Record]
 
 
 def as_json(record: Record) -> dict[str, object]:
-    """Return a record as plain JSON; numbers that are not finite become null, which browsers can read."""
+    """Return a record as a JSON object; NaN and infinity become null, because browsers cannot parse them."""
     fields = json.loads(record.event.model_dump_json())
     return {"time_unix_s": record.time_unix_s, "rank": record.rank, "kind": record.event.kind, **fields}

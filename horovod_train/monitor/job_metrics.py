@@ -1,7 +1,7 @@
-"""Metrics of whole jobs, from the folders of their runs: how they stand, and how often they began again.
+"""Metrics of jobs, such as state and restarts, from their run folders.
 
-Ranks cannot tell these: a job that has failed has no ranks any more. ``horovod-train targets serve`` shows
-them for the newest run of each job.
+Ranks cannot export them, because a failed job has no running ranks. ``horovod-train targets serve`` exports
+them for the newest run of each job, and for earlier runs that changed within ``RECENT_S``.
 """
 
 from __future__ import annotations
@@ -20,24 +20,17 @@ from horovod_train.monitor.runs import Run, Runs
 from horovod_train.telemetry.metric import JOB_LABELS, Metric
 
 RECENT_S = 3600.0
-"""Time for which ended runs are reported: alerts look back, and a job may have been restarted."""
+"""Earlier runs of a job are exported until this time after their last change: alerts use past samples."""
 
 ENDED_FOR_S = 7 * 24 * 3600.0
-"""A job that ended longer ago is not shown any more."""
+"""The newest run of a job is exported until this time after its end."""
 
 MAX_JOBS = 1000
 
 
 @dataclass(frozen=True)
 class JobReading:
-    """A run of a job, as it is now.
-
-    Attributes:
-        status: How it stands.
-        history: What has happened in it.
-        begun_unix_s: When it began.
-        ended_unix_s: When it ended; None: it has not.
-    """
+    """Current state of a run. ``ended_unix_s`` is None while the run has not ended."""
 
     status: JobStatus
     history: History
@@ -51,7 +44,7 @@ def _present(reading: JobReading) -> int:
 
 
 def _failed(reading: JobReading) -> Mapping[str, int]:
-    """Return why it has failed: by its ranks' own word, or else by the word of who carried it out."""
+    """Return 1 for the cause of a failure, as reported by the ranks or else by the launcher."""
     cause = reading.history.cause or reading.status.cause or "lost"
     return {cause: 1} if reading.status.state == "failed" else {}
 
@@ -146,11 +139,7 @@ JOB_CATALOG = (
 
 
 def reportable_runs(runs: Iterable[Run]) -> Iterator[tuple[Run, JobReading]]:
-    """Yield unfinished and recently ended runs with their state; the newest run of each job is kept longer.
-
-    Args:
-        runs: Runs, the newest first.
-    """
+    """Yield the runs to export, with their state. ``runs`` must be sorted by time, newest first."""
     seen: set[str] = set()
     for run in runs:
         changed_s = run.changed_unix_s()
@@ -166,23 +155,18 @@ def reportable_runs(runs: Iterable[Run]) -> Iterator[tuple[Run, JobReading]]:
 
 
 class JobCollector(Collector):
-    """Reads jobs on a scrape.
-
-    Args:
-        runs: Where they lie.
-        metrics: What is shown of them.
-    """
+    """Collector that reads the state of jobs on each scrape."""
 
     def __init__(self, runs: Runs, metrics: tuple[Metric, ...] = JOB_CATALOG) -> None:
         self._runs = runs
         self._metrics = metrics
 
     def describe(self) -> Iterable[Family]:
-        """Return nothing: names are known when jobs are."""
+        """Return no families, so that no names are registered in advance."""
         return ()
 
     def collect(self) -> Iterator[Family]:
-        """Yield the metrics of all jobs."""
+        """Yield the metric families of all jobs."""
         readings = list(reportable_runs(self._runs.all()))
         for metric in self._metrics:
             labels = [*JOB_LABELS, *([metric.label] if metric.label else [])]

@@ -1,4 +1,4 @@
-"""Scrape the metrics of ranks, as Prometheus does; a window is their change between two scrapes."""
+"""Scrape the metrics of ranks, as Prometheus does, and compute their increase between two scrapes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COUNTERS = {
     "waiting_s": f"{_P}waiting_seconds_total",
     "waited_for_s": f"{_P}waited_for_seconds_total",
 }
-"""Column of a window -> counter of which it is the increase."""
+"""Column of a window -> the counter whose increase it contains."""
 
 PHASE_SUM = f"{_P}step_phase_seconds_sum"
 SHOWN = (
@@ -56,7 +56,7 @@ SHOWN = (
     "gpu_clock_hertz",
     *(metric.name.removeprefix(_P) for metric in SHOWN_NUMBERS.values()),
 )
-"""Metrics that are shown unchanged."""
+"""Metrics that are displayed as scraped."""
 
 QUERY = urlencode(
     [("name[]", name) for name in (*COUNTERS.values(), PHASE_SUM, *(_P + each for each in SHOWN))]
@@ -65,12 +65,7 @@ QUERY = urlencode(
 
 @dataclass
 class RankReading:
-    """Values of a rank in one scrape.
-
-    Attributes:
-        values: Values by key: a column of a window, a phase, or a metric name without prefix.
-        labels: Labels of its series.
-    """
+    """Labels and values of a rank, by column of a window, phase, or metric name without prefix."""
 
     values: dict[str, float] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
@@ -82,8 +77,8 @@ class Access:
 
     Attributes:
         scheme: http or https.
-        authorization: Header of that name; empty: none.
-        context: TLS context with the trusted certificates; None: the system's.
+        authorization: Value of the Authorization header; empty: no header.
+        context: TLS context with the trusted certificates; None: the default context.
     """
 
     scheme: str = "http"
@@ -92,12 +87,7 @@ class Access:
 
 
 def access_of(job: Mapping[str, object], environ: Mapping[str, str]) -> Access:
-    """Return the credentials for the ranks of a job, as far as this machine has them.
-
-    Args:
-        job: The resolved job, as JSON has it.
-        environ: Environment variables; the job names the one with the password.
-    """
+    """Return the credentials for the ranks of a resolved job. The password is read from ``environ``."""
     metrics = job.get("metrics")
     if not isinstance(metrics, Mapping):
         return Access()
@@ -110,13 +100,13 @@ def access_of(job: Mapping[str, object], environ: Mapping[str, str]) -> Access:
     if isinstance(tls, Mapping):
         context = ssl.create_default_context()
         certificate = Path(str(tls.get("certificate"))).expanduser()
-        if certificate.is_file():  # the ranks' certificate is trusted, also if self-signed
+        if certificate.is_file():  # trust it even if it is self-signed
             context.load_verify_locations(certificate)
     return Access("https" if tls else "http", authorization, context)
 
 
 def scrape(address: str, access: Access = Access()) -> RankReading | None:
-    """Scrape a rank and return its values; None: it does not respond."""
+    """Scrape a rank and return its values; None: it does not respond, or not with valid metrics."""
     headers = {"Authorization": access.authorization} if access.authorization else {}
     url = f"{access.scheme}://{address}/metrics?{QUERY}"
     request = urllib.request.Request(url, headers=headers)  # noqa: S310  (http or https)
@@ -129,7 +119,7 @@ def scrape(address: str, access: Access = Access()) -> RankReading | None:
 
 @lru_cache(maxsize=8)  # a thousand ranks are scraped every few seconds
 def _opener(context: ssl.SSLContext | None = None) -> urllib.request.OpenerDirector:
-    """Return an opener without a proxy: a proxy may not reach ranks, and would see their password."""
+    """Return an opener without a proxy, because a proxy may not reach ranks and could read their password."""
     direct = urllib.request.ProxyHandler({})
     return urllib.request.build_opener(direct, urllib.request.HTTPSHandler(context=context))
 
@@ -138,7 +128,7 @@ def parse(text: str) -> RankReading:
     """Parse the response of a rank.
 
     Raises:
-        ValueError: It is not in the format of Prometheus.
+        ValueError: The text is not in Prometheus' text format.
     """
     columns = {name: column for column, name in COUNTERS.items()}
     shown = {_P + name: name for name in SHOWN}
@@ -154,7 +144,7 @@ def parse(text: str) -> RankReading:
 
 
 def numbers_in(values: Mapping[str, float]) -> dict[str, float]:
-    """Return those values of a rank that are in ``SHOWN_NUMBERS``, by number name."""
+    """Return the values of a rank that are in ``SHOWN_NUMBERS``, by name of the number."""
     names = {name: metric.name.removeprefix(_P) for name, metric in SHOWN_NUMBERS.items()}
     return {name: values[metric] for name, metric in names.items() if metric in values}
 
@@ -162,7 +152,7 @@ def numbers_in(values: Mapping[str, float]) -> dict[str, float]:
 def scrape_all(
     addresses: Mapping[int, str], access: Access, pool: ThreadPoolExecutor
 ) -> dict[int, RankReading]:
-    """Scrape ranks and return their values, by rank; ranks that do not respond are absent."""
+    """Scrape ranks and return their values by rank. Ranks that do not respond are absent."""
     answers = pool.map(lambda address: scrape(address, access), addresses.values())
     return {rank: answer for rank, answer in zip(addresses, answers, strict=True) if answer is not None}
 
@@ -170,7 +160,7 @@ def scrape_all(
 def window_between(
     before: Mapping[int, RankReading], now: Mapping[int, RankReading], seconds: float, num_ranks: int
 ) -> Window:
-    """Return the increase of counters between two scrapes; a smaller value means a counter reset."""
+    """Return the increase of counters between two scrapes. A decrease is treated as a counter reset."""
     table = unknown(num_ranks)
     for rank, reading in now.items():
         if rank not in before or not 0 <= rank < num_ranks:
@@ -184,11 +174,10 @@ def window_between(
 
 
 def targets_of(source: str) -> list[Target] | None:
-    """Return the targets in a file, at a URL, or in a list ``host:port,...``; None: it is none of these.
+    """Return the targets of a source; None: it is of another kind.
 
     Args:
-        source: A file for ``file_sd_configs``, a URL for ``http_sd_configs``, or ``host:port``
-            of ranks, with commas between them.
+        source: File for ``file_sd_configs``, URL for ``http_sd_configs``, or comma-separated ``host:port``.
 
     Raises:
         UserError: The source cannot be read, or is not a list of targets.
@@ -226,7 +215,7 @@ def _named(source: str) -> list[Target] | None:
 
 
 def by_rank(targets: Iterable[Target]) -> dict[int, Target]:
-    """Return targets by rank; those without a label ``rank`` get their position in the list."""
+    """Return targets by rank. The rank of a target without a valid label ``rank`` is its position."""
     found: dict[int, Target] = {}
     for number, target in enumerate(targets):
         label = target.labels.get("rank", "")
@@ -236,7 +225,7 @@ def by_rank(targets: Iterable[Target]) -> dict[int, Target]:
 
 
 def finite(numbers: Sequence[float] | np.ndarray, digits: int = 3) -> list[float | None]:
-    """Return numbers for JSON, rounded to ``digits`` significant digits; NaN and infinity become null."""
+    """Return numbers for JSON, rounded to ``digits`` significant digits; None for NaN and infinity."""
     array = np.asarray(numbers, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(array))))

@@ -1,7 +1,7 @@
-"""Give dashboards to a Grafana, through its HTTP API.
+"""Upload dashboards to Grafana through its HTTP API.
 
-Directly, for it is three calls: client libraries bring HTTP stacks along that replace the ``urllib3`` of the
-Kubernetes client.
+Three requests are sufficient, and client libraries install HTTP stacks that replace ``urllib3``, which the
+Kubernetes client requires.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ MAX_ANSWER_BYTES = 2**20
 def push_dashboards(
     url: str, token: str, dashboards: Mapping[str, str], folder: str, report: Callable[[str], None]
 ) -> None:
-    """Put dashboards into a folder of a Grafana; those that are there already are replaced.
+    """Upload dashboards to a folder of Grafana. Existing dashboards are replaced.
 
     Args:
-        url: Address of Grafana, http or https.
-        token: Of a service account that may write dashboards and folders.
-        dashboards: JSON by the names of files.
-        folder: Title of the folder.
-        report: Called with the address of each dashboard.
+        url: URL of Grafana, http or https.
+        token: Token of a service account that may write dashboards and folders.
+        dashboards: JSON of the dashboards, by file name.
+        folder: Title of the folder, if it is created.
+        report: Called with the name and URL of each uploaded dashboard.
 
     Raises:
-        UserError: The address is none of http or https.
-        OperationalError: Grafana does not answer, or refuses.
+        UserError: The URL has another scheme.
+        OperationalError: Grafana does not respond, or rejects a request.
     """
     base = url.rstrip("/")
     if not base.startswith(("http://", "https://")):
@@ -60,14 +60,14 @@ def push_dashboards(
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: the token would go to another host, and what is posted would not."""
+    """Rejects redirects: ``urllib`` would send the token to another host, and a POST without its body."""
 
     def redirect_request(self, *_: object) -> None:
-        """Let the redirect be the error that it is."""
+        """Return None, so that ``urllib`` raises ``HTTPError``."""
 
 
 def _call(url: str, token: str, document: Mapping[str, object] | None = None) -> Any:
-    """Get a document, or post one, and return the answer."""
+    """Send a GET request, or POST a document, and return the parsed response."""
     headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
     data = None
     if document is not None:

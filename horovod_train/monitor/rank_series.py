@@ -1,4 +1,4 @@
-"""Where the time of each rank went, window after window."""
+"""Times of ranks as a series of time windows."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ Floats = npt.NDArray[np.float32]
 
 COLUMNS = ("steps", "samples", "step_s", "waiting_s", "waited_for_s", *PHASES)
 MAX_WINDOWS = 360
-"""When there are more, two become one: the picture stays as wide as a screen, and memory as small."""
+"""Above this number, neighboring windows are joined in pairs: memory and the heatmap's width are bounded."""
 
 MAX_NUMBERS = 2**24
-"""In all windows of a run together: with very many ranks there are fewer windows."""
+"""Limit for all windows of a run together; it reduces the number of windows of runs with many ranks."""
 
 
 @dataclass
 class Window:
-    """Some time of all ranks.
+    """Measurements of all ranks in one time window.
 
     Attributes:
-        end_unix_s: When it ended.
-        seconds: How long it was.
-        table: Sums over its steps, shape [len(COLUMNS), ranks]; NaN: not known.
+        end_unix_s: End of the window, in Unix seconds.
+        seconds: Length of the window.
+        table: Sums over the steps of the window, shape [len(COLUMNS), ranks]; NaN: unknown.
     """
 
     end_unix_s: float
@@ -42,10 +42,10 @@ class Window:
 
     @property
     def wait_times(self) -> tuple[Floats, Floats]:
-        """Time that each rank waited for others, and was waited for; shape [ranks] each.
+        """Time that each rank waited for others, and time that others waited for it; shape [ranks] each.
 
-        Ranks of jobs tell it step by step. Scripts do not talk to each other: for theirs it follows from
-        the sums, which leaves out what evens out within the window.
+        Ranks of jobs report these times, computed per step. Ranks of scripts do not exchange wait times, so
+        their times are computed from sums over the window, in which waits of different steps may cancel out.
         """
         wait_s = self[WAIT_PHASE]
         if np.isfinite(self["waiting_s"]).any() or not np.isfinite(wait_s).all():
@@ -55,27 +55,27 @@ class Window:
 
     @property
     def own_s(self) -> Floats:
-        """Own time of each rank: of its steps, without waiting for the all-reduce; shape [ranks]."""
+        """Own time of each rank: step time minus all-reduce wait, shape [ranks]."""
         found: Floats = self["step_s"] - self[WAIT_PHASE]
         return found
 
 
 @dataclass
 class RankSeries:
-    """Windows of a run, the oldest first; those of an elastic job may have different numbers of ranks."""
+    """Windows of a run, oldest first. In an elastic job, the number of ranks may differ between windows."""
 
     windows: list[Window] = field(default_factory=list)
     num_ranks: int = 0
 
     def begin(self, num_ranks: int) -> None:
-        """Ranks have begun to train."""
+        """Set the number of ranks when training starts."""
         self.num_ranks = num_ranks
 
     def add_event(self, time_unix_s: float, event: RankTimes) -> None:
-        """Take what some ranks have told: rank 0 of all, some in each event, or each rank of itself."""
+        """Add reported times: rank 0 reports all ranks in several events, or each rank reports its own."""
         end = event.first_rank + len(event.steps)
         if end > self.num_ranks > 0:
-            return  # a run has no such rank: a task can print anything
+            return  # no such rank: a task may print a line in the format of an event
         if not self.windows or self._is_reported(event.first_rank):
             self._append(Window(time_unix_s, event.seconds, unknown(max(end, self.num_ranks))))
         window = self.windows[-1]
@@ -96,12 +96,12 @@ class RankSeries:
                 window.table[row, event.first_rank : end] = numbers
 
     def _is_reported(self, rank: int) -> bool:
-        """Whether a rank is in the last window already: then another one begins."""
+        """Return whether the last window contains a rank. If so, its next report begins a new window."""
         steps = self.windows[-1]["steps"]
         return rank < len(steps) and bool(np.isfinite(steps[rank]))
 
     def add(self, window: Window) -> None:
-        """Add a window of all ranks."""
+        """Add a window that contains all ranks."""
         self.num_ranks = window.table.shape[1]
         self._append(window)
 
@@ -113,7 +113,7 @@ class RankSeries:
             ]
 
     def recent(self, seconds: float) -> Window | None:
-        """Return the last so many seconds as one window; None: there is nothing, or ranks have changed."""
+        """Return the last ``seconds`` as one window, less if the number of ranks changed; None: no window."""
         chosen: list[Window] = []
         for window in reversed(self.windows):
             if chosen and window.table.shape != chosen[0].table.shape:
@@ -125,12 +125,12 @@ class RankSeries:
 
 
 def unknown(num_ranks: int) -> Floats:
-    """Return a table of which nothing is known yet."""
+    """Return the table of a window, filled with NaN."""
     return np.full((len(COLUMNS), num_ranks), np.nan, np.float32)
 
 
 def joined(windows: Sequence[Window]) -> Window:
-    """Return windows that follow each other as one; the newest decides how many ranks there are."""
+    """Return consecutive windows as one. Windows with another number of ranks than the last are omitted."""
     last = windows[-1]
     alike = [window for window in windows if window.table.shape == last.table.shape]
     seconds = sum(window.seconds for window in alike)

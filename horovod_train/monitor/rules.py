@@ -1,11 +1,10 @@
 """Prometheus' recording and alerting rules; ``horovod-train dashboards export`` writes them as YAML.
 
-    recordings    queries that dashboards and alerts share: the name of a series, and its query
-    alerts        a query, the duration for which it must be true, and a summary; each has a section
-                  in docs/runbook.md with its name as the title
+Recording rules are queries that dashboards and alerts share. Each alert has a section in docs/runbook.md with
+its name as the title.
 
-No alert fires after a normal end, a drain or a cancel: targets of ended ranks are removed, so that
-their series end together; jobs that are draining or have ended are excluded by their state.
+No alert fires after a normal end, a drain or a cancel: the series of ended ranks end together, because their
+targets are removed, and jobs that are draining or have ended are excluded by their state.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import yaml
 from horovod_train.monitor.stragglers import SLOWER_BY
 
 RUNBOOK = "docs/runbook.md"
-"""Where alerts link to, unless a site names its own address."""
+"""Default address of the runbook to which alerts link."""
 
 CHECKPOINT_AGE_S = 3600.0
 
@@ -30,13 +29,7 @@ _P = "horovod_train_"
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording rule.
-
-    Attributes:
-        name: Name of its series, as ``level:metric:operations``.
-        expr: The query.
-        help: What it means, one sentence.
-    """
+    """Recording rule: name of the series (``level:metric:operations``), PromQL query, and meaning."""
 
     name: str
     expr: str
@@ -45,13 +38,13 @@ class Recording:
 
 @dataclass(frozen=True)
 class Alert:
-    """An alerting rule.
+    """Alerting rule.
 
     Attributes:
-        name: Its name, and the title of its section in the runbook.
-        expr: The query; it fires for each series that it returns.
-        hold: Its ``for`` duration, in Prometheus' notation.
-        severity: critical: act now, because the job makes no progress; warning: examine it.
+        name: Name, and title of the section in the runbook.
+        expr: PromQL query. The alert fires for each series in its result.
+        hold: Duration ``for``, in Prometheus' notation.
+        severity: critical: act now, because the job makes no progress; warning: examine the job.
         summary: One sentence, with labels of the series.
     """
 
@@ -151,12 +144,12 @@ _EVALUATES = (
 """Jobs with an evaluation that has run for less than half an hour."""
 
 _LEFT_BEHIND = f"min by ({JOB}) ({_P}rank_ended_timestamp_seconds) > 0"
-"""Last metrics of ended ranks (Pushgateway, node_exporter): such series remain, but do not change."""
+"""Jobs of which only the last metrics of ended ranks remain (Pushgateway, node_exporter)."""
 
 _PRESENT = f"max by ({JOB}) ({_P}world_size_present)"
-"""Jobs with running ranks. Rates have values up to an hour after a job has ended."""
+"""Jobs with running ranks. Rates have values until up to an hour after the end of a job."""
 
-_AGE = "CHECKPOINT_AGE"  # stands for a number of seconds that a site chooses
+_AGE = "CHECKPOINT_AGE"  # placeholder for a configurable number of seconds
 
 _ALERTS = (
     Alert(
@@ -280,11 +273,7 @@ _ALERTS = (
 
 
 def alerts(checkpoint_age_s: float = CHECKPOINT_AGE_S) -> tuple[Alert, ...]:
-    """Return the alerting rules.
-
-    Args:
-        checkpoint_age_s: Age of the last checkpoint, in seconds, above which CheckpointTooOld fires.
-    """
+    """Return the alerting rules. CheckpointTooOld fires above ``checkpoint_age_s``, in seconds."""
     return tuple(replace(alert, expr=_completed(alert.expr, checkpoint_age_s)) for alert in _ALERTS)
 
 
@@ -300,12 +289,7 @@ def anchor(alert: Alert) -> str:
 
 
 def document(runbook: str = RUNBOOK, checkpoint_age_s: float = CHECKPOINT_AGE_S) -> dict[str, object]:
-    """Return all rules as Prometheus reads them.
-
-    Args:
-        runbook: Address of the runbook; each alert links to its section.
-        checkpoint_age_s: Age of the last checkpoint, in seconds, above which CheckpointTooOld fires.
-    """
+    """Return all rules in the structure of a rule file; alerts link to sections of the page ``runbook``."""
     recordings: list[dict[str, object]] = [{"record": each.name, "expr": each.expr} for each in RECORDINGS]
     alerting: list[dict[str, object]] = [
         {
@@ -326,11 +310,11 @@ def document(runbook: str = RUNBOOK, checkpoint_age_s: float = CHECKPOINT_AGE_S)
 
 
 def as_yaml(rules: dict[str, object]) -> str:
-    """Return rules as a file."""
+    """Return rules as the text of a rule file."""
     return yaml.safe_dump(rules, sort_keys=False, width=1000)
 
 
 def recordings_as_markdown(recordings: Iterable[Recording] = RECORDINGS) -> str:
-    """Return a table of recording rules for the documentation."""
+    """Return a Markdown table of recording rules for the documentation."""
     rows = ["| series | meaning |", "|---|---|"]
     return "\n".join([*rows, *(f"| `{each.name}` | {each.help} |" for each in recordings)])

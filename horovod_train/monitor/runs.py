@@ -15,23 +15,18 @@ from horovod_train.launch.jobs import STATE_FILE, StateFile, find_job
 from horovod_train.monitor.history import History, HistoryReader
 
 SILENT_S = 900.0
-"""A run without launcher is considered failed after this time without an event.
+"""A run without launcher counts as failed after this time without an event.
 
-Longer than the default of ``health.stall_shutdown_s``, and than most evaluations.
+It is longer than the default of ``health.stall_shutdown_s``, and longer than most evaluations.
 """
 
 CHECKPOINTS = "checkpoints"
 MAX_RUNS = 1000
-"""Only this many runs are shown, the newest: a folder may contain runs of years."""
+"""Only this many runs are shown, the newest ones, because a folder may contain runs of several years."""
 
 
 class Run:
-    """One run.
-
-    Args:
-        log_dir: Its folder.
-        with_ranks: Read the times of each rank (``rank_times`` events).
-    """
+    """Run in a run folder. ``with_ranks`` includes the times of each rank (``rank_times`` events)."""
 
     def __init__(self, log_dir: Path, *, with_ranks: bool = True) -> None:
         self.log_dir = log_dir
@@ -40,7 +35,7 @@ class Run:
 
     @property
     def job(self) -> str:
-        """Name of its job."""
+        """Name of the job."""
         return _text(self.log_dir.parent.name)
 
     @property
@@ -59,13 +54,13 @@ class Run:
         return not (self.log_dir / STATE_FILE).exists()
 
     def history(self) -> History:
-        """Return the history of the run."""
+        """Return the history, including new events."""
         return self._reader.read_on()
 
     def status(self) -> JobStatus:
-        """Return the status of the run."""
+        """Return the status: from the state file, or from the events of a run without launcher."""
         if not self.is_by_hand:
-            # For a launcher on another host, judged by the mtime of its state file.
+            # The mtime of the file shows whether a launcher on another host is running.
             return self._state.read()
         history = self.history()
         if history.summary is not None or history.scripts_ended:
@@ -80,16 +75,16 @@ class Run:
         return JobStatus("running", message="launched without horovod-train run")
 
     def changed_unix_s(self) -> float:
-        """Return when state or events were last written."""
+        """Return the time of the last write of state or events."""
         return _changed_s(self.log_dir)
 
 
 class Runs:
-    """All runs below some folders.
+    """All runs in some folders.
 
     Args:
         places: Folders of one run, of a job, or of several jobs.
-        with_ranks: Read the times of each rank: for a thousand runs, these need gigabytes.
+        with_ranks: Whether to read the times of each rank, which need gigabytes for a thousand runs.
     """
 
     def __init__(self, places: Sequence[Path], *, with_ranks: bool = True) -> None:
@@ -110,15 +105,12 @@ class Runs:
         return list(self._known.values())
 
     def find(self, key: str) -> Run | None:
-        """Return the run with this key; None if there is none."""
+        """Return the run with a key; None: no such run."""
         return next((run for run in self.all() if run.key == key), None)
 
 
 def folders_of_runs(place: Path) -> Iterator[Path]:
-    """Yield run folders: the folder itself, and those one or two levels below.
-
-    Folders that are not readable are skipped.
-    """
+    """Yield run folders: the folder itself, and folders one or two levels below, if they are readable."""
     for pattern in ("", "*", "*/*"):
         for folder in [place] if not pattern else place.glob(pattern):
             with suppress(OSError):
@@ -129,15 +121,15 @@ def folders_of_runs(place: Path) -> Iterator[Path]:
 
 
 def _text(name: str) -> str:
-    """Return the name of a folder as valid UTF-8."""
+    """Return a folder name as valid UTF-8."""
     return name.encode("utf-8", errors="replace").decode()
 
 
 def places_of(names: Sequence[str]) -> list[Path]:
-    """Return the folders for arguments that are folders or job IDs.
+    """Return the folders that arguments specify by path or by job ID.
 
     Raises:
-        UserError: An argument is neither.
+        UserError: An argument is neither a folder nor a job ID.
     """
     found = []
     for name in names:

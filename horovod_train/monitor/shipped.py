@@ -1,4 +1,4 @@
-"""The files that ship with this package: Grafana's dashboards, and rules for Prometheus."""
+"""Grafana dashboards in this package, and the rule file for Prometheus."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ RULES = "horovod-train-rules.yaml"
 
 
 def dashboards() -> dict[str, str]:
-    """Return the dashboards as Grafana imports them, by the names of their files."""
+    """Return the dashboards in Grafana's import format, by file name."""
     folder = files("horovod_train.monitor.grafana") / "shipped"
     found = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".json"))
     return {name: (folder / name).read_text(encoding="utf-8") for name in found}
 
 
 def rules_file(runbook: str = rules.RUNBOOK, checkpoint_age_s: float = rules.CHECKPOINT_AGE_S) -> str:
-    """Return the rules as Prometheus reads them; each alert links to its section of a runbook."""
+    """Return the text of a Prometheus rule file whose alerts link to sections of a runbook."""
     return rules.as_yaml(rules.document(runbook, checkpoint_age_s))

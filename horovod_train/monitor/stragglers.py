@@ -1,4 +1,4 @@
-"""Which ranks are slow, and in what. The same rule as the alert's (``rules.py``)."""
+"""Detection of slow ranks and slow phases, by the rule of the alert HorovodTrainStraggler (``rules.py``)."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from horovod_train.events.types import PHASES, WAIT_PHASE
 from horovod_train.monitor.rank_series import Window
 
 SLOWER_BY = 0.2
-"""A rank is slow whose own time is so much above the median of all."""
+"""A rank is slow if its own time exceeds the median of all ranks by more than this fraction."""
 
 MIN_WINDOW_S = 30.0
-"""Minimum time of a window for a finding."""
+"""Minimum length of a window in which slow ranks are reported."""
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that is slow.
+    """Slow rank.
 
     Attributes:
-        rank: Which one.
-        own_s: Its own time, per step.
-        others_s: The median own time of the ranks that are not slow, per step.
-        phase: Where most of the difference is; empty: unknown.
-        excess_s: How much it is there, per step.
+        own_s: Own time of the rank per step.
+        others_s: Median own time per step of the ranks that are not slow.
+        phase: Phase with the largest difference; empty: unknown.
+        excess_s: Difference in this phase, per step.
     """
 
     rank: int
@@ -37,11 +36,7 @@ class Straggler:
 
 
 def stragglers(window: Window) -> list[Straggler]:
-    """Return the ranks that are slow, the slowest first.
-
-    Args:
-        window: The time that is looked at.
-    """
+    """Return the slow ranks in a window, the slowest first."""
     steps = window["steps"]
     with np.errstate(divide="ignore", invalid="ignore"):
         own = window.own_s / steps
@@ -60,7 +55,7 @@ def stragglers(window: Window) -> list[Straggler]:
 def _explained(
     window: Window, rank: int, own_s: float, others_s: float, others: npt.NDArray[np.bool_]
 ) -> Straggler:
-    """Say in which phase a rank is slow, compared with the median of those that are not."""
+    """Compare each phase of a slow rank with the median of the ranks that are not slow."""
     steps = window["steps"]
     excess: dict[str, float] = {}
     for phase in PHASES:

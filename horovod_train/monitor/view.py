@@ -1,4 +1,4 @@
-"""Content of the web page as JSON, computed from runs."""
+"""Data of the web page as JSON, computed from runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_CELLS = 60_000
 """Maximum cells of the heatmap: for a thousand ranks, sixty windows."""
 
 ABSENT_AFTER_S = 20.0
-"""A rank missing from a collective for this time is reported; evaluation on one rank may take as long."""
+"""Ranks missing from a collective for this time are reported. Evaluation on one rank may take as long."""
 
 LOG_TAIL_BYTES = 128 * 1024
 MAX_EVENTS_SHOWN = 200
@@ -40,7 +40,7 @@ def job_row(run: Watched) -> Json:
     row, error = result_of(lambda: _job_row(run, run.status(), run.history()))
     if row is not None:
         return row
-    # One run that cannot be read must not hide the others.
+    # An unreadable run must not hide the other runs.
     log.error("%s cannot be shown", run.key, exc_info=error)
     summary = {"state": "unknown", "message": f"it cannot be shown: {type(error).__name__}: {error}"}
     nothing = dict.fromkeys(("begun_unix_s", "step", "num_steps"))
@@ -62,12 +62,7 @@ def _job_row(run: Watched, status: JobStatus, history: History) -> Json:
 
 
 def run_document(run: Watched, readings: Readings) -> Json:
-    """Return all data that the page shows for a run.
-
-    Args:
-        run: The run.
-        readings: Last scraped metrics of its ranks.
-    """
+    """Return all data that the page shows for a run, with the last scraped metrics of its ranks."""
     status, history = run.status(), run.history()
     started, last = history.started, history.last
     return {
@@ -105,7 +100,7 @@ def run_document(run: Watched, readings: Readings) -> Json:
 
 
 def _number(value: float | None) -> float | None:
-    """Return a finite number; None if it is unknown, NaN or infinite."""
+    """Return a number; None if it is unknown, NaN or infinite."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -126,7 +121,7 @@ def _points(history: History) -> Json:
 
 
 def _heat(series: RankSeries) -> Json:
-    """Return own time per step (step time if unknown), by rank and time, in seconds."""
+    """Return own time per step in seconds (or step time if it is unknown), by rank and window."""
     windows = series.windows
     num_ranks = max((window.table.shape[1] for window in windows), default=0)
     columns = max(1, MAX_CELLS // max(1, num_ranks))
@@ -169,7 +164,7 @@ def _rank_table(history: History, readings: Readings, status: JobStatus) -> Json
 
 
 def _times(window: Window, num_ranks: int) -> Json:
-    """Return own, step and phase times per step in seconds, and fractions of time waited, by rank."""
+    """Return own, step and phase times per step in seconds, and waits as fractions of time, by rank."""
 
     def padded(numbers: np.ndarray) -> list[float | None]:
         return [*finite(numbers), *([None] * (num_ranks - len(numbers)))][:num_ranks]
@@ -196,7 +191,7 @@ def _host(history: History, readings: Readings, rank: int) -> str:
 
 
 def _state(history: History, readings: Readings, rank: int, status: JobStatus) -> str:
-    """Return the state of a rank: trains, dead, failed, ended; empty if unknown."""
+    """Return the state of a rank: trains, dead, failed, ended; empty: unknown."""
     if any(rank == each and failure.is_cause for each, failure in history.failures):
         return "failed"
     if rank in history.ended:
@@ -211,7 +206,7 @@ def _state(history: History, readings: Readings, rank: int, status: JobStatus) -
 
 
 def _absent_ranks(readings: Readings) -> Json | None:
-    """Return the ranks missing from a collective for more than ``ABSENT_AFTER_S``; None if there is none."""
+    """Return the ranks missing from a collective for at least ``ABSENT_AFTER_S``; None: none is missing."""
     waiting = {rank: reading.values.get("waiting_now_seconds") for rank, reading in readings.of_ranks.items()}
     known = {rank: seconds for rank, seconds in waiting.items() if seconds is not None}
     longest_s = max(known.values(), default=0.0)
@@ -223,7 +218,7 @@ def _absent_ranks(readings: Readings) -> Json | None:
 
 
 def _findings(series: RankSeries) -> list[Json]:
-    """Return the slow ranks, by the rule of the alert ``HorovodTrainStraggler``."""
+    """Return the slow ranks of the last window; none if it is shorter than ``MIN_WINDOW_S``."""
     window = series.recent(MIN_WINDOW_S)
     if window is None or window.seconds < MIN_WINDOW_S:
         return []
@@ -241,7 +236,7 @@ def _findings(series: RankSeries) -> list[Json]:
 
 
 def log_tail(run: Watched) -> str:
-    """Return the end of a run's log, with events as text; empty if there is no log on this host."""
+    """Return the end of a run's log, with events as readable text; empty if no log is on this host."""
     if run.log_dir is None:
         return ""
     try:

@@ -1,1 +1,1 @@
-"""Servers: the page, Prometheus targets and metrics of jobs."""
+"""HTTP servers of the web page, of Prometheus targets and of job metrics."""

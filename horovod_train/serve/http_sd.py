@@ -1,4 +1,4 @@
-"""Which ranks there are to scrape, for Prometheus' HTTP service discovery."""
+"""Targets for Prometheus' HTTP service discovery."""
 
 from __future__ import annotations
 

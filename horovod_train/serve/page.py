@@ -1,7 +1,7 @@
 """HTTP handlers of the web page: the page, its assets, and its data as JSON. No external assets.
 
 /                  the page; a request with the token sets a cookie for later requests
-/page.js, ...      assets of the page; Plotly comes from its package
+/page.js, ...      assets of the page; Plotly is read from its Python package
 /api/jobs          all runs
 /api/run?key=      one run, with the current metrics of its ranks
 /api/log?key=      the end of a run's log
@@ -34,7 +34,7 @@ from horovod_train.serve.web import Guarded, Server, application
 PORT = 9301
 MAX_JOBS_SHOWN = 200
 LOOKS_S = 3.0
-"""An open page sends requests every two seconds."""
+"""A page is open if its last request is at most this old, because it sends requests every two seconds."""
 
 PAGE_FILES = {
     "page.js": "text/javascript; charset=utf-8",
@@ -45,13 +45,13 @@ HOW = {"drain", "stop"}
 
 
 class _Page(Guarded):
-    """The page itself."""
+    """Handler of the page."""
 
     def get(self) -> None:
-        """Send the page; store the token in a cookie. The page removes it from the URL."""
+        """Send the page, and store the token of the URL in a cookie."""
         if self.get_query_argument("token", ""):
-            # Strict: requests from other sites do not contain the cookie. The token is removed from the
-            # URL by a script: after a redirect from another site's link, the cookie would not be sent.
+            # Strict: requests from other sites do not contain the cookie. A script on the page removes the
+            # token from the URL, because the cookie is not sent in a redirect after a link on another site.
             self.set_cookie(
                 self.cookie_name, self.settings["token"], httponly=True, samesite="Strict", expires_days=1
             )
@@ -60,19 +60,19 @@ class _Page(Guarded):
 
 
 class _PageFile(Guarded):
-    """A file that the page is made of."""
+    """Handler of the page's assets."""
 
     def get(self, name: str) -> None:
-        """Answer."""
+        """Send an asset."""
         self.set_header("Content-Type", PAGE_FILES[name])
         self.finish(_page_file(name))
 
 
 class _Plotly(Guarded):
-    """Plotly, which draws the charts; it does not change, so that browsers may cache it."""
+    """Handler of the Plotly library. Browsers may cache it, because it does not change."""
 
     def get(self) -> None:
-        """Answer."""
+        """Send Plotly, compressed if the browser accepts gzip."""
         self.set_header("Content-Type", "text/javascript; charset=utf-8")
         self.set_header("Cache-Control", "private, max-age=86400")
         self.set_header("Vary", "Accept-Encoding")
@@ -84,14 +84,14 @@ class _Plotly(Guarded):
 
 
 class _Jobs(Guarded):
-    """The list of runs."""
+    """Handler of the list of runs."""
 
     async def get(self) -> None:
-        """Answer."""
+        """Send the runs, newest start first."""
         board: Board = self.settings["board"]
 
         def begun(row: dict[str, object]) -> float:
-            """Sort key: the start time, which does not change, unlike the time of the last write."""
+            """Return the start time as sort key: unlike the time of the last write, it does not change."""
             found = row["begun_unix_s"]
             return found if isinstance(found, float) else float("-inf")
 
@@ -104,10 +104,10 @@ class _Jobs(Guarded):
 
 
 class _Run(Guarded):
-    """One run."""
+    """Handler of one run."""
 
     async def get(self) -> None:
-        """Answer."""
+        """Send the data of a run."""
 
         def document() -> str:
             run, readings = _looked_at(self)
@@ -118,23 +118,23 @@ class _Run(Guarded):
 
 
 class _Log(Guarded):
-    """The end of a run's log."""
+    """Handler of logs."""
 
     async def get(self) -> None:
-        """Answer."""
+        """Send the end of a run's log."""
         text = await self.read(lambda: log_tail(_looked_at(self)[0]))
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.finish(text)
 
 
 class _End(Guarded):
-    """Ends a run."""
+    """Handler that ends runs."""
 
     async def post(self) -> None:
-        """End a job; answers 409 if that is not possible.
+        """End a run. The status is 409, with a message, if that is not possible.
 
         Raises:
-            HTTPError: 403: it was not allowed; 400: invalid request; 404: no such run.
+            HTTPError: 403: ending is not allowed; 400: invalid request; 404: no such run.
         """
         # Other sites cannot send this header without a CORS preflight request.
         if not self.settings["may_end"] or self.request.headers.get("X-Requested-With") != "horovod_train":
@@ -164,10 +164,10 @@ def end(run: Watched, how: Literal["drain", "stop"]) -> None:
     """End a run as ``horovod-train drain`` and ``cancel`` do.
 
     Raises:
-        HorovodTrainError: It is not known on this machine, or cannot be ended from here.
+        HorovodTrainError: The run was not submitted on this machine, or cannot be ended from it.
     """
     job_id = f"{run.job}-{run.run_id}"
-    launcher, job = submitted(job_id)  # also accepts names and prefixes of IDs: compared below
+    launcher, job = submitted(job_id)  # also matches names and ID prefixes, so the job is compared below
     is_this_one = run.log_dir is not None and job.log_dir.resolve() == run.log_dir.resolve()
     if job.job_id != job_id or not is_this_one:
         raise UserError(f"{run.key} was not started with `run` or `submit` on this machine by this account")
@@ -198,14 +198,7 @@ def _plotly_compressed() -> bytes:
 
 
 class PageServer(Server):
-    """Serves the page, and knows whether a browser displays it.
-
-    Args:
-        application: What is served.
-        host: Address to listen on.
-        port: Port; 0: any that is free.
-        board: What the page shows; closed with the server.
-    """
+    """Server of the page. It detects whether a browser displays the page, and closes ``board``."""
 
     def __init__(self, application: Application, host: str, port: int, board: Board) -> None:
         super().__init__(application, host, port)
@@ -213,13 +206,13 @@ class PageServer(Server):
         self.at_close = board.close
 
     def show_the_end(self) -> None:
-        """If a browser displays the page, wait a short time until it has received the current state."""
+        """If a browser displays the page, wait up to ``LOOKS_S`` until it has requested the current state."""
         begun_s = monotonic()
         if begun_s - self._board.last_look_s > LOOKS_S:
             return
         while self._board.last_look_s < begun_s and monotonic() - begun_s < LOOKS_S:
             sleep(0.1)
-        sleep(0.5)  # the answer is on its way
+        sleep(0.5)  # for the transfer of the response
 
 
 def serve_page(
@@ -235,16 +228,16 @@ def serve_page(
     """Serve the page, and targets and metrics of jobs for Prometheus.
 
     Args:
-        places: Folders of runs.
-        sources: Files, addresses or lists of targets.
+        places: Folders that contain runs.
+        sources: Files, URLs or lists of targets.
         host: Address to listen on.
-        port: Port; 0: any that is free.
+        port: Port; 0: any free port.
         token: Token that requests must contain.
         may_end: Whether jobs can be ended from the page.
         access: Credentials for the ranks of the sources.
 
     Raises:
-        UserError: It cannot listen on this address and port.
+        UserError: The server cannot listen on this address and port.
     """
     handlers = [
         ("/", _Page),
@@ -257,7 +250,7 @@ def serve_page(
         *targets.HANDLERS,
     ]
     board = Board(places, sources, access)
-    Thread(target=_plotly_compressed, daemon=True).start()  # so that the first request does not wait for it
+    Thread(target=_plotly_compressed, daemon=True).start()  # so that no request waits for it
     settings = {"board": board, "may_end": may_end, **targets.settings_of(places)}
     made = application(handlers, host, token, settings)
     return PageServer(made, host, port, board)

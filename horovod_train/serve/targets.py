@@ -1,8 +1,4 @@
-"""Targets and metrics of jobs, for Prometheus.
-
-/targets    for Prometheus' http_sd_configs
-/metrics    for Prometheus: states, restarts, failures
-"""
+"""HTTP handlers for Prometheus: /targets for ``http_sd_configs``, and /metrics with the metrics of jobs."""
 
 from __future__ import annotations
 
@@ -21,19 +17,19 @@ PORT = 9300
 
 
 class _Targets(Guarded):
-    """The ranks to scrape."""
+    """Handler of the targets."""
 
     async def get(self) -> None:
-        """Answer."""
+        """Send the metrics endpoints of ranks."""
         runs: Runs = self.settings["runs"]
         self.send_json(await self.read(lambda: http_sd(runs.all())))
 
 
 class _Metrics(Guarded):
-    """The metrics of jobs."""
+    """Handler of the metrics of jobs."""
 
     async def get(self) -> None:
-        """Answer in the format that is requested."""
+        """Send the metrics in the requested exposition format."""
         encode, content_type = choose_encoder(self.request.headers.get("Accept", ""))
         registry: CollectorRegistry = self.settings["registry"]
         text = await self.read(lambda: encode(registry))
@@ -45,21 +41,16 @@ HANDLERS = (("/targets", _Targets), ("/metrics", _Metrics))
 
 
 def settings_of(places: Sequence[Path]) -> dict[str, object]:
-    """Return the settings that the handlers need, for the runs in some folders."""
+    """Return the application settings that ``HANDLERS`` require, for the runs in some folders."""
     runs, registry = Runs(places, with_ranks=False), CollectorRegistry()
     registry.register(JobCollector(runs))
     return {"runs": runs, "registry": registry}
 
 
 def serve_targets(places: list[Path], host: str, port: int) -> Server:
-    """Serve the targets and the metrics of all jobs below some folders, without the page.
-
-    Args:
-        places: Folders of runs.
-        host: Address to listen on.
-        port: Port; 0: any that is free.
+    """Serve the targets and metrics of all jobs in some folders, without the page.
 
     Raises:
-        UserError: It cannot listen there.
+        UserError: The server cannot listen on this address and port.
     """
     return Server(application(HANDLERS, host, token_of_environment(), settings_of(places)), host, port)

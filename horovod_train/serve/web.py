@@ -1,7 +1,7 @@
-"""What small servers for people and programs have in common: who may ask, how much, and how long.
+"""Base of the HTTP servers: authorization, limits of requests, and the server thread.
 
-Login nodes are shared, so that loopback is not private: requests must contain a token. A page of another
-origin in the same browser is refused, and so is a name for this address that is not its own.
+Requests must contain a token, because login nodes are shared and the loopback address is not private.
+Requests from pages of another origin and requests with an unknown host name are rejected.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from horovod_train.errors import UserError
 MAX_BODY_BYTES = 16 * 1024
 MAX_HEADER_BYTES = 16 * 1024
 IDLE_S = 30.0
-"""Idle connections are closed after this time."""
+"""Time after which idle connections, and requests with an incomplete body, are closed."""
 
-TOKEN_VARIABLE = "HOROVOD_TRAIN_TOKEN"  # noqa: S105  (the name of a variable)
+TOKEN_VARIABLE = "HOROVOD_TRAIN_TOKEN"  # noqa: S105  (name of a variable)
 Result = TypeVar("Result")
 
 
 class Guarded(RequestHandler):
-    """Answers those who may ask.
+    """Request handler that requires authorization.
 
-    Settings of its application: ``names``, by which this server may be asked for (none: by any), ``token``
-    (None: not required), ``reader``, the one thread that reads files and asks ranks.
+    Settings of its application: ``names`` (accepted host names; empty: any), ``token`` (None: not required),
+    ``reader`` (executor with one thread, which runs blocking functions).
     """
 
     def set_default_headers(self) -> None:
-        """Let nothing be loaded from elsewhere, embedded elsewhere, or guessed to be what it is not."""
+        """Set headers against external content, embedding in other sites, and content sniffing."""
         self.clear_header("Server")
         self.set_header("Cache-Control", "no-store")
         self.set_header("X-Content-Type-Options", "nosniff")
@@ -54,10 +54,10 @@ class Guarded(RequestHandler):
         )
 
     def prepare(self) -> None:
-        """Refuse unauthorized requests.
+        """Reject unauthorized requests.
 
         Raises:
-            HTTPError: 400 for another name of this address, 401 without the token, 403 from another origin.
+            HTTPError: 400: unknown host name; 401: missing or wrong token; 403: another origin.
         """
         try:
             named = urlsplit(f"//{self.request.host}")
@@ -75,11 +75,11 @@ class Guarded(RequestHandler):
 
     @property
     def cookie_name(self) -> str:
-        """Name of the cookie: browsers share cookies between the ports of a host."""
+        """Name of the cookie, with the port, because browsers share cookies between ports of a host."""
         return f"horovod_train_{self._port}"
 
     def is_known(self) -> bool:
-        """Whether the request contains the token."""
+        """Return whether the request contains the token, as query argument, cookie or header."""
         given = [
             self.get_query_argument("token", ""),
             self.get_cookie(self.cookie_name, "") or "",
@@ -89,31 +89,31 @@ class Guarded(RequestHandler):
         return any(hmac.compare_digest(each.encode(), wanted.encode()) for each in given)
 
     async def read(self, call: Callable[[], Result]) -> Result:
-        """Return what a function returns that may take its time; one is called after the other."""
+        """Run a blocking function in the reader thread and return its result. Functions run one at a time."""
         reader: ThreadPoolExecutor = self.settings["reader"]
         return await asyncio.get_running_loop().run_in_executor(reader, call)
 
     def write_error(self, status_code: int, **_: object) -> None:
-        """Say what is wrong, and nothing of the server."""
+        """Send status and reason, without details of the server."""
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.finish(f"{status_code} {self._reason}\n")
 
     def log_exception(self, *args: object) -> None:
-        """Log what is our fault; what clients do wrong is theirs."""
+        """Log exceptions of the server, but not errors of requests."""
         if not isinstance(args[1], HTTPError):
             super().log_exception(*args)  # type: ignore[arg-type]
 
     def send_json(self, document: object) -> None:
-        """Answer with JSON."""
+        """Send a JSON document."""
         self.set_header("Content-Type", "application/json")
         self.finish(json.dumps(document, separators=(",", ":"), allow_nan=False))
 
 
 class NotFound(Guarded):
-    """Answers for everything that is not there, after a look at who asks."""
+    """Handler of unknown paths."""
 
     def prepare(self) -> None:
-        """Refuse."""
+        """Reject the request: with 404 only if it is authorized."""
         super().prepare()
         raise HTTPError(404)
 
@@ -127,19 +127,19 @@ def application(
     """Return an application of guarded handlers.
 
     Args:
-        handlers: Each with the pattern of its path.
-        host: Address that it will listen on.
+        handlers: Path pattern and class of each handler.
+        host: Address that the server will listen on.
         token: Token that requests must contain; None: no token.
-        settings: What handlers find in their settings.
+        settings: Further settings for the handlers.
     """
-    # Compressed where it is worth it: what a page asks again and again is mostly numbers.
+    # Responses are compressed, because the page repeatedly requests JSON that is mostly numbers.
     made = Application(list(handlers), default_handler_class=NotFound, compress_response=True)
     made.settings |= {"names": names_of(host), "token": token, "reader": ThreadPoolExecutor(1), **settings}
     return made
 
 
 def token_of_environment() -> str | None:
-    """Return the token that the environment gives; None: it gives none."""
+    """Return the token in the environment variable; None: it is not set, or empty."""
     return os.environ.get(TOKEN_VARIABLE) or None
 
 
@@ -149,7 +149,7 @@ def make_token() -> str:
 
 
 def names_of(host: str) -> tuple[str, ...]:
-    """Return the names by which a server on an address may be asked for; none: any."""
+    """Return the accepted host names for a server on an address; empty: any name."""
     if host in ("", "0.0.0.0", "::"):  # noqa: S104  (recognized, not bound to)
         return ()
     name = host.strip("[]").lower()
@@ -157,19 +157,19 @@ def names_of(host: str) -> tuple[str, ...]:
 
 
 class Server:
-    """Serves an application in its own thread.
+    """HTTP server of an application, in its own thread.
 
     Args:
-        application: What is served.
+        application: Application to serve.
         host: Address to listen on.
-        port: Port; 0: any that is free.
+        port: Port; 0: any free port.
 
     Attributes:
-        port: Port that it listens on.
-        at_close: Called when it has stopped.
+        port: Port that the server listens on.
+        at_close: Called after the server has stopped.
 
     Raises:
-        UserError: The port is taken, or the address is not this host's.
+        UserError: The port is in use, or the address is not an address of this host.
     """
 
     def __init__(self, application: Application, host: str, port: int) -> None:
@@ -222,6 +222,6 @@ class Server:
             self.at_close()
 
     def wait(self) -> None:
-        """Return when the server has stopped, which it does not do by itself."""
-        # Not by the thread: Python 3.11 takes a thread for ended whose join() was interrupted (bpo-45274).
+        """Block until the server is closed."""
+        # Not join(): Python 3.11 regards a thread as ended if its join() was interrupted (bpo-45274).
         self._has_ended.wait()

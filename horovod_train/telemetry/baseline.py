@@ -1,4 +1,4 @@
-"""What one rank alone achieves: the throughput of a finished run of the same job on one rank."""
+"""Baseline of the scaling efficiency: the throughput of a finished run of the same job on one rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from horovod_train.events.file import EVENTS_FILE, as_record, read_events
 from horovod_train.events.types import Progress, Summary
 
 MAX_RUNS = 100
-"""So many runs are looked at, the newest ones: a folder may hold years of them."""
+"""Only this many runs are read, the newest ones, because a folder may contain runs of several years."""
 
 MIN_READINGS = 3
 TAIL_BYTES = 256 * 1024
@@ -23,14 +23,10 @@ _LENGTH_ONLY = {"epochs", "max_steps", "seed"}
 
 
 def baseline_samples_per_s(job: Job, run_dir: Path) -> float | None:
-    """Return the samples a second of the newest finished run of the same job on one rank; None: none.
+    """Return the samples per second of the newest finished run of the same job on one rank; None: no run.
 
-    The same are jobs with the same framework, task, training section (but for its length and seed) and data
-    section, under whatever name.
-
-    Args:
-        job: The job.
-        run_dir: Folder of the runs of all jobs.
+    Two jobs are the same if framework, task, task arguments, data section, and training section without
+    length and seed are equal. Their names may differ. ``run_dir`` contains the runs of all jobs.
     """
     wanted = _what_takes_time(job.model_dump(mode="json"))
     for log_dir in newest_runs(run_dir):
@@ -41,12 +37,12 @@ def baseline_samples_per_s(job: Job, run_dir: Path) -> float | None:
                 if found is not None:
                     return found
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            continue  # of another version, or being written
+            continue  # from another version, or incomplete
     return None
 
 
 def newest_runs(run_dir: Path) -> list[Path]:
-    """Return the folders of runs below a folder, the newest first."""
+    """Return at most ``MAX_RUNS`` run folders in ``run_dir``, newest first."""
     found = []
     for path in run_dir.glob(f"*/*/{EVENTS_FILE}"):
         try:
@@ -65,7 +61,7 @@ def _what_takes_time(document: Mapping[str, object]) -> dict[str, object]:
 
 
 def _summary(path: Path) -> Summary | None:
-    """Return how a run ended, from the end of its events: reading all of them takes time from training."""
+    """Return the summary of a run, read from the end of the file so that training is not slowed down."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = file.read().decode("utf-8", errors="replace").splitlines()
@@ -79,7 +75,7 @@ def _summary(path: Path) -> Summary | None:
 
 
 def _samples_per_s(path: Path) -> float | None:
-    """Return the throughput of a run, if it was one of one rank and has ended well."""
+    """Return the throughput of a run; None: it is not complete, or had several ranks."""
     summary = _summary(path)
     if summary is None or summary.world_size != 1:
         return None
@@ -89,5 +85,5 @@ def _samples_per_s(path: Path) -> float | None:
         for event in events
         if isinstance(event, Progress) and event.samples_per_s is not None
     ]
-    # What lies between steps, evaluations above all, is in the summary, too.
+    # The summary also includes the time between steps, mainly of evaluations.
     return median(readings) if len(readings) >= MIN_READINGS else summary.samples_per_s

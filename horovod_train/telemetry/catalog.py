@@ -1,8 +1,7 @@
-"""All metrics of a rank: name, type, help text, question that it answers, source record, and value.
+"""Metrics of a rank: name, type, help text, question that it answers, source record, and value.
 
-A metric is a row of ``CATALOG``; machine metrics are in ``catalog_machine.py``. Recorder,
-documentation, dashboards, alert rules, web page and tests are derived from it. The sources of
-metrics are classes of ``records.py``, and ``WriteReport``.
+Recorder, documentation, dashboards, alert rules, web page and tests are derived from ``CATALOG``. Machine
+metrics are in ``catalog_machine.py``. Sources of metrics are classes of ``records.py``, and ``WriteReport``.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ CHECKPOINT_BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 1800)
 
 
 def _age(report: WriteReport) -> Callable[[], float] | None:
-    """Return a function that returns the age of a checkpoint; None: it could not be written."""
+    """Return a function that returns the age of a checkpoint; None: the checkpoint could not be written."""
     if report.error:
         return None
     written_s = time.monotonic()
@@ -365,15 +364,15 @@ CATALOG = (*STEPS, *EXCHANGE, *JOB, *MACHINE)
 SHOWN_NUMBERS = {
     metric.value.name: metric for metric in CATALOG if metric.shown and isinstance(metric.value, StepNumber)
 }
-"""Step number (``StepNumber.name``) -> its metric, for those shown on dashboards, page and trackers."""
+"""``StepNumber.name`` -> its metric, for numbers of a step that dashboards, page and trackers show."""
 
 
 def shown_numbers(numbers: Mapping[str, float | None]) -> dict[str, float]:
-    """Return the computed numbers of a step that are in ``SHOWN_NUMBERS``."""
+    """Return the numbers of a step that are in ``SHOWN_NUMBERS`` and were computed."""
     return {name: value for name, value in numbers.items() if name in SHOWN_NUMBERS and value is not None}
 
 
 SCRIPT_CATALOG = tuple(
     replace(metric, from_zero=False) if metric.source is StepRecord else metric for metric in CATALOG
 )
-"""``CATALOG`` for scripts: counters of step values stay absent, not zero, until first observed."""
+"""``CATALOG`` for scripts: counters of step values are absent, not zero, until they are first observed."""

@@ -1,4 +1,4 @@
-"""Metrics of what a rank runs on: memory, and the GPU as NVML and the framework see it."""
+"""Machine metrics of a rank: host memory, and its device as reported by the framework and by NVML."""
 
 from __future__ import annotations
 

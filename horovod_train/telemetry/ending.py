@@ -1,4 +1,4 @@
-"""What is left of a rank's metrics when it ends: a job may be shorter than the time between two scrapes."""
+"""Export of a rank's last metrics, because a job may be shorter than the time between two scrapes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ PUSH_TIMEOUT_S = 5.0
 
 
 def write_last_metrics(registry: CollectorRegistry, path: Path) -> None:
-    """Write current metrics atomically, for users and for node_exporter.
-
-    A missing folder or a full disk is reported, and is not an error.
-    """
+    """Write current metrics atomically, for users and node_exporter. Errors are logged, not raised."""
 
     def write() -> None:
         write_to_textfile(str(path), registry)
@@ -30,7 +27,7 @@ def write_last_metrics(registry: CollectorRegistry, path: Path) -> None:
 
 
 def push_last_metrics(registry: CollectorRegistry, url: str, training_job: str, rank: int) -> None:
-    """Push current metrics to a Pushgateway. If it does not answer, that is reported, and is not an error."""
+    """Push current metrics to a Pushgateway. Errors are logged, not raised."""
     _, error = result_of(
         lambda: push_to_gateway(
             url,

@@ -1,7 +1,7 @@
-"""Serve a rank's metrics over HTTP. A port in use moves on; nothing here ever stops training.
+"""HTTP server of a rank's metrics. Its errors do not stop training.
 
-The process that answers is one that trains, so clients cannot take much of its time: an answer is
-good for a second, few are given at the same time, and who reads slowly is left alone with it.
+The server runs in the training process. To limit its use of time and threads, responses are cached for a
+second, the number of connections is limited, and slow connections are closed.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ WILDCARDS = {"0.0.0.0", "[::]"}  # noqa: S104  (recognized, not bound to)
 MAX_TRIES = 20
 
 FRESH_S = 1.0
-"""Who asks again within so long gets the same answer: making one takes milliseconds from training."""
+"""Time for which a response is cached, because creating one takes milliseconds from training."""
 
 MAX_CONNECTIONS = 16
-"""Of more at the same time, the oldest is closed, if it has had its time: each costs the process a thread."""
+"""Maximum number of connections, because each needs a thread, and of cached responses."""
 
 LONG_S = 1.0
-"""An answer takes milliseconds: a connection that is older gives its place to another one."""
+"""At the maximum number of connections, a new one replaces the oldest one if that is older than this."""
 
 TIMEOUT_S = 5.0
-"""A connection on which nothing happens for so long is closed."""
+"""A connection without activity for this time is closed."""
 
 DEADLINE_S = 15.0
-"""And so is one that takes longer in all: a byte now and then would keep a thread for ever."""
+"""A connection is closed at this age: single bytes at long intervals would otherwise occupy its thread."""
 
-Request = socket.socket | tuple[bytes, socket.socket]  # as socketserver has it
+Request = socket.socket | tuple[bytes, socket.socket]  # the type in socketserver
 Address = tuple[str, int] | str
 App = Callable[[dict[str, str], Callable[..., object]], Iterable[bytes]]
 
 
 @dataclass(frozen=True)
 class Protection:
-    """Who may read.
+    """TLS and basic authentication of the server.
 
     Attributes:
-        certificate: File with the server's certificate and those above it; None: plain HTTP.
-        key: File with its private key.
-        client_ca: File with the authority whose clients alone may read; None: others may, too.
-        user: Name that has to be given; None: none.
-        password: And the password with it.
+        certificate: File with the certificate chain of the server; None: plain HTTP.
+        key: File with the private key.
+        client_ca: File with the CA of the required client certificates; None: none are required.
+        user: User name for basic authentication; None: no authentication.
+        password: Password of this user.
     """
 
     certificate: Path | None = None
@@ -70,10 +70,10 @@ class Protection:
     password: str = ""
 
     def wrap(self, connection: socket.socket) -> socket.socket:
-        """Return the socket that listens, with TLS where there is a certificate.
+        """Return the listening socket, with TLS if there is a certificate.
 
         Raises:
-            OSError: A file cannot be read, or is none.
+            OSError: A file cannot be read, or its content is invalid.
         """
         if self.certificate is None:
             return connection
@@ -82,11 +82,11 @@ class Protection:
         if self.client_ca is not None:
             context.load_verify_locations(self.client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
-        # The TLS handshake runs in the thread of the connection: an unfinished one does not block others.
+        # The TLS handshake runs in the thread of the connection: an incomplete one blocks no others.
         return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
 
     def guard(self, app: App) -> App:
-        """Return an application that asks for name and password first."""
+        """Return an application that requires user name and password, if a user is set."""
         if self.user is None:
             return app
         wanted = base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
@@ -105,7 +105,7 @@ OPEN = Protection()
 
 
 def kept_fresh(app: App, clock: Callable[[], float] = monotonic) -> App:
-    """Return an application that gives an answer again for a second to who asks in the same way."""
+    """Return an application that caches the responses of ``app`` for ``FRESH_S``, by request."""
     lock = Lock()
     answers: dict[tuple[str, ...], tuple[float, list[object], list[bytes]]] = {}
 
@@ -128,17 +128,17 @@ def kept_fresh(app: App, clock: Callable[[], float] = monotonic) -> App:
 
 
 class _Handler(WSGIRequestHandler):
-    """Answers one request, and says nothing about it."""
+    """Handler of one request. It logs nothing."""
 
     def setup(self) -> None:
-        """Finish the handshake, where there is one."""
+        """Set the timeout, and perform the TLS handshake if there is one."""
         self.request.settimeout(TIMEOUT_S)
         if isinstance(self.request, ssl.SSLSocket):
             self.request.do_handshake()
         super().setup()
 
     def handle(self) -> None:
-        """Answer; a closed connection is not an error."""
+        """Send the response. A closed connection is not an error."""
         with suppress(OSError):
             super().handle()
 
@@ -147,7 +147,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """Answers a few at the same time, each in a thread."""
+    """Server with one thread per connection, for at most ``MAX_CONNECTIONS``."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -159,7 +159,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(place, _Handler)
 
     def server_bind(self) -> None:
-        """Bind without asking a name server for this host's name, as the base class would."""
+        """Bind without the DNS lookup of this host's name that the base class performs."""
         if self.allow_reuse_address:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
@@ -168,8 +168,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def process_request(self, request: Request, client_address: Address) -> None:
-        """Answer in a thread, if one is free."""
-        assert isinstance(request, socket.socket)  # it is not a server of datagrams
+        """Handle a connection in a thread; close it if the maximum is reached."""
+        assert isinstance(request, socket.socket)  # not a datagram server
         if not (self._free.acquire(blocking=False) or self._replaces_oldest()):
             self.shutdown_request(request)
             return
@@ -180,7 +180,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             on_error.pop_all()
 
     def _replaces_oldest(self) -> bool:
-        """Close the oldest connection, if it is old; return whether its place is free by now."""
+        """Close the oldest connection if it is older than ``LONG_S``; return whether its thread has ended."""
         oldest, begun_s = min(self._begun_s.copy().items(), key=lambda item: item[1], default=(None, 0.0))
         if oldest is None or monotonic() - begun_s < LONG_S:
             return False
@@ -189,7 +189,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         return self._free.acquire(timeout=0.2)
 
     def process_request_thread(self, request: Request, client_address: Address) -> None:
-        """Answer."""
+        """Handle a connection, and release its slot."""
         assert isinstance(request, socket.socket)
         try:
             super().process_request_thread(request, client_address)
@@ -201,7 +201,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._free.release()
 
     def service_actions(self) -> None:
-        """End what has taken too long; called twice a second."""
+        """Close connections older than ``DEADLINE_S``; called twice a second."""
         for request, begun_s in list(self._begun_s.items()):
             if monotonic() - begun_s > DEADLINE_S:
                 with suppress(OSError):
@@ -212,14 +212,14 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class Exporter:
-    """An HTTP server for one rank's metrics.
+    """HTTP server of one rank's metrics. It logs a warning if it cannot listen.
 
     Args:
-        registry: What to serve.
+        registry: Metrics to serve.
         host: Address to listen on.
-        port: First port to try. While it is taken, the next try is 100 ports on, so that ranks of
-            a host do not run into each other.
-        protection: Who may read.
+        port: First port to try. If it is in use, the next try is ``PORT_STEP`` higher, because the ports
+            between are those of other ranks of the host.
+        protection: TLS and authentication.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Exporter:
         log.warning("metrics are not served: port %d and %d others are in use", port, MAX_TRIES - 1)
 
     def address_from(self, name: str) -> str | None:
-        """Return the address for others to use: a wildcard is replaced by this host's name."""
+        """Return the address for clients, with ``name`` instead of a wildcard; None: it does not listen."""
         if self.address is None:
             return None
         host, _, port = self.address.rpartition(":")
@@ -264,10 +264,10 @@ class Exporter:
 
 
 def listen(host: str, port: int, protection: Protection) -> _Server:
-    """Return a server that listens, and does not answer yet.
+    """Return a server that listens, but does not respond yet.
 
     Raises:
-        OSError: The address is not this host's, or in use; or a file of the protection is wrong.
+        OSError: The address is invalid or in use, or a file of ``protection`` is invalid.
     """
     family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
         0

@@ -1,4 +1,4 @@
-"""What a metric is."""
+"""Declaration of metrics."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 RANK_LABELS = ("training_job", "run", "rank", "local_rank", "host")
-"""Labels of what a rank serves. Not ``job``: that is Prometheus' own word for what it scrapes together."""
+"""Labels of a rank's series. The label ``job`` is not used, because Prometheus sets it to the scrape job."""
 
 JOB_LABELS = ("training_job", "run")
-"""Labels of what is known of a whole job."""
+"""Labels of the series of a job."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
+    """Metric.
 
     Attributes:
-        name: Name with its base unit, as Prometheus shows it.
-        kind: A counter is increased by the value, a gauge set to it, a histogram given it; a clock is a
-            gauge whose value is a function, asked at each scrape.
-        help: What it means, one sentence.
-        question: What a person asks whom it answers.
-        source: The class that feeds it.
-        value: What it takes of that; where it has a label, a mapping from the label to it; None: nothing.
-        label: A label besides those of the rank; None: there is none.
+        name: Name in Prometheus, with the base unit.
+        kind: A counter is incremented by the value, a gauge is set to it, and a histogram observes it. A
+            clock is a gauge whose value is a function that is called on each scrape.
+        help: Help text, one sentence.
+        question: Question of a user that the metric answers.
+        source: Class of the records from which it is computed.
+        value: Returns the value from a record; with ``label``, a mapping from label value to value; None: no
+            update.
+        label: Additional label; None: only those of the rank.
         buckets_s: Upper bounds of a histogram, in seconds.
-        from_zero: A counter is shown as zero before the first event. Not one that may stay unknown.
-        shown: Title under which the job's dashboard and the page show it; empty: they show it by a panel of
-            their own, or not. For numbers of a step that are equal on all ranks.
+        from_zero: Whether a counter is exported as zero before the first record. False: it may be unknown.
+        shown: Title on the job's dashboard and on the page, for numbers of a step that are equal on all
+            ranks; empty: it has its own panel, or none.
     """
 
     name: str
@@ -45,28 +46,24 @@ class Metric:
 
     @property
     def prometheus_type(self) -> str:
-        """Its type as Prometheus knows it."""
+        """Type in Prometheus."""
         return "gauge" if self.kind == "clock" else self.kind
 
 
 @dataclass(frozen=True)
 class StepNumber:
-    """Value of a metric that exports a number of a step.
-
-    Attributes:
-        name: Name of the number in ``StepRecord.numbers``.
-    """
+    """``Metric.value`` that returns a number of a step, by its name in ``StepRecord.numbers``."""
 
     name: str
 
     def __call__(self, step: Any) -> float | None:
-        """Return the number; None: it was not computed in this step."""
+        """Return the number of a step; None: it was not computed."""
         found: float | None = step.numbers.get(self.name)
         return found
 
 
 def as_markdown(metrics: Iterable[Metric]) -> str:
-    """Return a table of metrics for the documentation."""
+    """Return a Markdown table of metrics for the documentation."""
     rows = ["| metric | type | meaning | answers |", "|---|---|---|---|"]
     for metric in metrics:
         by = f" by {metric.label}" if metric.label else ""

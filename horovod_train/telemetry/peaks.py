@@ -1,4 +1,4 @@
-"""How many floating-point operations a second GPUs can do at most, dense, as NVIDIA's data sheets say."""
+"""Peak dense FLOP/s of GPUs, from NVIDIA's data sheets."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 _TERA = 1e12
 
-# Part of the name that NVML gives -> in 16 bits on tensor cores, in fp32 without them.
+# Words of the NVML name -> TFLOP/s in 16 bits on tensor cores, and in fp32 without tensor cores.
 _PEAKS = {
     "B200": (2250, 75),
     "GH200": (989, 67),
@@ -27,11 +27,7 @@ _PEAKS = {
 
 
 def peak_flops(gpu: str, precision: Literal["fp32", "bf16", "fp16"]) -> float | None:
-    """Return the peak of a GPU, in operations a second; None: it is not in the table.
-
-    Args:
-        gpu: Its name.
-        precision: Of the forward pass.
+    """Return the peak FLOP/s of a GPU for a precision of the forward pass; None: its NVML name is unknown.
 
     >>> peak_flops("NVIDIA H100 80GB HBM3", "bf16")
     989000000000000.0

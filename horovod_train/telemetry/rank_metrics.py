@@ -1,4 +1,4 @@
-"""The metrics of a rank, from its job: recorder, samplers, server, and what is left at the end."""
+"""Metrics of a rank: recorder, samplers, exporter, and export of the last metrics."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ DeviceMemory = tuple[int, int | None, int]
 def open_recorder(
     job: Job, run_id: str, world: Communicator, metrics: tuple[Metric, ...] = CATALOG
 ) -> Recorder:
-    """Return the recorder of a rank; metrics of its host are read on a scrape."""
-    # Elastic jobs: the job of ranks has the current number of ranks.
+    """Return the recorder of a rank, with a sampler of the process's memory."""
+    # In elastic jobs, num_ranks is the current number of ranks.
     wanted = os.environ.get(WANTED_VARIABLE) or job.launch.num_ranks or world.size
     recorder = Recorder(job.name, run_id, world, int(wanted), metrics)
     recorder.sample(read_memory)
@@ -49,20 +49,20 @@ def open_recorder(
 
 
 def serve(job: Job, run_id: str, world: Communicator, recorder: Recorder, stack: ExitStack) -> Target | None:
-    """Serve a rank's metrics until the stack is closed, and leave the last ones in files then.
+    """Serve a rank's metrics until the stack is closed, then export the last metrics.
 
     Returns:
-        Where Prometheus finds them; None: the job wants no metrics.
+        Target for Prometheus; None: metrics are disabled, or the exporter cannot listen.
 
     Raises:
-        UserError: The job asks for a password that is not there.
+        UserError: The environment variable with the password is not set.
     """
     if not job.metrics.enabled:
         return None
     protection = protection_of(job.metrics, os.environ)
     exporter = Exporter(recorder.registry, job.metrics.host, job.metrics.port + world.local_rank, protection)
     _keep_last_metrics(job, run_id, world, recorder, stack)
-    stack.callback(exporter.close)  # before they are written: else the same is read twice at the same time
+    stack.callback(exporter.close)  # closed before the export: samplers must not run concurrently
     labels = {
         "training_job": job.name,
         "run": run_id,
@@ -75,10 +75,10 @@ def serve(job: Job, run_id: str, world: Communicator, recorder: Recorder, stack:
 
 
 def protection_of(metrics: Metrics, environ: Mapping[str, str]) -> Protection:
-    """Return who may read a job's metrics.
+    """Return the TLS and authentication settings of a job's metrics.
 
     Raises:
-        UserError: The variable with the password is not set.
+        UserError: The environment variable with the password is not set.
     """
     tls, auth = metrics.tls, metrics.basic_auth
     if auth is not None and not environ.get(auth.password_variable):
@@ -96,13 +96,13 @@ def protection_of(metrics: Metrics, environ: Mapping[str, str]) -> Protection:
 
 
 def watch_device(job: Job, recorder: Recorder, uuid: str, memory: Callable[[], DeviceMemory | None]) -> None:
-    """Read metrics of a rank's device on a scrape, and record its peak FLOP/s.
+    """Read metrics of a rank's device on each scrape, and record its peak FLOP/s.
 
     Args:
-        job: Says which precision it computes in, and may know the device's peak.
-        recorder: Gets the readings.
-        uuid: Of the GPU; empty: there is none.
-        memory: Returns what the framework has on it; None: there is none.
+        job: Contains the precision, and optionally the peak FLOP/s of the device.
+        recorder: Records the readings.
+        uuid: UUID of the GPU; empty: no GPU.
+        memory: Returns the allocated, reserved and peak bytes of the framework; None: no device memory.
     """
 
     def read_device_memory() -> DeviceMemoryRecord | None:
@@ -122,12 +122,12 @@ def watch_exchange(
     counters: Callable[[], tuple[int, float] | None],
     record: type[ExchangeRecord] = ExchangeRecord,
 ) -> None:
-    """Read Horovod's counters on a scrape.
+    """Read Horovod's counters on each scrape.
 
     Args:
-        recorder: Gets what has come since.
-        counters: Returns bytes and seconds so far; None: nothing is counted.
-        record: What they are of.
+        recorder: Records the increase since the last reading.
+        counters: Returns total bytes and seconds; None: Horovod does not count them.
+        record: Class of the records.
     """
     before = (0, 0.0)
     reading = Lock()
@@ -146,31 +146,31 @@ def watch_exchange(
 
 
 def watch_exchanges(recorder: Recorder, ranks: object) -> None:
-    """Read counters of all-reduces on a scrape, on CPUs and on GPUs."""
+    """Read the counters of all-reduces on CPUs and on GPUs on each scrape."""
     watch_exchange(recorder, getattr(ranks, "allreduce_counters", lambda: None))
     watch_exchange(recorder, getattr(ranks, "gpu_allreduce_counters", lambda: None), GpuExchangeRecord)
 
 
 class PendingCollective(Protocol):
-    """Knows since when a rank waits, by ``monotonic``, and for what; None: it does not, or unknown."""
+    """Object with the current wait of a rank; both values are None if it does not wait, or if unknown."""
 
     @property
     def waiting_since_s(self) -> float | None:
-        """Since when."""
+        """Start of the wait, by ``monotonic``."""
         ...
 
     @property
     def waiting_in(self) -> Waiting | None:
-        """For what."""
+        """Collective or device work that the rank waits for."""
         ...
 
 
 def watch_waiting(recorder: Recorder, who: PendingCollective) -> None:
-    """Export for how long this rank waits: in a hang, the rank that does not wait is the cause."""
+    """Export the duration of the current wait. In a hang, the rank that does not wait is the cause."""
 
     def read() -> CurrentWaitRecord:
         since_s, entry = who.waiting_since_s, who.waiting_in
-        # Whose own device has not started the all-reduce yet lets others wait.
+        # If its own device has not started the all-reduce, other ranks wait for this rank.
         is_busy = entry is not None and not entry.is_collective
         return CurrentWaitRecord(0.0 if since_s is None or is_busy else monotonic() - since_s)
 
@@ -178,7 +178,7 @@ def watch_waiting(recorder: Recorder, who: PendingCollective) -> None:
 
 
 def record_scaling_baseline(job: Job, world: Communicator, recorder: Recorder) -> None:
-    """Look, on rank 0 of several, for what one rank achieves; it may take as long as file systems do."""
+    """On rank 0 of several, record the throughput of one rank, in a thread: file systems may be slow."""
     if world.rank != 0 or world.size == 1:
         return
 
@@ -192,7 +192,7 @@ def record_scaling_baseline(job: Job, world: Communicator, recorder: Recorder) -
 def _keep_last_metrics(
     job: Job, run_id: str, world: Communicator, recorder: Recorder, stack: ExitStack
 ) -> None:
-    """When the stack is closed, leave the rank's last metrics in the run's folder and where the job says."""
+    """When the stack is closed, export the last metrics to the run folder and as configured in the job."""
     metrics = job.metrics
     if metrics.push_url is not None:
         stack.callback(push_last_metrics, recorder.registry, metrics.push_url, job.name, world.rank)
@@ -201,7 +201,7 @@ def _keep_last_metrics(
         stack.callback(write_last_metrics, recorder.registry, file)
     file = _path(job.run_dir) / job.name / run_id / f"rank-{world.rank}.prom"
     stack.callback(write_last_metrics, recorder.registry, file)
-    stack.callback(lambda: recorder.record(EndRecord(time())))  # before they are written
+    stack.callback(lambda: recorder.record(EndRecord(time())))  # runs first: callbacks run in reverse order
 
 
 def _path(name: str) -> Path:

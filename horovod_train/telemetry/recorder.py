@@ -1,8 +1,8 @@
 """Prometheus metrics of one rank.
 
-Recording a step takes a few microseconds: steps are buffered, and metrics are updated for many at a time or
-on a scrape. Updating a dozen metrics after each step would take several times as long, because the step has
-evicted their data from the CPU caches.
+Recording a step takes a few microseconds, because steps are buffered, and metrics are updated for many steps
+at a time or on a scrape. An update after each step would take several times as long, because the step has
+evicted the data of the metrics from the CPU caches.
 """
 
 from __future__ import annotations
@@ -30,19 +30,11 @@ MAX_DEFERRED = 64
 """Maximum number of buffered records."""
 
 Sampler = Callable[[], object | None]
-"""Called on a scrape; returns a record for the catalog's metrics, or None."""
+"""Called on each scrape; returns a record for the metrics of the catalog, or None."""
 
 
 class Recorder:
-    """The metrics of one rank, in their own registry.
-
-    Args:
-        job: Name of the job.
-        run: ID of the run.
-        world: Communicator, for the labels rank, local rank and host.
-        world_size_wanted: Ranks that the job requested.
-        metrics: Declarations of the metrics.
-    """
+    """Recorder of the metrics of one rank, with its own registry."""
 
     def __init__(
         self,
@@ -74,14 +66,14 @@ class Recorder:
         self.registry.samplers.append(sampler)
 
     def record(self, source: object) -> None:
-        """Record an instance of any record class in the catalog, such as a step. Thread-safe."""
+        """Record an instance of a source class of the catalog, such as ``StepRecord``. Thread-safe."""
         self._deferred.append(source)
         if not isinstance(source, StepRecord) or len(self._deferred) >= MAX_DEFERRED:
             self.count()
 
     def count(self) -> None:
         """Update the metrics with all buffered records."""
-        with self._counting:  # otherwise, another thread could overwrite a gauge with an older value
+        with self._counting:  # another thread could overwrite a gauge with an older value
             while self._deferred:
                 self._count(self._deferred.popleft())
 
@@ -112,12 +104,7 @@ class Recorder:
 
 
 class SampledRegistry(CollectorRegistry):
-    """A registry that calls samplers before it collects.
-
-    Args:
-        record: Called with each record of a sampler.
-        count: Updates the metrics with all buffered records.
-    """
+    """Registry that updates metrics with buffered records (``count``) and samplers before it collects."""
 
     def __init__(self, record: Callable[[object], None], count: Callable[[], None]) -> None:
         super().__init__()
@@ -126,12 +113,12 @@ class SampledRegistry(CollectorRegistry):
         self._count = count
 
     def collect(self) -> Iterable[Family]:
-        """Call the samplers, and return all metric families."""
+        """Update the metrics, and return all metric families."""
         self._sample()
         return super().collect()
 
     def restricted_registry(self, names: Iterable[str]) -> RestrictedRegistry:
-        """Call the samplers, and return a registry of the named metrics (``name[]`` in a scrape)."""
+        """Update the metrics, and return a registry of the named ones (``name[]`` in a scrape)."""
         self._sample()
         return super().restricted_registry(names)
 
@@ -139,7 +126,7 @@ class SampledRegistry(CollectorRegistry):
         self._count()
         for sampler in list(self.samplers):
             reading, error = result_of(sampler)
-            if error is not None:  # a failing sampler removes only its own metrics
+            if error is not None:  # only the metrics of this sampler are lost
                 self.samplers.remove(sampler)
                 log.warning("a metrics sampler failed and was disabled: %s: %s", type(error).__name__, error)
             if reading is not None:

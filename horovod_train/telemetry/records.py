@@ -1,4 +1,4 @@
-"""What feeds metrics: training and samplers make these, the catalog says what becomes of them."""
+"""Records of training and samplers, from which the metrics of the catalog are computed."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
-@dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
+@dataclass(slots=True)  # a frozen one takes four times as long to create, in each step
 class StepRecord:
-    """One optimizer step of this rank.
+    """One optimizer step of this rank. In scripts, values that may be None may be unknown.
 
     Attributes:
-        seconds: Its wall time.
-        phase_seconds: Where that went, as far as it can be seen.
+        seconds: Wall time of the step; on a GPU, device time.
+        phase_seconds: Time by phase, as far as phases are measured separately.
         num_samples: Samples that this rank read.
         epochs: Epochs passed, with the fraction of the current one.
-        loss: Mean loss over the samples of the step, over all ranks.
-        local_loss: This rank's part of it.
-        lr: Learning rate. Of a script each of these four may be unknown: None.
-        is_finite: Loss and gradient were finite, or the step was not used; None: not checked.
-        own_seconds: Its time without waiting for the all-reduce; None: not measured separately.
-        step: Which step of the training it was, resumed steps included; None: that is not known.
-        numbers: Further numbers of the step by name, as ``StepOutcome`` has them; None: not computed.
+        loss: Mean loss over the samples of all ranks.
+        local_loss: Contribution of this rank to the loss.
+        lr: Learning rate.
+        is_finite: Whether loss and gradient were finite. If not, the step was skipped. None: not checked.
+        own_seconds: Step time minus all-reduce wait; None: not measured separately.
+        step: Number of the step, counted over all restarts.
+        numbers: Further numbers of the step by name, as in ``StepOutcome``; None: not computed.
     """
 
     seconds: float
@@ -39,12 +39,12 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class WaitRecord:
-    """What the waiting of some steps turned out to be, once all ranks have told each other.
+    """Waits of this rank in some steps, computed after all ranks have exchanged their wait times.
 
     Attributes:
-        waiting_s: Time this rank waited for other ranks.
-        communication_s: Time that even the rank that came last waited: the exchange itself.
-        waited_for_s: Time that other ranks waited for this one, added up over them.
+        waiting_s: Time that this rank waited for other ranks.
+        communication_s: Wait of the rank that arrived last, which is the time of the communication.
+        waited_for_s: Time that other ranks waited for this rank, summed over them.
     """
 
     waiting_s: float
@@ -54,19 +54,14 @@ class WaitRecord:
 
 @dataclass(frozen=True)
 class CurrentWaitRecord:
-    """For how long this rank has been in the collective that it waits in now; 0: it waits in none."""
+    """Time for which this rank has been waiting in its current collective; 0: it does not wait."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """What all-reduces have moved since the last reading, as the engine counts it.
-
-    Attributes:
-        size_bytes: Bytes of this rank.
-        seconds: How long they took, from when all ranks were ready.
-    """
+    """Bytes and duration of all-reduces since the last reading, from the time when all ranks are ready."""
 
     size_bytes: int
     seconds: float
@@ -74,26 +69,26 @@ class ExchangeRecord:
 
 @dataclass(frozen=True)
 class GpuExchangeRecord(ExchangeRecord):
-    """The same of all-reduces on a GPU, which begin when this rank's data is ready."""
+    """The same for all-reduces on a GPU. The duration begins when the data of this rank is ready."""
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """The metrics of one evaluation, over all samples of all ranks."""
+    """Metrics of one evaluation, over all samples of all ranks."""
 
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class EvaluatingRecord:
-    """An evaluation begins, or has ended."""
+    """Start or end of an evaluation."""
 
     is_under_way: bool
 
 
 @dataclass(frozen=True)
 class WorldRecord:
-    """How many ranks the job asked for, and how many take part."""
+    """Number of ranks that the job requested, and number of running ranks."""
 
     num_wanted: int
     num_present: int
@@ -101,14 +96,14 @@ class WorldRecord:
 
 @dataclass(frozen=True)
 class EndRecord:
-    """When this rank has ended, in seconds since 1970; 0: it has not."""
+    """End time of this rank, in Unix seconds; 0: the rank is running."""
 
     unix_s: float
 
 
 @dataclass(frozen=True)
 class GraceRecord:
-    """How long leaving would take, and how long it may."""
+    """Estimated time of a preemption, and its grace period ``launch.grace_s``."""
 
     needed_s: float
     granted_s: float
@@ -116,12 +111,7 @@ class GraceRecord:
 
 @dataclass(frozen=True)
 class ReferenceRecord:
-    """What throughput is compared with; None: it is not known.
-
-    Attributes:
-        samples_per_s: Of a finished run of the same job on one rank.
-        peak_flops: Floating-point operations a second that this rank's device can do at most.
-    """
+    """Throughput of a run of the same job on one rank, and peak FLOP/s of the device; None: unknown."""
 
     samples_per_s: float | None = None
     peak_flops: float | None = None
@@ -129,12 +119,7 @@ class ReferenceRecord:
 
 @dataclass(frozen=True)
 class MemoryRecord:
-    """Memory of this process on its host.
-
-    Attributes:
-        resident_bytes: What is in memory.
-        peak_bytes: The most that was.
-    """
+    """Resident memory of this process on its host: current and peak."""
 
     resident_bytes: int
     peak_bytes: int
@@ -142,13 +127,7 @@ class MemoryRecord:
 
 @dataclass(frozen=True)
 class DeviceMemoryRecord:
-    """Memory that this rank's framework has on its device.
-
-    Attributes:
-        allocated_bytes: What tensors take.
-        reserved_bytes: What the framework keeps for them; None: it does not say.
-        peak_bytes: The most that tensors took.
-    """
+    """Device memory of the framework: allocated by tensors, reserved (None: unknown), peak of allocated."""
 
     allocated_bytes: int
     reserved_bytes: int | None
@@ -157,17 +136,17 @@ class DeviceMemoryRecord:
 
 @dataclass(frozen=True)
 class GpuRecord:
-    """What NVML says of this rank's GPU; None: that this GPU, or its driver, does not tell.
+    """State of this rank's GPU from NVML; None: not supported by the GPU or its driver.
 
     Attributes:
-        utilization: Part of the time in which a kernel ran, 0 to 1.
-        memory_used_bytes: By all processes.
-        memory_total_bytes: What it has.
-        power_w: What it draws.
-        temperature_c: Of the chip.
-        clock_hz: Of its multiprocessors.
-        throttled: By reason, 1 where its clock is held down for it.
-        ecc_errors: New uncorrected and corrected errors since the last reading, by kind.
+        utilization: Fraction of time in which a kernel ran, 0 to 1.
+        memory_used_bytes: Memory used by all processes.
+        memory_total_bytes: Memory of the GPU.
+        power_w: Power draw.
+        temperature_c: Temperature of the chip.
+        clock_hz: Clock of the multiprocessors.
+        throttled: 1 for each reason for which the clock is throttled, else 0.
+        ecc_errors: New memory errors since the last reading, by kind: corrected, uncorrected.
     """
 
     utilization: float | None = None

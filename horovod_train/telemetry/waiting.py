@@ -1,15 +1,15 @@
-"""Who waited for whom, from how long each rank waited in the all-reduce of a step. No clocks are compared.
+"""Attribution of waiting to ranks, from the time that each rank waited in the all-reduce of a step.
 
-All ranks leave an all-reduce together, so the rank that waited least came last, and is the one that the
-others waited for; even that one waited as long as the exchange itself took. Of n ranks that waited
-w1 <= w2 <= ... <= wn (so the last to come is the first here):
+Clocks of hosts are not compared. All ranks exit an all-reduce at the same time, so the rank with the shortest
+wait arrived last, and its wait is the time of the communication. For n ranks with waits w1 <= w2 <= ... <= wn
+(rank 1 arrived last):
 
-    communication          w1
-    waiting of rank i      wi - w1
-    between the arrivals of i + 1 and of i, n - i ranks waited for the i that were still missing, and each
-    of those is charged with its share, (n - i) (w[i+1] - wi) / i
+    communication        w1
+    waiting of rank i    wi - w1
+    waited for           between the arrivals of ranks i + 1 and i, n - i ranks waited for i missing ranks;
+                         each missing rank is charged with (n - i) (w[i+1] - wi) / i
 
-so that what ranks are charged with adds up to what ranks have waited.
+The sum of the charges equals the sum of the waiting.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ def attribute_waiting(wait_times_s: Floats) -> tuple[Floats, Floats, Floats]:
     """Return waiting, waited for, and communication.
 
     Args:
-        wait_times_s: How long each rank was in the all-reduce of each step, shape [steps, ranks].
+        wait_times_s: Wait of each rank in the all-reduce of each step, shape [steps, ranks].
 
     Returns:
-        Of each rank, summed over steps: the time it waited for others, shape [ranks], and the time that
-        others waited for it, added up over them, shape [ranks]; of each step, the time that the exchange
-        took, shape [steps].
+        Time that each rank waited for others, summed over steps, shape [ranks]; time that others waited for
+        it, summed over steps and other ranks, shape [ranks]; time of the communication, shape [steps].
 
     >>> waiting, waited_for, communication = attribute_waiting(np.array([[3.0, 1.0, 3.0]]))
     >>> waiting.tolist(), waited_for.tolist(), communication.tolist()
@@ -42,7 +41,7 @@ def attribute_waiting(wait_times_s: Floats) -> tuple[Floats, Floats, Floats]:
     missing = np.arange(1, num_ranks)
     charged = np.zeros_like(wait_times_s)
     charges = np.diff(ordered, axis=1) * ((num_ranks - missing) / missing)
-    # Who is missing still is charged for all that come before it.
+    # A rank is charged for all intervals in which it is missing.
     charged[:, :-1] = np.cumsum(charges[:, ::-1], axis=1)[:, ::-1]
     waited_for = np.zeros_like(wait_times_s)
     np.put_along_axis(waited_for, order, charged, axis=1)

@@ -1,1 +1,1 @@
-"""The loop, its state, and what hooks into it."""
+"""The training loop, its state, and its hooks."""

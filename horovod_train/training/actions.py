@@ -1,8 +1,7 @@
-"""Actions of hooks other than to continue.
+"""Actions that hooks return; None: continue.
 
-Every rank gives the same answer at the same step: it follows from what is equal on all of them (losses,
-metrics, progress), or they have asked each other. The loop asks hooks in their order, and follows the
-first answer.
+A hook must return the same action at the same step on every rank. It derives the action from values that are
+equal on all ranks (losses, metrics, progress) or that were exchanged. Only the first action is performed.
 """
 
 from __future__ import annotations
@@ -12,22 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExitPreempted:
-    """End this process with exit code 75: everything is saved, and another start continues.
-
-    Attributes:
-        step: Optimizer steps made.
-    """
+    """Exit with code 75 after ``step`` optimizer steps: a checkpoint is saved, and the next start resumes."""
 
     step: int
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Training ends: evaluate and save as after the last epoch; another start resumes from there.
+    """End training after ``step`` optimizer steps: evaluate and save as after the last epoch.
 
-    Attributes:
-        step: Optimizer steps made.
-        why: Words for the log.
+    The next start resumes from this checkpoint. ``why`` is the reason in the log.
     """
 
     step: int
@@ -36,12 +29,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class RestoreCheckpoint:
-    """Resume from a checkpoint of this run.
-
-    Attributes:
-        step: The step of the checkpoint.
-        why: Words for the log.
-    """
+    """Resume from this run's checkpoint of ``step``. ``why`` is the reason in the log."""
 
     step: int
     why: str

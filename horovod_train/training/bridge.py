@@ -1,4 +1,4 @@
-"""What a framework that owns its loop is given instead of ours: the same moments, to call itself."""
+"""Interface of a run for a framework with its own training loop, which calls the stages of ``loop.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class LoopBridge:
-    """One run, as a foreign loop sees it. Its methods are the moments of ``loop.train``."""
+    """A run, for a framework's own loop. The methods correspond to the stages of ``loop.train``."""
 
     run: Run
     _evaluated: bool = False
@@ -27,7 +27,7 @@ class LoopBridge:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing left to train."""
+        """Whether training is complete or stopped."""
         return self.run.is_done
 
     @property
@@ -47,46 +47,42 @@ class LoopBridge:
 
     @property
     def wants_norm(self) -> bool:
-        """Whether the next step is to take the gradient norm."""
+        """Whether the next step computes the gradient norm."""
         return self.run.wants_norm
 
     @property
     def evaluates_next(self) -> bool:
-        """Whether the epoch under way ends with an evaluation."""
+        """Whether an evaluation follows the current epoch."""
         return loop.evaluates_next(self.run)
 
     def begin(self) -> None:
-        """Training begins."""
+        """Start training."""
         loop.begin(self.run)
 
     def rest_of_epoch(self) -> list[PlannedStep]:
-        """Return the steps that are left in the current epoch, up to the job's limit."""
+        """Return the remaining steps of the current epoch, limited by ``train.max_steps``."""
         return loop.rest_of_epoch(self.run)
 
     def after_step(self, step: PlannedStep, reading: Reading, lr: float) -> None:
-        """An optimizer step was made.
+        """Record an optimizer step, and perform the action of hooks.
 
         Raises:
-            PreemptedError: This process is to leave; everything is saved.
-            UserError: A hook answers what this loop cannot do.
+            PreemptedError: The job was preempted; a checkpoint is saved.
+            UserError: A hook requests an action that the framework's own loop does not support.
         """
         self._follow(loop.after_step(self.run, step, reading, lr))
 
     def finish_epoch(self) -> dict[str, float]:
-        """All steps of an epoch were made; return the evaluation, empty when none was due."""
+        """Complete an epoch after its last step; return the evaluation, empty if none was due."""
         self._evaluated = loop.finish_epoch(self.run)
         return self.run.progress.current_metrics
 
     def after_epoch(self) -> None:
-        """The epoch was finished, and callbacks of its end were called: save it where that is due.
-
-        Raises:
-            As ``after_step``.
-        """
+        """Save a checkpoint, if due. Call it after end-of-epoch callbacks; raises as ``after_step``."""
         self._follow(loop.after_epoch(self.run, evaluated=self._evaluated))
 
     def before_last_callbacks(self) -> None:
-        """The last step was made; callbacks of the end of training follow, and may change weights."""
+        """Store a digest of the weights before end-of-training callbacks, which may change them."""
         self._last_weights = self._weights()
 
     def _follow(self, action: Action | None) -> None:
@@ -101,7 +97,7 @@ class LoopBridge:
                 )
 
     def end(self) -> None:
-        """Training is complete; weights that the last callbacks have changed are evaluated again."""
+        """End training; evaluate again if end-of-training callbacks have changed the weights."""
         if self._last_weights is not None and self._weights() != self._last_weights:
             self.run.progress.metrics_step = -1
             if self.run.world.rank == 0:

@@ -1,7 +1,7 @@
-"""What ranks tell each other about twice a second, in one collective.
+"""Periodic exchange of data between ranks, about twice a second, in one all-gather.
 
-A separate collective costs about a millisecond, so it is not called in each step, and hooks that have
-something to tell shares it: the preemption flag, the times of steps.
+A collective takes about a millisecond. Therefore, it is not called in each step, and one collective transfers
+the data of all hooks, such as the preemption flag and step times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 from horovod_train.collectives.base import Communicator
 
 INTERVAL_S = 0.5
-# Steps may become slower: so many of the fast ones are made at most before the next exchange.
+# Limit of steps between two exchanges, because steps may become slower.
 MAX_STEPS_BETWEEN = 64
 
 _HEAD = struct.Struct("<d")
@@ -22,26 +22,22 @@ _LENGTH = struct.Struct("<q")
 
 
 class Contribution(Protocol):
-    """A participant of the exchange, the same on all ranks."""
+    """A participant of the exchange. Every rank must register the same participants in the same order."""
 
     def payload(self) -> bytes:
-        """Return what this rank has to tell."""
+        """Return the data that this rank sends."""
         ...
 
     def on_gathered(self, of_ranks: Sequence[bytes]) -> None:
-        """Take what each rank has told, by rank."""
+        """Process the data of all ranks, in rank order."""
         ...
 
 
 class PeriodicExchange:
-    """An all-gather after some of the steps, the same ones on all ranks.
-
-    Args:
-        world: The ranks.
-        clock: Seconds that only grow.
+    """An all-gather after some of the steps, which are the same on all ranks. ``clock`` must be monotonic.
 
     Attributes:
-        speakers: Who takes part, in the same order on all ranks.
+        contributions: The participants, in the same order on all ranks.
         interval_s: Time between the last two exchanges, in seconds.
     """
 
@@ -55,7 +51,7 @@ class PeriodicExchange:
         self.interval_s = 0.0
 
     def after_step(self) -> bool:
-        """Note a step, and return whether there was an exchange; every rank calls it after each step.
+        """Count a step; return whether there was an exchange. Every rank must call it after each step.
 
         Raises:
             PeerError: Another rank was lost.
@@ -69,11 +65,11 @@ class PeriodicExchange:
         now = self._clock()
         self.interval_s = now - self._last_s
         messages = self._world.allgather(self._message())
-        # Every rank sees the same numbers, and so has the next exchange after the same number of steps.
+        # These numbers are equal on all ranks, so all ranks have the next exchange after the same step.
         seconds = sum(_HEAD.unpack_from(message)[0] for message in messages)
         step_s = seconds / self._world.size / self._num_steps
         wanted = min(MAX_STEPS_BETWEEN, int(INTERVAL_S / max(step_s, 1e-9)))
-        # A few steps in a row may be quick, those whose batches were read ahead; the next are not.
+        # At most double: some steps are fast because their batches were prefetched, later ones are not.
         self._next_after = max(1, min(wanted, 2 * self._next_after))
         self._num_steps = 0
         self._last_s = now

@@ -1,7 +1,7 @@
 """The training loop: epochs, steps, evaluation.
 
-Each stage of the loop is a function. A framework with its own loop (Keras, Lightning,
-Transformers) calls the same functions at the same points, through ``bridge.py``.
+Each stage of the loop is a function. A framework with its own loop (Keras, Lightning, Transformers) calls the
+same functions at the same points, through ``bridge.py``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 def train(run: Run) -> None:
     """Train from ``run.progress`` to the end of the job.
 
-    Every rank performs the same steps in the same order, because all inputs of decisions (progress,
-    losses, metrics, actions of hooks) are equal on all ranks.
+    Every rank performs the same steps in the same order, because all inputs of decisions (progress, losses,
+    metrics, actions of hooks) are equal on all ranks.
 
     Raises:
         PreemptedError: The job was preempted; a checkpoint is saved.
@@ -96,7 +96,7 @@ def rest_of_epoch(run: Run) -> list[PlannedStep]:
 
 
 def after_step(run: Run, step: PlannedStep, reading: Reading, lr: float) -> Action | None:
-    """Record an optimizer step, pass available results to hooks, and return their action.
+    """Record an optimizer step, pass due results to hooks, and return the action to perform.
 
     Raises:
         NumericError: A loss or gradient was not finite, and the job does not skip such steps.
@@ -121,7 +121,7 @@ def next_action(run: Run) -> Action | None:
 
 
 def report_pending_steps_after_failure(run: Run) -> None:
-    """After training has failed, pass pending results to hooks; errors of this are ignored."""
+    """Pass pending results to hooks after a failure of training; further errors are ignored."""
 
     def deliver() -> None:
         for report in run.pending_steps.drain():
@@ -198,8 +198,8 @@ def evaluates_next(run: Run) -> bool:
 def evaluate(run: Run) -> dict[str, float]:
     """Return the mean of each metric over all evaluation samples; equal on every rank.
 
-    Each sample is counted on exactly one rank, and ranks add sums and counts, so neither
-    padding nor unequal batches affect the result.
+    Each sample is counted on exactly one rank, and ranks add sums and counts, so neither padding nor unequal
+    batches affect the result.
     """
     assert run.eval_reader is not None
     run.replica.sync_buffers()

@@ -1,4 +1,4 @@
-"""Shared by jobs and users' own loops: record a step, save, resume."""
+"""Functions for jobs and users' own loops: record a step, save, resume."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def record_step(
     recorder.record(
         StepRecord(
             seconds=outcome.clock.total_s,
-            phase_seconds=dict(outcome.clock.seconds),  # counted later
+            phase_seconds=dict(outcome.clock.seconds),  # a copy, because it is recorded later
             num_samples=share.num_local_samples,
             epochs=epochs,
             loss=outcome.loss,
@@ -50,12 +50,12 @@ def save_checkpoint(
     wait: bool,
     metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Save a replica and where it stands; every rank calls it, between two steps.
+    """Save a replica and its progress. Every rank must call it, between the same two steps.
 
     Raises:
-        NumericError: Weights are not finite: such a checkpoint would be resumed from.
-        DesyncError: Ranks hold different states: one of them would be resumed from by all.
-        CheckpointError: With ``wait``: it could not be written.
+        NumericError: Weights are not finite.
+        DesyncError: Ranks have different states.
+        CheckpointError: ``wait`` is True, and the checkpoint could not be written.
     """
     replica.sync_buffers()
     if not replica.is_finite():
@@ -91,12 +91,13 @@ def resume_from(
     load_rng: Callable[[object, Mapping[str, ArrayBlob]], None],
     reseed: Callable[[], None],
 ) -> None:
-    """Take over a checkpoint: where it stands, its state, and this rank's random generators.
+    """Load a checkpoint: progress, state, and this rank's random generators. Every rank must call it.
 
-    Generators belong to a rank of a world; in another world they start from the beginning.
+    If the number of ranks has changed, generators cannot be loaded, and ``reseed`` is called.
 
     Raises:
-        CheckpointError: It does not fit, or a rank cannot read it: on all ranks.
+        CheckpointError: The checkpoint does not match the job, or a rank cannot read it. All ranks raise.
+        UserError: The order of samples has changed within an epoch.
     """
     progress.restore(resumed.progress)
     problem: CheckpointError | None = None
@@ -126,17 +127,12 @@ def _load(
     resumed: Resumed, replica: Replica, load_rng: Callable[[object, Mapping[str, ArrayBlob]], None]
 ) -> None:
     replica.load_state(resumed.state)
-    # A rank that kept nothing for itself left nothing.
+    # Empty data: the rank had no per-rank state.
     replica.load_rank_states([parse_state(data)[1] if data else {} for data in resumed.own])
     if resumed.rng is not None:
         load_rng(*parse_state(resumed.rng))
 
 
 def changes_since(resumed: Resumed, order: DataOrder) -> list[str]:
-    """Return what is not as it was when a checkpoint was written, a line each.
-
-    Args:
-        resumed: The checkpoint.
-        order: What fixes the order of samples now.
-    """
+    """Return a line for each change since a checkpoint was written; ``order`` is the present sample order."""
     return [*document_changes(resumed.progress["order"], asdict(order), "data"), *resumed.changes]

@@ -1,8 +1,8 @@
-"""What steps turned out to be, in their order, once it is known.
+"""Queue of steps whose results are pending.
 
-On a CPU a step's loss, norm and phases are there when it is made. On a device they arrive while later
-steps run: the host must not wait for them. Code that needs the results (before a save, at the end of an
-epoch) waits for all that are outstanding.
+On a CPU, loss, gradient norm and phases are available after the step. On a device, they become available
+while later steps run, and the host must not wait for them in each step. Code that requires the results
+(before a save, at the end of an epoch) waits for all pending steps.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from horovod_train.frameworks.base import Reading, StepOutcome
 DRAIN_TIMEOUT_S = 5.0
 
 
-@dataclass(slots=True)  # frozen, it would take four times as long to make, in each step
+@dataclass(slots=True)  # not frozen: creating a frozen instance takes four times as long
 class StepReport:
-    """What hooks learn of a step.
+    """Description of a step for hooks.
 
     Attributes:
-        step: Optimizer steps made then.
-        epochs_passed: Epochs passed then, with the fraction of the current one.
-        share: This rank's part of it.
-        lr: Its learning rate.
-        reading: What it did, once that is known.
+        step: Number of optimizer steps performed, including this one.
+        epochs_passed: Epochs passed after this step, with the fraction of the current one.
+        share: This rank's part of the step's samples.
+        lr: Learning rate of the step.
+        reading: Future of the result.
     """
 
     step: int
@@ -43,11 +43,10 @@ class StepReport:
 
 
 class PendingSteps:
-    """Steps whose results were not passed to hooks yet.
+    """Steps whose results have not been passed to hooks yet.
 
-    Args:
-        lag_steps: Steps by which results are delivered later. The lag is fixed, and not "when available":
-            ranks act on results, and have to do so after the same step.
+    Results are delivered ``lag_steps`` steps later. The delay is fixed and does not depend on availability,
+    because all ranks must act on a result after the same step.
     """
 
     def __init__(self, lag_steps: int = 0) -> None:
@@ -55,7 +54,7 @@ class PendingSteps:
         self._pending: deque[StepReport] = deque()
 
     def add(self, report: StepReport) -> None:
-        """Add a step that was just made."""
+        """Add the latest step."""
         self._pending.append(report)
 
     def ready(self) -> Iterator[StepReport]:
@@ -64,15 +63,12 @@ class PendingSteps:
             yield self._pending.popleft()
 
     def all(self) -> Iterator[StepReport]:
-        """Yield everything that is outstanding; wait for it."""
+        """Yield all pending steps. Their ``outcome`` waits for the result."""
         while self._pending:
             yield self._pending.popleft()
 
     def drain(self) -> Iterator[StepReport]:
-        """Yield what is outstanding and there, or comes within some seconds.
-
-        Of a training that has failed: a device may stand still, or wait for a rank that is gone.
-        """
+        """Yield steps with results available in ``DRAIN_TIMEOUT_S``, because a failed device may hang."""
         until_s = monotonic() + DRAIN_TIMEOUT_S
         while self._pending:
             while not self._pending[0].reading.is_ready():
@@ -82,5 +78,5 @@ class PendingSteps:
             yield self._pending.popleft()
 
     def clear(self) -> None:
-        """Drop what is outstanding."""
+        """Discard all pending steps."""
         self._pending.clear()

@@ -1,4 +1,4 @@
-"""What one rank does in an epoch: the steps that it still has."""
+"""Plan of a rank's remaining steps in an epoch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,10 @@ def plan_epoch(
     max_steps: int | None = None,
     equally_many: bool = False,
 ) -> list[PlannedStep]:
-    """Return the steps that the current epoch still has.
+    """Return the remaining steps of the current epoch, at most ``max_steps``; None: no limit.
 
-    Args:
-        ranks: Those that share the samples.
-        reader: Reads them.
-        progress: Where the epoch stands.
-        batch_size_per_rank: Samples of a micro-batch.
-        accumulation_steps: Micro-batches of a step.
-        max_steps: At most so many steps; None: all.
-        equally_many: All ranks have as many micro-batches in a step.
+    The samples are distributed over ``ranks``. A step has ``accumulation_steps`` micro-batches of
+    ``batch_size_per_rank`` samples. With ``equally_many``, all ranks read the same number of micro-batches.
     """
     order = progress.order
     shares = steps_of_epoch(

@@ -1,4 +1,4 @@
-"""Where training stands: plain numbers, all that a resumed job has to know."""
+"""Progress of training: the plain numbers from which a job resumes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class DataOrder:
 
 @dataclass
 class Progress:
-    """Where training stands.
+    """Progress of training.
 
     Attributes:
-        order: What fixes the order of samples.
-        step: Optimizer steps made.
+        order: Settings that determine the order of samples.
+        step: Optimizer steps performed.
         epoch: Epochs completed.
         cursor: Samples of the current epoch used by all ranks together.
         metrics: Result of the last evaluation.
-        metrics_step: Optimizer steps made when it was taken.
+        metrics_step: Optimizer steps performed before that evaluation; -1: none.
         best_metric: Best value of the early-stopping metric so far.
-        num_without_improvement: Evaluations since then.
-        stopped_early: Early stopping has ended the job.
+        num_without_improvement: Evaluations since ``best_metric``.
+        stopped_early: Whether early stopping has ended training.
     """
 
     order: DataOrder
@@ -46,22 +46,22 @@ class Progress:
 
     @property
     def epochs_passed(self) -> float:
-        """Epochs with the fraction of the current one."""
+        """Epochs completed, with the fraction of the current one."""
         return self.epoch + self.cursor / self.order.num_samples
 
     def advance(self, num_samples: int) -> None:
-        """Note one optimizer step over so many samples of all ranks."""
+        """Count an optimizer step and its samples on all ranks."""
         self.step += 1
         self.cursor += num_samples
 
     def finish_epoch(self) -> None:
-        """Note the end of an epoch."""
+        """Count a completed epoch."""
         self.epoch += 1
         self.cursor = 0
 
     @property
     def current_metrics(self) -> dict[str, float]:
-        """Result of an evaluation of the current weights; empty: none."""
+        """Metrics of the current weights; empty: they were not evaluated."""
         return self.metrics if self.metrics_step == self.step else {}
 
     def to_json(self) -> dict[str, object]:
@@ -69,10 +69,10 @@ class Progress:
         return asdict(self)
 
     def restore(self, document: Mapping[str, Any]) -> None:
-        """Go on where a checkpoint stands.
+        """Load the progress of a checkpoint.
 
         Raises:
-            UserError: It stands in the middle of an epoch with another order of samples.
+            UserError: The checkpoint is within an epoch, and the order of samples has changed.
         """
         fields = dict(document)
         old = DataOrder(**fields.pop("order"))

@@ -1,1 +1,1 @@
-"""Grafana's dashboards: what they show (Python), and the files that are made of it (JSON, shipped)."""
+"""Grafana dashboards: their definitions in Python, and the JSON files generated from them (shipped/)."""

@@ -1,4 +1,4 @@
-"""The dashboard of all jobs: how they stand, ranks wanted and present, failures."""
+"""Dashboard of all jobs: states, requested and running ranks, failures."""
 
 from __future__ import annotations
 

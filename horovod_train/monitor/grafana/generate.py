@@ -1,7 +1,4 @@
-"""Write the files that ship with this package: dashboards, made with Grafana's SDK, and rules.
-
-usage: python -m horovod_train.monitor.grafana.generate
-"""
+"""Generate the files in shipped/. Usage: ``python -m horovod_train.monitor.grafana.generate``."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ FOLDER = Path(__file__).parent / "shipped"
 
 
 def generated() -> dict[str, str]:
-    """Return the files by name."""
+    """Return the contents of the files by name."""
     dashboards = {f"{page.uid}.json": rendered(page) for page in PAGES}
     return {**dashboards, "horovod-train-rules.yaml": as_yaml(document())}
 

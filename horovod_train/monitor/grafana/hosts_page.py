@@ -1,4 +1,4 @@
-"""The dashboard of hosts and GPUs: memory of ranks, and what their GPUs do."""
+"""Dashboard of hosts and GPUs: memory of ranks, and metrics of their GPUs."""
 
 from __future__ import annotations
 

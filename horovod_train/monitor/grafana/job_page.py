@@ -1,4 +1,4 @@
-"""The dashboard of a job: whether it learns, how fast, and whether its work is safe."""
+"""Dashboard of a job: loss, evaluation, throughput and checkpoints."""
 
 from __future__ import annotations
 

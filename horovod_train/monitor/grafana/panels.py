@@ -1,4 +1,4 @@
-"""What dashboards are made of: panels as plain data, and what Grafana's SDK makes of them."""
+"""Dashboards and panels as dataclasses, and their conversion to JSON with Grafana's SDK."""
 
 from __future__ import annotations
 
@@ -26,17 +26,12 @@ DATASOURCE = dashboard_models.DataSourceRef(type_val="prometheus", uid="${dataso
 HEIGHT = 8
 AnyPanel = timeseries.Panel | heatmap.Panel | bargauge.Panel | stat.Panel | table.Panel
 SELECTED = 'training_job=~"$job", run=~"$run"'
-"""Which series a panel of one job shows."""
+"""Label matchers of the jobs and runs that are selected in a dashboard."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """One query of a panel.
-
-    Attributes:
-        expr: In PromQL.
-        legend: Name of its series.
-    """
+    """PromQL query of a panel, and the legend of its series."""
 
     expr: str
     legend: str = ""
@@ -44,15 +39,15 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel.
+    """Panel of a dashboard.
 
     Attributes:
-        kind: How it shows numbers.
-        title: A few words.
-        description: The question it answers, and how to read it.
-        queries: What it shows.
+        kind: Visualization.
+        title: Title, a few words.
+        description: Question that the panel answers, and how to read it.
+        queries: Queries whose series are displayed.
         unit: Grafana's name of the unit.
-        span: Width, of 24.
+        span: Width; the width of a dashboard is 24.
     """
 
     kind: Literal["graph", "heat map", "bars", "number", "table"]
@@ -71,29 +66,23 @@ def panel(
     unit: str = "short",
     span: int = 8,
 ) -> Panel:
-    """Return a panel; each query with the legend of its series."""
+    """Return a panel. Each query is a PromQL expression and the legend of its series."""
     return Panel(kind, title, description, tuple(Query(*each) for each in queries), unit, span)
 
 
 def of_selected(metric: str, matchers: str = "") -> str:
-    """Return the query of the series of the jobs that are chosen."""
+    """Return the query of a metric for the selected jobs and runs."""
     return f"{metric}{{{', '.join(filter(None, (SELECTED, matchers)))}}}"
 
 
 def same_on_all(metric: str, by: str = "training_job, run") -> str:
-    """Return the query of a value that is equal on all ranks of a job, or exported by one of them."""
+    """Return the query of a value that is equal on all ranks of a job, or that only one rank exports."""
     return f"max by ({by}) ({of_selected(metric)})"
 
 
 @dataclass(frozen=True)
 class Variable:
-    """What a person can choose.
-
-    Attributes:
-        name: As queries use it.
-        label: As a person sees it.
-        query: Gives the values.
-    """
+    """Template variable of a dashboard: its name in queries, its label, and the query of its values."""
 
     name: str
     label: str
@@ -102,15 +91,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Page:
-    """One dashboard.
-
-    Attributes:
-        uid: Its name in addresses, and of its file.
-        title: As a person sees it.
-        description: What it is for.
-        variables: What a person can choose.
-        rows: Panels under a heading each.
-    """
+    """Dashboard. ``uid`` is used in URLs and as file name; each row has a heading and panels."""
 
     uid: str
     title: str
@@ -120,7 +101,7 @@ class Page:
 
     @property
     def panels(self) -> list[Panel]:
-        """All panels."""
+        """Panels of all rows."""
         return [panel for _, panels in self.rows for panel in panels]
 
 
@@ -139,11 +120,11 @@ ANNOTATIONS = (
     ),
     ("step not used", f"increase(horovod_train_non_finite_steps_total{{{SELECTED}}}[1m]) > 0", "red"),
 )
-"""Events as marks on the time axis: name, query, colour."""
+"""Events marked on the time axis: name, query, color."""
 
 
 def rendered(page: Page) -> str:
-    """Return a dashboard as the JSON that Grafana imports."""
+    """Return a dashboard as JSON in Grafana's import format."""
     built = (
         dashboard.Dashboard(page.title)
         .uid(page.uid)
@@ -201,7 +182,7 @@ def _variable(variable: Variable) -> dashboard.QueryVariable:
 
 
 def _panel(panel: Panel) -> AnyPanel:
-    """Return what the SDK knows as a panel."""
+    """Return the SDK's builder of a panel."""
     made: AnyPanel
     is_now = panel.kind in ("bars", "number", "table")
     format_ = {"table": "table", "heat map": "time_series"}.get(panel.kind)

@@ -1,4 +1,4 @@
-"""The dashboard of ranks: which one is slow, in which phase, since when, and who waits for whom."""
+"""Dashboard of ranks: own time and phases of each rank, waiting between ranks, and network."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is read on a scrape: a file for each kind of reading."""
+"""Samplers, which are called on each scrape."""

@@ -1,7 +1,7 @@
-"""What NVIDIA's management library says of a rank's GPU. Without the library or a GPU: nothing.
+"""Sampler of a rank's GPU through NVML.
 
-A GPU is known by its UUID: numbers mean one thing to CUDA and another to NVML. What a GPU or its driver does
-not tell (consumer cards have no ECC, virtual ones no power) is left out, and no error.
+GPUs are identified by UUID, because CUDA and NVML number them differently. Values that a GPU or its driver
+does not support are omitted: for example, consumer GPUs have no ECC, and virtual GPUs report no power.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 MIN_INTERVAL_S = 1.0
-"""A reading serves everybody who asks within so long: some drivers take milliseconds for one."""
+"""Minimum time between two readings, because some drivers need milliseconds for a reading."""
 
 THROTTLE_REASONS = {
     "power_cap": "nvmlClocksThrottleReasonSwPowerCap",
@@ -32,19 +32,18 @@ THROTTLE_REASONS = {
     "thermal_software": "nvmlClocksThrottleReasonSwThermalSlowdown",
     "sync_boost": "nvmlClocksThrottleReasonSyncBoost",
 }
-"""Reasons for a lower clock, as labels, by the name of NVML's bit. Idle GPUs and those whose clock a user
-has set are not held down."""
+"""Label -> name of NVML's bit. Low clocks of idle GPUs and clocks set by a user are not throttling."""
 
 
 class GpuSampler:
-    """Reads one GPU.
+    """Sampler of one GPU.
 
     Args:
-        library: The package ``pynvml``, from nvidia-ml-py.
-        uuid: Of the GPU, 32 hexadecimal digits.
+        library: The module ``pynvml``, from nvidia-ml-py.
+        uuid: UUID of the GPU, 32 hexadecimal digits.
 
     Raises:
-        Exception: The library's exception without a driver or without this GPU.
+        NVMLError: No driver, or no GPU with this UUID.
     """
 
     def __init__(self, library: ModuleType, uuid: str) -> None:
@@ -56,7 +55,7 @@ class GpuSampler:
         self._read_s = float("-inf")
 
     def __call__(self) -> GpuRecord | None:
-        """Return a reading; None: the last one is not old yet."""
+        """Return a reading; None: the last one is younger than ``MIN_INTERVAL_S``."""
         now_s = monotonic()
         if now_s - self._read_s < MIN_INTERVAL_S:
             return None
@@ -77,7 +76,7 @@ class GpuSampler:
         )
 
     def _read_or_none(self, read: Callable[[], Value]) -> Value | None:
-        """Return a value, or None where the GPU does not tell it."""
+        """Return a value; None: the GPU does not support it."""
         with suppress(self._nvml.NVMLError):
             return read()
         return None
@@ -111,11 +110,7 @@ class GpuSampler:
 
 
 def gpu_sampler(uuid: str) -> GpuSampler | None:
-    """Return what reads a GPU; None: no library, no driver, or no such GPU.
-
-    Args:
-        uuid: Of the GPU, 32 hexadecimal digits; empty: the rank has none.
-    """
+    """Return a sampler of a GPU; None: the UUID is empty, or no library, no driver, or no such GPU."""
     if not uuid:
         return None
     try:

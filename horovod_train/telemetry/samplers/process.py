@@ -1,4 +1,4 @@
-"""Memory of this process on its host."""
+"""Sampler of the memory of this process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from horovod_train.telemetry.records import MemoryRecord
 
 
 def read_memory() -> MemoryRecord:
-    """Return what this process has in memory, and the most it has had."""
+    """Return the current and peak resident memory of this process."""
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return MemoryRecord(psutil.Process().memory_info().rss, peak_kib * 1024)

@@ -1,1 +1,1 @@
-"""Where losses and metrics of a run go besides Prometheus: a file per tracker."""
+"""Experiment trackers, which store losses and metrics of runs: one module per tracker."""

@@ -1,4 +1,4 @@
-"""What a tracker is: it keeps the losses and metrics of runs, for people who compare them."""
+"""Interface of experiment trackers, which store losses and metrics of runs for comparison."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that is tracked.
+    """Run that is tracked.
 
     Attributes:
-        job: The resolved job, as JSON has it.
-        run_id: Name of this run of it.
-        folder: Where runs of the job are kept.
-        world_size: Ranks.
-        step: Steps made when it begins; more than none when it resumes from a checkpoint.
+        job: Resolved job, as JSON.
+        folder: Folder that contains the runs of the job.
+        step: Completed steps at the start; greater than 0 if training resumes from a checkpoint.
     """
 
     job: Mapping[str, object]
@@ -28,28 +26,28 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Called on rank 0, in its own thread: it may be slow, and no rank waits for it.
+    """Tracker, created with the job's ``args`` on rank 0.
 
-    It is created with the job's ``args``. An exception is reported once; then the tracker is disabled,
-    and training continues.
+    Its methods are called in its own thread, so that training does not wait for a slow tracker. After an
+    exception, which is reported once, the tracker is disabled and training continues.
     """
 
     def start(self, run: TrackedRun) -> None:
-        """Training begins or continues."""
+        """Start tracking; called when training starts or resumes."""
         ...
 
     def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
-        """Keep values by name.
+        """Store values by name.
 
         Args:
-            step: Optimizer steps made then. It may be smaller than before when training has gone back to a
-                checkpoint: what is logged later counts.
-            epochs: Epochs passed then.
-            values: Of a step ``loss``, ``lr`` and, where it was taken, ``grad_norm``; of an evaluation
-                ``eval/<metric>``.
+            step: Completed optimizer steps. After a return to a checkpoint, it may be smaller than before:
+                the later values are valid.
+            epochs: Epochs passed.
+            values: Of a step: ``loss``, ``lr``, and further numbers if computed, such as ``grad_norm``; of an
+                evaluation: ``eval/<metric>``.
         """
         ...
 
     def end(self) -> None:
-        """Training is over: done, left or failed."""
+        """Stop tracking; called when training is complete, is preempted, or fails."""
         ...

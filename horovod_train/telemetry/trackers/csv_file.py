@@ -1,4 +1,4 @@
-"""A CSV file that all runs of a job add to: one row per value, ready for a pivot table."""
+"""Tracker that appends values of all runs of a job to a CSV file, one row per value (long format)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ COLUMNS = ("run", "step", "epochs", "name", "value")
 
 
 class CsvFile:
-    """Adds rows to a file, and never changes those that are there.
+    """Tracker that appends rows to a CSV file.
 
     Args:
-        path: The file; None: ``metrics.csv`` next to the runs of the job. A relative one begins there, too.
-
-    Raises:
-        OSError: It cannot be written.
+        path: File, relative to the folder of the job's runs; None: ``metrics.csv``.
     """
 
     def __init__(self, path: str | None = None) -> None:
         self._path = Path(path or "metrics.csv")
 
     def start(self, run: TrackedRun) -> None:
-        """Open the file; a line that was cut off, by a full disk or a kill, stays its own line."""
+        """Open the file, and terminate a last line that a full disk or a kill has truncated.
+
+        Raises:
+            OSError: The file cannot be read or written.
+        """
         self._run_id = run.run_id
         path = run.folder / self._path.expanduser()
         path.parent.mkdir(parents=True, exist_ok=True)
         last = b""
         if path.exists() and path.stat().st_size:
-            with path.open("rb") as before:  # the last byte alone: the file may have grown for months
+            with path.open("rb") as before:  # only the last byte, because the file may be large
                 before.seek(-1, os.SEEK_END)
                 last = before.read()
         self._file = path.open("a", encoding="utf-8", newline="")
@@ -44,7 +45,7 @@ class CsvFile:
         self._file.flush()
 
     def log(self, step: int, epochs: float, values: Mapping[str, float]) -> None:
-        """Add a row for each value."""
+        """Append a row for each value."""
         self._rows.writerows((self._run_id, step, epochs, name, value) for name, value in values.items())
         self._file.flush()
 

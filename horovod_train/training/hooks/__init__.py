@@ -1,1 +1,1 @@
-"""What happens around the loop, a file for each subject."""
+"""Hooks of the training loop, one file for each subject."""

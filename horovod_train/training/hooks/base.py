@@ -1,4 +1,4 @@
-"""What a hook is, and what it is made of."""
+"""Base class of hooks, and the objects from which hooks are created."""
 
 from __future__ import annotations
 
@@ -21,20 +21,19 @@ from horovod_train.training.run import Run
 
 @dataclass(frozen=True)
 class HookParts:
-    """What the hooks of a run are made of.
+    """Objects from which the hooks of a run are created.
 
     Attributes:
-        job: The job.
-        run_id: Name of this run of it.
-        world: Its ranks.
+        run_id: Name of this run of the job.
+        world: Communicator of all ranks.
         framework: The framework; None: a user's own loop.
-        manager: Manager of the checkpoints; None: a user's own loop.
-        recorder: Of this rank's metrics.
-        reporter: Tells people.
-        exchange: What ranks tell each other now and then.
-        is_preempted: Whether this rank was preempted.
+        manager: Manager of checkpoints; None: a user's own loop.
+        recorder: Recorder of this rank's metrics.
+        reporter: Writer of this rank's events.
+        exchange: Periodic exchange of data between ranks.
+        is_preempted: Returns whether this rank was preempted.
         report_interval_s: Time between two reports of progress, in seconds.
-        at_end: What is done when the rank ends, however it does.
+        at_end: Callbacks that run when the rank ends, also after an error.
     """
 
     job: Job
@@ -51,45 +50,41 @@ class HookParts:
 
 
 class Hook:
-    """Looks at training from outside. This one does nothing; others override what they need.
+    """Base class of hooks, whose methods do nothing. Subclasses override some of them.
 
-    A hook is a class in its own file and a row of ``registry.HOOKS``, whose order is theirs. All hooks
-    run on all ranks, and what one answers is the same on all of them; None: continue.
+    A hook is a class in its own file and an entry of ``registry.HOOKS``, which determines the order of hooks.
+    Hooks run on all ranks, unless ``of`` returns None. They must return the same action on all ranks; None:
+    continue.
     """
 
     @classmethod
     def of(cls, parts: HookParts) -> Hook | None:  # noqa: ARG003
-        """Return the hook of a run; None: its job does without."""
+        """Return the hook of a run; None: the job, or this rank, does not require it."""
         return cls()
 
     def on_start(self, run: Run) -> None:
-        """Training begins, after a resume if there is one."""
+        """Called once before the first step; a checkpoint to resume from is loaded already."""
 
     def on_reading(self, run: Run, report: StepReport) -> Action | None:
-        """It is known what a step did; ``run.progress`` may be further already."""
+        """Called with the result of a step, in step order; ``run.progress`` may be some steps ahead."""
         return None
 
     def on_step(self, run: Run) -> Action | None:
-        """An optimizer step was made, the one that ``run.progress`` counts; its outcome may come later."""
+        """Called after each optimizer step, which ``run.progress`` includes; its result may be pending."""
         return None
 
     def on_evaluation(self, run: Run, *, begins: bool) -> None:
-        """An evaluation begins, or has ended."""
+        """Called before and after an evaluation."""
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> Action | None:
-        """An epoch is complete; ``run.progress.metrics`` is new if it was evaluated."""
+        """Called after each epoch; with ``evaluated``, ``run.progress.metrics`` contains its evaluation."""
         return None
 
     def on_end(self, run: Run) -> None:
-        """Training is complete."""
+        """Called when training is complete."""
 
 
 def make_hooks(parts: HookParts, locations: Sequence[str] = HOOKS) -> list[Hook]:
-    """Return the hooks of a run, in their order.
-
-    Args:
-        parts: Their parts.
-        locations: Import paths of their classes.
-    """
+    """Return the hooks of a run, in the order of ``locations``, the import paths of their classes."""
     made = (load_attribute(location, what="hook").of(parts) for location in locations)
     return [hook for hook in made if hook is not None]

@@ -1,4 +1,4 @@
-"""Checkpoints when the job says so, and at the end."""
+"""Periodic checkpoints of the job, and one at the end of training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from horovod_train.training.run import Run
 
 
 class SaveCheckpoints(Hook):
-    """Saves when the job says so, and at the end."""
+    """Saves checkpoints at the job's intervals, and at the end of training."""
 
     def __init__(self, manager: CheckpointManager, framework: Framework) -> None:
         self._manager = manager
@@ -26,7 +26,7 @@ class SaveCheckpoints(Hook):
         return cls(parts.manager, parts.framework)
 
     def on_step(self, run: Run) -> None:
-        """Save when steps say so, as soon as rank 0's replica is everyone's."""
+        """Save every ``checkpoint.every_steps`` steps, as soon as replicas are identical."""
         every = run.job.checkpoint.every_steps
         self._is_due = self._is_due or bool(every and run.progress.step % every == 0)
         if self._is_due and run.replica.replicas_identical:
@@ -34,18 +34,18 @@ class SaveCheckpoints(Hook):
             save(run, self._manager, self._framework)
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
-        """Save when epochs say so."""
+        """Save every ``checkpoint.every_epochs`` epochs; ``on_end`` saves after the last one."""
         every = run.job.checkpoint.every_epochs
         if every and run.progress.epoch % every == 0 and not run.is_done:
             save(run, self._manager, self._framework)
 
     def on_end(self, run: Run) -> None:
-        """Save the result."""
+        """Save the final checkpoint, and wait until it is on disk."""
         save(run, self._manager, self._framework, wait=True)
 
 
 def save(run: Run, manager: CheckpointManager, framework: Framework, *, wait: bool = False) -> None:
-    """Save now; with ``wait`` it is on disk afterwards. All steps have turned out to be usable."""
+    """Check the results of all steps, and save a checkpoint; with ``wait``, it is on disk at return."""
     run.deliver_all()
     rng = dump_state(*framework.rng_state())
     save_checkpoint(manager, run.world, run.replica, run.progress, rng, wait=wait)

@@ -11,14 +11,14 @@ from horovod_train.training.run import Run
 
 
 class RecordMetrics(Hook):
-    """Keeps the rank's Prometheus metrics."""
+    """Records this rank's Prometheus metrics."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
     @classmethod
     def of(cls, parts: HookParts) -> RecordMetrics | None:
-        """Return the hook, if the job has metrics."""
+        """Return the hook; None: the job has no metrics."""
         return cls(parts.recorder) if parts.job.metrics.enabled else None
 
     def on_reading(self, run: Run, report: StepReport) -> None:
@@ -27,7 +27,7 @@ class RecordMetrics(Hook):
         record_step(self._recorder, report.share, report.outcome, report.lr, step, epochs)
 
     def on_evaluation(self, run: Run, *, begins: bool) -> None:
-        """Record that no steps are made meanwhile."""
+        """Record the begin and the end of an evaluation, during which no steps are performed."""
         self._recorder.record(EvaluatingRecord(begins))
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:

@@ -1,8 +1,8 @@
-"""Preemption without losing work: a signal to any rank, and all ranks stop after the same step.
+"""Preemption without loss of work: after a signal to any rank, all ranks stop after the same step.
 
-    signal on one rank -> flag -> told to all at a step boundary -> all save -> all end with 75
+    signal on one rank -> flag -> exchanged at a step boundary -> all ranks save -> all exit with code 75
 
-The flag travels with what ranks tell each other about twice a second (``training/exchange.py``).
+The flag is part of the periodic exchange between ranks, about twice a second (``training/exchange.py``).
 """
 
 from __future__ import annotations
@@ -30,22 +30,19 @@ from horovod_train.training.run import Run
 
 
 class PreemptionRequest:
-    """Notes that this process was preempted.
-
-    Signals are noted from ``listen`` on; nothing else happens by itself.
-    """
+    """Flag of this process's preemption; signals set it after ``listen`` was called, with no other effect."""
 
     def __init__(self) -> None:
         self.is_received = False
 
     def listen(self) -> None:
-        """Take SIGTERM and SIGUSR1 for the wish that this process leaves; main thread only."""
+        """Handle SIGTERM and SIGUSR1 as preemption requests. Must be called in the main thread."""
         for number in PREEMPTION_SIGNALS:
             signal.signal(number, self._on_signal)
         atexit.register(self._ignore)
 
     def _ignore(self) -> None:
-        """Keep a late signal from killing a process that ends: Python restores default handlers then."""
+        """Ignore signals from now on: at exit, Python restores default handlers, which kill the process."""
         for number in PREEMPTION_SIGNALS:
             if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, signal.SIG_IGN)
@@ -55,12 +52,9 @@ class PreemptionRequest:
 
 
 class PreemptionAgreement:
-    """Once the preemption flag is set on any rank, all stop after the same step.
+    """Agreement of all ranks to exit after the same step, once ``is_preempted`` returns True on any rank.
 
-    Args:
-        world: The ranks.
-        is_preempted: Whether this rank was preempted.
-        exchange: Exchange between ranks; None: a new one.
+    ``exchange`` is the periodic exchange between ranks; None: a new one with ``clock``.
     """
 
     def __init__(
@@ -78,16 +72,16 @@ class PreemptionAgreement:
 
     @property
     def interval_s(self) -> float:
-        """Time between the last two exchanges: so long a request may have to wait, in seconds."""
+        """Time between the last two exchanges, in seconds: the delay of a preemption request."""
         return self._exchange.interval_s if self._world.size > 1 else 0.0
 
     @property
     def is_reached(self) -> bool:
-        """Whether all ranks exit now; the same on all ranks between two exchanges."""
+        """Whether all ranks exit now; equal on all ranks between two exchanges."""
         return self._is_reached or (self._world.size == 1 and self._is_preempted())
 
     def reached(self) -> bool:
-        """Exchange flags if it is time, and return whether all ranks exit now; called after each step.
+        """Return whether all ranks exit now, after an exchange if it is due. Must be called after each step.
 
         Raises:
             PeerError: Another rank was lost.
@@ -105,7 +99,7 @@ class PreemptionAgreement:
 
 
 class StopWhenPreempted(Hook):
-    """Saves and ends training when any rank was preempted; watches how long that would take."""
+    """Saves and ends training when any rank was preempted; warns if the grace period is too short."""
 
     def __init__(
         self,
@@ -133,17 +127,17 @@ class StopWhenPreempted(Hook):
         return cls(agreement, parts.manager, parts.framework, parts.recorder, parts.reporter)
 
     def on_reading(self, run: Run, report: StepReport) -> None:
-        """Count how long ranks compute until their replicas are identical."""
+        """Add up the time of steps since replicas were last identical."""
         self._since_identical_s += report.outcome.clock.total_s
 
     def on_step(self, run: Run) -> ExitPreempted | None:
-        """Leave if the ranks agree to, as soon as their replicas are identical and saved."""
+        """Save and exit if the ranks have agreed to, as soon as replicas are identical."""
         self._is_leaving = self._is_leaving or self._agreement.reached()
         if not run.replica.replicas_identical:
             return None
         if self._is_leaving:
             save(run, self._manager, self._framework, wait=True)
-            # Before the first rank is gone: some launchers kill the others as soon as one has left.
+            # Before the first rank exits: some launchers then kill the other ranks.
             self._reporter.report(Preempted(step=run.progress.step, epoch=run.progress.epochs_passed))
             return ExitPreempted(run.progress.step)
         write_s = self._manager.last_write_s

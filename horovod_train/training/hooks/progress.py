@@ -1,4 +1,4 @@
-"""How far training is, for a person."""
+"""Human-readable reports of training progress."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 
 MAX_UNUSED_NAMES = 20
-"""Most names in a message; the metric counts all."""
+"""Maximum number of messages about unused steps; a metric counts all of these steps."""
 
 
 class ReportProgress(Hook):
-    """Tells a person how far it is, on rank 0, and which steps were not used."""
+    """Reports progress and evaluations on rank 0, and steps that were not used."""
 
     WINDOW_S = 10.0
 
@@ -38,12 +38,12 @@ class ReportProgress(Hook):
         return cls(parts.reporter, parts.report_interval_s)
 
     def on_start(self, run: Run) -> None:
-        """Begin to count."""
+        """Start to count steps and samples."""
         self._num_steps = run.planned_steps()
         self._recent.append((monotonic(), 0))
 
     def on_reading(self, run: Run, report: StepReport) -> None:
-        """Report when the interval has passed."""
+        """Report an unused step; report progress when the interval has passed."""
         self._samples += report.share.num_samples
         if not report.outcome.is_finite:
             self._report_unused(run, report)
@@ -59,10 +59,10 @@ class ReportProgress(Hook):
             self._report(run, *self._unreported)
 
     def _report_unused(self, run: Run, report: StepReport) -> None:
-        """Tell, of the first such steps, that one was left out: rank 0, and the rank whose loss it was."""
+        """Report an unused step on rank 0, and on ranks with a local loss that is not finite."""
         loss, local_loss = report.outcome.loss, report.outcome.local_loss
         is_ours, is_loss = not math.isfinite(local_loss), not math.isfinite(loss)
-        is_search = run.job.train.precision == "fp16" and not is_loss  # of the scale, by trying
+        is_search = run.job.train.precision == "fp16" and not is_loss  # search for the loss scale
         if is_search or not (run.world.rank == 0 or is_ours) or self._num_not_used >= MAX_UNUSED_NAMES:
             return
         self._num_not_used += 1

@@ -1,4 +1,4 @@
-"""Replicas are identical on all ranks, or training ends."""
+"""Check that replicas are identical on all ranks; a difference ends training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from horovod_train.training.run import Run
 
 
 class CheckReplicasIdentical(Hook):
-    """Compares the whole state between ranks at start, resume, end, and every so many steps."""
+    """Compares the state of all ranks before the first step, at the end, and periodically."""
 
     def __init__(self) -> None:
         self._is_due = False
@@ -18,7 +18,7 @@ class CheckReplicasIdentical(Hook):
         self._check(run, "before the first step")
 
     def on_step(self, run: Run) -> None:
-        """Compare when it is due, as soon as replicas should be identical."""
+        """Compare every ``health.sync_check_every_steps`` steps, as soon as replicas must be identical."""
         every = run.job.health.sync_check_every_steps
         self._is_due = self._is_due or bool(every and run.progress.step % every == 0)
         if self._is_due and run.replica.replicas_identical:
@@ -26,7 +26,7 @@ class CheckReplicasIdentical(Hook):
             self._check(run, f"after step {run.progress.step}")
 
     def on_end(self, run: Run) -> None:
-        """Compare what will be kept."""
+        """Compare the final state before it is saved."""
         self._check(run, "at the end")
 
     def _check(self, run: Run, when: str) -> None:

@@ -1,4 +1,4 @@
-"""Experiment trackers of the job: receive losses and metrics, on rank 0."""
+"""Experiment trackers of the job, which receive losses and metrics on rank 0."""
 
 from __future__ import annotations
 
@@ -20,20 +20,14 @@ from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 
 MAX_WAITING = 10_000
-"""So many calls may wait for a slow tracker; what comes then is left out, and told."""
+"""Maximum number of queued calls of a slow tracker; further calls are dropped and counted."""
 
 CLOSE_S = 10.0
-"""So long a tracker may take, at the end, for what it was not told yet."""
+"""Maximum time for queued calls when the rank ends."""
 
 
 class TrackerThread:
-    """Tells one tracker, in its own thread.
-
-    Args:
-        name: Its name, for messages.
-        tracker: The tracker.
-        print_notice: Prints a line for the user.
-    """
+    """Thread that calls one tracker. Messages use its name and are passed to ``print_notice``."""
 
     def __init__(self, name: str, tracker: Tracker, print_notice: Callable[[str], None]) -> None:
         self.tracker = tracker
@@ -45,18 +39,18 @@ class TrackerThread:
         self._thread.start()
 
     def enqueue(self, call: Callable[[], None]) -> None:
-        """Have the tracker called; returns at once."""
+        """Queue a call of the tracker; does not block."""
         if self._waiting.qsize() >= MAX_WAITING:
             self._num_dropped += 1
         else:
             self._waiting.put(call)
 
     def close(self) -> None:
-        """Wait until it knows everything, for a while."""
+        """Wait for queued calls, for up to ``CLOSE_S``; report dropped calls."""
         self._waiting.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            num_waiting = self._waiting.qsize()  # the last one is the end
+            num_waiting = self._waiting.qsize()  # the last entry is the None from above
             self._num_dropped += max(0, num_waiting - 1)
             if not num_waiting:
                 self._print_notice(
@@ -86,11 +80,9 @@ class TrackerThread:
 
 
 class Track(Hook):
-    """Tells trackers what steps and evaluations were.
+    """Passes results of steps and evaluations to trackers.
 
-    Args:
-        trackers: Each with its section of the job.
-        run: What is tracked, given where training begins.
+    ``run`` returns the description of the run; its argument is the step at which training starts.
     """
 
     def __init__(
@@ -101,10 +93,10 @@ class Track(Hook):
 
     @classmethod
     def of(cls, parts: HookParts) -> Track | None:
-        """Return the hook; None on other ranks, and for jobs without trackers.
+        """Return the hook; None: a rank other than 0, or a job without trackers.
 
         Raises:
-            UserError: A tracker cannot be made.
+            UserError: A tracker cannot be created.
         """
         job, print_notice = parts.job, partial(report_notice, parts.reporter)
         if parts.world.rank != 0 or not job.metrics.trackers:
@@ -123,13 +115,13 @@ class Track(Hook):
         return cls(threads, tracked)
 
     def on_start(self, run: Run) -> None:
-        """Tell where it begins."""
+        """Start the trackers."""
         tracked = self._run(run.progress.step)
         for _, thread in self._trackers:
             thread.enqueue(partial(thread.tracker.start, tracked))
 
     def on_reading(self, run: Run, report: StepReport) -> None:
-        """Tell what a step did, as often as wanted."""
+        """Log the result of a step, every ``every_steps`` steps of the tracker."""
         outcome = report.outcome
         values = {"loss": outcome.loss, "lr": report.lr, **shown_numbers(outcome.numbers)}
         if outcome.grad_norm is not None:
@@ -139,7 +131,7 @@ class Track(Hook):
                 thread.enqueue(partial(thread.tracker.log, report.step, report.epochs_passed, values))
 
     def on_epoch(self, run: Run, *, evaluated: bool) -> None:
-        """Tell what an evaluation has found."""
+        """Log the metrics of an evaluation."""
         if not evaluated:
             return
         progress = run.progress
@@ -149,10 +141,10 @@ class Track(Hook):
 
 
 def make_tracker(section: Tracking) -> Tracker:
-    """Return a tracker of the job.
+    """Create a tracker of the job.
 
     Raises:
-        UserError: It cannot be imported, or refuses its arguments.
+        UserError: The tracker cannot be imported, or rejects its arguments.
     """
     tracker: Tracker = TRACKERS.make(
         section.name, lambda factory: factory(**section.args), args_field="metrics.trackers.args"
@@ -161,5 +153,5 @@ def make_tracker(section: Tracking) -> Tracker:
 
 
 def report_notice(reporter: Reporter, text: str) -> None:
-    """Report what a person should know."""
+    """Report a message for the user."""
     reporter.report(Notice(text=text))

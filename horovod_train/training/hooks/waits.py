@@ -1,4 +1,4 @@
-"""Who waits for whom: ranks tell each other how long they waited in each step, and where their time went."""
+"""Attribution of waiting time to ranks, from the exchanged wait and phase times of all ranks."""
 
 from __future__ import annotations
 
@@ -19,25 +19,21 @@ from horovod_train.training.pending_steps import StepReport
 from horovod_train.training.run import Run
 
 RANKS_PER_EVENT = 32
-"""Lines stay short: launchers cut long ones."""
+"""Ranks in an event, limited because launchers split long lines."""
 
 MIN_REPORT_S = 2.0
 REPORT_S_PER_RANK = 0.03
-"""A thousand ranks are reported every 30 s: as many bytes a second as a few ranks every 2 s, or less."""
+"""The interval grows with the number of ranks (1000 ranks: 30 s), which limits the bytes per second."""
 
-# Time and number of steps, number of samples, time of each phase; then the first step whose wait is sent.
+# Time and number of steps, number of samples, time of each phase; then the step of the first wait time.
 _SUMS = struct.Struct(f"<{3 + len(PHASES)}d")
 _FIRST = struct.Struct("<q")
 
 
 class AttributeWaiting(Hook):
-    """Tells other ranks how long this one waits, and records who waited for whom.
+    """Exchanges wait times, and computes how long each rank waits and how long others wait for it.
 
-    Args:
-        num_ranks: Ranks of the world.
-        rank: This one.
-        recorder: Gets what is found of this rank.
-        reporter: Rank 0's gets what is found of all.
+    ``recorder`` receives the times of this rank; on rank 0, ``reporter`` receives those of all ranks.
     """
 
     def __init__(self, num_ranks: int, rank: int, recorder: Recorder, reporter: Reporter) -> None:
@@ -49,12 +45,12 @@ class AttributeWaiting(Hook):
         self._sums = np.zeros(3 + len(PHASES))
         self._interval_s = max(MIN_REPORT_S, REPORT_S_PER_RANK * num_ranks)
         self._reported_s = monotonic()
-        # Of all ranks since the last report: sums as above, waiting, waited for.
+        # A row per rank, since the last report: sums as above, waiting_s, waited_for_s.
         self._of_ranks = np.zeros((num_ranks, self._sums.size + 2))
 
     @classmethod
     def of(cls, parts: HookParts) -> AttributeWaiting | None:
-        """Return the hook, if the job has metrics."""
+        """Return the hook; None: the job has no metrics."""
         if not parts.job.metrics.enabled:
             return None
         hook = cls(parts.world.size, parts.world.rank, parts.recorder, parts.reporter)
@@ -62,7 +58,7 @@ class AttributeWaiting(Hook):
         return hook
 
     def on_reading(self, run: Run, report: StepReport) -> None:
-        """Note how long this rank waited, and where the rest of the step's time went."""
+        """Add the times of a step."""
         clock = report.outcome.clock
         phases = clock.seconds
         sums = self._sums
@@ -74,20 +70,20 @@ class AttributeWaiting(Hook):
                 sums[place] += phases[phase]
         wait_s = phases.get(WAIT_PHASE)
         if report.step != self._first_step + len(self._wait_times_s) or wait_s is None:
-            # The first step of all, or training has gone back.
+            # The first step, a step without wait time, or a restored checkpoint.
             self._first_step, self._wait_times_s = report.step, []
         if wait_s is not None:
             self._wait_times_s.append(wait_s)
 
     def payload(self) -> bytes:
-        """Return the sums since the last exchange, and the waits of steps."""
+        """Return the sums since the last exchange, and the wait times that are not attributed yet."""
         wait_times = np.array(self._wait_times_s, np.float32).tobytes()
         header = _SUMS.pack(*self._sums) + _FIRST.pack(self._first_step) + wait_times
         self._sums[:] = 0
         return header
 
     def on_gathered(self, of_ranks: Sequence[bytes]) -> None:
-        """Share out the waiting of the steps that all ranks know of."""
+        """Attribute the waiting of the steps whose wait times all ranks have sent."""
         if self._rank == 0:
             for rank, message in enumerate(of_ranks):
                 self._of_ranks[rank, :-2] += _SUMS.unpack_from(message)
@@ -120,12 +116,12 @@ class AttributeWaiting(Hook):
         self._of_ranks[:, -1] += waited_for
 
     def on_end(self, run: Run) -> None:
-        """Report the rest."""
+        """Report the times since the last report."""
         if self._rank == 0:
             self._report()
 
     def _report(self) -> None:
-        """Report what ranks did since the last time, those of 32 in an event."""
+        """Report the times of all ranks since the last report, in events of 32 ranks."""
         now = monotonic()
         table, self._of_ranks = self._of_ranks, np.zeros_like(self._of_ranks)
         seconds, self._reported_s = now - self._reported_s, now
