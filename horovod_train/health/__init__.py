@@ -1,1 +1,1 @@
-"""What is checked while training."""
+"""Checks before and during training."""

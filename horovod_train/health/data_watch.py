@@ -1,7 +1,7 @@
-"""Watches for how long this rank waits for its own data.
+"""Monitor how long this rank waits for its own data.
 
-A rank whose loader hangs is missed by the others in a collective. A world of one has no others, and where
-the loaders of all ranks hang, no rank is in a collective.
+Other ranks detect a rank whose loader hangs, because they wait for it in a collective. They cannot do so if
+there is only one rank, or if the loaders of all ranks hang.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ HANG = "a loader process, the disk or the dataset's __getitem__ hangs"
 
 
 class DataWatch(WaitWatch):
-    """Reports a long wait for data, and ends the rank when it is too long.
+    """Watchdog that reports a long wait for data, and ends the rank if the wait is too long.
 
     Args:
-        world: The ranks. Where there are others, they come first: they know that this one is missing.
-        health: When to report, and when to end.
-        waiting_since_s: Returns when the wait of now began; None: data is not waited for.
+        world: The communicator. If it has other ranks, this rank ends later, so that they report first.
+        health: Times after which to warn, and after which to end the rank.
+        waiting_since_s: Returns the start of the current wait for data; None: not waiting.
         warn: Prints a warning.
         end: Ends this process with an error.
     """

@@ -1,6 +1,6 @@
-"""Replicas are identical: all ranks hold the same weights, buffers and optimizer state, bit for bit.
+"""Check that replicas are identical: weights, buffers and optimizer state are bitwise equal on all ranks.
 
-Where ranks share a model, what several of them have is the same.
+If the model is sharded, copies of the same shard are compared.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _WEIGHTS = np.random.RandomState(0).randint(0, 2**63, 4096, np.uint64) * np.uint
 
 
 def fingerprints(state: ReplicaState) -> dict[str, str]:
-    """Return a hash for each array of a state: equal on two ranks if and only if all bytes are."""
+    """Return hashes of the arrays, by key, and the optimizer settings, for bitwise comparison of ranks."""
     return {**{key: _hash(blob.data) for key, blob in keyed(state)}, SETTINGS: _settings(state)}
 
 
 def digest(arrays: Iterable[tuple[str, ArrayBlob]]) -> str:
-    """Return a short digest of arrays, at the speed of memory: for comparing, not for trusting.
+    """Return a short, non-cryptographic digest of arrays, at memory bandwidth.
 
-    Each row of words is multiplied by the same odd random numbers and added up, modulo 2^64: arrays that
-    differ by accident have the same digest with a chance of about 2^-64.
+    Each row of 64-bit words is multiplied by the same odd random numbers and summed modulo 2^64. Arrays that
+    differ by accident have equal digests with a probability of about 2^-64.
     """
     hasher = hashlib.blake2b(digest_size=16)
     for key, blob in arrays:
@@ -44,11 +44,7 @@ def digest(arrays: Iterable[tuple[str, ArrayBlob]]) -> str:
 
 
 def check_before_saving(world: Communicator, state: ReplicaState, step: int) -> Holders:
-    """Compare what this rank has with all others that have it, too; return who has what.
-
-    Raises:
-        DesyncError: Ranks differ.
-    """
+    """Raise ``DesyncError`` if copies of a state differ between ranks; return its holders. Collective."""
     holders = find_holders(world, state)
     arrays = dict(keyed(state))
     groups = holders.groups(arrays)
@@ -61,25 +57,18 @@ def check_before_saving(world: Communicator, state: ReplicaState, step: int) -> 
 
 
 def check_replicas_identical(world: Communicator, state: ReplicaState, when: str) -> None:
-    """Compare this rank's state with all others' that hold the same.
+    """Raise ``DesyncError`` with the first array that differs and its ranks, if copies differ. Collective.
 
     Args:
-        world: The ranks; all of them call this.
+        world: The communicator.
         state: This rank's state.
-        when: Words for the message, such as "after step 100".
-
-    Raises:
-        DesyncError: Ranks differ; names them and the first array that differs.
+        when: Adverbial phrase for the error message, such as "after step 100".
     """
     _compare_each(world, state, find_holders(world, state), when)
 
 
 def _compare_each(world: Communicator, state: ReplicaState, holders: Holders, when: str) -> None:
-    """Compare in two messages: one hash of everything, and only if those differ the hash of each array.
-
-    Raises:
-        DesyncError: Ranks differ.
-    """
+    """Compare one hash per group of ranks; if any differ, compare each array, and raise ``DesyncError``."""
     arrays = dict(keyed(state))
     groups = holders.groups(arrays)
     shared = {SETTINGS: _settings(state)}
@@ -102,7 +91,7 @@ def _compare_each(world: Communicator, state: ReplicaState, holders: Holders, wh
 
 
 def _settings(state: ReplicaState) -> str:
-    """Return state other than arrays; under model parallelism, each rank has its part of the optimizer's."""
+    """Return the state other than arrays as JSON, without the optimizer's state if that is sharded."""
     return json.dumps([None if state.is_sharded else state.optimizer_tree, dict(state.scaler)])
 
 
@@ -111,7 +100,7 @@ def _hash(data: bytes | memoryview) -> str:
 
 
 def _differing(everyone: Sequence[Mapping[str, str]], *, is_sharded: bool) -> list[str]:
-    """Return the keys under which ranks have different values; sharded: ranks that have it at all."""
+    """Return the keys whose values differ between ranks. If sharded, ranks without the key are ignored."""
     found: dict[str, set[str | None]] = {}
     for key in set().union(*everyone):
         found[key] = {of_rank.get(key) for of_rank in everyone} - ({None} if is_sharded else set())
@@ -119,10 +108,10 @@ def _differing(everyone: Sequence[Mapping[str, str]], *, is_sharded: bool) -> li
 
 
 def _who_differs(values: Sequence[str | None]) -> str:
-    """Name those that differ from most others; without a majority, no rank is known to be right.
+    """Return a text with the ranks that differ from the majority; without a majority, with all groups.
 
     Args:
-        values: By rank; None: this rank has nothing to compare.
+        values: Compared value of each rank; None: the rank has no value.
 
     >>> _who_differs(["a", "a", "b"]), _who_differs(["a", None, "b"])
     ('rank 2 against the others', 'rank 0 against rank 2')

@@ -1,9 +1,8 @@
-"""Whether this rank's device gets on with its work.
+"""Monitor the progress of this rank's GPU.
 
-The host gives a GPU work and sees its results some steps later, so that Horovod's stall inspector, which
-looks at what hosts ask for, sees nothing wrong when a GPU stands still: in a kernel that does not end, or in
-an all-reduce that the network does not carry or another GPU does not come to. What is seen from here is that
-the host waits, and in which phase of the step its device is.
+The host queues work on a GPU and reads results some steps later. Horovod's stall inspector monitors only the
+requests of hosts, so it does not detect a GPU that hangs in a kernel, or in an all-reduce because of the
+network or another GPU. The watchdog detects that the host waits, and in which phase of the step the GPU is.
 """
 
 from __future__ import annotations
@@ -17,20 +16,13 @@ from horovod_train.errors import GpuError, HorovodTrainError, NcclError, PeerErr
 from horovod_train.health.wait_watch import Wait, WaitWatch
 
 INTERVAL_S = 1.0
-# Whoever is the cause says so before those that wait for it.
+# The rank that is the cause reports before the ranks that wait for it.
 COURTESY_S = 10.0
 NCCL_DEBUG_HINT = "NCCL_DEBUG=INFO in launch.env shows more"
 
 
 class DeviceWatch(WaitWatch):
-    """Reports a GPU that stands still, and ends the rank when it does so for too long.
-
-    Args:
-        world: The ranks.
-        health: When to report, and when to end.
-        warn: Prints a warning.
-        end: Ends this process with an error.
-    """
+    """Watchdog that reports a GPU that hangs, and ends the rank if it hangs for too long."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What happens when a loss or gradient is not a finite number."""
+"""Handling of a loss or gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SkipPolicy:
 
     Args:
         health: Which steps may be skipped, and how many in a row.
-        scaler_skips: A loss scaler is in use. It finds the largest scale by overflowing now and then.
+        scaler_skips: Whether a loss scaler is in use, which causes overflows to find the largest scale.
     """
 
     def __init__(self, health: Health, *, scaler_skips: bool) -> None:
@@ -24,26 +24,22 @@ class SkipPolicy:
         self.has_ended = False
 
     def record(self, *, is_used: bool, is_loss_finite: bool) -> None:
-        """Record a step; ``has_ended`` is whether training ends with it."""
+        """Record a step, and set ``has_ended``: whether training ends with this step."""
         self.num_skipped_in_a_row = 0 if is_used else self.num_skipped_in_a_row + 1
         may_skip = self._health.non_finite == "skip" or (self._scaler_skips and is_loss_finite)
         is_too_many = self.num_skipped_in_a_row > self._health.max_skipped_steps
         self.has_ended = not is_used and (is_too_many or not may_skip)
 
     def reset(self) -> None:
-        """Reset the count: training continues, perhaps from another state."""
+        """Reset the count of skipped steps when training continues, possibly from another state."""
         self.num_skipped_in_a_row, self.has_ended = 0, False
 
 
 class FiniteGuard:
-    """Ends training if a step was not finite, and the job does not allow it to be skipped.
+    """Raises an error if a step was not finite and the job does not allow it to be skipped.
 
-    The replica has not updated the weights. All ranks have the same loss and gradients, so they decide alike.
-
-    Args:
-        health: Which steps may be skipped, and how many in a row.
-        world: All ranks.
-        scaler_skips: A loss scaler is in use.
+    The weights were not updated in such a step. All ranks have the same loss and gradients, so they decide
+    identically. ``health`` and ``scaler_skips`` are the arguments of ``SkipPolicy``.
     """
 
     def __init__(self, health: Health, world: Communicator, *, scaler_skips: bool) -> None:
@@ -51,20 +47,16 @@ class FiniteGuard:
         self._policy = SkipPolicy(health, scaler_skips=scaler_skips)
 
     def check(self, step: int, *, is_finite: bool, loss: float, local_loss: float) -> None:
-        """Check the outcome of a step.
-
-        Raises:
-            NumericError: The job does not allow the step to be skipped.
-        """
+        """Raise ``NumericError`` if a step was not finite and must not be skipped. Collective."""
         self._policy.record(is_used=is_finite, is_loss_finite=math.isfinite(loss))
         if not self._policy.has_ended:
             return
         error = NumericError(self._describe(step, loss, local_loss), hint=self._hint())
-        self.reset()  # a user's loop that continues may skip as many steps again
+        self.reset()  # for a user's loop that continues after this error
         raise error
 
     def reset(self) -> None:
-        """Reset the count: training continues from another state."""
+        """Reset the count of skipped steps when training continues from another state."""
         self._policy.reset()
 
     def _describe(self, step: int, loss: float, local_loss: float) -> str:

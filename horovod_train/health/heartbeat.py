@@ -1,14 +1,14 @@
-"""Heartbeats of a rank, independent of MPI and Gloo; a frozen rank sends none.
+"""Heartbeats of a rank, independent of MPI and Gloo. A frozen rank sends no heartbeats.
 
 If a process is stopped, swaps, or is blocked in a network file system, its Horovod background thread is
-blocked, too, and with it Horovod's stall inspector. Each rank therefore has a thread that
+blocked, too, and so is Horovod's stall inspector. Therefore, each rank has a thread:
 
-* if started by ``horovod-train run``, writes the time to a file that the agent on its host reads
-  (``launch/hosts/agent.py``);
-* otherwise, sends UDP datagrams to two other ranks. Each rank monitors its two predecessors in the ring
+* If ``horovod-train run`` started the rank, the thread writes the time to a file, which the agent on the host
+  reads (``launch/hosts/agent.py``).
+* Otherwise, the thread sends UDP datagrams to two other ranks, and monitors the two predecessors in the ring
   of ranks. If one of them sends none for ``health.stall_shutdown_s`` while this rank waits in a collective,
-  this rank exits with an error, which ends the job. Over Gloo, it first kills a frozen rank on the same
-  machine: horovodrun waits five seconds for each remaining rank to exit, and ten for a frozen one.
+  this rank exits with an error, which ends the job. With Gloo, it first kills a frozen rank on the same host,
+  because horovodrun waits five seconds for each remaining rank to exit, and ten seconds for a frozen rank.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104  (the address by which other hosts reach th
 def start_heartbeat(folder: Path, rank: int) -> None:
     """Start a thread that writes the time to a heartbeat file until the process exits.
 
-    The rank does not delete the file, because it can also freeze while it exits; the agent does.
+    The agent deletes the file, because the rank may freeze while it exits.
 
     Args:
-        folder: The run's folder on this host.
+        folder: The run folder on this host.
         rank: This rank.
     """
     path = folder / heartbeat_file(rank, os.getpid())
 
     def beat() -> None:
-        # Without the folder, or with a full disk, this rank is not monitored; training continues.
+        # If the folder is missing or the disk is full, this rank is not monitored, but training continues.
         with suppress(OSError), path.open("wb", buffering=0) as file:
             while True:
-                # Time since boot: the same for all processes of the host, and unaffected by clock changes.
+                # Time since boot: equal in all processes of the host, and unaffected by clock changes.
                 os.pwrite(file.fileno(), f"{monotonic():020.3f}\n".encode(), 0)
                 sleep(INTERVAL_S)
 
@@ -59,7 +59,7 @@ def start_heartbeat(folder: Path, rank: int) -> None:
 
 
 def heartbeat_file(rank: int, pid: int) -> str:
-    """Return the name of a rank's file.
+    """Return the name of a rank's heartbeat file.
 
     >>> heartbeat_file(3, 4711)
     'alive-3-4711'
@@ -68,12 +68,12 @@ def heartbeat_file(rank: int, pid: int) -> str:
 
 
 class PeerWatch:
-    """Monitors the heartbeats of peer ranks, for jobs without an agent.
+    """Watchdog that monitors the heartbeats of peer ranks, for jobs without agents.
 
     Args:
-        world: The ranks; construction is collective.
+        world: The communicator. Construction is collective.
         health: Times after which to warn, and after which to end the rank.
-        warn: Called once for each rank whose heartbeat is missing.
+        warn: Prints a warning. Called once for each rank whose heartbeat is missing.
         end: Ends this process with an error.
     """
 
@@ -84,7 +84,7 @@ class PeerWatch:
         warn: Callable[[str], None],
         end: Callable[[HorovodTrainError], None],
     ) -> None:
-        # Heartbeats can be late: one or two missing ones are tolerated.
+        # Heartbeats may be delayed: a few missing heartbeats are tolerated.
         self._warning_s = max(health.stall_warning_s, 4 * INTERVAL_S)
         self._shutdown_s = max(health.stall_shutdown_s, 8 * INTERVAL_S)
         self._world = world
@@ -111,13 +111,13 @@ class PeerWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop monitoring, and tell the peers that this rank exits. Idempotent."""
+        """Stop monitoring, and notify the peers that this rank exits. Idempotent."""
         if not self._over.is_set():
             self._over.set()
-            with suppress(OSError):  # wakes the thread, which waits for a datagram
+            with suppress(OSError):  # wake the thread, which waits for a datagram
                 self._socket.sendto(b"", (LOOPBACK, self._socket.getsockname()[1]))
             self._thread.join()
-            for _ in range(3):  # a datagram can be lost
+            for _ in range(3):  # datagrams may be lost
                 self._send("left")
             self._socket.close()
 
@@ -128,13 +128,13 @@ class PeerWatch:
             self._receive()
             now_s = monotonic()
             if now_s - looked_s > 4 * INTERVAL_S:
-                # This process was stopped: read the datagrams that arrived meanwhile before judging peers.
+                # This process was stopped, so the missing heartbeats of this time do not count.
                 self._last_heartbeat_s = dict.fromkeys(self._last_heartbeat_s, now_s)
             looked_s = now_s
             self._judge(now_s)
 
     def _judge(self, now_s: float) -> None:
-        waiting_since_s = self._world.waiting_since_s  # peers are judged only while this rank waits
+        waiting_since_s = self._world.waiting_since_s  # peers are checked only while this rank waits
         if waiting_since_s is None:
             return
         waiting_in = self._world.waiting_in
@@ -148,7 +148,7 @@ class PeerWatch:
                     f"{what}, and this rank waits for it{where}: was it stopped, does its host swap or hang?"
                 )
             if silent_s > self._shutdown_s:
-                # Not over MPI: mpirun ends the frozen rank, and would report our SIGKILL as the exit code.
+                # Not with MPI: mpirun ends the frozen rank, and would report this SIGKILL as the exit code.
                 if os.environ.get("HOROVOD_CONTROLLER") == "gloo" and kill(self._processes[rank]):
                     what += " and was killed"
                 self._end(LostError(f"{what}; ended after health.stall_shutdown_s"))
@@ -180,7 +180,7 @@ class PeerWatch:
 
 
 def _addresses(hosts: list[str]) -> list[str]:
-    """Return the addresses at which other ranks may reach this one."""
+    """Return the IPv4 addresses at which other ranks may reach this rank."""
     if len(set(hosts)) == 1:
         return [LOOPBACK]
     found = [
@@ -190,6 +190,6 @@ def _addresses(hosts: list[str]) -> list[str]:
 
 
 def heartbeat_dir(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder for heartbeat files; None if no agent monitors this rank."""
+    """Return the folder of heartbeat files; None: no agent monitors this rank."""
     stage = environ.get("HOROVOD_TRAIN_RUN")
     return Path(stage) if stage is not None else None

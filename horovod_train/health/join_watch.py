@@ -1,4 +1,4 @@
-"""Limits the time in which a rank joins the others: MPI_Init has no timeout."""
+"""Limit the time in which a rank joins the other ranks, because ``MPI_Init`` has no timeout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,7 @@ MIN_SHUTDOWN_S = 600.0
 
 
 class JoinWatch(WaitWatch):
-    """Reports a long wait for other ranks to join, and ends the rank when it is too long.
-
-    Args:
-        health: Times after which to warn, and after which to end the rank.
-        warn: Called when joining takes long.
-        end: Ends this process with an error.
-    """
+    """Watchdog that reports a long wait for other ranks to join, and ends the rank if it is too long."""
 
     def __init__(
         self, health: Health, warn: Callable[[str], None], end: Callable[[HorovodTrainError], None]

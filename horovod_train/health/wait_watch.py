@@ -1,4 +1,4 @@
-"""Watches, in a thread, for how long this rank waits: for its data, or for its device."""
+"""Base class of watchdog threads, which monitor how long this rank waits."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Wait:
     """A wait that has not ended.
 
     Attributes:
-        since_s: When it began, by the monotonic clock. A wait with another beginning is another wait.
-        shutdown_s: The rank is ended when the wait is longer.
-        report: Returns a sentence for a person from the length of the wait in seconds.
-        error: Returns the error that ends the rank from the length of the wait in seconds.
+        since_s: Start of the wait (``monotonic``), which identifies it.
+        shutdown_s: Length of a wait that ends the rank, in seconds.
+        report: Returns a human-readable sentence, given the length of the wait in seconds.
+        error: Returns the error that ends the rank, given the length of the wait in seconds.
     """
 
     since_s: float
@@ -27,14 +27,14 @@ class Wait:
 
 
 class WaitWatch:
-    """Reports each wait that is long once, and ends the rank when one is too long.
+    """Watchdog that reports each long wait once, and ends the rank if a wait is too long.
 
     Args:
-        look: Returns the wait of now; None: this rank does not wait.
-        interval_s: Time between two looks.
-        warning_s: A wait that is longer is reported.
+        look: Returns the current wait; None: this rank does not wait.
+        interval_s: Time between two calls of ``look``, in seconds.
+        warning_s: Length of a wait that is reported, in seconds.
         warn: Prints a warning.
-        end: Ends this process with an error: the main thread cannot be reached.
+        end: Ends this process with an error, because the main thread is blocked.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class WaitWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching. Safe to call twice."""
+        """Stop the watchdog. Idempotent."""
         self._over.set()
         self._thread.join()
 
@@ -67,7 +67,7 @@ class WaitWatch:
             if wait is None or wait.since_s != since_s:
                 since_s, elapsed_s, is_reported = None if wait is None else wait.since_s, 0.0, False
                 continue
-            elapsed_s += self._interval_s  # not by a clock, which runs while this process is stopped
+            elapsed_s += self._interval_s  # a clock would also run while this process is stopped
             if elapsed_s >= self._warning_s and not is_reported:
                 is_reported = True
                 self._warn(wait.report(elapsed_s))

@@ -1,6 +1,6 @@
-"""Before training: the ranks are those that were asked for, and all of them run the same.
+"""Check, before training, that the number of ranks is correct and that all ranks run the same job and code.
 
-A difference would otherwise show up late, as a hang, as weights that drift apart, or not at all.
+Otherwise, a difference may cause a hang or diverging weights, or may remain undetected.
 """
 
 from __future__ import annotations
@@ -22,15 +22,9 @@ SEVERAL_MODELS = (
 
 
 def check_world(job: Job, world: Communicator, environment: Mapping[str, str]) -> None:
-    """Refuse a world that is not the one asked for, or whose ranks are not alike; all ranks call it.
+    """Raise ``WorldError`` if the number of ranks is not the job's, or if ranks differ. Collective.
 
-    Args:
-        job: The job.
-        world: The ranks.
-        environment: What this rank trains with (``environment_fingerprint``).
-
-    Raises:
-        WorldError: The number of ranks differs; or job, code, versions, engine or clocks do.
+    Job, environment (``environment_fingerprint``: code, versions, engine) and clocks are compared.
     """
     wanted = job.launch.num_ranks
     if wanted is not None and wanted != world.size:
@@ -44,20 +38,12 @@ def check_world(job: Job, world: Communicator, environment: Mapping[str, str]) -
     known = allgather_json(world, [world.host, mine])
     hosts = [host for host, _ in known]
     check_fingerprints(hosts, [fingerprint for _, fingerprint in known])
-    # The exchange above has brought the ranks together: what differs now is their clocks.
+    # The all-gather above has synchronized the ranks, so a difference in time is a difference of clocks.
     check_clocks(hosts, allgather_json(world, time.time()), job.health.max_clock_offset_s)
 
 
 def check_fingerprints(hosts: Sequence[str], fingerprints: Sequence[Mapping[str, str]]) -> None:
-    """Refuse ranks that differ.
-
-    Args:
-        hosts: Host of each rank.
-        fingerprints: Of the environment of each rank.
-
-    Raises:
-        WorldError: They differ; it names ranks, hosts and values.
-    """
+    """Raise ``WorldError`` with ranks, hosts and values if the fingerprints of ranks differ."""
 
     def named(ranks: Sequence[str]) -> str:
         numbers = [int(rank) for rank in ranks]
@@ -75,15 +61,9 @@ def check_fingerprints(hosts: Sequence[str], fingerprints: Sequence[Mapping[str,
 
 
 def check_clocks(hosts: Sequence[str], times_s: Sequence[float], max_offset_s: float) -> None:
-    """Refuse clocks that differ: logs and metrics of the ranks could not be put in order.
+    """Raise ``WorldError`` if clocks differ, because logs and metrics of ranks could not be ordered.
 
-    Args:
-        hosts: Host of each rank.
-        times_s: What each rank's clock says, taken at the same moment, in seconds.
-        max_offset_s: The largest difference allowed between two of them.
-
-    Raises:
-        WorldError: They differ by more.
+    The clocks of all ranks must be read at the same moment.
     """
     by_rank = {str(rank): time_s for rank, time_s in enumerate(times_s)}
     found = clock_mismatch(by_rank, max_offset_s, named=lambda rank: f"{hosts[int(rank)]} (rank {rank})")

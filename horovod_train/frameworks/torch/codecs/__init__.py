@@ -1,1 +1,1 @@
-"""How gradients travel between the ranks of a PyTorch job: a file per codec."""
+"""Gradient codecs of PyTorch jobs, one module per codec."""

@@ -1,11 +1,9 @@
-"""Gradient compression: how a bucket of gradients is summed over ranks.
+"""Interfaces of gradient codecs. A codec defines how a bucket of gradients is summed over ranks.
 
-A codec is a module here (or in another package) and one row of ``registry.CODECS``. For each bucket, it
-creates one ``Message``. In each step, gradients are copied to its ``body``, ``exchange`` runs its
-collectives, and ``body`` then contains the sum over ranks.
-
-``exchange`` is a generator that yields handles of collectives, and is resumed with their results. It may
-have several dependent rounds, and the rounds of different buckets overlap.
+A codec is a module of this package (or of another package) and one row of ``registry.CODECS``. It creates one
+``Message`` per bucket. In each step, gradients are copied to its ``body``, ``exchange`` runs collectives, and
+``body`` then contains the sum over ranks. The collectives of a bucket may depend on each other; those of
+different buckets overlap.
 """
 
 from __future__ import annotations
@@ -22,17 +20,18 @@ from horovod_train.frameworks.torch.state.rank_state import Rule, StateKey
 from horovod_train.registry import CODECS
 
 Rounds = Generator[Any, torch.Tensor, None]
-"""Generator that yields handles of collectives, at least one, and is resumed with their results."""
+"""Generator that yields at least one collective handle, and is resumed with the result of each."""
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The gradients of a bucket, one after the other in flat memory.
+    """Layout of the gradients of a bucket, one after the other in flat memory.
+
+    A complex gradient is represented by its real view, with a last dimension of 2.
 
     Attributes:
-        shapes: Shape of each gradient by parameter name; that of a complex gradient is of its real view, with
-            a last dimension of 2. The first dimension is outermost in memory.
-        dtype: Data type of the parameters; of complex ones, that of the real view.
+        shapes: Shape of each gradient by parameter name. The first dimension is outermost in memory.
+        dtype: Data type of the parameters.
         device: Device of the parameters.
         trailer_length: Number of trailer elements (flags and loss), summed with this bucket; 0: no trailer.
     """
@@ -48,7 +47,7 @@ class BucketLayout:
         return [torch.Size(shape).numel() for shape in self.shapes.values()]
 
     def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return each parameter's elements of a flat tensor, as flat views."""
+        """Return the elements of each parameter in a flat tensor, as flat views by parameter name."""
         return dict(zip(self.shapes, torch.split(flat, self.lengths), strict=True))
 
 
@@ -56,9 +55,9 @@ class Message:
     """Gradients of one bucket, and the collectives that sum them.
 
     Attributes:
-        body: The gradients, flat; after ``exchange``, their sum over ranks, bitwise equal on all ranks.
+        body: Flat gradients; after ``exchange``, their sum over ranks, bitwise equal on all ranks.
         trailer: Flags and loss, summed uncompressed in at least 32 bits; None: summed separately.
-        size_bytes: Bytes that this rank passes to collectives per exchange.
+        size_bytes: Number of bytes that this rank passes to collectives per exchange.
     """
 
     body: torch.Tensor
@@ -66,57 +65,52 @@ class Message:
     size_bytes: int
 
     def allocate(self) -> None:
-        """Allocate ``body``, if it was released; called before a gradient is written."""
+        """Allocate ``body`` if it was released. Called before a gradient is written."""
 
     def exchange(self, ranks: TensorCollectives, name: str) -> Rounds:
         """Sum ``body`` and ``trailer`` over ranks.
 
         Args:
-            ranks: The communicator. All ranks call this with the same bucket layout.
-            name: Name of the first collective; further rounds append a suffix.
+            ranks: The communicator. All ranks must call this method with the same bucket layout.
+            name: Name of the first collective; later collectives append a suffix.
         """
         raise NotImplementedError
 
     def state(self) -> Mapping[StateKey, torch.Tensor]:
-        """Return the state that is kept between steps, by parameter and key; tensors are not copies."""
+        """Return the state that persists between steps, by parameter and key. Tensors are not copied."""
         return {}
 
     def commit(self, *, is_used: torch.Tensor | bool) -> None:
-        """Keep the state of the last ``exchange`` if the step is used, or the one before if it is skipped.
+        """Store the state of the last ``exchange`` if the step is used; otherwise retain the previous state.
 
-        Args:
-            is_used: Whether the step is used; a bool tensor of shape [] if the device decides.
+        ``is_used`` is a bool tensor of shape [] if the device decides.
         """
 
 
 class Codec:
-    """Gradient compression: creates the message of each bucket.
+    """Base class of codecs.
 
     Attributes:
-        rules: By key of the messages' ``state``: how it is loaded on another number of ranks.
+        rules: For each key of a message's ``state``, the rule by which another number of ranks loads it.
     """
 
     rules: Mapping[str, Rule] = {}
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether a part of a gradient may be sent in a later step."""
+        """Whether the codec stores residuals: unsent parts of gradients, which later steps send."""
         return Rule.SUM in self.rules.values()
 
     def message(self, layout: BucketLayout) -> Message:
-        """Return the message of a bucket."""
+        """Create the message of a bucket."""
         raise NotImplementedError
 
     def check(self, ranks: TensorCollectives, layouts: Sequence[BucketLayout]) -> None:
-        """Check that all ranks compute bitwise equal sums of these buckets. Collective.
-
-        Raises:
-            UserError: Ranks would compute different sums.
-        """
+        """Raise ``UserError`` if ranks would compute different sums of these buckets. Collective."""
 
 
 def replace_if_used(kept: torch.Tensor, new: torch.Tensor, is_used: torch.Tensor | bool) -> None:
-    """Copy new state of a message over the kept one, in place, if the step is used."""
+    """Overwrite the stored state of a message with its new state, in place, if the step is used."""
     if isinstance(is_used, torch.Tensor):
         kept.copy_(torch.where(is_used, new, kept))
     elif is_used:
@@ -124,10 +118,10 @@ def replace_if_used(kept: torch.Tensor, new: torch.Tensor, is_used: torch.Tensor
 
 
 def make_codec(section: Allreduce) -> Codec:
-    """Return the job's codec: ``allreduce.codec``, or else the dense codec of ``wire_dtype``.
+    """Create the job's codec: ``allreduce.codec`` or, if it is not set, the dense codec of ``wire_dtype``.
 
     Raises:
-        UserError: Unknown codec, or invalid arguments.
+        UserError: The codec is unknown, or its arguments are invalid.
     """
     name: str = section.wire_dtype
     args: dict[str, Any] = {}

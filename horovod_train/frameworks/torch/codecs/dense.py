@@ -1,4 +1,4 @@
-"""All elements of a gradient are sent, in 32 bits or rounded to 16: an all-reduce in place."""
+"""Dense codecs: an in-place all-reduce of all elements of a gradient, in 32 bits or rounded to 16 bits."""
 
 from __future__ import annotations
 
@@ -14,36 +14,33 @@ def fp32() -> Codec:
 
 
 def fp16() -> Codec:
-    """Return the codec that rounds gradients to float16: half the bytes."""
+    """Return the codec that rounds gradients to float16, which halves the bytes."""
     return Dense(torch.float16)
 
 
 def bf16() -> Codec:
-    """Return the codec that rounds gradients to bfloat16: half the bytes, and the range of float32."""
+    """Return the codec that rounds gradients to bfloat16, which halves the bytes and has float32's range."""
     return Dense(torch.bfloat16)
 
 
 class Dense(Codec):
-    """Sums all elements, in a data type that Horovod can sum.
-
-    64-bit gradients stay 64-bit, and a bucket with a trailer has at least 32 bits. bfloat16 gradients that
-    are sent as bfloat16 are summed in place.
+    """Codec that sums all elements, in a data type that Horovod can sum.
 
     Args:
-        dtype: Data type of other gradients in collectives.
+        dtype: Wire dtype. float64 gradients are sent in float64, and other buckets with a trailer in float32.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
     def message(self, layout: BucketLayout) -> Message:
-        """Return the message of a bucket."""
+        """Create the message of a bucket."""
         rounded = torch.float32 if layout.trailer_length else self._dtype
         return DenseMessage(layout, torch.float64 if layout.dtype == torch.float64 else rounded)
 
 
 class DenseMessage(Message):
-    """One tensor: gradients, and the trailer behind them."""
+    """Message of one tensor: gradients, followed by the trailer."""
 
     def __init__(self, layout: BucketLayout, dtype: torch.dtype) -> None:
         length = sum(layout.lengths)

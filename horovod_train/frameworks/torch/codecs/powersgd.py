@@ -1,17 +1,15 @@
 """PowerSGD: low-rank compression with error feedback, in two rounds of all-reduce.
 
 The gradient of a parameter with at least two dimensions is a matrix M (first dimension by all others).
-Each process adds its residual to its M. With Q of the previous step:
+Each rank adds its residual to its M. With Q of the previous step:
 
     round 1:  P = sum over ranks of M Q        then each rank orthonormalizes the columns of P
     round 2:  Q = sum over ranks of M^T P      P Q^T approximates the sum over ranks of M
 
-The new residual of a rank is the unsent part of its own M: M - P (M^T P)^T. Over ranks, sent parts and
-residuals add up to the sum of M. A sum of matrix rank at most ``rank`` is sent exactly if Q spans its rows.
-Gradients with fewer dimensions, and matrices for which P and Q are not smaller, are sent uncompressed in
-round 1.
-
-A matrix of n by m elements costs rank * (n + m) elements.
+The new residual of a rank is the unsent part of its own M: M - P (M^T P)^T. The sum over ranks of sent parts
+and residuals is the sum of M. A sum of matrix rank at most ``rank`` is sent exactly if Q spans its rows.
+A matrix of n by m elements costs rank * (n + m) elements. Gradients with fewer dimensions, and matrices for
+which P and Q are not smaller, are sent uncompressed in round 1.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
 Optimization", arXiv:1905.13727.
@@ -37,7 +35,7 @@ FACTOR = "factor"
 
 
 class PowerSgd(Codec):
-    """Sends a low-rank approximation of each gradient matrix.
+    """Codec that sends a low-rank approximation of each gradient matrix.
 
     Args:
         rank: Rank of the approximation, at least 1.
@@ -49,14 +47,13 @@ class PowerSgd(Codec):
         self._rank = Arguments(rank=rank).rank
 
     def message(self, layout: BucketLayout) -> Message:
-        """Return the message of a bucket."""
+        """Create the message of a bucket."""
         return PowerSgdMessage(layout, self._rank)
 
     def check(self, ranks: TensorCollectives, layouts: Sequence[BucketLayout]) -> None:
-        """Refuse ranks whose QR factorizations are not bitwise equal: their replicas would diverge.
+        """Raise ``UserError`` if QR factorizations differ between ranks, so that replicas would diverge.
 
-        Raises:
-            UserError: Results differ, because processors or libraries differ.
+        Results differ if processors or libraries differ. Collective.
         """
         digest = hashlib.sha256()
         for layout in layouts:
@@ -82,11 +79,11 @@ class Matrix:
 
     Attributes:
         name: Name of the parameter.
-        gradient: The gradient and, after the exchange, its sum; shape [n, m], in the bucket's memory.
-        left: P, shape [n, rank], in the memory of round 1.
-        right: Q, shape [m, rank], in the memory of round 2.
+        gradient: The gradient and, after the exchange, its sum over ranks; shape [n, m], a view of ``body``.
+        left: P, shape [n, rank], a view of the tensor of round 1.
+        right: Q, shape [m, rank], a view of the tensor of round 2.
         start: Q of the first step, random and equal on all ranks.
-        factor: Q of the last used step; all zeros before the first one.
+        factor: Q of the last used step; all zeros before the first used step.
         residual: Residual of the last used step, shape [n, m].
         new_residual: Residual of this step.
     """
@@ -102,7 +99,7 @@ class Matrix:
 
 
 class PowerSgdMessage(Message):
-    """Sends two tensors. First: uncompressed gradients, P of all matrices, trailer. Second: all Q."""
+    """Message of two tensors. First: uncompressed gradients, all P, and the trailer. Second: all Q."""
 
     def __init__(self, layout: BucketLayout, rank: int) -> None:
         self._layout = layout
@@ -153,7 +150,7 @@ class PowerSgdMessage(Message):
         return found
 
     def exchange(self, ranks: TensorCollectives, name: str) -> Rounds:
-        """Sum uncompressed gradients, and low-rank approximations of the other gradients."""
+        """Sum uncompressed gradients and the low-rank approximations of the other gradients."""
         for total, piece in zip(self._sums_of_whole, self._whole.values(), strict=True):
             total.copy_(piece)
         for each in self.matrices:
@@ -174,12 +171,12 @@ class PowerSgdMessage(Message):
         self._has_exchanged = True
 
     def state(self) -> Mapping[StateKey, torch.Tensor]:
-        """Return residual and factor of each matrix."""
+        """Return the residual and the factor of each matrix."""
         residuals = {(each.name, RESIDUAL): each.residual.view(-1) for each in self.matrices}
         return residuals | {(each.name, FACTOR): each.factor for each in self.matrices}
 
     def commit(self, *, is_used: torch.Tensor | bool) -> None:
-        """Keep the new residuals and factors if the step is used."""
+        """Store the new residuals and factors if the step is used."""
         if not self._has_exchanged:
             return
         for each in self.matrices:
@@ -188,7 +185,7 @@ class PowerSgdMessage(Message):
 
 
 def rank_of(shape: Sequence[int], rank: int) -> int:
-    """Return the matrix rank of a gradient's approximation; 0: the gradient is sent uncompressed.
+    """Return the matrix rank of the approximation of a gradient; 0: the gradient is sent uncompressed.
 
     >>> rank_of((64, 32), 2), rank_of((64,), 2), rank_of((2, 2), 2)
     (2, 0, 0)
@@ -201,17 +198,17 @@ def rank_of(shape: Sequence[int], rank: int) -> int:
 
 
 def usable_factor(matrix: Matrix) -> torch.Tensor:
-    """Return Q of the last used step, scaled to maximum 1; ``start`` if that is zero."""
+    """Return Q of the last used step, scaled to a largest magnitude of 1; ``start`` if that Q is zero."""
     scale = matrix.factor.abs().max()
     return torch.where(scale > 0, matrix.factor / scale, matrix.start)
 
 
 def seeded(name: str, rows: int, columns: int) -> torch.Tensor:
-    """Return a random matrix, seeded by a name: equal on all ranks."""
+    """Return a random matrix, seeded by a name and therefore equal on all ranks; shape [rows, columns]."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(rows, columns, generator=generator)
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Return an orthonormal basis whose span contains the columns of a matrix, shape [n, rank]."""
+    """Return an orthonormal basis, shape [n, rank], whose span contains the columns of a matrix."""
     return torch.linalg.qr(matrix).Q

@@ -9,7 +9,7 @@ from horovod_train.config.fields import Count
 
 
 class Arguments(CodecArguments):
-    """Sends a low-rank approximation of each gradient matrix."""
+    """Codec that sends a low-rank approximation of each gradient matrix."""
 
     residual_copies: ClassVar[int] = 2
 

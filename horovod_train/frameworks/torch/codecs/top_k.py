@@ -1,12 +1,13 @@
-"""Top-k sparsification: a step sends the largest elements of a gradient; the others stay in the residual.
+"""Top-k sparsification: a step sends the elements of a gradient with the largest magnitude.
 
 A rank adds its residual to the gradients of a bucket, sends the ``keep`` fraction of elements with the
-largest magnitude and their indices, and keeps the others as its new residual (error feedback). All ranks add
-up the elements of all ranks in rank order, so their sums are bitwise equal. Each rank has its own residual,
-which is written to checkpoints.
+largest magnitude and their indices, and stores the others as its new residual (error feedback). Each rank
+adds up the elements of all ranks in rank order, so the sums are bitwise equal. Residuals differ between ranks
+and are written to checkpoints.
 
-A sent element costs 8 bytes (32-bit value, 32-bit index). In the all-gather, a rank receives ``size``
-(number of ranks) times the bytes that it sends. Suited to slow networks and few ranks.
+A sent element costs 8 bytes (32-bit value, 32-bit index), or 12 bytes if it is float64. In the all-gather, a
+rank receives ``size`` (number of ranks) times the bytes that it sends. The codec suits slow networks and few
+ranks.
 
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", arXiv:1809.07599.
 """
@@ -28,7 +29,7 @@ INDEX = torch.int32
 
 
 class TopK(Codec):
-    """Sends the elements with the largest magnitude.
+    """Codec that sends the elements with the largest magnitude.
 
     Args:
         keep: Fraction of a bucket's elements that is sent per step, 0 < keep <= 1; rounded up.
@@ -43,12 +44,12 @@ class TopK(Codec):
         self._keep = Arguments(keep=keep).keep
 
     def message(self, layout: BucketLayout) -> Message:
-        """Return the message of a bucket."""
+        """Create the message of a bucket."""
         return TopKMessage(layout, self._keep)
 
 
 class TopKMessage(Message):
-    """Elements, their indices and the trailer, as bytes."""
+    """Message of one byte tensor: elements, their indices and the trailer."""
 
     def __init__(self, layout: BucketLayout, keep: float) -> None:
         dtype = torch.float64 if layout.dtype == torch.float64 else torch.float32
@@ -64,7 +65,7 @@ class TopKMessage(Message):
         self._sizes_bytes, self.size_bytes = sizes, sum(sizes)
 
     def exchange(self, ranks: TensorCollectives, name: str) -> Rounds:
-        """Gather the largest elements of all ranks, and add them up."""
+        """Gather the elements with the largest magnitude of all ranks, and add them up."""
         assert self.trailer is not None
         self.body.add_(self._residual)
         indices = self.body.abs().topk(self._num_sent, sorted=False).indices
@@ -76,7 +77,7 @@ class TopKMessage(Message):
         self.body.zero_()
         self.trailer.zero_()
         for sent in torch.split(gathered, self.size_bytes):
-            # Clones, because elements of a data type must be aligned to their size.
+            # Cloned, because ``view`` requires elements to be aligned to their size.
             values, places, trailer = (part.clone() for part in torch.split(sent, self._sizes_bytes))
             self.body.index_add_(0, places.view(INDEX), values.view(self.body.dtype))
             self.trailer.add_(trailer.view(self.trailer.dtype))
@@ -86,6 +87,6 @@ class TopKMessage(Message):
         return {(name, RESIDUAL): part for name, part in self._layout.split(self._residual).items()}
 
     def commit(self, *, is_used: torch.Tensor | bool) -> None:
-        """Keep the new residual if the step is used."""
+        """Store the new residual if the step is used."""
         if self._is_new:
             replace_if_used(self._residual, self._new_residual, is_used)

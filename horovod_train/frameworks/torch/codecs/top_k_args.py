@@ -9,9 +9,9 @@ from horovod_train.config.fields import Fraction
 
 
 class Arguments(CodecArguments):
-    """Sends the elements with the largest magnitude."""
+    """Codec that sends the elements with the largest magnitude."""
 
     residual_copies: ClassVar[int] = 2
 
     keep: Fraction
-    """Fraction of a bucket's elements that is sent, such as 0.01; at least one element."""
+    """Fraction of a bucket's elements that is sent per step, such as 0.01; at least one element is sent."""

@@ -1,1 +1,1 @@
-"""Estimates of memory and FLOPs, and the modules that are sharded or recomputed as units."""
+"""Estimates of memory and FLOPs, and selection of the modules that are sharded or recomputed as units."""

@@ -1,8 +1,7 @@
-"""Which layers recompute their activations (checkpointing), so that what is kept for backward fits a budget.
+"""Activation checkpointing: choose the layers that recompute their activations, given a memory budget.
 
-A forward pass is made with tensors that have no memory, and what it keeps is added up, layer by layer. A
-layer that recomputes keeps its inputs alone; while its backward pass runs, its activations are there once
-more.
+The bytes that a forward pass saves for backward are added up per layer, with fake tensors. A layer that
+recomputes saves only its inputs; its activations exist again while its backward pass runs.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from horovod_train.frameworks.torch.state.python_state import python_state
 
 NUM_LOOKS = 3
 _LOOKED_AT: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
-"""At how many forward passes of a module it was looked whether they change its attributes."""
+"""Number of forward passes of a module that were checked for changes of its attributes."""
 _ATTRIBUTES: WeakKeyDictionary[torch.nn.Module, set[str]] = WeakKeyDictionary()
-"""Names of attributes that a module had when it was made."""
+"""Names of the public attributes that a module had when recomputation was enabled."""
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """What a forward pass keeps for backward, in bytes.
+    """Bytes that a forward pass saves for backward.
 
     Attributes:
-        elsewhere: Outside of layers.
-        layers: By layer, in the order of the model.
-        inputs: Of each layer.
+        elsewhere: Bytes saved outside of layers.
+        layers: Bytes saved in each layer, in the order of the model.
+        inputs: Bytes of the inputs of each layer that require gradients.
     """
 
     elsewhere: int
@@ -46,7 +45,7 @@ class SavedActivations:
     inputs: Mapping[str, int]
 
     def peak(self, recomputed: set[str]) -> int:
-        """Return what is there at the peak, if some layers recompute."""
+        """Return the peak in bytes if some layers recompute their activations."""
         kept_bytes = sum(
             self.inputs[name] if name in recomputed else size for name, size in self.layers.items()
         )
@@ -54,11 +53,11 @@ class SavedActivations:
 
 
 def saved_activations(model: torch.nn.Module, loss: Callable[[], object]) -> SavedActivations:
-    """Return what a forward pass keeps.
+    """Measure the bytes that a forward pass saves for backward.
 
     Args:
-        model: Its layers are ``units_of`` it.
-        loss: Makes the pass, with tensors that have no memory or with real ones.
+        model: The model; its layers are those of ``units_of``.
+        loss: Runs the forward pass, with fake or real tensors.
     """
     layers = units_of(model)
     sizes, inputs = dict.fromkeys(layers, 0), dict.fromkeys(layers, 0)
@@ -106,10 +105,10 @@ def saved_activations(model: torch.nn.Module, loss: Callable[[], object]) -> Sav
 
 
 def layers_to_recompute(kept: SavedActivations, budget_mib: float) -> list[str]:
-    """Return the fewest layers, from the first on, that have to recompute.
+    """Return the shortest list of layers, from the first on, whose recomputation meets the budget.
 
     Raises:
-        UserError: All of them together are not enough.
+        UserError: No such list meets the budget.
     """
     chosen: list[str] = []
     for name in [None, *kept.layers]:
@@ -127,16 +126,15 @@ def layers_to_recompute(kept: SavedActivations, budget_mib: float) -> list[str]:
 
 
 def recompute_activations(model: torch.nn.Module, patterns: Iterable[str]) -> None:
-    """Let modules whose name fits a pattern forget their activations and compute them again.
+    """Enable activation checkpointing for the modules whose names match a pattern.
 
-    The second computation starts from the buffers that the first one had, and leaves them as the first one
-    did.
+    Recomputation starts with the buffer values of the first computation, and does not change buffers.
 
     Raises:
-        UserError: A pattern fits no module.
+        UserError: A pattern matches no module.
     """
     for module in modules_fitting(model, patterns, "train.activation_checkpointing").values():
-        for each in module.modules():  # the current ones: a strategy adds some
+        for each in module.modules():  # a strategy adds attributes later, which are not compared
             _ATTRIBUTES[each] = {
                 name for name in vars(each) if not name.startswith("_") and name != "training"
             }
@@ -164,7 +162,7 @@ def _recomputed(module: torch.nn.Module, forward: Callable[..., Any], *args: Any
 
 
 def attributes_of(module: torch.nn.Module) -> list[tuple[str, str]]:
-    """Return what a module and those in it keep in their own attributes, as texts to compare."""
+    """Return (name, text) pairs of the attributes of a module and its submodules, for comparison."""
     return [
         (name, python_state(value))
         for each in module.modules()
@@ -175,7 +173,7 @@ def attributes_of(module: torch.nn.Module) -> list[tuple[str, str]]:
 
 @contextmanager
 def _from(before: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """Give buffers other values while the block runs, unseen by autograd, which may have kept them."""
+    """Set buffers to other values while the block runs, hidden from autograd, which may have saved them."""
     now = [buffer.data for buffer, _ in before]
     for buffer, value in before:
         buffer.data = value.clone()

@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, counted once and taken as a share of its samples from then on."""
+"""Floating-point operations of a step: counted in one step, then scaled by the samples of each step."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from contextlib import contextmanager
 from torch.utils.flop_counter import FlopCounterMode
 
 SETTLED_AFTER_STEPS = 2
-"""The first step may set up things that later ones do not."""
+"""First step that is counted: the step before it may run additional initialization."""
 
 
 class FlopCounter:
-    """Counts the operations of one of the first steps: attention and matrix products, as PyTorch does.
-
-    Args:
-        is_enabled: Whether operations are counted.
-    """
+    """Counter of a step's operations in attention, convolutions and matrix products (``FlopCounterMode``)."""
 
     def __init__(self, *, is_enabled: bool = True) -> None:
         self._is_enabled = is_enabled
@@ -26,7 +22,7 @@ class FlopCounter:
 
     @contextmanager
     def counting(self, num_samples: int) -> Iterator[None]:
-        """Count what the block computes for so many samples, once it is due."""
+        """Record the number of samples of a step; in one step, count the operations of the block."""
         self._num_steps += 1
         self._num_samples = num_samples
         is_due = self._per_sample is None and self._num_steps >= SETTLED_AFTER_STEPS
@@ -38,5 +34,5 @@ class FlopCounter:
         self._per_sample = counter.get_total_flops() / num_samples
 
     def of_step(self) -> float | None:
-        """Return the operations of the step; None: not known yet, or none that can be counted."""
+        """Return the number of operations of the step; None: no step was counted, or it counted none."""
         return self._per_sample * self._num_samples if self._per_sample else None

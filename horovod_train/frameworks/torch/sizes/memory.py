@@ -1,8 +1,7 @@
-"""What a job takes in one process, found out without taking it.
+"""Estimate the memory of a job in one process, without allocating it.
 
-Its step is made with tensors that have no memory. PyTorch's fake tensors know shapes and types alone, and its
-memory tracker adds up what would be alive. What a step cannot be made with (a number that is read from a
-tensor) is said.
+One step runs with PyTorch's fake tensors, which have shape and dtype but no memory; PyTorch's ``MemTracker``
+adds up the tensors that are alive. A step that reads numbers from tensors is refused with an error.
 """
 
 from __future__ import annotations
@@ -48,14 +47,16 @@ from horovod_train.frameworks.torch.strategies.tensor_parallel import (
 from horovod_train.frameworks.torch.task import REQUIRED, TorchTask
 
 PROCESS_BYTES = psutil.Process().memory_info().rss
-"""What a process takes that has imported what ranks import."""
+"""Resident memory of a process with the imports of a rank."""
 
 
 def sizes_of(job: Job, num_ranks: int) -> tuple[Sizes, Sizes | None]:
-    """Return the sizes of a job in one process, and on ranks that share each layer, if it is known how.
+    """Return the sizes of a job in one process, and in a rank of a tensor-parallel group.
+
+    The second result is None if there is one rank, or if layers cannot be cut into ``num_ranks`` shards.
 
     Raises:
-        UserError: A step cannot be made with tensors that have no memory.
+        UserError: The step cannot run with fake tensors.
     """
     task = load_task(job.task, job.task_args, REQUIRED)
     seed_generators(job.train.seed, 0, 0)
@@ -81,7 +82,7 @@ def _sizes(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> Siz
     recompute_activations(model, layers)
     optimizer = optimizer_of(job, task, model)
     loss_of(job, task, model, fake).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()  # its state is there now
+    optimizer.step()  # creates its state
     if job.train.accumulation_steps == 1:
         optimizer.zero_grad()
     with _tracked(model, optimizer, fake) as passes:
@@ -110,7 +111,7 @@ def _sizes(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> Siz
 
 @contextmanager
 def _tracked(*external: Any) -> Iterator[dict[str, int]]:
-    """Add up what is alive while the block runs; afterwards the result has the peak, by kind."""
+    """Track tensors while the block runs; afterwards the yielded dictionary contains peak bytes by kind."""
     found: dict[str, int] = {}
     tracker = MemTracker()
     tracker.track_external(*external)
@@ -134,7 +135,7 @@ def _units(job: Job, model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _cut(job: Job, model: torch.nn.Module, num_ranks: int) -> bool:
-    """Leave a rank's part of each layer that the tensor axis cuts; return whether it is known how."""
+    """Replace the parameters of tensor-parallel layers by one rank's shards; return whether this succeeds."""
     is_given = job.strategy.name in {"tensor_parallel", "mesh"}
     try:
         plan = (job.strategy.args.get("plan") if is_given else None) or plan_of(model)
@@ -156,7 +157,7 @@ def _leave_part(module: torch.nn.Module, dimension: int, num_ranks: int) -> None
 
 
 def main() -> None:
-    """Read a job and its number of ranks from standard input, and print sizes as JSON."""
+    """Read a job and its number of ranks as JSON from standard input, and print sizes as JSON."""
     document = json.loads(sys.stdin.read())
     try:
         whole, shared = sizes_of(Job.model_validate(document["job"]), document["num_ranks"])

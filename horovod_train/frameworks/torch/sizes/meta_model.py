@@ -1,4 +1,4 @@
-"""A task's step with tensors that have no memory: shapes and types, and no numbers."""
+"""Run a task's step with fake tensors, which have shape and dtype but no memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from horovod_train.frameworks.torch.task import TorchTask, checked_loss
 
 
 def meta_model(task: TorchTask) -> torch.nn.Module:
-    """Return the task's model, whose tensors have no memory; made inside of the mode."""
+    """Create the task's model with fake tensors. Must be called in a ``FakeTensorMode``."""
 
     def on_meta_device() -> torch.nn.Module:
         with torch.device("meta"):
             return task.model()
 
     model, _ = result_of(on_meta_device)
-    if model is None:  # some models read numbers when they are made
+    if model is None:  # some models read numbers from tensors in their constructors
         with unset_fake_temporarily():
             model = task.model()
-    empty: dict[torch.Tensor, torch.Tensor] = {}  # what is one weight stays one
+    empty: dict[torch.Tensor, torch.Tensor] = {}  # shared weights remain shared
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in empty:
@@ -42,31 +42,31 @@ def meta_model(task: TorchTask) -> torch.nn.Module:
 
 
 def empty_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of its shape and type on the CPU."""
+    """Return an uninitialized CPU tensor of the same shape and dtype."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def batch_of(job: Job, task: TorchTask) -> Any:
-    """Return a micro-batch of a task, with memory."""
+    """Read a micro-batch of a task, as real tensors."""
     reader = TorchReader(task.train_data(), Data(), job.train.seed, Placement(torch.device("cpu")))
     length = min(job.train.batch_size_per_rank, len(reader))
     return next(iter(reader.read(0, np.arange(length), [MicroBatch(0, length, share=1.0)])))
 
 
 def without_memory(batch: Any) -> Any:
-    """Return a batch whose tensors have none; made inside of the mode."""
+    """Replace the tensors of a batch by fake tensors. Must be called in a ``FakeTensorMode``."""
     return tree_map(lambda leaf: empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def loss_of(job: Job, task: TorchTask, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-    """Return the loss of a batch, computed as the job says."""
+    """Return the loss of a batch, computed in the job's precision."""
     dtype = AUTOCAST_DTYPES.get(job.train.precision)
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         return checked_loss(task.loss(model, batch))
 
 
 def explained(job: Job) -> AbstractContextManager[None]:
-    """Return a context whose exceptions are refusals: the step cannot run on tensors without memory."""
+    """Return a context that replaces exceptions by a ``UserError``: the step cannot run with fake tensors."""
     return translated(
         lambda error: UserError(
             f"a step of {job.task} cannot be made with tensors that have no memory: "

@@ -1,4 +1,4 @@
-"""Which parts of a model are handled as one: gathered, recomputed, or put on a rank."""
+"""Units of a model: modules that are gathered, recomputed, or assigned to a rank as a whole."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential)
 def modules_fitting(
     model: torch.nn.Module, patterns: Iterable[str], field: str
 ) -> dict[str, torch.nn.Module]:
-    """Return the outermost modules whose names fit a pattern, by name.
+    """Return the outermost modules whose names match a pattern, by name.
 
     Args:
-        model: Whose modules.
-        patterns: As of files: ``layers.*``.
-        field: The job's field that has them, for the message of an error.
+        model: The model.
+        patterns: Shell-style patterns, such as ``layers.*``.
+        field: Field of the job that contains the patterns, for error messages.
 
     Raises:
-        UserError: A pattern fits no module.
+        UserError: A pattern matches no module.
     """
     found: dict[str, torch.nn.Module] = {}
     for pattern in patterns:
@@ -43,10 +43,10 @@ def modules_fitting(
 
 
 def units_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return a model's repeated parts, by name: what its outermost lists of modules have.
+    """Return the members of the outermost ``ModuleList`` and ``Sequential`` modules of a model, by name.
 
-    Those are the layers of most models: ``ModuleList`` and ``Sequential``. A model without such lists has the
-    parts that it is made of. A list in a list is one part.
+    In most models these are the layers. Without such containers, the children of the model are returned. A
+    nested container is one unit. Modules without parameters are left out.
     """
     found: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules():
@@ -57,10 +57,10 @@ def units_of(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def units_to_shard(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return the units of a model that can be gathered each by itself, by name.
+    """Return the units of a model that FSDP can gather separately, by name.
 
-    Not those without their own forward pass, whose members are called, and not those that share a
-    parameter with the rest of the model: they are gathered with the model.
+    A unit without its own ``forward`` is replaced by its children, because only they are called. A unit that
+    shares a parameter with the rest of the model is left out: it is gathered with the model.
     """
     units: dict[str, torch.nn.Module] = {}
     for name, module in units_of(model).items():
@@ -85,7 +85,7 @@ def _callable_parts(name: str, module: torch.nn.Module) -> dict[str, torch.nn.Mo
 
 
 def _is_tied(unit: torch.nn.Module, used_in: Mapping[int, int]) -> bool:
-    """Whether a parameter of a unit belongs to a module outside of it, too."""
+    """Return whether a parameter of a unit also belongs to a module outside of the unit."""
     inside: Counter[int] = Counter()
     for module in unit.modules():
         inside.update(id(each) for each in module.parameters(recurse=False))
@@ -97,5 +97,5 @@ def _with_parameters(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.
 
 
 def _is_inside(name: str, outer: Iterable[str]) -> bool:
-    """Whether a module is one of the outer ones, or in one of them."""
+    """Return whether a module is one of the outer modules or a submodule of one."""
     return any(name == each or name.startswith(f"{each}.") for each in outer)

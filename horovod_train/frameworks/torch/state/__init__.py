@@ -1,1 +1,1 @@
-"""Weights, buffers and optimizer state of a rank, whole or sharded, as arrays of a checkpoint."""
+"""Weights, buffers and optimizer state of a rank, whole or sharded, and their arrays in a checkpoint."""

@@ -1,4 +1,4 @@
-"""Optimizers that update each number by itself, so that a rank can update some numbers of a weight."""
+"""Elementwise optimizers: each element is updated independently, so a rank can update a slice of a weight."""
 
 from __future__ import annotations
 
@@ -16,44 +16,36 @@ KNOWN = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop),
     *(torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta, torch.optim.Rprop),
 )
-"""PyTorch's own that update each number by itself: there is nothing to try."""
+"""Optimizers of PyTorch that are elementwise: no trial is needed."""
 MATRIX_OPTIMIZERS = ("ScalableShampoo", "Shampoo", "SOAP", "GaLore", "Fira", "Muon")
-"""Look at whole matrices after many steps, or with some settings: a trial may not see it."""
+"""Optimizers that use whole matrices only after many steps or with some settings, which a trial may miss."""
 _SHAPE = (6, 4)
-_CUTS = (0, 9, 24)  # of a weight of that many numbers; each piece is on its own rank
+_CUTS = (0, 9, 24)  # boundaries of the slices of a flat weight of 24 elements, one slice per rank
 _LR = 0.05
-"""Its own rate: that of a job may be too small to see anything."""
+"""Learning rate of trials: the job's rate may be too small for visible differences."""
 _HINT = "use sgd, adam or adamw, or strategy: allreduce"
 
 
 @torch.no_grad()
 def check_elementwise(optimizer: torch.optim.Optimizer, strategy: str) -> None:
-    """Refuse an optimizer whose update of a number depends on others: tried on a small weight, cut in two.
+    """Raise ``UserError`` if an optimizer's update of an element depends on other elements, or a trial fails.
 
-    It is tried with the settings of each group of parameters, and with gradients that bring out what
-    optimizers look at: one that is much larger than those before or much smaller, zero in one piece, or
-    orthogonal or parallel to the weight.
+    The optimizer is tried on a small weight, cut into two slices, with the settings of each parameter group.
+    The gradients of the trial reveal dependencies: some are much larger or smaller than the previous
+    gradients, zero in one slice, or orthogonal or parallel to the weight.
 
     Args:
-        optimizer: Over parameters; they are left alone.
-        strategy: Names who asks, for a person.
-
-    Raises:
-        UserError: It cannot be split, or what it does cannot be tried.
+        optimizer: The optimizer. Its parameters and state are not changed.
+        strategy: Name of the strategy, for error messages.
     """
     _check_alike(optimizer, strategy, "split", _pieces, "others of the same weight, which other ranks have")
 
 
 @torch.no_grad()
 def check_separable(optimizer: torch.optim.Optimizer, strategy: str) -> None:
-    """Refuse an optimizer whose update of a weight depends on other weights, which are on other ranks.
+    """Raise ``UserError`` if an optimizer's update of a weight depends on other weights, or a trial fails.
 
-    Args:
-        optimizer: Over parameters; they are left alone.
-        strategy: Names who asks, for a person.
-
-    Raises:
-        UserError: It is such an optimizer, or what it does cannot be tried.
+    Other ranks update the other weights. The arguments are those of ``check_elementwise``.
     """
     _check_alike(optimizer, strategy, "spread over ranks", _halves, "other weights, which other ranks have")
 
@@ -65,7 +57,7 @@ def _check_alike(
     cut: Callable[[torch.Tensor], list[torch.Tensor]],
     on: str,
 ) -> None:
-    """Compare one optimizer over parts of a weight with an optimizer for each part, as ranks would have."""
+    """Raise ``UserError`` if one optimizer of a weight and one per part of it compute different weights."""
     name = type(optimizer).__name__
     if type(optimizer) in KNOWN:
         return
@@ -94,7 +86,7 @@ def _refused(strategy: str, name: str, what: str, on: str) -> UserError:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each group, once each."""
+    """Return the distinct settings of all groups."""
     found: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         own = {key: value for key, value in group.items() if key not in {"params", "lr", "lr_scale"}}
@@ -104,13 +96,13 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _pieces(weight: torch.Tensor) -> list[torch.Tensor]:
-    """Return the pieces of a flat weight that ranks have."""
+    """Return the slices of a flat weight, one per rank."""
     flat = weight.reshape(-1)
     return [flat[first:last].clone() for first, last in pairwise(_CUTS)]
 
 
 def _halves(weight: torch.Tensor) -> list[torch.Tensor]:
-    """Return two weights, of which each rank has one."""
+    """Return two weights, one per rank."""
     return [half.clone() for half in weight.chunk(2)]
 
 
@@ -119,15 +111,14 @@ def _updated(
     settings: Mapping[str, Any],
     cut: Callable[[torch.Tensor], list[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return weights, flat and joined, after each step: of one optimizer over all, and of one for each part.
+    """Return the weights after all steps: of one optimizer, and of one per part; and whether scalars agree.
 
-    Also whether all optimizers have the same numbers that are not of an element, such as an estimate of the
-    rate.
+    Scalars of settings and state are compared, such as an estimate of the learning rate.
     """
     device = next(p.device for group in optimizer.param_groups for p in group["params"])
     make = torch.Generator().manual_seed(0)
     weight = torch.randn(_SHAPE, generator=make, dtype=torch.float64)
-    joined = cut is _halves  # of whole weights, one optimizer has several
+    joined = cut is _halves  # parts are whole weights, all of which the single optimizer updates
     of_whole = [torch.nn.Parameter(each.to(device)) for each in (cut(weight) if joined else [weight.clone()])]
     of_parts = [torch.nn.Parameter(each.to(device)) for each in cut(weight)]
     whole = _cloned(optimizer, settings, of_whole)
@@ -149,7 +140,7 @@ def _updated(
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> object:
-    """Return the numbers of an optimizer that are of no single element: of groups, parameters and itself."""
+    """Return the scalars in the settings and the state of an optimizer, as text."""
     (group,) = optimizer.param_groups
     settings = {key: _number(value) for key, value in group.items() if key != "params"}
     of_parameters = [
@@ -178,17 +169,17 @@ def _number(value: object) -> object:
 
 
 def _gradients(weight: torch.Tensor, make: torch.Generator) -> Iterator[torch.Tensor]:
-    """Yield gradients of many kinds, one of each step."""
+    """Yield gradients of different kinds, one per step."""
 
     def random(scale: float = 1.0) -> torch.Tensor:
         return scale * torch.randn(_SHAPE, generator=make, dtype=torch.float64)
 
     yield random()
     yield random()
-    yield random(30.0)  # a spike, in all numbers
+    yield random(30.0)  # a spike in all elements
     yield random(1e-3)
     spike = random()
-    spike[0] *= 100.0  # and in some
+    spike[0] *= 100.0  # a spike in some elements
     yield spike
     yield weight * 0.3
     across = random()
@@ -209,14 +200,14 @@ def _gradients(weight: torch.Tensor, make: torch.Generator) -> Iterator[torch.Te
 def _cloned(
     optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameters: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer like this one over other parameters."""
+    """Return a clone of an optimizer over other parameters, without hooks."""
     group = {**copy.deepcopy(dict(settings)), "params": list(parameters), "lr": _LR}
     twin = clone_optimizer(optimizer, [group])
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         twin.__dict__[name] = {}
     first = optimizer.param_groups[0]["params"][0]
     for parameter in parameters:
-        if first in optimizer.state:  # of those that make it at once
+        if first in optimizer.state:  # some optimizers create their state in the constructor
             twin.state[parameter] = {
                 key: _like(value, first, parameter) for key, value in optimizer.state[first].items()
             }
@@ -226,7 +217,7 @@ def _cloned(
 
 
 def _like(value: Any, of: torch.Tensor, parameter: torch.Tensor) -> Any:
-    """Return a value of one parameter's first state as another parameter would have it."""
+    """Convert a value of the initial state of one parameter to the shape of another parameter."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if value.shape != of.shape or not value.numel():
@@ -237,13 +228,13 @@ def _like(value: Any, of: torch.Tensor, parameter: torch.Tensor) -> Any:
 def move_state(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, piece: torch.nn.Parameter, start: int
 ) -> None:
-    """Give a piece of a parameter what the optimizer's state has of it, if there is a state by now.
+    """Copy the optimizer's state of a parameter, if there is any, to a slice of the parameter.
 
     Args:
-        optimizer: Has it under the parameter.
-        parameter: The whole.
-        piece: Flat.
-        start: Where the piece begins in the flat parameter.
+        optimizer: The optimizer, which has the state of ``parameter``.
+        parameter: The whole parameter.
+        piece: Flat slice of the parameter.
+        start: Index of the first element of the slice in the flat parameter.
     """
     if parameter not in optimizer.state:
         return

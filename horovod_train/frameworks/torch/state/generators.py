@@ -1,4 +1,4 @@
-"""The random generators of Python, NumPy and PyTorch: their state, and their seeds."""
+"""State and seeds of the random generators of Python, NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rng_state() -> tuple[object, dict[str, ArrayBlob]]:
 
 
 def load_rng_state(tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
-    """Take over what ``rng_state`` returned."""
+    """Load a state that ``rng_state`` returned. CUDA states are loaded if the number of GPUs agrees."""
     own = randomness.load_rng_state(tree, arrays)
     torch.set_rng_state(torch.from_numpy(own["torch"]))
     if own["cuda"] and len(own["cuda"]) == torch.cuda.device_count():
@@ -30,7 +30,7 @@ def load_rng_state(tree: object, arrays: Mapping[str, ArrayBlob]) -> None:
 
 
 def seed_generators(seed: int, rank: int, epoch: int) -> None:
-    """Seed Python's, NumPy's and PyTorch's generators with a mix of three numbers."""
+    """Seed Python's, NumPy's and PyTorch's generators with a mix of seed, rank and epoch."""
     mixed = mix(seed, rank, epoch)
     random.seed(mixed)
     np.random.seed(mixed % 2**32)

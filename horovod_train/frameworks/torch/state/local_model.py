@@ -1,4 +1,4 @@
-"""What a rank holds of a replica, apart from the steps that it makes: its state, and its evaluation."""
+"""Base class of the PyTorch replica: state and evaluation of a rank's model, without training steps."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LocalModel:
-    """The model of one rank.
+    """The model of one rank, its state, and its evaluation.
 
     Attributes:
-        model: On its device.
-        strategy: Keeps the replicas of all ranks in step.
-        data_ranks: Those that share the samples of a step.
-        all_ranks: Those and others, if there are others: ranks may share a model.
-        device: Where the model is.
-        statistics: Running statistics, of which each rank has its own in training.
-        equality: What several ranks hold is equal.
-        saved_state: Of a checkpoint.
-        task: Gives loss and metrics; None when the user's own loop does.
-        train: The job's section.
-        forward_model: What the task calls: the model's compiled form, or the model itself.
-        averaged: Weights that are evaluated instead of those that are trained.
-        loss: Of the step under way.
-        is_training: Modules are in training mode.
+        model: The model, on its device.
+        strategy: Synchronizes the replicas of all ranks.
+        data_ranks: Communicator of the data-parallel ranks.
+        all_ranks: Communicator of all ranks; larger than ``data_ranks`` under model parallelism.
+        device: Device of the model.
+        statistics: Running statistics of normalization layers, which differ between ranks in training.
+        equality: Checks that the ranks' copies of weights and buffers are equal.
+        saved_state: Saves and loads the state of a checkpoint.
+        task: Computes loss and metrics; None: the user's own loop computes them.
+        train: The job's ``train`` section.
+        forward_model: The module that the task calls: the compiled model, or the model itself.
+        averaged: Averaged weights, which evaluation uses instead of the trained weights.
+        loss: Loss of the current step.
+        is_training: Whether modules are in training mode.
         first_steps: Checks of the first steps.
     """
 
@@ -64,18 +64,18 @@ class LocalModel:
     is_training: bool
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Return the context in which the job's precision holds for a forward pass."""
+        """Return the autocast context of a forward pass, for the job's precision."""
         dtype = AUTOCAST_DTYPES.get(self.train.precision)
         return torch.autocast(self.device.type, dtype) if dtype else nullcontext()
 
     @contextmanager
     def not_counted(self) -> Iterator[None]:
-        """Make passes of a micro-batch that does not count: statistics are as if there had been none."""
+        """Restore running statistics after the block, which runs the passes of a padding micro-batch."""
         with self.statistics.kept(), not_counted():
             yield
 
     def pass_context_of(self, clock: StepClock) -> PassContext:
-        """Return what a strategy needs that makes the passes of a step itself."""
+        """Return the context for a strategy that runs the passes of a step itself."""
         assert self.task is not None
         return PassContext(self.task, self.autocast, clock.lap, self.not_counted, self.loss.weigh)
 
@@ -104,25 +104,17 @@ class LocalModel:
         return {"loss": self.task.loss(model, batch)}
 
     def sync_buffers(self) -> None:
-        """Average running statistics over ranks; check that all other buffers are equal.
-
-        Raises:
-            UserError: Another buffer differs between ranks.
-        """
+        """Average running statistics over ranks; raise ``UserError`` if other buffers differ. Collective."""
         self.equality.sync_buffers()
 
     def broadcast(self) -> None:
-        """Take over rank 0's weights and buffers.
-
-        Raises:
-            UserError: Ranks have made different models.
-        """
-        if self.strategy.capabilities.whole_weights:  # others have taken them over when they took their parts
+        """Broadcast rank 0's weights and buffers; raise ``UserError`` if the models differ. Collective."""
+        if self.strategy.capabilities.whole_weights:  # otherwise, ``wrap`` has broadcast them
             broadcast_model(self.model, self.data_ranks)
         self.first_steps.broadcast()
 
     def is_finite(self) -> bool:
-        """Return whether all weights and running statistics are finite numbers: the same on every rank."""
+        """Return whether all weights and running statistics are finite, equal on all ranks. Collective."""
         weights = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         own = [local.tensor for name, local in self.strategy.local_tensors().items() if name in weights]
         is_local_finite = all(bool(tensor.isfinite().all()) for tensor in [*own, *self.statistics.buffers])
@@ -133,30 +125,26 @@ class LocalModel:
         )
 
     def state(self, *, copy: bool) -> ReplicaState:
-        """Return the state; with ``copy``, later steps do not change it until the next copy."""
+        """Return the state. With ``copy``, it remains unchanged until the next copy."""
         return self.saved_state.take(copy=copy)
 
     def load_state(self, state: ReplicaState) -> None:
-        """Take over a state; the optimizer's settings (decay, momentum, ...) stay those of the job.
-
-        Raises:
-            CheckpointError: The state belongs to another model or optimizer.
-        """
+        """Load a state, also into the reference model of the first steps; see ``SavedState.load``."""
         self.saved_state.load(state)
         self.first_steps.load_state(state)
 
     def rank_state(self) -> Mapping[str, ArrayBlob]:
-        """Return what this rank's strategy keeps for itself."""
+        """Return the rank state of the strategy, such as residuals."""
         return rank_state_of(self.strategy)
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, ArrayBlob]]) -> None:
-        """Take over what strategies of all ranks had kept for themselves."""
+        """Load the rank states that all ranks saved."""
         load_rank_states(self.strategy, of_ranks, self.device)
 
     def device_name(self) -> str:
-        """Return where the model lives, for a person."""
+        """Return the name of the model's device."""
         return str(self.device)
 
     def num_parameters(self) -> int:
-        """Return how many numbers are trained."""
+        """Return the number of trainable elements of the whole model."""
         return self.strategy.num_parameters()

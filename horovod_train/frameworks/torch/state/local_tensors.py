@@ -1,7 +1,7 @@
-"""Local tensors: a rank's part of model and optimizer state, by names of the whole model.
+"""Local tensors: a rank's shard of model and optimizer state, by names of the whole model.
 
-A checkpoint contains the whole state: weights, and optimizer state by parameter name. A rank that loads
-it may have all of it or a shard, under any strategy and number of ranks.
+A checkpoint contains the whole state: weights, and optimizer state by parameter name. A rank may load all of
+it or a shard, under any strategy and number of ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LocalTensor:
     Attributes:
         tensor: The local data.
         part: Position in the whole tensor; None: ``tensor`` is the whole tensor.
-        like: Converts a tensor of this shape to the type of the optimizer's state, such as ``DTensor``.
+        like: Converts a tensor of this shape to the tensor class of optimizer state, such as ``DTensor``.
     """
 
     tensor: torch.Tensor
@@ -42,7 +42,7 @@ class LocalTensor:
     like: Callable[[torch.Tensor], torch.Tensor] = field(default=_as_it_is, compare=False)
 
     def blob(self, cache: Cache, key: str) -> ArrayBlob:
-        """Return the tensor's bytes: of a copy in the cache, or, without a cache, of the tensor itself."""
+        """Return the tensor's bytes: of a copy in the cache or, without a cache, of the tensor itself."""
         blob = to_blob(self.tensor if cache is None else copied(self.tensor, cache, key))
         return ArrayBlob(blob.dtype, blob.shape, blob.data, self.part)
 
@@ -54,11 +54,11 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class OptimizedParameter:
-    """A parameter of the optimizer: a parameter of the model, or this rank's part of it.
+    """A parameter of the optimizer: a parameter of the model, or this rank's shard of it.
 
     Attributes:
-        name: Name in the whole model; its number in the optimizer if it is not in the model.
-        local: This rank's part of the parameter.
+        name: Name in the whole model; the number in the optimizer if the parameter is not in the model.
+        local: This rank's shard of the parameter.
     """
 
     name: str | int
@@ -66,12 +66,12 @@ class OptimizedParameter:
 
 
 def whole_model(model: torch.nn.Module) -> dict[str, LocalTensor]:
-    """Return a model's weights and buffers, none of them sharded."""
+    """Return the weights and buffers of a model without sharding."""
     return {name: LocalTensor(tensor) for name, tensor in model.state_dict().items()}
 
 
 def whole_parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[OptimizedParameter]:
-    """Return an optimizer's parameters in its order, none of them sharded."""
+    """Return the parameters of an optimizer without sharding, in its order."""
     names: dict[int, str] = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [
@@ -91,7 +91,7 @@ def optimizer_blobs(
     *,
     settings_only: bool,
 ) -> tuple[object, dict[str, ArrayBlob]]:
-    """Return an optimizer's state by the names of parameters: a JSON tree and the arrays it refers to."""
+    """Return an optimizer's state by parameter name: a JSON tree and the arrays to which it refers."""
     tree, arrays = _packed(optimizer, optimized, settings_only=settings_only)
     return tree, {key: local.blob(cache, f"optimizer.{key}") for key, local in arrays.items()}
 
@@ -99,7 +99,7 @@ def optimizer_blobs(
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, optimized: Sequence[OptimizedParameter]
 ) -> dict[str, LocalTensor]:
-    """Return the tensors of an optimizer's state, by the keys of the arrays of a checkpoint."""
+    """Return the tensors of an optimizer's state, by the keys of a checkpoint's arrays."""
     return _packed(optimizer, optimized, settings_only=False)[1]
 
 
@@ -140,12 +140,12 @@ def _by_name(document: Mapping[str, Any], optimized: Sequence[OptimizedParameter
 
 
 def _has_numbers(document: Mapping[str, Any]) -> bool:
-    """Whether an optimizer's state has the format of PyTorch's optimizers."""
+    """Return whether an optimizer's state has the format of PyTorch's optimizers."""
     return isinstance(document.get("state"), dict) and isinstance(document.get("param_groups"), list)
 
 
 def _leaf(leaf: torch.Tensor, parameter: LocalTensor) -> LocalTensor:
-    """Return this rank's part of a state tensor; sharded as its parameter if it has the same shape."""
+    """Return this rank's shard of a state tensor, which is sharded like its parameter if shapes agree."""
     local: torch.Tensor = leaf.to_local() if hasattr(leaf, "to_local") else leaf
     is_like = local.shape == parameter.tensor.shape
     return LocalTensor(local, parameter.part if is_like else None)
@@ -180,7 +180,7 @@ def _check_names(local_tensors: Iterable[str], arrays: Iterable[str]) -> None:
 
 
 def _own(arrays: Mapping[str, ArrayBlob], name: str, wanted: LocalTensor) -> ArrayBlob:
-    """Return the requested part of an array."""
+    """Return the part of an array that a local tensor stores."""
     if isinstance(arrays, StoredArrays):
         return arrays.part(name, tuple(wanted.tensor.shape), wanted.part)
     found = arrays[name]  # in memory, from a replica with the same sharding
@@ -201,12 +201,12 @@ def optimizer_document(
     """Return the ``load_state_dict`` argument with this rank's part of an optimizer's state.
 
     Args:
-        tree: As returned by ``optimizer_blobs``; in older checkpoints, with numbers instead of names.
+        tree: Result of ``optimizer_blobs``; older checkpoints contain parameter numbers instead of names.
         arrays: The arrays to which the tree refers.
         optimized: The optimizer's parameters, in its order.
         groups: The optimizer's ``param_groups``.
         numbering: Parameter names in the order of an optimizer of the whole model.
-        is_sharded: Parameters missing here may be on other ranks.
+        is_sharded: Whether other ranks may have parameters that this rank does not have.
 
     Raises:
         KeyError: An array is missing.
@@ -248,7 +248,7 @@ def _entries(plain: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class _Whole(Mapping[str, Any]):
-    """Mapping of array keys to whole tensors."""
+    """Mapping from array keys to whole tensors."""
 
     def __init__(self, arrays: Mapping[str, ArrayBlob]) -> None:
         self._arrays = arrays
@@ -264,7 +264,7 @@ class _Whole(Mapping[str, Any]):
 
 
 class _Parts(_Whole):
-    """Arrays of a parameter's state as tensors: this rank's part of those that have the parameter's shape."""
+    """Mapping from array keys to tensors: this rank's shard of arrays that have the parameter's shape."""
 
     def __init__(self, arrays: Mapping[str, ArrayBlob], parameter: LocalTensor) -> None:
         super().__init__(arrays)

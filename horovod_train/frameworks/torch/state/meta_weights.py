@@ -1,4 +1,4 @@
-"""Models whose weights have no memory yet: they come from a file, and each rank takes its part alone."""
+"""Initial weights from a file; a model on the meta device loads only this rank's shard."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def meta_parameters() -> Iterator[None]:
-    """Let parameters that are made in the block be on the meta device; buffers are made as usual.
+    """Place parameters that are created in the block on the meta device.
 
-    Modules compute some buffers when they are made, such as frequencies of positions, and no file has them.
+    Buffers are created as usual, because the file lacks those that constructors compute, such as the
+    frequencies of positional encodings.
     """
     plain = torch.nn.Module.register_parameter
-    made = WeakIdKeyDictionary()  # what is one weight stays one, and memory is not kept
+    made = WeakIdKeyDictionary()  # shared weights remain shared; weak keys, so that memory is freed
 
     def register(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
@@ -45,15 +46,15 @@ def meta_parameters() -> Iterator[None]:
 def load_initial(
     model: torch.nn.Module, local_tensors: Mapping[str, LocalTensor], weights: Mapping[str, ArrayBlob]
 ) -> None:
-    """Take over a file's weights.
+    """Load the weights of a file into a model.
 
     Args:
-        model: Knows which names are of one weight: a file may have one of them.
-        local_tensors: This rank's part of the model, by name.
-        weights: Of the file.
+        model: The model. If it registers a weight under several names, the file may contain only one of them.
+        local_tensors: This rank's shard of the model, by name.
+        weights: Arrays of the file.
 
     Raises:
-        UserError: They are of another model.
+        UserError: The weights belong to another model.
     """
     one = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     loaded = {one[name] for name in weights if name in one}

@@ -1,4 +1,4 @@
-"""The optimizer of a job in PyTorch; on a GPU the fused one, where there is one that does the same."""
+"""The PyTorch optimizer of a job (on a GPU in its fused form, if that is equivalent), and learning rates."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from horovod_train.frameworks.callbacks import JobsLearningRate
 from horovod_train.frameworks.optimizers import make_optimizer
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-"""Have a fused form for GPUs."""
+"""Optimizers that have a fused form for GPUs."""
 
 
 def optimizer_over(job: Job, parameters: Iterable[Any], *, may_fuse: bool = True) -> torch.optim.Optimizer:
-    """Return the job's optimizer over parameters or groups of them.
+    """Create the job's optimizer.
 
     Args:
-        job: Names it.
-        parameters: As optimizers take them.
-        may_fuse: On a GPU, choose the fused form where the job does not say.
+        job: The job.
+        parameters: Parameters or parameter groups, in any form that PyTorch's optimizers accept.
+        may_fuse: On a GPU, choose the fused form if the job does not specify the form.
 
     Raises:
-        UserError: Unknown optimizer, or invalid arguments.
+        UserError: The optimizer is unknown, or its arguments are invalid.
     """
     groups = [_with_list(group, job.lr.base_lr) if isinstance(group, dict) else group for group in parameters]
 
@@ -40,16 +40,16 @@ def optimizer_over(job: Job, parameters: Iterable[Any], *, may_fuse: bool = True
         )
     for group in optimizer.param_groups:
         if (own := float(group.get("lr", job.lr.base_lr)) / job.lr.base_lr) != 1.0:
-            # Some divide the rate that they are given; the schedule sets it in each step.
+            # Some optimizers scale the rate in the constructor. The schedule, which sets it, must do so too.
             group["lr_scale"] = own * group.get("lr_scale", 1.0)
     return optimizer
 
 
 def is_fused_by_itself(factory: object, args: Mapping[str, Any], groups: Iterable[Any]) -> bool:
-    """Return whether the fused form is the default.
+    """Return whether the fused form is chosen because neither arguments nor groups specify the form.
 
-    It performs the same update in one kernel instead of several per parameter, and can skip a step on the
-    device, except with dampening (see ``update.py``).
+    The fused form runs one kernel instead of several per parameter, and can skip a step on the device, except
+    with dampening (see ``update.py``).
     """
     if factory not in FUSED or {"fused", "foreach", "capturable", "differentiable"} & args.keys():
         return False
@@ -58,7 +58,7 @@ def is_fused_by_itself(factory: object, args: Mapping[str, Any], groups: Iterabl
         settings = group if isinstance(group, dict) else {"params": [group]}
         if {"fused", "foreach"} & settings.keys() or settings.get("dampening"):
             return False
-        # A parameter, or its name with it.
+        # A parameter, or a tuple of its name and the parameter.
         parameters += [entry[1] if isinstance(entry, tuple) else entry for entry in settings["params"]]
     has_kernels = all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)
     return bool(parameters) and has_kernels and not args.get("dampening")
@@ -67,9 +67,9 @@ def is_fused_by_itself(factory: object, args: Mapping[str, Any], groups: Iterabl
 def clone_optimizer(
     optimizer: torch.optim.Optimizer, param_groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """Return an optimizer of the same kind over other groups of parameters, without a state.
+    """Return an optimizer of the same class over other parameter groups, without state.
 
-    ``copy`` would lose what a class has besides groups, state and defaults.
+    ``copy.copy`` would lose attributes of the class other than groups, state and defaults.
     """
     twin: torch.optim.Optimizer = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
@@ -78,7 +78,7 @@ def clone_optimizer(
 
 
 def explain_closure(error: Exception, job: Job) -> HorovodTrainError | None:
-    """Return our error of an optimizer that needs more than gradients; None: the error has another reason."""
+    """Return the ``UserError`` of an optimizer that needs more than gradients; None: another cause."""
     wants_closure = "closure" in f"{type(error).__name__} {error}".lower()
     if isinstance(error, HorovodTrainError) or not (wants_closure or "does not require grad" in str(error)):
         return None
@@ -90,30 +90,26 @@ def explain_closure(error: Exception, job: Job) -> HorovodTrainError | None:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, lr: float, rounded: Callable[[float], float]) -> None:
-    """Set the learning rate of each group: ``lr``, times the group's ``lr_scale``."""
+    """Set the learning rate of each group to ``lr`` times the group's ``lr_scale``, passed to ``rounded``."""
     for group, rate in zip(optimizer.param_groups, rates_of_groups(optimizer, lr), strict=True):
         group["lr"] = rounded(rate)
 
 
 def rates_of_groups(optimizer: torch.optim.Optimizer, lr: float) -> list[float]:
-    """Return the learning rate of each group of an optimizer, from the job's."""
+    """Return the learning rate of each group of an optimizer, given the job's rate."""
     return [lr * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
 
 
 class GroupRates(JobsLearningRate):
-    """The learning rates of an optimizer's groups, each relative to the job's."""
+    """Learning rates of an optimizer's groups, relative to the job's rate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        # ``load_state_dict`` makes new groups: they are looked up each time.
+        # ``param_groups`` is read in each call, because ``load_state_dict`` replaces the groups.
         super().__init__(lambda: [float(group["lr"]) for group in optimizer.param_groups], self._write)
         self._optimizer = optimizer
 
     def set_job_rate(self, lr: float) -> None:
-        """Set the rates of the next step.
-
-        Raises:
-            UserError: Other code has set other rates.
-        """
+        """Set the rates of the next step; raise ``UserError`` if other code has changed the last rates."""
         self.set(rates_of_groups(self._optimizer, lr))
 
     def _write(self, rates: list[float]) -> None:
@@ -122,10 +118,9 @@ class GroupRates(JobsLearningRate):
 
 
 def _with_list(group: Mapping[str, Any], base_lr: float) -> dict[str, Any]:
-    """Return a group that can be looked at more than once: its parameters may come from a generator.
+    """Return a group with a list of parameters instead of a generator, and ``lr_scale`` instead of ``lr``.
 
-    The ``lr`` of a group is its rate at ``lr.base_lr``: the group's rate follows the schedule by the same
-    factor.
+    A group's ``lr`` is its rate at ``lr.base_lr``; the schedule scales both by the same factor.
     """
     found = group["params"]
     own = {**group, "params": [found] if isinstance(found, torch.Tensor) else list(found)}

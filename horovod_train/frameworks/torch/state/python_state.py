@@ -1,4 +1,4 @@
-"""State that a task and a model keep in Python, besides parameters and buffers."""
+"""Python state of a task and a model, that is, state other than parameters and buffers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ OF_PYTORCH = {"_parameters", "_buffers", "_modules", "training"}
 
 
 def python_state(*objects: object) -> str:
-    """Return a text that changes when a pass has changed what objects keep in Python.
+    """Return a text that differs if the Python state of the objects differs.
 
-    Numbers, texts, containers and random generators are compared by value, tensors and arrays by their
-    memory and version, all else by identity and, where it has attributes, by those.
+    Numbers, strings, containers, random generators and small arrays are compared by value, tensors by
+    identity and version, and other objects by attributes. Objects without attributes, below ``MAX_DEPTH`` or
+    above ``MAX_LENGTH`` are compared by identity.
     """
     seen: set[int] = set()
     return repr([_frozen(each, seen, MAX_DEPTH) for each in objects])
@@ -43,13 +44,13 @@ def _frozen(value: Any, seen: set[int], depth: int) -> object:
     children = _children(value)
     if len(children) > MAX_LENGTH:
         return id(value), len(children)
-    # The layers of a model may be nested as deep as they like.
+    # Modules do not count, because the layers of a model may be nested deeply.
     below = depth if isinstance(value, torch.nn.Module) else depth - 1
     return [_frozen(child, seen, below) for child in children]
 
 
 def _children(value: Any) -> list[Any]:
-    """Return what an object is made of."""
+    """Return the members of a container, or the captured values or attributes of an object."""
     if isinstance(value, Mapping):
         return [each for pair in value.items() for each in pair]
     if isinstance(value, CONTAINERS):
@@ -66,7 +67,7 @@ def _children(value: Any) -> list[Any]:
 
 
 def _content(cell: CellType) -> object:
-    """Return what a closure holds; None: it is empty."""
+    """Return the content of a closure cell; None: it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -89,4 +90,4 @@ KINDS: list[tuple[type, Callable[[Any], object]]] = [
     (np.random.RandomState, lambda value: repr(value.get_state(legacy=False))),
     (torch.Generator, lambda value: hash(value.get_state().numpy().tobytes())),
 ]
-"""How values of other kinds are compared."""
+"""Types whose values are compared by a special function."""

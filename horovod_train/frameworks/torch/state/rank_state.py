@@ -1,7 +1,6 @@
 """Per-rank state by parameter, saved in checkpoints and loaded on any number of ranks.
 
-Each key of the state has a rule that defines what a rank loads from a checkpoint of another number
-of ranks:
+The rule of a key defines what a rank loads from a checkpoint of another number of ranks:
 
     SUM   only the sum over ranks matters (residuals): each of M ranks loads the sum divided by M
     SAME  equal on all ranks: rank 0 saves it, and all ranks load it
@@ -16,13 +15,13 @@ from enum import Enum, auto
 import torch
 
 StateKey = tuple[str, str]
-"""Parameter name and key of its state; a ``residual`` is saved under the parameter's name only."""
+"""Name of a parameter and key of its state. A ``residual`` is saved under the parameter's name only."""
 Tensors = Mapping[str, torch.Tensor]
 RESIDUAL = "residual"
 
 
 class Rule(Enum):
-    """How a state is loaded on another number of ranks."""
+    """Rule by which a state is loaded on another number of ranks."""
 
     SUM = auto()
     SAME = auto()
@@ -39,10 +38,10 @@ def merged(of_ranks: Sequence[Tensors], rule: Rule, rank: int, size: int) -> dic
     """Return the tensors that a rank loads.
 
     Args:
-        of_ranks: Tensors of one rule that each rank has saved.
+        of_ranks: Tensors of this rule, by the rank that saved them.
         rule: The rule.
         rank: This rank.
-        size: Number of ranks now.
+        size: Current number of ranks.
     """
     if not of_ranks:
         return {}
@@ -54,9 +53,9 @@ def merged(of_ranks: Sequence[Tensors], rule: Rule, rank: int, size: int) -> dic
 
 
 class RankState:
-    """State of parameters that persists across bucket layouts and runs.
+    """Per-parameter state that persists across bucket layouts and runs.
 
-    Messages hold the state of trained parameters; this object holds that of frozen parameters.
+    Messages store the state of trained parameters; this object stores the state of frozen parameters.
 
     Args:
         rules: Rule of each key.
@@ -67,7 +66,7 @@ class RankState:
         self._waiting: dict[str, torch.Tensor] = {}
 
     def store(self, state: Mapping[StateKey, torch.Tensor]) -> None:
-        """Move the state of parameters from messages to this object; the messages' tensors are zeroed."""
+        """Move the state of messages to this object. The messages' tensors are set to zero."""
         for key, tensor in state.items():
             self._waiting[saved_name(key)] = tensor.clone()
             tensor.zero_()
@@ -79,17 +78,12 @@ class RankState:
                 tensor.copy_(self._waiting.pop(name))
 
     def save(self, state: Mapping[StateKey, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
-        """Return the state that this rank writes to a checkpoint.
-
-        Args:
-            state: State of the messages.
-            rank: This rank.
-        """
+        """Return the state that this rank writes to a checkpoint, given the state of the messages."""
         found = {**self._waiting, **{saved_name(key): tensor for key, tensor in state.items()}}
         return {name: t for name, t in found.items() if rank == 0 or self._rule(name) is not Rule.SAME}
 
     def load(self, of_ranks: Sequence[Tensors], rank: int, size: int) -> None:
-        """Load the states that ranks saved; ``restore`` then moves them to messages."""
+        """Load the states that ranks saved. A later ``restore`` moves them to messages."""
         self._waiting = {}
         for rule in Rule:
             of_rule = [{n: t for n, t in state.items() if self._rule(n) is rule} for state in of_ranks]

@@ -1,4 +1,4 @@
-"""The state of a replica as a checkpoint keeps it, taken and taken over."""
+"""Save and load the state of a replica in a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from horovod_train.frameworks.torch.strategies.base import Strategy
 log = logging.getLogger(__name__)
 
 OWN_STATE = "@"
-"""Names of what a strategy keeps for itself begin so, in a checkpoint."""
+"""Prefix of the names of rank state in a checkpoint."""
 
 
 class SavedState:
-    """Takes a replica's state, and takes one over.
+    """Saves and loads the state of a replica.
 
     Args:
-        model: Has the weights.
-        optimizer: Over them.
-        strategy: Knows what of them this rank holds.
-        scaler: Of the loss.
-        averaged: Weights that are kept next to those that are trained.
-        tells: This rank tells people what others would tell, too.
+        model: The model.
+        optimizer: The optimizer of the model.
+        strategy: Provides this rank's shard of weights and optimizer state.
+        scaler: The loss scaler.
+        averaged: Averaged weights, which are saved in addition to the trained weights.
+        prints_notices: Whether this rank logs warnings that are the same on all ranks.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SavedState:
         self._copies: dict[str, torch.Tensor] = {}
 
     def take(self, *, copy: bool) -> ReplicaState:
-        """Return the state; with ``copy``, later steps do not change it until the next copy."""
+        """Return the state. With ``copy``, it remains unchanged until the next copy."""
         cache = self._copies if copy else None
         with_state = self._strategy.capabilities.checkpoints_optimizer
         tree, arrays = optimizer_blobs(
@@ -78,11 +78,7 @@ class SavedState:
         )
 
     def check(self) -> None:
-        """Refuse an optimizer whose state no checkpoint can hold.
-
-        Raises:
-            UserError: It keeps something that is neither data nor a tensor.
-        """
+        """Raise ``UserError`` if the optimizer's state contains objects other than plain data and tensors."""
         strategy = self._strategy
         try:
             optimizer_tensors(strategy.saved_optimizer, strategy.optimized())
@@ -94,7 +90,7 @@ class SavedState:
             ) from error
 
     def load(self, state: ReplicaState) -> None:
-        """Take over a state; the optimizer's settings (decay, momentum, ...) stay those of the job.
+        """Load a state, except the optimizer's settings (weight decay, momentum, ...), which the job defines.
 
         Raises:
             CheckpointError: The state belongs to another model or optimizer.
@@ -119,7 +115,7 @@ class SavedState:
             if unknown := sorted(set(arrays) - set(self._model.state_dict())):
                 raise ValueError(f"it has {unknown[0]!r}, which this model does not have")
             load_model(self._strategy.local_tensors(), arrays)
-        else:  # a model may take over what had other names
+        else:  # ``load_state_dict`` of a model may rename keys of older versions
             self._model.load_state_dict({name: from_blob(blob) for name, blob in arrays.items()})
 
     def _load_optimizer(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
@@ -134,7 +130,7 @@ class SavedState:
             strategy.numbering(),
             is_sharded=strategy.capabilities.sharded,
         )
-        # The settings decide where an optimizer wants its state, and so come first.
+        # Settings are loaded first: the device of the optimizer's state depends on them.
         for saved, group in zip(document["param_groups"], groups, strict=True):
             own = {key: group[key] for key in (*optimizer.defaults, "lr_scale") if key in group}
             self._report_other_kernel(saved, own)
@@ -157,7 +153,7 @@ def _scaler_state(plain: Mapping[str, float]) -> dict[str, float]:
 
 
 def rank_state_of(strategy: Strategy) -> dict[str, ArrayBlob]:
-    """Return what a strategy keeps for itself on this rank, under names that say whose it is."""
+    """Return the rank state of a strategy; names contain ``rank_state_kind``."""
     kind = f"{OWN_STATE}{strategy.capabilities.rank_state_kind}/"
     return blobs_of({f"{kind}{name}": each for name, each in strategy.rank_state().items()}, None, prefix="")
 
@@ -165,7 +161,7 @@ def rank_state_of(strategy: Strategy) -> dict[str, ArrayBlob]:
 def load_rank_states(
     strategy: Strategy, of_ranks: Sequence[Mapping[str, ArrayBlob]], device: torch.device
 ) -> None:
-    """Take over what strategies of all ranks had kept for themselves; that of another kind is dropped."""
+    """Load the rank states of all ranks. A state of another ``rank_state_kind`` is dropped."""
     kind = f"{OWN_STATE}{strategy.capabilities.rank_state_kind}/"
     others = {name for state in of_ranks for name in state if name.startswith(OWN_STATE)}
     if dropped := sorted({name.partition("/")[0] for name in others if not name.startswith(kind)}):
@@ -177,7 +173,7 @@ def load_rank_states(
             {
                 name.removeprefix(kind): from_blob(blob).to(device)
                 for name, blob in state.items()
-                if name.startswith(kind) or not name.startswith(OWN_STATE)  # as versions before wrote it
+                if name.startswith(kind) or not name.startswith(OWN_STATE)  # older versions wrote no prefix
             }
             for state in of_ranks
         ]

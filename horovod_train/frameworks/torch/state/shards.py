@@ -1,4 +1,4 @@
-"""Tensors that ranks share (PyTorch's ``DTensor``): what of them is here, and where it lies in the whole."""
+"""Sharded tensors (PyTorch's ``DTensor``): the local shard and its position in the whole tensor."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from horovod_train.frameworks.torch.state.local_tensors import (
 
 
 def local_tensor_of(tensor: torch.Tensor) -> LocalTensor:
-    """Return what this rank has of a tensor."""
+    """Return this rank's shard of a tensor."""
     if not isinstance(tensor, DTensor):
         return LocalTensor(tensor.detach())
     own, whole = to_local(tensor), tuple(tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
-    if tensor.numel() == 0:  # of nothing each rank has nothing, whatever the shape
+    if tensor.numel() == 0:  # the shard has no elements on any rank
         return LocalTensor(own, None, partial(_like, tensor=tensor))
     assert tuple(own.shape) == tuple(shape)
     part = None if tuple(shape) == whole else Part(whole, tuple(offset))
@@ -37,7 +37,7 @@ def local_tensor_of(tensor: torch.Tensor) -> LocalTensor:
 
 
 def _like(own: torch.Tensor, tensor: DTensor) -> torch.Tensor:
-    """Return a tensor of which this is here, shared as another one is."""
+    """Return the ``DTensor`` with a local shard, sharded like another ``DTensor``."""
     return DTensor.from_local(
         own.to(tensor.device),
         tensor.device_mesh,
@@ -49,7 +49,7 @@ def _like(own: torch.Tensor, tensor: DTensor) -> torch.Tensor:
 
 
 def num_copies(tensor: torch.Tensor, num_ranks: int) -> int:
-    """Return on how many ranks the same of a tensor lies."""
+    """Return the number of ranks that store the same shard of a tensor."""
     if not isinstance(tensor, DTensor):
         return num_ranks
     sizes = [
@@ -61,14 +61,14 @@ def num_copies(tensor: torch.Tensor, num_ranks: int) -> int:
 
 
 def local_tensors_of_model(model: torch.nn.Module) -> dict[str, LocalTensor]:
-    """Return what this rank has of a model's weights and buffers, by their names in it."""
+    """Return this rank's shards of a model's weights and buffers, by name."""
     return {name: local_tensor_of(tensor) for name, tensor in model.state_dict().items()}
 
 
 def optimized_parameters(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> list[OptimizedParameter]:
-    """Return this rank's parts of an optimizer's parameters, in its order."""
+    """Return this rank's shards of an optimizer's parameters, in its order."""
     return [
         OptimizedParameter(each.name, local_tensor_of(each.local.tensor))
         for each in whole_parameters(model, optimizer)
@@ -77,14 +77,14 @@ def optimized_parameters(
 
 @contextmanager
 def gathered_full(model: torch.nn.Module) -> Iterator[None]:
-    """Let a model have whole parameters, with their gradients, while the block runs; keep what it changes.
+    """Gather whole parameters and gradients of a model for the block; changes of parameters are retained.
 
-    All ranks have to make the same changes. Each holds the whole model meanwhile.
+    Collective. All ranks must make the same changes. Each rank stores the whole model while the block runs.
 
     Raises:
         UserError: The block has replaced a parameter.
     """
-    wholes: dict[Any, torch.nn.Parameter] = {}  # by the DTensor that is here
+    wholes: dict[Any, torch.nn.Parameter] = {}  # by DTensor
     places: list[tuple[torch.nn.Module, str, Any]] = []
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -93,7 +93,7 @@ def gathered_full(model: torch.nn.Module) -> Iterator[None]:
                 if parameter not in wholes:
                     wholes[parameter] = _whole(parameter)
     for module, name, parameter in places:
-        module._parameters[name] = wholes[parameter]  # noqa: SLF001  (a setter would tell fully_shard)
+        module._parameters[name] = wholes[parameter]  # noqa: SLF001  (a setter would notify fully_shard)
     yield
     for module, name, parameter in places:
         if module._parameters.get(name) is not wholes[parameter]:  # noqa: SLF001
@@ -121,7 +121,7 @@ def _whole(parameter: Any) -> torch.nn.Parameter:
 
 
 def disable_foreach_for_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Update shared and whole parameters of a group one by one: a kernel for all takes one kind."""
+    """Disable ``foreach`` in groups with sharded and whole parameters, which its kernels do not support."""
     for group in optimizer.param_groups:
         kinds = {isinstance(parameter, DTensor) for parameter in group["params"]}
         if len(kinds) > 1 and group.get("foreach") is None:
@@ -131,13 +131,13 @@ def disable_foreach_for_mixed_groups(optimizer: torch.optim.Optimizer) -> None:
 def squares_of(
     parameters: Iterable[torch.nn.Parameter], copies: Callable[[torch.nn.Parameter], int]
 ) -> torch.Tensor:
-    """Return this rank's part of the sum of a gradient's squares, shape [1], in 64 bits.
+    """Return this rank's part of the squared L2 norm of the gradient, shape [1], in float64.
 
-    Summed over all ranks that share the model, or have copies of it, each part of the gradient counts once.
+    In the sum over all ranks, each element of the gradient counts once.
 
     Args:
-        parameters: Those here.
-        copies: Returns on how many ranks the same of a parameter lies.
+        parameters: The parameters of this rank, at least one.
+        copies: Returns the number of ranks that store the same shard of a parameter.
     """
     found = list(parameters)
     squares = torch.zeros(1, dtype=torch.float64, device=to_local(found[0]).device)
@@ -148,17 +148,17 @@ def squares_of(
 
 
 def materialize(model: torch.nn.Module, weights_on: torch.device, rest_on: torch.device) -> None:
-    """Give weights without memory some, uninitialized; bring everything else to its device.
+    """Allocate uninitialized memory for weights on the meta device; move all other tensors to their device.
 
-    What is one weight stays one, which ``to_empty`` does not see to; and buffers keep their numbers.
+    Unlike ``to_empty``, this retains shared weights and the values of buffers.
 
     Args:
         model: The model.
-        weights_on: Where weights that ranks share are.
-        rest_on: Where buffers are, and weights that each rank has.
+        weights_on: Device of sharded weights.
+        rest_on: Device of buffers and unsharded weights.
 
     Raises:
-        UserError: A buffer was computed from weights.
+        UserError: A buffer is computed from weights.
     """
     placed: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
@@ -177,4 +177,4 @@ def materialize(model: torch.nn.Module, weights_on: torch.device, rest_on: torch
                     hint="compute it in forward, or use strategy: zero, which makes the model whole",
                 )
             module._buffers[name] = buffer.to(rest_on)  # noqa: SLF001
-    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # noqa: SLF001  (lets fully_shard notice)
+    model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # noqa: SLF001  (for fully_shard)

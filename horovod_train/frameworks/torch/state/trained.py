@@ -1,4 +1,4 @@
-"""What an optimizer trains of a model, which may change between two steps, and the same on all ranks."""
+"""The trained parameters of a model. They may change between steps, identically on all ranks."""
 
 from __future__ import annotations
 
@@ -14,38 +14,30 @@ Named = Mapping[str, torch.nn.Parameter]
 
 
 class TrainedParameters(Protocol):
-    """What an optimizer has: layers are unfrozen, groups added."""
+    """The parameters of an optimizer, which change when layers are unfrozen or groups are added."""
 
     def count(self) -> int:
-        """Return how many parameters the optimizer has; cheap, because it is called in each step."""
+        """Return the number of parameters. This is called in each step, so it must be cheap."""
         ...
 
     def named(self) -> Named:
-        """Return the optimizer's parameters by name, in the order of the model.
-
-        Raises:
-            UserError: The optimizer has parameters that are not in the model.
-        """
+        """Return the parameters by name, in model order; raise ``UserError`` if the model lacks one."""
         ...
 
 
 @dataclass(frozen=True)
 class OptimizedParameters:
-    """What an optimizer has of a model, at any time."""
+    """The current parameters of an optimizer of a model."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
 
     def count(self) -> int:
-        """Return how many parameters the optimizer has."""
+        """Return the number of parameters."""
         return sum(len(group["params"]) for group in self.optimizer.param_groups)
 
     def named(self) -> Named:
-        """Return the optimizer's parameters by name, in the order of the model.
-
-        Raises:
-            UserError: The optimizer trains something that is not in the model.
-        """
+        """Return the parameters by name, in model order; raise ``UserError`` if the model lacks one."""
         trained = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         found = {name: p for name, p in self.model.named_parameters() if id(p) in trained}
         if len(trained) > len(found):
@@ -56,11 +48,7 @@ class OptimizedParameters:
         return found
 
     def check(self) -> None:
-        """Refuse an optimizer that trains nothing.
-
-        Raises:
-            UserError: It does, or it trains something that is not in the model.
-        """
+        """Raise ``UserError`` if no parameter requires a gradient, or if one is not in the model."""
         if not any(parameter.requires_grad for parameter in self.named().values()):
             raise UserError(
                 "the optimizer trains no parameter", hint="does any parameter require a gradient?"
@@ -68,14 +56,11 @@ class OptimizedParameters:
 
 
 def check_same_trained(everyone: Sequence[tuple[str, list[list[str]]]]) -> None:
-    """Refuse ranks that train different parameters.
+    """Raise ``UserError`` if ranks train different parameters, or a rank's optimizer has a problem.
 
     Args:
-        everyone: For each rank, what is wrong with its optimizer, and [name, shape, type] of each
+        everyone: For each rank, the problem of its optimizer (empty: none), and [name, shape, type] of each
             parameter that it trains.
-
-    Raises:
-        UserError: They do.
     """
     for rank, (problem, _) in enumerate(everyone):
         if problem:

@@ -1,4 +1,4 @@
-"""Parameters that stay whole on each rank where ``fully_shard`` shards the others, and why."""
+"""Parameters that ``fully_shard`` does not shard, with reasons: each rank stores them whole."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from horovod_train.frameworks.torch.step.gradient_watch import num_hooks
 
 Parameters = Mapping[torch.nn.Parameter, str]
-"""The reason why each stays whole, as a clause after its name."""
+"""Reason why each parameter is not sharded: a clause whose subject is the parameter."""
 SPARSE = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def parameters_kept_whole(
     model: torch.nn.Module, units: Iterable[torch.nn.Module]
 ) -> dict[torch.nn.Parameter, str]:
-    """Return the parameters of a model that ``fully_shard`` refuses, or would train to other weights.
+    """Return the parameters that ``fully_shard`` refuses or does not train correctly, with reasons.
 
     Args:
         model: The model.
-        units: Modules that are gathered as one; what is in none of them is gathered with the model.
+        units: Modules that are gathered as units; parameters outside of units are gathered with the model.
     """
     storages = Counter(_storage(parameter) for parameter in model.parameters())
     found = {}
@@ -45,7 +45,7 @@ def parameters_kept_whole(
 def _of_rare_types(
     model: torch.nn.Module, units: Iterable[torch.nn.Module], whole: Parameters
 ) -> dict[torch.nn.Parameter, str]:
-    """Return the parameters whose type is not that of most elements of their unit."""
+    """Return the parameters whose dtype is not the dtype of most elements of their unit."""
     found = {}
     seen = set(whole)
     for unit in (*units, model):
@@ -63,7 +63,7 @@ def _of_rare_types(
 
 
 def describe(model: torch.nn.Module, whole: Parameters) -> str:
-    """Return a sentence about parameters that stay whole, for a person; empty: all of them are scalars."""
+    """Return a human-readable sentence about unsharded parameters; empty if all of them are scalars."""
     large = {parameter: reason for parameter, reason in whole.items() if parameter.numel() > 1}
     if not large:
         return ""
@@ -79,7 +79,7 @@ def describe(model: torch.nn.Module, whole: Parameters) -> str:
 
 
 def move(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None:
-    """Move parameters to a device; those that share memory share it there as well."""
+    """Move parameters to a device. Parameters that share memory share it on the device, too."""
     moved: dict[int, torch.UntypedStorage] = {}
     for parameter in parameters:
         if parameter.device == device:
@@ -92,7 +92,7 @@ def move(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> None
 
 
 def _storage(parameter: torch.nn.Parameter) -> int:
-    return parameter.untyped_storage()._cdata  # noqa: SLF001  (weights without memory have no address)
+    return parameter.untyped_storage()._cdata  # noqa: SLF001  (meta tensors have no address)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,1 +1,1 @@
-"""Comparison of a strategy's steps with those of the plain model."""
+"""Comparison of a strategy's steps with the steps of the plain model."""

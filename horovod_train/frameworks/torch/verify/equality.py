@@ -1,4 +1,4 @@
-"""Compare tensors that several ranks hold, by a sum of their bits, on any device."""
+"""Compare tensors of several ranks by a sum of their bits, on any device."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Equality:
-    """What several ranks hold of a replica is equal.
+    """Checks that copies of weights and buffers on several ranks are equal.
 
     Args:
         model: The model.
-        strategy: Knows what this rank has of it.
-        statistics: Running statistics, of which each rank has its own in training.
-        data_ranks: Those that share the samples of a step.
-        all_ranks: Those and others, if there are others.
+        strategy: Provides this rank's shard of the model.
+        statistics: Running statistics of normalization layers, which differ between ranks in training.
+        data_ranks: Communicator of the data-parallel ranks.
+        all_ranks: Communicator of all ranks.
     """
 
     def __init__(
@@ -42,11 +42,7 @@ class Equality:
 
     @torch.no_grad()
     def sync_buffers(self) -> None:
-        """Average running statistics over ranks; check that all other buffers are equal.
-
-        Raises:
-            UserError: Another buffer differs between ranks.
-        """
+        """Average running statistics over ranks; raise ``UserError`` if other buffers differ. Collective."""
         if self._data_ranks.size == 1:
             return
         for buffer in self._statistics.buffers:
@@ -56,11 +52,7 @@ class Equality:
         check_buffers(self._all_ranks, self._strategy.local_tensors(), self._weights())
 
     def check(self) -> None:
-        """Check weights and buffers after the first step.
-
-        Raises:
-            UserError: Something differs.
-        """
+        """Raise ``UserError`` if weights or buffers differ after the first step. Collective."""
         if self._all_ranks.size == 1 or not self._strategy.replicas_identical:
             return
         averaged = {id(buffer) for buffer in self._statistics.buffers}
@@ -76,16 +68,7 @@ class Equality:
 def check_weights(
     world: Communicator, local_tensors: Mapping[str, LocalTensor], names: Collection[str]
 ) -> None:
-    """Refuse weights that differ between ranks.
-
-    Args:
-        world: All ranks.
-        local_tensors: This rank's part of the model, by name.
-        names: Of parameters.
-
-    Raises:
-        UserError: They differ.
-    """
+    """Raise ``UserError`` if a weight differs between ranks; ``names`` are all weights. Collective."""
     if (
         found := _first_difference(
             world, {name: local_tensors[name] for name in local_tensors if name in names}
@@ -102,15 +85,10 @@ def check_weights(
 def check_buffers(
     world: Communicator, local_tensors: Mapping[str, LocalTensor], weights: Collection[str]
 ) -> None:
-    """Refuse buffers that differ between ranks: each rank would resume from its own, or lose it.
+    """Raise ``UserError`` if a buffer differs between ranks. Collective.
 
-    Args:
-        world: All ranks.
-        local_tensors: This rank's part of the model, by name: weights and saved buffers.
-        weights: Names of parameters.
-
-    Raises:
-        UserError: They differ.
+    A checkpoint contains one copy of a buffer, so a resumed run would lose the other values.
+    ``local_tensors`` contains weights and saved buffers; ``weights`` contains the names of all weights.
     """
     if (
         found := _first_difference(
@@ -128,7 +106,7 @@ def check_buffers(
 def _first_difference(
     world: Communicator, local_tensors: Mapping[str, LocalTensor]
 ) -> tuple[str, str] | None:
-    """Return the first tensor that differs between ranks, and which ranks differ from which."""
+    """Return the name of the first tensor that differs between ranks, and a text with two such ranks."""
     mine = {
         _key(name, each): value
         for (name, each), value in zip(local_tensors.items(), _sums(local_tensors), strict=True)
@@ -148,7 +126,7 @@ def _key(name: str, local: LocalTensor) -> str:
 
 
 def _sums(local_tensors: Mapping[str, LocalTensor]) -> list[object]:
-    """Return shape, type and sum of the bits of each tensor: no rounding, and the same in any order."""
+    """Return shape, dtype and bit sum of each tensor. An integer sum depends on no rounding or order."""
     tensors = [each.tensor.detach() for each in local_tensors.values()]
     sums = [_bits(tensor).sum(dtype=torch.int64) for tensor in tensors]
     numbers = torch.stack([each.cpu() for each in sums]).tolist() if sums else []

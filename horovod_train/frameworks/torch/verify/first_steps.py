@@ -1,4 +1,4 @@
-"""Checks of the first steps: of replicas and optimizer, and of the strategy."""
+"""Checks of a replica, its optimizer and its strategy in the first steps."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class FirstSteps:
     """Checks of a replica's first steps.
 
     Args:
-        checks: Called once, after the first step.
+        checks: Functions that are called once, after the first step.
 
     Attributes:
-        verifier: Compares the first steps with those of the plain model; None: disabled, or done.
+        verifier: Compares the first steps with those of the plain model; None: disabled or finished.
     """
 
     def __init__(self, checks: Sequence[Callable[[], None]]) -> None:
@@ -31,10 +31,10 @@ class FirstSteps:
 
     @contextmanager
     def checked(self, step: PlannedStep) -> Iterator[PlannedStep]:
-        """Yield the step to perform in the block, and check it.
+        """Yield the step that the block must perform, and check it afterwards.
 
         Raises:
-            UserError: The strategy does not train as the plain model does, or ranks differ.
+            UserError: The strategy does not train like the plain model, or ranks differ.
         """
         if self.verifier is None:
             yield step
@@ -47,21 +47,17 @@ class FirstSteps:
             self._checks.pop(0)()
 
     def after_reduce(self, loss: torch.Tensor) -> None:
-        """Compare loss and gradients.
-
-        Args:
-            loss: Loss of the step over all ranks, shape [].
-        """
+        """Compare gradients, and the loss of the step over all ranks, shape [], with the plain model."""
         if self.verifier is not None:
             self.verifier.compare_gradients(loss)
 
     def after_update(self, lr: float, *, want_norm: bool) -> None:
-        """Compare weights, buffers and optimizer state."""
+        """Compare weights, buffers and optimizer state with the plain model."""
         if self.verifier is not None:
             self.verifier.compare_update(lr, want_norm=want_norm)
 
     def broadcast(self) -> None:
-        """Copy rank 0's weights to the plain model on all ranks."""
+        """Broadcast rank 0's weights to the plain models of all ranks."""
         if self.verifier is not None:
             self.verifier.broadcast()
 

@@ -1,4 +1,4 @@
-"""What a model must be like, so that it can be trained and saved: checked before training starts."""
+"""Checks that a model can be trained and saved, before training starts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from horovod_train.frameworks.torch.step.gradient_watch import num_hooks
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Refuse a model whose weights or buffers no checkpoint can hold.
-
-    Raises:
-        UserError: It is such a model; names the first tensor.
-    """
+    """Raise ``UserError`` with the first weight or buffer of a model that a checkpoint cannot contain."""
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter | UninitializedBuffer):
             raise UserError(
@@ -55,11 +51,7 @@ def _check_value(name: str, value: object) -> None:
 
 
 def refuse_hooks_of_parameters(model: torch.nn.Module, strategy: str) -> None:
-    """Refuse hooks of parameters that a strategy replaces.
-
-    Raises:
-        UserError: A parameter has hooks; names the first.
-    """
+    """Raise ``UserError`` with the first parameter that has hooks: the strategy replaces parameters."""
     for name, parameter in model.named_parameters():
         if num_hooks(parameter, of_tensor=True):
             raise UserError(

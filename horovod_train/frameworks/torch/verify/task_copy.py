@@ -1,8 +1,7 @@
-"""A copy of a task, for the steps of the reference model during verification.
+"""Copy a task for the steps of the reference model during verification.
 
-The copy has its own state. State that the task shares cannot be copied: attributes of classes,
-variables of modules, what closures hold. That is compared before and after, and a change of it is refused: a
-loss that is called twice would count twice.
+The copy has its own state, except shared state: class attributes, module variables, and variables captured by
+closures. A change of shared state is refused, because the loss is called twice and would change it twice.
 """
 
 from __future__ import annotations
@@ -21,23 +20,20 @@ from horovod_train.errors import UserError, result_of
 from horovod_train.frameworks.torch.state.python_state import python_state
 
 LARGE_BYTES = 2**28
-"""Larger tensors and arrays of a task are shared with its copy, as datasets are."""
+"""Larger tensors and arrays are shared between a task and its copy, like datasets."""
 MAX_COUNTERS = 64
-"""A buffer with more integers is not treated as a counter."""
+"""Largest number of elements of an integer buffer that is treated as a counter."""
 COPIED = (
     MutableMapping, MutableSequence, MutableSet, dict, list, tuple, str, bytes, set, frozenset,
     torch.nn.Module, torch.Tensor, np.ndarray,
 )  # fmt: skip
-"""Have a length and members, and are no datasets."""
+"""Types with a length and members that are not datasets."""
 DATA = (bool, int, float, complex, *COPIED)
 OF_A_LIBRARY = ("torch", "numpy", "builtins", "horovod_train", "horovod", "collections")
 
 
 def copy_of_task(task: Any) -> Any:
-    """Return a task with its own state.
-
-    What is large, or cannot be copied, is shared: datasets, files, modules of Python.
-    """
+    """Copy a task; datasets, large arrays, and objects that cannot be copied (files, modules) are shared."""
     own = copy.copy(task)
     memo: dict[int, Any] = {}
     if hasattr(own, "__dict__"):
@@ -46,11 +42,11 @@ def copy_of_task(task: Any) -> Any:
 
 
 def copy_of_value(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of a task's attribute, or itself if it is large or cannot be copied.
+    """Return a copy of a task's attribute, or the attribute itself if it is large or cannot be copied.
 
     Args:
         value: The attribute.
-        memo: What was copied, for ``copy.deepcopy``: what two attributes share, their copies share.
+        memo: Objects that were copied (see ``copy.deepcopy``), so that copies share objects like attributes.
     """
     if isinstance(value, type | ModuleType | FunctionType | io.IOBase) or _is_large(value):
         return value
@@ -62,7 +58,7 @@ def copy_of_value(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _attribute_by_attribute(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of an object that has something in it which cannot be copied, such as a file."""
+    """Copy an object with a member that cannot be copied, such as a file, which is shared."""
     if not hasattr(value, "__dict__") or isinstance(value, torch.nn.Module | MethodType):
         return value
     own, problem = result_of(lambda: copy.copy(value))
@@ -78,12 +74,12 @@ def _is_large(value: Any) -> bool:
 
 
 def generators_of(task: Any) -> list[str]:
-    """Return the names of a task's attributes that are generators: their position cannot be copied."""
+    """Return the names of a task's attributes that are generators, whose position cannot be copied."""
     return [name for name, value in vars(task).items() if isinstance(value, GeneratorType)]
 
 
 def counted_state(task: Any, model: torch.nn.Module) -> object:
-    """Return what a task and a model count with, to compare: Python state, and buffers of integers."""
+    """Return the Python state of a task and a model and the model's integer buffers, for comparison."""
     counters = [
         buffer.tolist()
         for name, buffer in model.named_buffers()
@@ -94,12 +90,7 @@ def counted_state(task: Any, model: torch.nn.Module) -> object:
 
 
 class SharedState:
-    """State that a task and its copy share, and that a call of the copy must not change.
-
-    Args:
-        task: The task that trains.
-        model: Its model.
-    """
+    """State that a task and its copy share, and that a call of the copy must not change."""
 
     def __init__(self, task: Any, model: torch.nn.Module) -> None:
         self._task = task
@@ -111,15 +102,11 @@ class SharedState:
         self._before: dict[str, str] = {}
 
     def remember(self) -> None:
-        """Remember the state of now."""
+        """Record the current state."""
         self._before = dict(self._states())
 
     def check(self) -> None:
-        """Refuse a change since.
-
-        Raises:
-            UserError: There is one; names it.
-        """
+        """Raise ``UserError`` with the first attribute or variable that has changed since ``remember``."""
         for name, state in self._states():
             if self._before.get(name, state) != state:
                 raise UserError(

@@ -1,21 +1,17 @@
-"""Compare the first steps under a strategy with those of the plain model.
+"""Compare the first steps under a strategy with the steps of the plain model.
 
-A strategy replaces a model's parameters, calls its modules in another way, or updates parts of its weights. A
-model for which that changes the result must not be trained so. Therefore a reference replica is built by a
-second call of the task's ``model()``: the plain model, under ``allreduce``. It makes the first steps too,
-with a copy of the same micro-batches and the same random state, and is compared twice in each:
+A strategy may replace parameters, change how modules are called, or update parts of weights. If this changes
+the results of a model, the strategy must be refused. A second call of the task's ``model()`` creates the
+reference replica: the plain model under ``allreduce``. It runs the first steps with copies of the same
+micro-batches and the same random state. Each step is compared twice:
 
-    before the update  loss, and each gradient
-    after the update   each weight, buffer, and tensor of the optimizer's state; the reference makes its
-    update
-                       with the strategy's gradients, so that rounding does not add up and the limits are
-                       tight
+    before the update  loss and gradients
+    after the update   weights, buffers and optimizer state. The reference is updated with the strategy's
+                       gradients, so rounding errors do not accumulate and tolerances are tight.
 
-Python state (a counter, a temperature, a generator) shows its effect later. Where the task or the model
-changes such state, more steps are compared. After that the reference is deleted.
-
-What the plain model raises is the task's own error. What only the strategy raises is a refusal: the plain
-model has just made the same step.
+Python state (a counter, a temperature, a generator) may affect later steps only. If the task or the model
+changes such state, more steps are compared. Afterwards, the reference is deleted. An exception of the plain
+model is an error of the task. An exception under only the strategy is a refusal of the strategy.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ log = logging.getLogger(__name__)
 
 NUM_STEPS = 2
 NUM_STEPS_WITH_STATE = 6
-"""Where the task or the model counts something: in Python, or in a buffer of integers."""
+"""Number of compared steps if a step changes Python state or integer buffers of the task or the model."""
 
 GRADIENT_LIMITS = {
     torch.float64: 1e-9,
@@ -54,26 +50,26 @@ GRADIENT_LIMITS = {
     torch.bfloat16: 5e-2,
     torch.float16: 5e-2,
 }
-"""Relative L2 difference of a gradient, by the type that the forward pass computes in."""
+"""Tolerated relative L2 difference of a gradient, by the dtype of the forward pass."""
 LOOSEST = 5e-2
 GPU_LIMIT = 5e-3
-"""On a GPU: convolutions in 32 bits are computed in TF32."""
+"""Lower bound of the limit on GPUs, which compute float32 convolutions in TF32."""
 NUM_ROUNDINGS = 8
-"""A gradient may differ by so many roundings of the largest one: those that are zero by their mathematics (a
-bias before a normalization, of keys in attention) are rounding alone."""
+"""Tolerated difference of a gradient, in rounding errors of the largest gradient: a gradient that is zero in
+theory (of a bias before a normalization, or of a key bias in attention) consists of rounding errors."""
 NUM_ULPS = 64
-"""Weights and optimizer state may differ by so many units in the last place of the largest number."""
+"""Tolerated difference of weights and optimizer state, in units in the last place of the largest element."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first number in which a strategy's step differs from the plain model's.
+    """The first difference between a strategy's step and the step of the plain model.
 
     Attributes:
-        what: Such as ``the gradient of layers.0.weight``.
-        found: Under the strategy.
-        expected: With the plain model.
-        stage: When it was seen: loss, gradient, buffer or update.
+        what: The quantity that differs, such as ``the gradient of layers.0.weight``.
+        found: Its value under the strategy.
+        expected: Its value with the plain model.
+        stage: Key of ``CAUSES``: loss, gradient, buffer or update.
     """
 
     what: str
@@ -98,11 +94,10 @@ class StrategyVerifier:
 
     Args:
         job: The job.
-        reference: The plain model under ``allreduce`` (a ``TorchReplica``).
-        replica: What is compared.
-        world: All ranks of the job.
-        is_explained: Whether an error of a step has a known cause besides the strategy: a lost rank, or
-            memory.
+        reference: Replica of the plain model under the strategy ``allreduce`` (a ``TorchReplica``).
+        replica: Replica under the strategy (a ``TorchReplica``).
+        world: Communicator of all ranks of the job.
+        is_explained: Returns whether an error has a cause other than the strategy: a lost rank, or memory.
     """
 
     def __init__(
@@ -125,19 +120,21 @@ class StrategyVerifier:
 
     @property
     def is_done(self) -> bool:
-        """Whether all steps that are to be compared have been."""
+        """Whether all required steps have been compared."""
         return self._num_made >= self._num_steps
 
     def broadcast(self) -> None:
-        """Give the reference rank 0's weights, as all ranks of the strategy have."""
+        """Broadcast rank 0's weights to the reference models of all ranks."""
         broadcast_model(self.reference.model, self._world)
 
     @contextmanager
     def compared(self, step: PlannedStep) -> Iterator[PlannedStep]:
-        """Make a step with the reference, then yield the same step for the replica; compare what both did.
+        """Run a step with the reference, then yield the same step, which the block must run with the replica.
+
+        ``compare_gradients`` and ``compare_update`` must be called in the block. Collective.
 
         Raises:
-            UserError: They differ, or only the reference could make the step.
+            UserError: The task changes shared state, or only the reference could run the step.
         """
         micro_batches = list(step)
         copied = self._copied(micro_batches)
@@ -166,12 +163,12 @@ class StrategyVerifier:
         self._num_made += 1
 
     def _check_state(self) -> None:
-        """Compare more steps if such state changes in a step: its effect may come later."""
+        """Compare more steps if the step has changed state that may affect later steps."""
         if counted_state(self.reference.task, self.reference.model) != self._state:
             self._num_steps = NUM_STEPS_WITH_STATE
 
     def _copied(self, micro_batches: list[Any]) -> list[Any] | None:
-        """Return copies of batches, or None if a rank cannot copy its own: that is reported."""
+        """Return copies of the batches; None, with a warning on rank 0, if a rank cannot copy its batches."""
         copied, problem = result_of(lambda: copy.deepcopy(micro_batches))
         if not any_rank(self._world, flag=problem is not None):
             return copied
@@ -183,13 +180,10 @@ class StrategyVerifier:
         return None
 
     def compare_gradients(self, loss: torch.Tensor) -> None:
-        """Compare loss and gradients; give the strategy's gradients to the reference.
+        """Raise ``UserError`` if loss or gradients differ; copy the gradients to the reference. Collective.
 
         Args:
-            loss: Of the whole step, shape [].
-
-        Raises:
-            UserError: They differ.
+            loss: Loss of the step over all ranks, shape [].
         """
         if self.is_done:
             return
@@ -197,11 +191,7 @@ class StrategyVerifier:
         self._take_gradients()
 
     def compare_update(self, lr: float, *, want_norm: bool) -> None:
-        """Let the reference make its update, and compare weights, buffers and optimizer state.
-
-        Raises:
-            UserError: They differ.
-        """
+        """Update the reference; raise ``UserError`` if weights, buffers or optimizer differ. Collective."""
         if self.is_done:
             return
         self._shared.remember()
@@ -211,7 +201,7 @@ class StrategyVerifier:
         self._refuse(self._differing_state(lr))
 
     def _unused(self) -> list[str]:
-        """Return the names of parameters that the last pass of this step leaves out on some rank."""
+        """Return the names of parameters that the last pass of this step does not use on some rank."""
         used = {id(p) for p in self.reference.strategy.used_in_last_pass()}
         mine = [
             name
@@ -220,12 +210,12 @@ class StrategyVerifier:
         ]
         return sorted({name for names in allgather_json(self._world, mine) for name in names})
 
-    # -- what differs
+    # -- differences
 
     def _differing_gradients(self, loss: torch.Tensor) -> Difference | None:
         limit, rounding = self._gradient_limit(), NUM_ROUNDINGS * self._eps()
         ours, theirs = float(loss), float(self._loss)
-        # A rank's part of the loss is summed in 32 bits.
+        # A rank sums its part of the loss in float32.
         if not _are_close(ours, theirs, max(limit, 1e-6) * max(abs(theirs), 1e-3)):
             return Difference("the loss", f"{ours:.9g}", f"{theirs:.9g}", "loss")
         expected = dict(self.reference.gradients_by_name())
@@ -270,10 +260,10 @@ class StrategyVerifier:
         return None
 
     def _clip_error(self) -> float:
-        """Return the relative error of the factor that gradients are clipped with."""
+        """Return the relative error of the clipping factor of gradients."""
         if self._job.train.clip_grad_norm is None:
             return 0.0
-        # The norm is computed in the least exact type of all gradients.
+        # The norm is computed in the least precise dtype of all gradients.
         dtypes = {
             p.dtype for p in self.reference.model.parameters() if p.is_floating_point() or p.is_complex()
         }
@@ -287,7 +277,7 @@ class StrategyVerifier:
         return _rms(difference) <= limit * max(_rms(wanted), 1e-30) or not _both_finite(found, wanted)
 
     def _refuse(self, difference: Difference | None) -> None:
-        """Raise on all ranks what any of them has seen."""
+        """Raise ``UserError`` on all ranks if a rank has found a difference. Collective."""
         mine = None if difference is None else list(vars(difference).values())
         everyone = allgather_json(self._world, mine)
         seen = [rank for rank, each in enumerate(everyone) if each is not None]
@@ -307,7 +297,7 @@ class StrategyVerifier:
     # -- gradients
 
     def _take_gradients(self) -> None:
-        """Give the reference the strategy's gradients: of each part, that of the first rank that holds it."""
+        """Copy the strategy's gradients to the reference: each shard from the first rank that stores it."""
         local = list(self._replica.strategy.local_gradients())
         keys = [_key(name, part, found) for name, part, found in local]
         of_ranks = allgather_json(self._world, keys)
@@ -331,7 +321,7 @@ class StrategyVerifier:
             gradient.copy_(whole)
 
     def _eps(self) -> float:
-        """Return the rounding of the least exact type that passes compute in."""
+        """Return the machine epsilon of the least precise dtype of the passes."""
         return max((torch.finfo(dtype).eps for dtype in self._dtypes()), default=0.0)
 
     def _dtypes(self) -> set[torch.dtype]:
@@ -341,7 +331,7 @@ class StrategyVerifier:
         return dtypes
 
     def _gradient_limit(self) -> float:
-        """Return the largest relative difference of a gradient that rounding explains."""
+        """Return the tolerated relative difference of a gradient."""
         limits = [GRADIENT_LIMITS.get(dtype, LOOSEST) for dtype in self._dtypes()]
         limit = max(limits, default=GRADIENT_LIMITS[torch.float32])
         return max(limit, GPU_LIMIT) if self._loss.is_cuda else limit
@@ -352,11 +342,9 @@ def _key(name: str, part: Part | None, found: torch.Tensor | None) -> list[Any]:
 
 
 def refused(job: Job, is_explained: Callable[[Exception], bool]) -> AbstractContextManager[None]:
-    """Return a context in which an exception is a refusal of the strategy, if it has no other cause.
+    """Return a context that replaces an exception by a ``UserError`` about the strategy.
 
-    Args:
-        job: Names the strategy.
-        is_explained: Whether an error has another known cause: a lost rank, or memory.
+    Exceptions with another known cause, for which ``is_explained`` returns True, are not replaced.
     """
 
     def refusal(error: Exception) -> UserError | None:
@@ -372,10 +360,7 @@ def refused(job: Job, is_explained: Callable[[Exception], bool]) -> AbstractCont
 
 
 def part_of(whole: torch.Tensor, part: Part | None, like: torch.Tensor) -> torch.Tensor:
-    """Return what a part of a tensor holds, in the shape of another tensor that is the same part.
-
-    A view, where the whole is contiguous.
-    """
+    """Return a part of a tensor, in the shape of a tensor of the same part; a view of a contiguous tensor."""
     if part is None:
         return whole
     if len(part.start) != whole.dim():
@@ -386,12 +371,12 @@ def part_of(whole: torch.Tensor, part: Part | None, like: torch.Tensor) -> torch
 
 
 def _rerun(step: PlannedStep, micro_batches: Sequence[Any]) -> PlannedStep:
-    """Return a step whose batches were read already."""
+    """Return a copy of a step with batches that were already read."""
     return PlannedStep(step.share, iter([batch for _, batch in micro_batches]), step.is_last)
 
 
 def _rms(tensor: torch.Tensor) -> float:
-    """Return the root mean square."""
+    """Return the root mean square of the elements."""
     if not tensor.numel():
         return 0.0
     return float(tensor.detach().abs().double().square().mean().sqrt())
@@ -400,7 +385,7 @@ def _rms(tensor: torch.Tensor) -> float:
 def _are_alike(
     found: torch.Tensor, wanted: torch.Tensor, *, absolute: float = 0.0, relative: float = 0.0
 ) -> bool:
-    """Whether no number differs by more than a few units in the last place of the largest."""
+    """Return whether no element differs by more than ``NUM_ULPS`` units in the last place of the largest."""
     if found.shape != wanted.shape:
         return False
     if not (wanted.is_floating_point() or wanted.is_complex()) or not wanted.numel():
@@ -411,7 +396,7 @@ def _are_alike(
 
 
 def _both_finite(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Whether at least one of two tensors is finite: where neither is, there is nothing to compare."""
+    """Return whether at least one of two tensors is finite, so that a comparison is meaningful."""
     return bool(found.isfinite().all()) or bool(wanted.isfinite().all())
 
 
@@ -426,7 +411,7 @@ def _is_not_zero(tensor: torch.Tensor | None) -> bool:
 
 
 def _difference_at(what: str, found: torch.Tensor, wanted: torch.Tensor, stage: str) -> Difference:
-    """Return the largest difference of two tensors."""
+    """Return the largest difference between elements of two tensors, or the difference of their shapes."""
     if found.shape != wanted.shape or not wanted.numel():
         return Difference(what, f"of shape {list(found.shape)}", f"of shape {list(wanted.shape)}", stage)
     numbers = torch.stack([found.reshape(-1), wanted.reshape(-1).to(found.dtype)])
