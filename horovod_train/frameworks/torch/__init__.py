@@ -1,14 +1,14 @@
 """PyTorch on Horovod.
 
-framework.py   makes everything for a job
-framework.py     makes everything for a job
-task.py          what a user brings
-replica.py       the training step
-collectives.py   the ranks, through Horovod
-strategies/      how ranks stay in step: gradients summed while backward runs, or weights now and then
-codecs/          how a bucket of gradients travels
-exchange.py      lists of tensors, summed at once, for loops of others
-trained.py       what an optimizer trains, and whether that is the same on all ranks
-reader.py        batches from a dataset
-state.py         tensors as plain arrays
+framework.py   creates the components of a job
+task.py        the interface of a user's task
+reader.py      batches from a dataset
+device.py      the rank's GPU, and random generators
+comm/          communication between ranks
+codecs/        gradient codecs
+strategies/    parallelism strategies
+step/          the training step
+state/         weights, buffers and optimizer state as arrays of a checkpoint
+sizes/         estimates of memory and FLOPs
+verify/        comparison of a strategy's steps with those of the plain model
 """

@@ -1,4 +1,4 @@
-"""What PyTorch knows of this rank's GPU."""
+"""The GPU of this rank, and random generators, for frameworks based on PyTorch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from horovod_train.frameworks.torch.state import generators
 
 
 class TorchBased:
-    """What frameworks based on PyTorch share: the GPU of a rank, and its random generators."""
+    """Base class of frameworks based on PyTorch: GPU and random generators of a rank."""
 
     def gpu_uuid(self) -> str:
-        """Return the identity of this rank's GPU; empty: it has none."""
+        """Return the UUID of this rank's GPU; empty: it has none."""
         return gpu_uuid(torch.cuda.current_device()) if torch.cuda.is_available() else ""
 
     def device_memory(self) -> tuple[int, int | None, int] | None:
-        """Return what tensors take, what is kept for them, and the most they took, in bytes; None: no GPU."""
+        """Return the allocated, reserved and peak allocated GPU memory, in bytes; None: there is no GPU."""
         if not torch.cuda.is_available():
             return None
         return (
@@ -32,7 +32,7 @@ class TorchBased:
         )
 
     def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
-        """Return our error for one of the GPU; None: it is of something else."""
+        """Return this package's error for a device error; None: it is another error."""
         return device_error(error, job, rank)
 
     def rng_state(self) -> tuple[object, Mapping[str, ArrayBlob]]:

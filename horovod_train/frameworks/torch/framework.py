@@ -1,4 +1,4 @@
-"""Makes everything that a job needs of PyTorch."""
+"""Creates the components of a job for PyTorch."""
 
 from __future__ import annotations
 
@@ -68,16 +68,16 @@ VERIFIED = frozenset(
 
 
 class TorchFramework(TorchBased):
-    """PyTorch, for one job in one process."""
+    """The framework PyTorch, for one job in one process."""
 
     def connect(self, job: Job) -> Communicator:
-        """Join the ranks this process was started with; a world of one when there are none."""
+        """Return the communicator of all ranks of the run; it has one rank if the process runs alone."""
         if job.launch.threads_per_rank is not None:
             torch.set_num_threads(job.launch.threads_per_rank)
         if job.data.num_workers:
             start_loader_server("horovod_train.frameworks.torch.reader")
         if needs_own_messages(job.strategy):
-            mpi()  # who starts MPI ends it: Horovod would, under its feet
+            mpi()  # mpi4py must initialize MPI: Horovod would finalize it while it is in use
         return connect(TorchCommunicator, job)
 
     def prepare(self, job: Job, mesh: Mesh) -> tuple[TorchReplica, TorchReader, TorchReader | None]:
@@ -146,26 +146,26 @@ class TorchFramework(TorchBased):
     def synchronize(
         model: torch.nn.Module, job: Job, mesh: Mesh, own_sum: Sum | None = None, prefix: str = "batch_norm"
     ) -> None:
-        """Let batch normalization use the statistics of all ranks, where the job or a layer says so."""
+        """Make batch normalization use the statistics of all ranks, if the job or a layer requests it."""
         total = own_sum or partial(sum_over, with_tensors(mesh.data))
         synchronize_batch_norm(
             model, total, every=job.train.sync_batch_norm, prefix=f"horovod_train.{prefix}"
         )
 
     def explain(self, error: Exception, job: Job, rank: int) -> HorovodTrainError | None:
-        """Return our error for one of the GPU, or of other ranks; None: it is of something else."""
+        """Return this package's error for an error of PyTorch; None: it is another error."""
         of_others = explain_distributed(error, job.health) or explain_unused(error)
         of_others = of_others or explain_second_derivative(error) or explain_closure(error, job)
         return of_others or super().explain(error, job, rank)
 
 
 def is_verified(job: Job) -> bool:
-    """Whether the first steps under the job's strategy are compared with those of the plain model."""
+    """Return whether the first steps under the job's strategy are compared with those of the plain model."""
     return job.health.verify_strategy and job.strategy.name in VERIFIED
 
 
 def can_be_copied(task: TorchTask, mesh: Mesh) -> bool:
-    """Whether the plain model can make steps with a copy of a task; where it cannot, that is reported."""
+    """Return whether a task can be copied for the plain model; log a warning if not."""
     generators = generators_of(task)
     if generators and mesh.world.rank == 0:
         log.warning(
@@ -177,7 +177,7 @@ def can_be_copied(task: TorchTask, mesh: Mesh) -> bool:
 
 
 def changed_attributes(task: TorchTask, before: Mapping[str, object]) -> dict[str, object]:
-    """Return copies of the attributes that a task has set since."""
+    """Return copies of the attributes that a task has set since ``before`` was recorded."""
     memo: dict[int, object] = {}
     return {
         name: copy_of_value(value, memo)
@@ -187,14 +187,14 @@ def changed_attributes(task: TorchTask, before: Mapping[str, object]) -> dict[st
 
 
 def another_model(job: Job, task: TorchTask) -> torch.nn.Module:
-    """Return another model of a task, on the CPU; the task is left alone."""
+    """Return a new model of a task, on the CPU; the task is not changed."""
     with seeded_as_at_the_start(job):
         return copy_of_task(task).model()
 
 
 @contextmanager
 def seeded_as_at_the_start(job: Job) -> Iterator[None]:
-    """Let a model that is made in the block have the weights of the job's; generators continue afterwards."""
+    """Seed generators as for the job's model in the block, and restore their state afterwards."""
     random_state = rng_state()
     seed_generators(job.train.seed, 0, 0)
     yield
@@ -223,13 +223,13 @@ def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.devic
 
 
 def wants_flops(job: Job, device: str) -> bool:
-    """Whether operations are counted: there may be a peak to compare them with, and they can be seen."""
+    """Return whether FLOPs are counted: a peak may be available, and the model is not compiled."""
     is_compared = device != "cpu" or job.metrics.device_peak_flops is not None
     return job.metrics.enabled and is_compared and job.train.compile is None
 
 
 def set_up(job: Job) -> None:
-    """Let PyTorch compute as the job says; before its first use of a GPU."""
+    """Set PyTorch's global options; must be called before the first use of a GPU."""
     if job.train.deterministic:
         # cuBLAS is deterministic only with a fixed workspace.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -238,7 +238,7 @@ def set_up(job: Job) -> None:
 
 
 def compiled(model: torch.nn.Module, how: Compile) -> torch.nn.Module:
-    """Return a model's compiled form.
+    """Return the compiled model.
 
     Raises:
         UnknownNameError: Unknown backend.
@@ -252,7 +252,7 @@ def compiled(model: torch.nn.Module, how: Compile) -> torch.nn.Module:
 
 
 def recorder_of(job: Job, device: torch.device) -> Recorder | None:
-    """Return what records steps, if the job wants that; before the model is made."""
+    """Return the recorder of CUDA graphs, if the job enables them; must precede the creation of the model."""
     if job.train.cuda_graph is False:
         return None
     if device.type == "cuda":
@@ -262,12 +262,12 @@ def recorder_of(job: Job, device: torch.device) -> Recorder | None:
 
 
 def placement(device: torch.device, train: Train) -> Placement:
-    """Return where batches are wanted, and how."""
+    """Return the device and memory format of batches."""
     return Placement(device, torch.channels_last if train.channels_last else torch.preserve_format)
 
 
 def reading(job: Job, device: torch.device, **more: Any) -> Callable[..., TorchReader]:
-    """Return what makes the reader of a dataset, given it; further arguments are those of a reader."""
+    """Return a function that creates the reader of a dataset; ``more`` are further arguments of readers."""
     return partial(
         TorchReader,
         data=job.data,
@@ -298,7 +298,7 @@ def layers_recomputed(job: Job, task: TorchTask, world: Communicator) -> Sequenc
     """Return the names, or patterns, of the layers that recompute their activations.
 
     Raises:
-        UserError: Activations do not fit, or cannot be counted.
+        UserError: The activations exceed the budget, or their size cannot be determined.
     """
     budget_mib = job.train.activations_mib
     if budget_mib is None:
@@ -309,27 +309,27 @@ def layers_recomputed(job: Job, task: TorchTask, world: Communicator) -> Sequenc
         layers = layers_to_recompute(
             saved_activations(model, lambda: loss_of(job, task, model, fake)), budget_mib
         )
-    seed_generators(job.train.seed, 0, 0)  # weights are as they would be
+    seed_generators(job.train.seed, 0, 0)  # the initial weights do not depend on this computation
     if world.rank == 0:
         log.info("train.activations_mib: %d layers recompute activations: %s", len(layers), layers)
     return layers
 
 
 def initial_weights(job: Job) -> StoredArrays | None:
-    """Return the weights that training begins from; None: those that the task makes.
+    """Return the weights from which training starts; None: those that the task creates.
 
     Raises:
-        UserError: There are none, or they are damaged.
+        UserError: The file is missing or damaged.
     """
     path = job.train.initial_weights
     return None if path is None else open_weights(Path(path))
 
 
 def make_model(task: TorchTask, strategy: Strategy, weights: StoredArrays | None) -> torch.nn.Module:
-    """Return the task's model; with the weights of a file, or without memory for a strategy that reads them.
+    """Return the task's model with ``weights``, or on the meta device if the strategy loads the weights.
 
     Raises:
-        UserError: The weights are of another model.
+        UserError: The weights belong to another model.
     """
     if weights is None:
         return task.model()
@@ -342,7 +342,7 @@ def make_model(task: TorchTask, strategy: Strategy, weights: StoredArrays | None
 
 
 def optimizer_of(job: Job, task: TorchTask, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the job's optimizer over the model's parameters, or over the task's groups of them.
+    """Return the job's optimizer of the model's parameters, or of the task's parameter groups.
 
     Raises:
         UserError: Unknown optimizer, or invalid arguments.

@@ -1,4 +1,4 @@
-"""Batches from a dataset, in the order and sizes that the shard rule says."""
+"""Reader of batches from a dataset, in the order and sizes that ``data/shard.py`` defines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from horovod_train.frameworks.reader import (
 
 
 class _SeededFetches:
-    """The dataset as loader processes see it: a fetch in, samples out."""
+    """Dataset of the loader processes, which returns the samples of a fetch."""
 
     def __init__(self, task: TaskModule, dataset: Dataset) -> None:
         self._task = task
@@ -38,13 +38,13 @@ class _SeededFetches:
         self._many: Callable[[Sequence[int]], list[object]] | None = getattr(dataset, "__getitems__", None)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Arguments are rebuilt in this order: the task's module is there before its classes are wanted.
+        # Unpickled in this order: the task's module is imported before its classes are needed.
         return _SeededFetches, (self._task, self._dataset)
 
     def __getitems__(self, fetch: Fetch) -> list[object]:
         in_loader = torch.utils.data.get_worker_info() is not None
         saved = None if in_loader else torch.get_rng_state()
-        # Not torch.manual_seed: that would seed every GPU's generator, too.
+        # Not torch.manual_seed, which also seeds the generators of all GPUs.
         torch.default_generator.manual_seed(fetch.seed)
         with own_seeds(fetch.seed):
             try:
@@ -71,16 +71,15 @@ class _Schedule:
 
 
 class TorchReader:
-    """Reads a map-style dataset.
+    """Reader of a map-style dataset.
 
     Args:
-        dataset: Anything with ``__len__`` and ``__getitem__``; ``__getitems__`` is used when it is
-            there. A ``collate`` method, when it has one, joins samples into a batch.
+        dataset: Has ``__len__`` and ``__getitem__``; ``__getitems__`` and ``collate`` are used if defined.
         data: The job's ``data`` section.
         seed: Seed of augmentation.
-        placed: Where batches are wanted.
-        task: Where the task came from, which loader processes have to import; None: nowhere.
-        collate: Joins samples into a batch, for a dataset that does not say how.
+        placed: Device and memory format of batches.
+        task: Location of the task, whose module loader processes import; None: they import none.
+        collate: Joins samples into a batch, if the dataset has no ``collate``.
 
     Raises:
         UserError: The dataset has no length or no samples, or cannot be sent to loader processes.
@@ -113,7 +112,7 @@ class TorchReader:
             # Never fork a rank: see start_loader_server.
             multiprocessing_context="forkserver" if workers else None,
             worker_init_fn=partial(_leave_with, os.getpid()) if workers else None,
-            # Without loader processes it is done here, where it can be seen what can be pinned.
+            # Without loader processes, ``Placement.put`` pins batches: it excludes tensors on a GPU.
             pin_memory=self._pins and workers > 0,
             # Seeds of loader processes must not be drawn from the generator that dropout uses.
             generator=torch.Generator(),
@@ -124,7 +123,7 @@ class TorchReader:
         return self._length
 
     def first(self, num_samples: int = 1) -> object:
-        """Return a batch of the first samples alone, of as many as there are, on the replica's device."""
+        """Return a batch of the first samples, at most ``num_samples``, on the replica's device."""
         indices = tuple(range(min(num_samples, len(self))))
         samples = self._loader.dataset.__getitems__(Fetch(indices, self._seed))  # type: ignore[attr-defined]
         return self._placed.put(self._loader.collate_fn(samples))
@@ -160,25 +159,20 @@ class TorchReader:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where tensors of a batch are wanted.
-
-    Attributes:
-        device: On this device.
-        memory_format: Of images, that is of tensors with four dimensions.
-    """
+    """Device of the tensors of a batch, and memory format of those with four dimensions (images)."""
 
     device: torch.device
     memory_format: torch.memory_format = torch.preserve_format
 
     def put(self, batch: Any, *, pin: bool = False) -> Any:
-        """Return a batch with all its tensors there.
+        """Return a batch with all its tensors on the device.
 
-        Lists, tuples, mappings and data classes are followed; the method ``to`` of an object is called; all
-        else, such as a string, stays unchanged.
+        Lists, tuples, mappings and data classes are converted recursively. The method ``to`` of other
+        objects is called, if they have one; all other values are returned unchanged.
 
         Args:
-            batch: What a loader has joined.
-            pin: From page-locked memory, so that the copy waits for nothing. What is not on the CPU stays.
+            batch: The collated batch.
+            pin: Copy CPU tensors from page-locked memory, so that the copy is asynchronous.
         """
         if isinstance(batch, torch.Tensor):
             source = batch.pin_memory() if pin and batch.device.type == "cpu" else batch
@@ -191,7 +185,7 @@ class Placement:
 
 
 def _same_class(batch: Any) -> Any:
-    """Return a copy of a mapping, also of a dict whose ``__getattr__`` is its ``__getitem__``."""
+    """Return a copy of a mapping, which may be a dict whose ``__getattr__`` is its ``__getitem__``."""
     try:
         return copy(batch)
     except (AttributeError, KeyError, TypeError):
@@ -201,14 +195,14 @@ def _same_class(batch: Any) -> Any:
 
 
 def _mapped(batch: Any, put: Callable[[Any], Any]) -> Any:
-    """Return a container with each of its members changed; other objects are returned unchanged."""
+    """Return a container with ``put`` applied to each member; other objects are returned unchanged."""
     if type(batch) is dict:
         return {key: put(value) for key, value in batch.items()}
     if isinstance(batch, tuple):
         members = map(put, batch)
         return type(batch)(*members) if hasattr(batch, "_fields") else type(batch)(members)
     if isinstance(batch, list):
-        same = copy(batch)  # of its class, with its own attributes
+        same = copy(batch)  # retains its class and attributes
         same[:] = map(put, batch)
         return same
     if isinstance(batch, MutableMapping):  # such as a UserDict, or a class derived from dict

@@ -1,13 +1,15 @@
-"""What a user brings for PyTorch.
+"""The interface of a user's task for PyTorch.
 
 class MyTask:
     def model(self): ...                   a torch.nn.Module
     def train_data(self): ...              a dataset with __len__ and __getitem__
-    def loss(self, model, batch): ...      mean loss over the samples of a batch
+    def loss(self, model, batch): ...      mean loss over the samples of a batch, or a sum and a count
 
     def eval_data(self): ...               optional: data for evaluation
     def metrics(self, model, batch): ...   optional: {name: one value per sample}
     def param_groups(self, model): ...     optional: optimizer groups, each may have an lr_scale
+    def after_update(self, model): ...     optional: changes weights after each update
+    def pipeline_parts(self, model): ...   optional: modules that form the model, for pipeline parallelism
 """
 
 from __future__ import annotations
@@ -35,20 +37,20 @@ class TorchTask(Protocol):
         ...
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        """Return the mean loss over a batch, shape []."""
+        """Return the mean loss over a batch, shape []; a tuple of a sum and a count is also supported."""
         ...
 
 
 def is_sum_and_count(value: object) -> bool:
-    """Whether a loss or metric is a sum and its divisor, such as a number of tokens."""
+    """Return whether a loss or metric is a sum and its divisor, such as a number of tokens."""
     return isinstance(value, tuple) and len(value) == 2 and not hasattr(value, "_fields")
 
 
 def check_count(count: object) -> None:
-    """Refuse an invalid count of a sum.
+    """Check the count of a loss that is a sum and a count.
 
     Raises:
-        UserError: It is not a number, or depends on weights.
+        UserError: The count is not a number, or depends on weights.
     """
     is_number = isinstance(count, bool | int | float) or getattr(count, "shape", None) in ((), (1,))
     if not is_number:
@@ -72,10 +74,10 @@ def as_numbers(value: Any) -> Any:
 
 
 def checked_loss(loss: object) -> torch.Tensor:
-    """Return a loss, shape [], if a gradient can be taken of it.
+    """Return a loss, shape [], if its gradient can be computed.
 
     Raises:
-        UserError: It is not a tensor, has several elements, is complex or detached.
+        UserError: The loss is not a tensor, has several elements, is complex, or is detached.
     """
     if not isinstance(loss, torch.Tensor):
         raise UserError(

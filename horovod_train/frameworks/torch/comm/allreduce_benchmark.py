@@ -1,9 +1,9 @@
-"""How fast ranks add up: all-reduce from small to large messages, through Horovod and through mpi4py.
+"""Benchmark of all-reduces from small to large messages, through Horovod (CPU and GPU) and mpi4py.
 
     python -m horovod_train.frameworks.torch.comm.allreduce_benchmark      on every rank, under any launcher
 
-Rank 0 reports, as an event each, the median time of each size; and the time that each pair of hosts needs
-to exchange a message, where MPI is there to do it. Where ranks have GPUs, tensors on these are summed, too.
+Rank 0 reports the median time of each size as an event. Under Open MPI's launcher, the benchmark includes
+mpi4py, and rank 0 also reports the time that each pair of hosts needs to exchange a message.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PAIR_ROUNDS = 5
 
 
 def main() -> None:
-    """Measure, and tell."""
+    """Run the benchmark; rank 0 reports the results."""
     os.environ.update(from_slurm(os.environ))
     job = Job(name="doctor", task="digits", launch=Launch(share_gpus=True))
     world = connect(TorchCommunicator, job)
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def horovod_sum(world: Communicator, device: torch.device) -> Callable[[int], None]:
-    """Return what adds up so many bytes over ranks through Horovod, and returns when the device has them."""
+    """Return a function that all-reduces the given number of bytes through Horovod, and waits for the sum."""
     ranks = with_tensors(world)
     buffers = {size: torch.zeros(size // 4, device=device) for size in SIZES_BYTES}
 
@@ -75,13 +75,13 @@ def horovod_sum(world: Communicator, device: torch.device) -> Callable[[int], No
 
 
 def mpi_communicator() -> Intracomm:
-    """Return MPI's world; Horovod has started MPI already."""
+    """Return ``COMM_WORLD``; Horovod has already initialized MPI."""
     world: Intracomm = mpi().COMM_WORLD
     return world
 
 
 def mpi_sum(communicator: Intracomm) -> Callable[[int], None]:
-    """Return what adds up so many bytes over ranks through mpi4py alone: the reference."""
+    """Return a function that all-reduces the given number of bytes through mpi4py: the reference."""
     buffers = {
         size: (np.zeros(size // 4, np.float32), np.zeros(size // 4, np.float32)) for size in SIZES_BYTES
     }
@@ -89,13 +89,14 @@ def mpi_sum(communicator: Intracomm) -> Callable[[int], None]:
 
 
 def measure(world: Communicator, via: str, add_up: Callable[[int], None]) -> list[AllreduceTime]:
-    """Return the time of one all-reduce for each size: the median over rounds of the slowest rank's.
+    """Return the time of one all-reduce for each size: the median over rounds of the slowest rank's time.
 
-    Bus bandwidth is bytes x 2 (n - 1) / n / time: what each rank has to send in a ring of n.
+    ``bytes_per_s`` is the bus bandwidth, bytes x 2 (n - 1) / n / time: the rate at which each rank sends in
+    a ring of n ranks.
     """
     found = []
     for size in SIZES_BYTES:
-        add_up(size)  # the first one makes connections
+        add_up(size)  # the first call opens connections
         started = perf_counter()
         add_up(size)
         (slowest,) = world.allreduce_sum([perf_counter() - started])
@@ -108,14 +109,14 @@ def measure(world: Communicator, via: str, add_up: Callable[[int], None]) -> lis
 
 
 def timed(do: Callable[[], None]) -> float:
-    """Return how long something took, in seconds."""
+    """Return the duration of a call, in seconds."""
     started = perf_counter()
     do()
     return perf_counter() - started
 
 
 def exchange_in_pairs(world: Communicator, communicator: Intracomm) -> list[PairTime]:
-    """Return how long each pair of hosts needs to exchange one MiB: one after the other, others wait."""
+    """Return the time that each pair of hosts needs to exchange 1 MiB, one pair at a time. Collective."""
     hosts: list[str] = allgather_json(world, world.host)
     leaders: Mapping[str, int] = {host: hosts.index(host) for host in dict.fromkeys(hosts)}
     names = list(leaders)

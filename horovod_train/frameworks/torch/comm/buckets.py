@@ -19,8 +19,7 @@ class Slot:
     """A parameter's place in its bucket.
 
     Attributes:
-        parameter: The parameter.
-        index: Its number among all parameters of the buckets.
+        index: Number of the parameter among all parameters of the buckets.
         gradient: The sum over ranks, in the parameter's data type; a ``DTensor`` if the parameter is one.
         packed: View of ``message.body`` to which the gradient is copied; shape of the local part.
     """
@@ -36,8 +35,8 @@ class Bucket:
 
     Attributes:
         message: Sums the gradients over ranks.
-        gradients: The sums in the parameters' data type; ``message.body`` itself if data types agree. A
-            complex parameter is stored as pairs of real and imaginary part.
+        gradients: The sums in the parameters' data type; ``message.body`` itself if data types are equal.
+            Complex gradients are stored as pairs of real and imaginary part.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def aligned(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient with the placements of its parameter, if that is a ``DTensor``."""
+    """Return a gradient, redistributed to the placements of its parameter if that is a ``DTensor``."""
     wanted = getattr(parameter, "placements", None)
     if wanted is None or getattr(gradient, "placements", None) == wanted:
         return gradient
@@ -99,13 +98,13 @@ def aligned(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def in_form_of(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """Return a view of flat memory as a parameter's gradient: complex or a ``DTensor`` if that is."""
+    """Return a view of flat memory as a gradient; complex, or a ``DTensor``, if its parameter is."""
     view = laid_out(flat, parameter)
     if parameter.is_complex():
         return torch.view_as_complex(view)
     if not hasattr(parameter, "to_local"):
         return view
-    from horovod_train.frameworks.torch.state.shards import local_tensor_of  # DTensor takes long to import
+    from horovod_train.frameworks.torch.state.shards import local_tensor_of  # importing DTensor is slow
 
     return local_tensor_of(parameter).like(view)
 

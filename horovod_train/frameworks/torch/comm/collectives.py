@@ -19,7 +19,7 @@ from horovod_train.system.machine import usable_cores
 
 Result = TypeVar("Result")
 PROCESS_SETS: dict[tuple[int, ...], Any] = {}
-"""Horovod's process sets, by their world ranks; each is added only once, as Horovod refuses duplicates."""
+"""Horovod's process sets by their world ranks; Horovod refuses duplicates, so each is added only once."""
 
 
 @runtime_checkable
@@ -51,23 +51,23 @@ class TensorCollectives(Communicator, Protocol):
 
     @property
     def is_over_mpi(self) -> bool:
-        """Whether all ranks of the job are here, and talk over MPI."""
+        """Whether Horovod uses MPI, and this communicator contains all ranks of the job."""
         ...
 
     def before_closing(self, act: Callable[[], None]) -> None:
-        """Call something when this rank leaves the world."""
+        """Register a function that ``close`` calls before it shuts down communication."""
         ...
 
     def is_done(self, handle: Any) -> bool:
-        """Return whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return immediately."""
         ...
 
     def wait(self, handle: Any) -> torch.Tensor:
-        """Return when it is done: the sum, this rank's part of it, or the tensors of all ranks in a row."""
+        """Wait for a collective; return the sum, this rank's part of it, or all ranks' tensors in a row."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
-        """Overwrite a tensor with rank 0's, whatever its type."""
+        """Overwrite a tensor, of any data type, with that of rank 0."""
         ...
 
     def split(self, groups: Sequence[Sequence[int]]) -> TensorCollectives:
@@ -84,11 +84,11 @@ class TorchSingleRank(SingleRank):
     is_over_mpi = True
 
     def is_done(self, handle: torch.Tensor) -> bool:
-        """Return True: collectives of a single rank complete immediately."""
+        """Return True."""
         return True
 
     def before_closing(self, act: Callable[[], None]) -> None:
-        """Do nothing: a single rank has no world to leave."""
+        """Do nothing: a single rank has no communication to shut down."""
 
     def start_adasum(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the tensor."""
@@ -119,13 +119,7 @@ class TorchSingleRank(SingleRank):
 
 
 class Started(NamedTuple):
-    """A collective in flight.
-
-    Attributes:
-        handle: Horovod's handle.
-        entry: Entry of the collective log.
-        finish: Converts Horovod's output to the result; None: the output is the result.
-    """
+    """A collective in flight; ``finish`` converts Horovod's output to the result (None: no conversion)."""
 
     handle: Any
     entry: Collective
@@ -133,10 +127,10 @@ class Started(NamedTuple):
 
 
 def with_tensors(ranks: Communicator) -> TensorCollectives:
-    """Return a communicator with tensor collectives: the given one, or that of a single rank.
+    """Return ``ranks`` if it has tensor collectives, or else a ``TorchSingleRank``.
 
     Raises:
-        TypeError: There are several ranks, and their communicator is that of another framework.
+        TypeError: The communicator has several ranks, and belongs to another framework.
     """
     if isinstance(ranks, TensorCollectives):
         return ranks
@@ -151,10 +145,10 @@ def sum_over(ranks: TensorCollectives, tensor: torch.Tensor, name: str) -> torch
 
 
 def broadcast_model(model: torch.nn.Module, ranks: Communicator) -> None:
-    """Overwrite a model's parameters and buffers with rank 0's.
+    """Overwrite a model's parameters and buffers with those of rank 0. Collective.
 
     Raises:
-        UserError: Models of ranks have different parameters or buffers.
+        UserError: The models of the ranks have different parameters or buffers.
     """
     if ranks.size == 1:
         return
@@ -174,7 +168,7 @@ def broadcast_model(model: torch.nn.Module, ranks: Communicator) -> None:
 
 
 class TorchCommunicator(HorovodCommunicator):
-    """The ranks of a job, through Horovod's PyTorch binding."""
+    """Communicator of a job's ranks through Horovod's PyTorch binding."""
 
     BINDING = "torch"
     _among: Mapping[str, Any] = MappingProxyType({})
@@ -194,7 +188,7 @@ class TorchCommunicator(HorovodCommunicator):
         return array
 
     def allgather_arrays(self, array: Array, name: str) -> Array:
-        """Return the arrays of all ranks, one after the other."""
+        """Return the concatenated arrays of all ranks."""
         joined: Array = self.hvd.allgather(torch.tensor(array), name=name, **self._among).numpy()
         return joined
 
@@ -208,11 +202,11 @@ class TorchCommunicator(HorovodCommunicator):
 
     @property
     def is_over_mpi(self) -> bool:
-        """Whether all ranks of the job are here, and talk over MPI."""
+        """Whether Horovod uses MPI, and this communicator contains all ranks of the job."""
         return bool(self.hvd.mpi_enabled()) and not self._among
 
     def before_closing(self, act: Callable[[], None]) -> None:
-        """Call something when this rank leaves the world."""
+        """Register a function that ``close`` calls before it shuts down communication."""
         self.at_close.callback(act)
 
     def _start_joining(self, tensor: torch.Tensor, name: str, how: Any) -> Any:
@@ -231,8 +225,8 @@ class TorchCommunicator(HorovodCommunicator):
     def start_reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, name: str) -> Any:
         """Start a reduce-scatter (sum) of a flat tensor; returns immediately.
 
-        On CPUs, Horovod's reduce-scatter is slower than its all-reduce (over Gloo, four times). There
-        an all-to-all distributes the parts, and each rank sums those of its own part, in rank order.
+        On CPUs, an all-to-all distributes the parts, and each rank sums the contributions to its own part in
+        rank order, because Horovod's reduce-scatter is slower than its all-reduce (over Gloo, four times).
         """
         entry = self.log.begin(name, size_bytes_of(tensor))
         if tensor.is_cuda:
@@ -247,11 +241,11 @@ class TorchCommunicator(HorovodCommunicator):
         return Started(self.wait_in(entry, start), entry, add_up)
 
     def is_done(self, handle: Any) -> bool:
-        """Return whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return immediately."""
         return bool(self.hvd.poll(handle.handle))
 
     def wait(self, handle: Any) -> torch.Tensor:
-        """Return when it is done: the sum, this rank's part of it, or the tensors of all ranks in a row."""
+        """Wait for a collective; return the sum, this rank's part of it, or all ranks' tensors in a row."""
         found = self.wait_in(handle.entry, partial(self.hvd.synchronize, handle.handle))
         if isinstance(found, torch.Tensor):
             let_stream_follow(found)
@@ -272,13 +266,13 @@ class TorchCommunicator(HorovodCommunicator):
         return ProcessSet(self, mine, PROCESS_SETS[mine])
 
     def close(self) -> None:
-        """Leave the world. Safe to call twice."""
+        """Shut down communication. Safe to call twice."""
         super().close()
         if not self.hvd.is_initialized():  # shutdown removes the process sets
             PROCESS_SETS.clear()
 
     def broadcast(self, tensor: torch.Tensor, name: str) -> None:
-        """Overwrite a tensor with rank 0's, whatever its type."""
+        """Overwrite a tensor, of any data type, with that of rank 0."""
         # Broadcast as bytes, because Horovod does not support all data types (bfloat16, bool).
         whole = tensor.detach().contiguous()
         view = whole.reshape(-1).view(torch.uint8)
@@ -293,13 +287,7 @@ class TorchCommunicator(HorovodCommunicator):
 
 
 class ProcessSet(TorchCommunicator):
-    """A subset of the ranks of a job, as a Horovod process set.
-
-    Args:
-        world: All ranks.
-        ranks: World ranks of the set, which include this rank, in ascending order.
-        process_set: Horovod's object.
-    """
+    """Communicator of a Horovod process set: ``ranks`` of ``world`` in ascending order, with this rank."""
 
     def __init__(self, world: TorchCommunicator, ranks: Sequence[int], process_set: Any) -> None:
         self.hvd, self.lost, self.log, self.at_close = world.hvd, world.lost, world.log, world.at_close
@@ -310,11 +298,11 @@ class ProcessSet(TorchCommunicator):
         self._among, self._root = {"process_set": process_set}, ranks[0]
 
     def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
-        """Call a blocking function; the world records the collective and the start time."""
+        """Call a blocking function; the communicator of all ranks records the collective and start time."""
         return self._world.wait_in(entry, blocking)
 
     def close(self) -> None:
-        """Do nothing: the world is closed as a whole."""
+        """Do nothing: the communicator of all ranks shuts down communication."""
 
 
 def let_stream_follow(result: torch.Tensor) -> None:
@@ -335,8 +323,8 @@ def size_bytes_of(tensor: torch.Tensor) -> int:
 
 
 def share_cores(num_ranks: int) -> None:
-    """Limit this rank's threads to its share of the host's cores, which avoids oversubscription.
+    """Limit this rank's threads to its part of the host's cores, to avoid oversubscription.
 
-    For ranks started by ``horovodrun``; ``horovod-train run`` sets OMP_NUM_THREADS instead.
+    This is for ranks started by ``horovodrun``; ``horovod-train run`` sets OMP_NUM_THREADS instead.
     """
     torch.set_num_threads(max(1, min(torch.get_num_threads(), usable_cores() // num_ranks)))

@@ -1,4 +1,4 @@
-"""What PyTorch raises when there is too little memory or a GPU has failed, in words that help."""
+"""Errors for exhausted memory and failed GPUs, with hints on settings of the job."""
 
 from __future__ import annotations
 
@@ -16,13 +16,7 @@ WANTED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 
 
 def device_error(error: BaseException, job: Job, rank: int) -> HorovodTrainError | None:
-    """Return our error for one of a device; None: it is of something else.
-
-    Args:
-        error: What was raised.
-        job: Says what can be changed.
-        rank: Of this process.
-    """
+    """Return this package's error for exhausted memory or a failed GPU; None: the error has another cause."""
     if isinstance(error, torch.OutOfMemoryError):
         return _out_of_memory(str(error), job, rank)
     if isinstance(error, MemoryError) or OF_THE_HOST.search(str(error)):
@@ -57,7 +51,7 @@ def _out_of_host_memory(text: str, job: Job, rank: int) -> DeviceMemoryError:
 
 
 def what_to_change(job: Job, *, is_gpu: bool = True) -> list[str]:
-    """Return what makes a step smaller, the cheapest first."""
+    """Return the changes of a job that reduce the memory of a step, the cheapest first."""
     train = job.train
     changes = []
     if (pieces := _smallest_divisor(train.batch_size_per_rank)) > 1:

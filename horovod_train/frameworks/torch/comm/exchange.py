@@ -1,4 +1,4 @@
-"""Sum gradients over ranks after the backward pass, for frameworks that return all gradients at once."""
+"""Sums of gradients over ranks after the backward pass, for frameworks that return all gradients at once."""
 
 from __future__ import annotations
 
@@ -20,14 +20,10 @@ def wide_type(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class Exchange:
-    """Sums lists of tensors over ranks.
-
-    Args:
-        world: The communicator.
-        bucket_size_bytes: Approximate size of a bucket.
-        wire_dtype: Data type in which float32 tensors are sent.
+    """Sums of lists of tensors over ranks, in buckets of about ``bucket_size_bytes``.
 
     Attributes:
+        wire_dtype: Data type in which float32 tensors are sent.
         seconds: Total time spent waiting for collectives.
     """
 
@@ -44,8 +40,7 @@ class Exchange:
     def sum(self, tensors: Sequence[torch.Tensor], name: str = "gradients") -> list[torch.Tensor]:
         """Return the elementwise sums over ranks, in the types and shapes of the tensors.
 
-        Collective: all ranks pass tensors of the same shapes in the same order. The tensors may be
-        overwritten: a sum may share memory with its tensor.
+        Collective: all ranks pass tensors of equal shapes in the same order. Sums may overwrite the tensors.
         """
         if self.world.size == 1:
             return list(tensors)

@@ -2,13 +2,13 @@
 
     a parameter's gradient is complete -> the gradient is copied into its bucket
     the last gradient of a bucket      -> the bucket's collectives start (``Message``: data and collectives)
-    after the backward pass            -> sends incomplete buckets, then waits for all collectives
+    after the backward pass            -> incomplete buckets are sent; the rank waits for all collectives
 
 The layout of buckets depends only on the parameters, so the order of additions is fixed: results are
 bitwise reproducible. A trailer is summed in each step, within the last bucket or separately:
 
-    used      one flag per parameter: this rank has its gradient. A parameter that no rank uses keeps
-              ``grad = None``, as in a single process
+    used      one flag per parameter: this rank has its gradient. The ``grad`` of a parameter that no rank
+              uses remains None, as in a single process
     changed   flag: this rank's set of trained parameters has changed
     loss      this rank's part of the loss; the sum is the loss of the step
 """
@@ -41,10 +41,7 @@ POLL_S = 0.0003
 
 
 class Trailer:
-    """Numbers that ranks sum with the gradients of a step.
-
-    Args:
-        numbers: Storage of the trailer, shape [number of parameters + 2].
+    """Numbers that ranks sum with the gradients of a step, stored in shape [number of parameters + 2].
 
     Attributes:
         used: Number of ranks that have a gradient, by parameter. Before the sum: 0 or 1.
@@ -69,7 +66,7 @@ class Trailer:
 
 
 class GradientPipeline:
-    """Sums the gradients of parameters over ranks, in buckets.
+    """Sums of the gradients of parameters over ranks, in buckets.
 
     Args:
         named: The trained parameters by name.
@@ -78,8 +75,7 @@ class GradientPipeline:
         bucket_size_bytes: Approximate size of a bucket.
         name: Prefix of the names of collectives.
         refuse: Called before a gradient is packed; raises if a backward pass is not allowed now.
-        max_in_flight: Largest number of buckets in flight before a rank waits for the oldest; None:
-            unlimited.
+        max_in_flight: Largest number of buckets in flight before a rank waits for the oldest; None: no limit.
 
     Attributes:
         buckets: Buckets in the order in which they are sent.
@@ -144,7 +140,7 @@ class GradientPipeline:
         self.has_gradient = [False] * len(self.parameters)
 
     def listen(self) -> None:
-        """Pack and send gradients in the next backward pass; first complete those of the previous pass."""
+        """Complete the sums of the previous backward pass; pack and send gradients in the next one."""
         if self._is_listening:
             self.send_rest()
             self.receive()
@@ -220,7 +216,7 @@ class GradientPipeline:
         return on_gradient
 
     def _pack(self, bucket: Bucket, slot: Slot) -> None:
-        """Copy a gradient, or zeros if there is none, into its bucket; set ``parameter.grad`` to None."""
+        """Copy a gradient, or zeros if it is None, into its bucket; set ``parameter.grad`` to None."""
         gradient, slot.parameter.grad = slot.parameter.grad, None
         bucket.message.allocate()
         if gradient is None:
@@ -250,9 +246,9 @@ class GradientPipeline:
     def _limit_in_flight(self) -> None:
         """Receive completed collectives; if too many buckets are in flight, wait for the oldest.
 
-        Otherwise buckets would need as much memory as the model if the network is slower than the backward
-        pass. The wait has a timeout: if ranks sent buckets in different orders, they would deadlock.
-        No limit on a GPU, where neither the host nor the backward pass may block in a step.
+        Without a limit, buckets need as much memory as the model if the network is slower than the backward
+        pass. The wait has a timeout, because ranks that send buckets in different orders would deadlock.
+        There is no limit on a GPU, where neither the host nor the backward pass may block in a step.
         """
         if self._max_in_flight is None or self.parameters[0].is_cuda:
             return

@@ -1,4 +1,4 @@
-"""MPI beside Horovod, through mpi4py."""
+"""MPI in addition to Horovod, through mpi4py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def mpi() -> ModuleType:
-    """Import and return mpi4py's ``MPI``. Importing it starts MPI, unless Horovod has started it already."""
+    """Import and return mpi4py's ``MPI``; the import initializes MPI, unless Horovod has done so already."""
     from mpi4py import MPI
 
     return MPI

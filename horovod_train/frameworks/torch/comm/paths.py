@@ -1,13 +1,13 @@
-"""Ranks agree on the order of the collectives in their forward and backward passes.
+"""Agreement of ranks on the order of the collectives in their forward and backward passes.
 
-Where passes contain collectives (``fully_shard`` gathers a unit when it is called, DeepSpeed reduces
-gradients when they are there), ranks that call other modules would exchange data that does not belong
-together: wrong weights where the sizes are equal, a process that is aborted or waits where they are not.
+Passes may contain collectives: ``fully_shard`` gathers a unit when it is called, and DeepSpeed reduces
+gradients when they are complete. If ranks call different modules, their collectives do not match: weights
+are wrong if sizes are equal; otherwise, a process is aborted or hangs.
 
-Each rank notes an event before each collective of a pass, and compares it with the same pass before. As long
-as the path is the same, that is all: a comparison of two names. A rank whose path changes asks the others,
-through the store of the process group, whether theirs changes in the same way. If it does not, this rank ends
-training before it takes part in the wrong collective.
+Each rank records an event before each collective of a pass, and compares it with the previous pass of the
+same kind. If the path is unchanged, this costs one comparison of names. A rank whose path changes checks,
+through the store of the process group, that the paths of all ranks change identically. If they do not, the
+rank ends training before it enters the wrong collective.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ALARM = f"{PREFIX}/alarm"
 SPIN_S = 0.002
 MAX_POLL_S = 0.1
 SILENCE_S = 0.5
-"""After so long a rank asks where the others are."""
+"""Interval at which a waiting rank checks the positions of other ranks."""
 END = "the end of the pass"
 HINT = (
     "let all ranks use the same modules in each pass, name a module that holds the alternatives in "
@@ -32,13 +32,13 @@ HINT = (
 
 
 class PathAgreement:
-    """Compares the path of this rank's passes with that of all others.
+    """Comparison of the path of this rank's passes with the paths of all other ranks.
 
     Args:
-        store: Of the process group; used by this thread alone.
+        store: Store of the process group; no other thread may use this object.
         rank: This rank.
-        num_ranks: How many ranks take part in the collectives.
-        timeout_s: For so long a rank waits for the others to reach the same event.
+        num_ranks: Number of ranks in the collectives.
+        timeout_s: Longest wait for other ranks to reach the same event.
     """
 
     def __init__(self, store: Any, rank: int, num_ranks: int, timeout_s: float) -> None:
@@ -52,15 +52,11 @@ class PathAgreement:
 
     @property
     def position(self) -> tuple[int, int, str]:
-        """Number of the pass, number of the event in it, and its name: where this rank is."""
+        """Number of this rank's current pass, number of the last event in it, and name of the event."""
         return self._num_passes, len(self._seen), self._seen[-1] if self._seen else ""
 
     def begin_pass(self, kind: str) -> None:
-        """Begin a pass, and end the one before.
-
-        Args:
-            kind: Passes of one kind are compared with each other, such as ``training``.
-        """
+        """End the previous pass and begin a pass, which is compared with the last pass of the same kind."""
         self.end_pass()
         self._is_open = True
         self._kind = kind
@@ -69,7 +65,7 @@ class PathAgreement:
         self._seen = []
 
     def end_pass(self) -> None:
-        """End a pass: its path is what the next one of its kind is compared with. Safe to call twice."""
+        """End a pass; the next pass of its kind is compared with it. Safe to call twice."""
         if not self._is_open:
             return
         self.event(END)
@@ -77,10 +73,11 @@ class PathAgreement:
         self._known[self._kind] = self._seen
 
     def event(self, name: str) -> None:
-        """Note that this rank is about to take part in a collective.
+        """Record that this rank is about to enter a collective.
 
         Raises:
-            UserError: Other ranks are about to take part in another one.
+            UserError: Another rank enters a different collective.
+            PeerError: Another rank does not reach this event in time.
         """
         if not self._is_open:
             self.begin_pass("other")
@@ -100,7 +97,7 @@ class PathAgreement:
         begun = last_poll = monotonic()
         while num_arrived < self._num_ranks:
             now = monotonic()
-            # Others come at about the same time; where they do not, a rank does not take a core from them.
+            # Other ranks arrive at about the same time. If they do not, sleep: they may need this core.
             sleep(0 if now - begun < SPIN_S else min(now - begun, MAX_POLL_S))
             num_arrived = store.add(f"{key}/{name}", 0)
             if now - last_poll > SILENCE_S:
@@ -110,7 +107,7 @@ class PathAgreement:
                 raise PeerError(f"another rank did not come to {name} within {self._timeout_s:g} s")
 
     def _look_at_others(self, key: str, name: str, expected: str) -> None:
-        """Refuse if a rank is elsewhere: it has announced another event, or is in the expected collective."""
+        """Raise an error if a rank has announced another event, or has entered the expected collective."""
         store = self._store
         for rank in range(self._num_ranks):
             if rank == self._rank:
@@ -130,18 +127,18 @@ class PathAgreement:
 
 
 def place_of(rank: int) -> str:
-    """Return the store's key of a rank's position."""
+    """Return the store key of a rank's position."""
     return f"{PREFIX}/position/{rank}"
 
 
 def publish_position(store: Any, rank: int, position: tuple[int, int, str]) -> None:
-    """Write where this rank is, if another one asks; called now and then by another thread."""
+    """Store this rank's position if another rank requests it; called periodically by a background thread."""
     if store.check([ALARM]):
         store.set(place_of(rank), json.dumps(position))
 
 
 def differ(rank: int, name: str, other_rank: int, other: str) -> UserError:
-    """Return the error of ranks that take different paths.
+    """Return the error for ranks that take different paths.
 
     >>> print(differ(0, "the gradient of a", 1, "the gradient of b").message)
     ranks take different paths: rank 0 reaches the gradient of a, and rank 1 the gradient of b

@@ -1,8 +1,8 @@
-"""``torch.distributed`` inside of ranks that any launcher has started.
+"""Process group of ``torch.distributed`` for ranks that any launcher has started.
 
-No torchrun and no variables are needed: the ranks are Horovod's, rank 0 opens a port that no other process
-can have taken, and tells the others through Horovod. GPUs talk over NCCL, CPUs over Gloo, on the interface
-that the launch has chosen; ranks of one machine listen on loopback alone.
+It requires neither torchrun nor its environment variables: the ranks are those of Horovod. Rank 0 binds a
+free port, and broadcasts it through Horovod. GPUs use NCCL, and CPUs use Gloo, on the interface that the
+launch has chosen. If it has chosen none, ranks on a single host use only the loopback interface.
 """
 
 from __future__ import annotations
@@ -26,29 +26,26 @@ from horovod_train.errors import EngineError, HorovodTrainError, PeerError, User
 from horovod_train.frameworks.torch.comm.paths import PathAgreement
 from horovod_train.frameworks.torch.comm.watch import RECORDED, CollectiveWatch
 
-_watches: list[CollectiveWatch] = []  # of the process group, while there is one
+_watches: list[CollectiveWatch] = []  # one while the process group exists, else empty
 LOOPBACK = "127.0.0.1"
-# What Gloo raises, in a RuntimeError, when a peer has gone; and when it has not come in time.
+# Texts in the RuntimeErrors of Gloo and PyTorch: a peer has closed its connection; a collective timed out.
 GONE = ("Connection closed by peer", "Connection reset by peer", "Application timeout caused pair closure")
 TIMED_OUT = ("Timed out waiting", "Watchdog caught collective operation timeout")
 
 
 def start_process_group(ranks: Communicator, device: torch.device, health: Health) -> None:
-    """Bring up the process group of all ranks; every rank calls it. Safe to call twice.
+    """Initialize the process group of all ranks. Collective; safe to call twice.
 
-    Args:
-        ranks: All ranks of the job.
-        device: Where tensors will be.
-        health: How long a collective may take.
+    It uses NCCL if ``device`` is a GPU. The timeout of its collectives is ``health.stall_shutdown_s``.
 
     Raises:
-        EngineError: It cannot be brought up.
+        EngineError: The process group cannot be initialized.
     """
     if dist.is_initialized():
         return
     interface, address = choose_address(allgather_json(ranks, ranks.host), os.environ)
     share_interface(interface, os.environ)
-    # Read when the first group is made: so many collectives are remembered, to tell what a rank waits for.
+    # Capacity of PyTorch's flight recorder (see watch.py), read when the first group is created.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
     timeout = timedelta(seconds=health.stall_shutdown_s)
     try:
@@ -73,7 +70,7 @@ def start_process_group(ranks: Communicator, device: torch.device, health: Healt
 
 
 def _common_store(ranks: Communicator, address: str, timeout: timedelta) -> Store:
-    """Return the store through which ranks find each other: rank 0 has it, on a port that was free."""
+    """Return the store of all ranks, which rank 0 serves on a free port."""
     if ranks.size == 1:
         return HashStore()
     port, server = 0, None
@@ -82,7 +79,7 @@ def _common_store(ranks: Communicator, address: str, timeout: timedelta) -> Stor
         listening.bind((address, 0))
         listening.listen(ranks.size)
         port = listening.getsockname()[1]
-        # Given the socket, it listens there; by itself it would on all addresses.
+        # With this socket, the store listens on one address only; it would otherwise listen on all.
         server = TCPStore(
             address,
             port,
@@ -99,7 +96,7 @@ def _common_store(ranks: Communicator, address: str, timeout: timedelta) -> Stor
 
 
 def agree_on_paths(ranks: Communicator, health: Health) -> PathAgreement:
-    """Return what compares the passes of all ranks, once the process group is up."""
+    """Return the comparison of the passes of all ranks; call it after ``start_process_group``."""
     watch = _watches[-1] if _watches else None
     store = None if watch is None else watch.store.clone()
     paths = PathAgreement(store, ranks.rank, ranks.size if watch else 1, health.stall_shutdown_s)
@@ -109,7 +106,7 @@ def agree_on_paths(ranks: Communicator, health: Health) -> PathAgreement:
 
 
 def _end() -> None:
-    """Leave the group: a process that ends without may be aborted."""
+    """Destroy the process group: a process that exits without doing so may be aborted."""
     while _watches:
         _watches.pop().close()
     if dist.is_initialized():
@@ -117,12 +114,7 @@ def _end() -> None:
 
 
 def group_among(groups: Sequence[Sequence[int]], health: Health) -> Any:
-    """Return the one of several groups that this rank is in; every rank calls it.
-
-    Args:
-        groups: Ranks of each, which together are all ranks.
-        health: How long a collective may take.
-    """
+    """Create a process group for each list of ranks; return this rank's group. Every rank must call it."""
     if len(groups) == 1:
         return dist.group.WORLD
     made = [new_group(ranks, health) for ranks in groups]
@@ -130,25 +122,21 @@ def group_among(groups: Sequence[Sequence[int]], health: Health) -> Any:
 
 
 def new_group(ranks: Sequence[int], health: Health) -> Any:
-    """Return a group of some ranks; all ranks call it. Collectives in it may take as long as any."""
+    """Return a process group of some ranks, with the timeout of all collectives. Every rank must call it."""
     return dist.new_group(list(ranks), timeout=timedelta(seconds=health.stall_shutdown_s))
 
 
 def set_timeout(group: dist.ProcessGroup, health: Health) -> None:
-    """Give a group of a mesh the time that a collective may take: it does not have that of all ranks."""
+    """Set the timeout of a mesh's group, which does not inherit the timeout of the group of all ranks."""
     timeout = timedelta(seconds=health.stall_shutdown_s)
     dist.distributed_c10d._set_pg_timeout(timeout, group)  # noqa: SLF001  (no public API)
 
 
 def choose_address(hosts: Sequence[str], environ: Mapping[str, str]) -> tuple[str, str]:
-    """Return the interface and the address of this rank through which others reach it.
-
-    Args:
-        hosts: Of each rank.
-        environ: Says which interface a launch has chosen.
+    """Return the interface and IPv4 address of this rank, given the host of each rank.
 
     Raises:
-        EngineError: No address is to be found.
+        EngineError: No address is found.
     """
     addresses = {
         name: [each.address for each in found if each.family == socket.AF_INET]
@@ -170,7 +158,7 @@ def choose_address(hosts: Sequence[str], environ: Mapping[str, str]) -> tuple[st
 
 
 def _address_of_the_host() -> str | None:
-    """Return the address that this host's name stands for, if others could use it."""
+    """Return the IPv4 address of this host's name; None: it has none, or a loopback address."""
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -179,13 +167,13 @@ def _address_of_the_host() -> str | None:
 
 
 def share_interface(interface: str, environ: MutableMapping[str, str]) -> None:
-    """Set the interface of Gloo and NCCL, unless a variable sets it."""
+    """Set the interface of Gloo and NCCL in the environment, unless it is set."""
     environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 def explain_distributed(error: Exception, health: Health) -> HorovodTrainError | None:
-    """Return our error for one that a collective of ``torch.distributed`` raised; None: it is another one."""
+    """Return this package's error for a failed collective of PyTorch; None: it is another error."""
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)
@@ -201,7 +189,7 @@ def explain_distributed(error: Exception, health: Health) -> HorovodTrainError |
 
 
 def explain_second_derivative(error: Exception) -> HorovodTrainError | None:
-    """Return what to do about a gradient of a gradient; None: the error is another one."""
+    """Return the error for a second derivative of batch normalization; None: it is another error."""
     if not isinstance(error, RuntimeError) or "once_differentiable" not in str(error):
         return None
     return UserError(
@@ -211,7 +199,7 @@ def explain_second_derivative(error: Exception) -> HorovodTrainError | None:
 
 
 def explain_unused(error: Exception) -> HorovodTrainError | None:
-    """Return what to do about parameters that DDP has waited for in vain; None: the error is another one."""
+    """Return the error for parameters without a gradient under DDP; None: it is another error."""
     if not isinstance(error, RuntimeError) or "Expected to have finished reduction" not in str(error):
         return None
     return UserError(

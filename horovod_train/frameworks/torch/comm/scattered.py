@@ -1,4 +1,4 @@
-"""Message of the strategy ``zero``: a reduce-scatter, after which each rank has a part of the sum."""
+"""Message of the strategy ``zero``: a reduce-scatter, from which each rank receives its part of the sum."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from horovod_train.frameworks.torch.comm.exchange import wide_type
 
 
 class ScatteredMessage(Message):
-    """Gradients of a bucket, of whose sum each rank receives its part, in at least 32 bits.
-
-    Args:
-        layout: The bucket.
-        ranks: The ranks that sum.
+    """Gradients of a bucket; each rank receives its part of their sum, in at least 32 bits.
 
     Attributes:
-        own: This rank's part of the sum over ranks and, since it was last cleared, over micro-batches.
-        begin: Position of the part in the bucket; the last parts may reach beyond its end.
+        own: This rank's part of the sum over ranks, and over micro-batches since the last ``clear``.
+        begin: Position of the part in the bucket; the last parts may extend beyond the end of the bucket.
         keeps_memory: ``body`` stays allocated between exchanges.
     """
 
@@ -41,16 +37,16 @@ class ScatteredMessage(Message):
             self._whole[self.body.numel() :].zero_()
 
     def release(self) -> None:
-        """Free the memory of ``body``, unless it is kept."""
+        """Free the memory of ``body``, unless ``keeps_memory``."""
         if not self.keeps_memory:
             self._whole.untyped_storage().resize_(0)
 
     def clear(self) -> None:
-        """Let the next exchange replace ``own`` instead of adding to it."""
+        """Make the next exchange overwrite ``own`` instead of adding to it."""
         self._is_clear = True
 
     def exchange(self, ranks: TensorCollectives, name: str) -> Rounds:
-        """Sum over ranks, and add this rank's part to ``own``."""
+        """Sum ``body`` over ranks, and add this rank's part to ``own``."""
         into = self.own if self._is_clear else torch.empty_like(self.own)
         part = yield ranks.start_reduce_scatter(self._whole, into, name)
         if part is not self.own:

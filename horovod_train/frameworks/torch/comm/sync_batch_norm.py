@@ -1,8 +1,7 @@
-"""Batch normalization with the statistics of the joint batch: those of all ranks' samples.
+"""Batch normalization with the statistics of the joint batch, which contains the samples of all ranks.
 
-The layers of a model stay what they are (names, weights, hooks); their class alone gets another
-``forward``. A rank whose micro-batch does not count (it has fewer samples than others) takes part in the
-sums with zeros.
+Layers retain their names, weights and hooks; only their class is replaced by one with another ``forward``.
+A rank whose micro-batch is not counted (it has fewer samples than other ranks) adds zeros to the sums.
 
 For n samples and positions over all ranks, with mean m, variance v, e = 1 / sqrt(v + eps), x^ = (x - m) * e:
 
@@ -25,18 +24,18 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from horovod_train.errors import UserError
 
 Sum = Callable[[torch.Tensor, str], torch.Tensor]
-"""Returns the elementwise sum of a tensor over ranks, given a name that is the same on all ranks."""
+"""Returns the elementwise sum of a tensor over ranks; the name must be equal on all ranks."""
 OF_PYTORCH = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 is_counted = True
-"""Whether the micro-batch of now counts."""
+"""Whether the current micro-batch is counted in the statistics."""
 
 
 class SyncBatchNormMixin:
-    """Normalizes with the statistics of all ranks.
+    """Batch normalization layer with the statistics of all ranks.
 
     Attributes:
-        sum_over_ranks: Sums over the ranks that share the samples of a step.
-        sync_name: The layer's name.
+        sum_over_ranks: Sums over the data-parallel ranks.
+        sync_name: Prefix of the names of the layer's sums.
     """
 
     sum_over_ranks: Sum
@@ -57,7 +56,7 @@ class SyncBatchNormMixin:
 
     @torch.no_grad()
     def _move_statistics(self: Any, num: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Move the running statistics by those of a batch, as every rank does."""
+        """Update the running statistics, identically on every rank."""
         factor: Any = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -69,7 +68,7 @@ class SyncBatchNormMixin:
 
 
 class AnyBatchNorm(_BatchNorm):
-    """Takes the place of PyTorch's ``SyncBatchNorm``, which ``DistributedDataParallel`` refuses on a CPU."""
+    """Replacement of PyTorch's ``SyncBatchNorm``, which ``DistributedDataParallel`` refuses on a CPU."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:  # noqa: A002  (PyTorch's name)
         if input.dim() < 2:
@@ -77,7 +76,7 @@ class AnyBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalizes; returns the number of values per channel, their mean and variance, and the output."""
+    """Normalization; returns the number of values per channel, their mean and variance, and the output."""
 
     @staticmethod
     def forward(
@@ -99,7 +98,7 @@ class _Normalize(torch.autograd.Function):
             own[-1] = x.numel() // x.shape[1]
         sums = sum_over_ranks(own, f"{name}.mean")
         num, mean = sums[-1], sums[:-1] / sums[-1]
-        # In a second sum: squares of large numbers would leave nothing of a small variance.
+        # A second sum, because E[x^2] - E[x]^2 cancels if the mean is large and the variance is small.
         centered = values - _shaped(mean, x)
         squares = centered.square().sum(axes) if counts else torch.zeros_like(mean)
         variance = sum_over_ranks(squares, f"{name}.variance") / num
@@ -126,7 +125,7 @@ class _Normalize(torch.autograd.Function):
         return num, mean, variance, output.to(x.dtype)
 
     @staticmethod
-    @once_differentiable  # a second derivative would leave out what the statistics contribute
+    @once_differentiable  # a second derivative would omit the contribution of the statistics
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         """Return the gradients of input, weight and bias."""
         normalized, inverse, num, weight = ctx.saved_tensors
@@ -151,8 +150,8 @@ def _shaped(per_channel: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def not_counted() -> Iterator[None]:
-    """Let micro-batches in the block not count."""
-    global is_counted  # noqa: PLW0603  (a forward pass has no other argument)
+    """Exclude the micro-batches of the block from the statistics."""
+    global is_counted  # noqa: PLW0603  (``forward`` has no argument for it)
     is_counted = False
     try:
         yield
@@ -161,17 +160,16 @@ def not_counted() -> Iterator[None]:
 
 
 def synchronize_batch_norm(model: torch.nn.Module, sum_over_ranks: Sum, *, every: bool, prefix: str) -> int:
-    """Let layers of a model normalize with the statistics of all ranks; return how many do.
+    """Make layers of a model normalize with the statistics of all ranks; return the number of such layers.
 
     Args:
         model: The model.
-        sum_over_ranks: Sums over the ranks that share the samples of a step.
-        every: All of PyTorch's layers; otherwise those that say so, PyTorch's and Horovod's
-            ``SyncBatchNorm``.
-        prefix: Names of sums begin with it.
+        sum_over_ranks: Sums over the data-parallel ranks.
+        every: Convert all batch normalization layers; False: only ``SyncBatchNorm`` of PyTorch and Horovod.
+        prefix: Prefix of the names of the sums.
 
     Raises:
-        UserError: A layer overrides ``forward``.
+        UserError: A layer is of a derived class, which may override ``forward``.
     """
     num_found = 0
     for name, module in model.named_modules():

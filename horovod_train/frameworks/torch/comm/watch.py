@@ -28,20 +28,20 @@ from horovod_train.events.types import Stalled
 from horovod_train.frameworks.torch.comm.paths import PathAgreement, publish_position
 
 RECORDED = 128
-"""So many collectives are remembered: more are not under way at once."""
+"""Capacity of the flight recorder; fewer collectives are in flight at any time."""
 LOOK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True)
 class InFlight:
-    """A collective that this rank has begun, and that has not ended.
+    """A collective that this rank has started and that has not completed.
 
     Attributes:
-        name: Of the operation, such as ``gloo:all_reduce``.
-        group: Name of the group of ranks, and the collective's number in it.
-        ranks: Of the group.
-        size_bytes: What this rank gives.
-        age_s: For how long it is under way.
+        name: Name of the operation, such as ``gloo:all_reduce``.
+        group: Name of the process group, and the collective's number in it.
+        ranks: Ranks of the group.
+        size_bytes: Bytes that this rank passes to it.
+        age_s: Time since its start.
     """
 
     name: str
@@ -51,22 +51,19 @@ class InFlight:
     age_s: float
 
     def key_of(self, rank: int) -> str:
-        """Return where a rank leaves word that it is in it."""
+        """Return the store key that a rank sets when it has entered this collective."""
         return f"horovod_train.under_way/{self.group[0]}/{self.group[1]}/{rank}"
 
 
 class CollectiveWatch:
-    """Watches the collectives of this rank.
+    """Background thread that watches the collectives of this rank.
 
-    Args:
-        ranks: All ranks of the job.
-        store: Store of the process group, used exclusively.
-        health: When to speak.
-        report: Reports ranks that have not entered a collective.
+    ``report`` receives the ranks that have not entered a collective within ``health.stall_warning_s``. No
+    other thread may use ``store``, the store of the process group.
 
     Attributes:
-        missing: A sentence on the missing ranks and the collective; empty: none.
-        paths: Position of this rank in its passes, for other ranks; None: its passes have no collectives.
+        missing: Text that names the missing ranks and the collective; empty: no rank is missing.
+        paths: Contains this rank's position, which is published; None: its passes have no collectives.
     """
 
     def __init__(
@@ -104,12 +101,12 @@ class CollectiveWatch:
                 else:
                     self._compare(oldest)
             except RuntimeError:
-                return  # rank 0 has gone, and its store: the collectives will say so
+                return  # rank 0 has exited, and with it the store: collectives raise the error
 
     def _show(self, oldest: InFlight | None) -> None:
-        """Record what this rank waits for."""
+        """Record the collective that this rank waits in."""
         if oldest is not None and oldest.name.startswith("nccl"):
-            return  # hosts run ahead: what is under way need not be waited for
+            return  # the host runs ahead of the device, and need not wait for this collective
         if oldest is not None and oldest.age_s >= LOOK_INTERVAL_S:
             if self._ranks.waiting_since_s is None:
                 since_s = monotonic() - oldest.age_s
@@ -119,15 +116,15 @@ class CollectiveWatch:
             self._ranks.waiting_since_s = self._ranks.waiting_in = self._shown = None
 
     def _compare(self, oldest: InFlight) -> None:
-        """Leave word, and find out who has left none."""
+        """Set this rank's key of the collective; at the next call, determine the ranks without a key."""
         if self._left_word != oldest.group:
             self.store.set(oldest.key_of(self._ranks.rank), "here")
             self._left_word = oldest.group
-            return  # others leave theirs within a moment
+            return  # other ranks set theirs at about the same time
         present = [rank for rank in oldest.ranks if self.store.check([oldest.key_of(rank)])]
         absent = [rank for rank in oldest.ranks if rank not in present]
         if not absent:
-            return  # all are in it: it takes long
+            return  # all ranks have entered it: it is slow
         name = f"torch.distributed {oldest.name}"
         self.missing = f"{describe_ranks(absent)} did not join {name}"
         is_due = oldest.age_s >= self._warning_s and monotonic() - self._reported_s >= self._warning_s
@@ -137,7 +134,7 @@ class CollectiveWatch:
 
 
 def oldest_in_flight() -> InFlight | None:
-    """Return the oldest collective that has not ended, of those whose ranks are known."""
+    """Return the oldest collective in flight whose ranks are known."""
     now_ns = time() * 1e9
     for entry in recorded():
         if entry["retired"] or entry["is_p2p"] or not (ranks := ranks_of(entry["process_group"][0])):
@@ -153,7 +150,7 @@ def oldest_in_flight() -> InFlight | None:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """Return what PyTorch has recorded of Gloo and NCCL, the oldest first."""
+    """Return the flight recorder's entries for Gloo and NCCL, the oldest first."""
     recorder: Any = _distributed_c10d
     dumps = [recorder._dump_fr_trace_json(True, False)]  # noqa: SLF001  (no stacks)
     if dist.is_nccl_available():
@@ -163,7 +160,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def ranks_of(group_name: str) -> tuple[int, ...]:
-    """Return the ranks of a group; none: unknown here."""
+    """Return the ranks of a process group; empty: the group is unknown."""
     known = dist.distributed_c10d._world  # noqa: SLF001  (no public API)
     for group, name in list(known.pg_names.items()):
         if name == group_name:
@@ -172,7 +169,7 @@ def ranks_of(group_name: str) -> tuple[int, ...]:
 
 
 def size_bytes_of(entry: dict[str, Any]) -> int:
-    """Return what a rank gives to a collective."""
+    """Return the number of bytes that a rank passes to a collective."""
     total = 0
     for shape, dtype in zip(entry["input_sizes"], entry["input_dtypes"], strict=True):
         total += int(torch.Size(shape).numel()) * ITEM_SIZES.get(dtype, 4)
@@ -180,4 +177,4 @@ def size_bytes_of(entry: dict[str, Any]) -> int:
 
 
 ITEM_SIZES = {"Double": 8, "Long": 8, "Half": 2, "BFloat16": 2, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1}
-"""In bytes, of types that have others than 4, by the names that the recorder has for them."""
+"""Size in bytes of data types whose size is not 4, by the flight recorder's names."""

@@ -1,4 +1,4 @@
-"""A task's ``after_update(model)``: changes weights after each update, on all ranks alike."""
+"""A task's ``after_update(model)``, which changes weights after each update, identically on all ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,10 @@ from horovod_train.frameworks.torch.task import TorchTask
 
 
 class TaskAfterUpdate:
-    """Calls the method of a task, if it has one.
-
-    Args:
-        task: The task; None: the user's own loop.
-        model: Passed to the method.
-        strategy: Gathers whole weights for it.
+    """Caller of a task's ``after_update`` method, if it exists; ``task`` is None in a user's own loop.
 
     Raises:
-        UserError: A rank does not have each weight under this strategy.
+        UserError: The task has the method, and ranks do not store each weight under this strategy.
     """
 
     def __init__(self, task: TorchTask | None, model: torch.nn.Module, strategy: Strategy) -> None:
@@ -34,7 +29,7 @@ class TaskAfterUpdate:
 
     @property
     def exists(self) -> bool:
-        """Whether the task has such a method."""
+        """Whether the task has the method."""
         return self._call is not None
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:

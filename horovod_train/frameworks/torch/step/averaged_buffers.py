@@ -1,4 +1,4 @@
-"""Buffers that passes change by the samples of a rank, and that are averaged over ranks after each step."""
+"""Buffers that depend on the samples of a rank, and that are averaged over ranks after each step."""
 
 from __future__ import annotations
 
@@ -16,18 +16,13 @@ FIELD = "train.average_buffers"
 
 
 class AveragedBuffers:
-    """Averages buffers over ranks.
+    """Average, over the data-parallel ranks, of the buffers whose names match a pattern.
 
-    A buffer that moves towards the mean of a batch (``b <- a * b + (1 - a) * mean``) is then what one
-    process with the joint batch would have.
-
-    Args:
-        model: Has them.
-        patterns: Of their names.
-        ranks: Those that share the samples of a step.
+    A moving average of batch means (``b <- a * b + (1 - a) * mean``) then equals that of a single process
+    with the joint batch.
 
     Raises:
-        UserError: A pattern fits no buffer, or one that has no mean.
+        UserError: A pattern matches no buffer, or a buffer that has no mean (integers, for example).
     """
 
     def __init__(self, model: torch.nn.Module, patterns: Iterable[str], ranks: Communicator) -> None:
@@ -37,15 +32,15 @@ class AveragedBuffers:
         self._own_share = 0.0
 
     def begin(self, step: PlannedStep) -> None:
-        """Begin a step: a rank counts in the mean by its fraction of the samples."""
+        """Begin a step: this rank's weight in the mean is its fraction of the samples."""
         self._own_share = step.share.local_share
 
     @torch.no_grad()
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Set buffers to their mean over ranks, also in a skipped step."""
+        """Set buffers to their mean over ranks, also after a skipped step."""
         if not self._names:
             return
-        buffers = [self._buffer(name) for name in self._names]  # a forward pass may have put another there
+        buffers = [self._buffer(name) for name in self._names]  # a forward pass may have replaced them
         sums = self._exchange.sum([buffer * self._own_share for buffer in buffers], "buffers")
         for buffer, total in zip(buffers, sums, strict=True):
             buffer.copy_(total)
@@ -57,7 +52,7 @@ class AveragedBuffers:
 
 
 def _fitting(model: torch.nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Return the names of the buffers that fit a pattern."""
+    """Return the names of the buffers that match a pattern, except meta tensors."""
     named = {name: buffer for name, buffer in model.named_buffers() if buffer is not None}
     found: dict[str, torch.Tensor] = {}
     for pattern in patterns:

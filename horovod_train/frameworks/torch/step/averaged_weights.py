@@ -1,9 +1,9 @@
-"""Weights that are evaluated and exported instead of those that are trained.
+"""Averaged weights, which are evaluated and exported instead of the trained weights.
 
-Two kinds: an exponential moving average of the weights after each step (``ema`` in the job), and what an
-optimizer with two modes calls its weights for evaluation (``ScheduleFreeAdamW``: ``optimizer.eval()`` and
-``train()``). A rank has those of its part of the model; a checkpoint keeps them next to the weights that
-are trained, which are restored exactly after an evaluation.
+There are two kinds: an exponential moving average of the weights (``ema`` in the job), and the evaluation
+weights of an optimizer with two modes (``ScheduleFreeAdamW``: ``optimizer.eval()`` and ``train()``). A rank
+stores the averages of its local shard. A checkpoint contains averaged and trained weights. The trained
+weights are restored exactly after an evaluation.
 """
 
 from __future__ import annotations
@@ -27,13 +27,7 @@ KEY = "averaged"
 
 
 class AveragedWeights:
-    """Those of one replica.
-
-    Args:
-        model: Whose parameters they are of.
-        optimizer: Over them; it may have two modes.
-        strategy: Knows what of them this rank holds.
-        ema: The job's section; None: no moving average.
+    """Averaged weights of one replica; ``ema`` is None if the job has no moving average.
 
     Raises:
         UserError: Both kinds are requested, or the strategy cannot switch the optimizer's mode.
@@ -68,7 +62,7 @@ class AveragedWeights:
 
     @property
     def exist(self) -> bool:
-        """Whether there are such weights."""
+        """Whether the job or the optimizer averages weights."""
         return self._ema is not None or self._has_modes
 
     def _trained(self) -> dict[str, LocalTensor]:
@@ -81,14 +75,13 @@ class AveragedWeights:
 
     @torch.no_grad()
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Move the average towards the weights of now, if the step was used."""
+        """Move the average towards the current weights, if the step was used."""
         if self._ema is None or is_used is False:
             return
         trained = self._trained()
         if not self._averages:
             self._averages = {name: _wide(local.tensor).clone() for name, local in trained.items()}
-            # The first step's average is of the weights before it, which are gone: it begins with those
-            # after it.
+            # The weights before the first step are not available: the average starts with those after it.
             self._num_updates += 1
             return
         self._num_updates += 1
@@ -97,7 +90,7 @@ class AveragedWeights:
         decay = self._ema.decay
         if self._ema.warmup:
             decay = min(decay, (1 + self._num_updates) / (10 + self._num_updates))
-        for name in trained.keys() - self._averages.keys():  # a parameter that the task has added since
+        for name in trained.keys() - self._averages.keys():  # parameters that the task has added
             self._averages[name] = _wide(trained[name].tensor).clone()
         averages = [self._averages[name] for name in trained]
         weights = [
@@ -112,7 +105,7 @@ class AveragedWeights:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Let the model have the averaged weights while the block runs."""
+        """Replace the weights by the averaged weights in the block, unless ``ema.evaluate`` is false."""
         is_shown = self._has_modes or (self._ema is not None and self._ema.evaluate and bool(self._averages))
         if not is_shown:
             yield
@@ -139,7 +132,7 @@ class AveragedWeights:
             local.tensor.copy_(self._averages[name])
 
     def tensors(self) -> dict[str, LocalTensor]:
-        """Return what this rank has of the averaged weights, by the names of parameters."""
+        """Return the averaged weights of this rank's local shard, by parameter name."""
         if self._has_modes:
             with self.shown():
                 return {
@@ -151,7 +144,7 @@ class AveragedWeights:
         return {name: replace(local, tensor=self._averages[name]) for name, local in self._trained().items()}
 
     def packed(self, cache: Cache) -> tuple[dict[str, Any], dict[str, ArrayBlob]]:
-        """Return them for a checkpoint: a JSON tree and the arrays it refers to."""
+        """Return the averaged weights for a checkpoint: a JSON tree, and the arrays to which it refers."""
         if not (tensors := self.tensors()):
             return {}, {}
         tree = {KEY: {"number": self._num_updates, "is_default": self._has_modes, "weights": tensors}}
@@ -160,14 +153,10 @@ class AveragedWeights:
         return plain, {key: local.blob(cache, key) for key, local in arrays.items()}
 
     def load(self, tree: Any, arrays: Mapping[str, ArrayBlob]) -> None:
-        """Restore what ``packed`` returned; without it, the average begins with the weights of now.
-
-        Args:
-            tree: Of the optimizer's state.
-            arrays: Those it refers to.
+        """Load the result of ``packed``; if ``tree`` lacks it, the average starts with the current weights.
 
         Raises:
-            ValueError: They are of another model.
+            ValueError: The arrays belong to another model.
         """
         self._averages, self._num_updates = {}, 0
         saved = tree.get(KEY) if isinstance(tree, dict) else None
@@ -185,5 +174,5 @@ class AveragedWeights:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in a type in which a small step does not round to nothing."""
+    """Return a tensor in at least 32 bits, in which small changes are not lost to rounding."""
     return tensor.detach().to(wide_type(tensor.dtype))

@@ -28,14 +28,10 @@ def lag_steps_of(device: torch.device) -> int:
 
 
 class Sent:
-    """An asynchronous copy of numbers from a device to the host.
-
-    Args:
-        vector: The numbers, shape [n].
-    """
+    """An asynchronous copy of a vector of numbers, shape [n], from a device to the host."""
 
     def __init__(self, vector: torch.Tensor) -> None:
-        # PyTorch copies to pinned memory, and keeps it until the asynchronous copy has finished.
+        # PyTorch copies to pinned memory, and retains it until the asynchronous copy has finished.
         self._arriving = vector.detach().to("cpu", non_blocking=True, copy=True)
         self._event: torch.cuda.Event | None = None
         if vector.is_cuda:
@@ -67,11 +63,11 @@ def outcome_from(numbers: Mapping[str, float | None], clock: StepClock) -> StepO
 
 @dataclass(frozen=True)
 class Packed:
-    """The numbers of a step; those on the device are packed in one vector.
+    """The numbers of a step; the numbers on the device are packed in one vector.
 
     Attributes:
         names: Names of the elements of ``vector``.
-        vector: Shape [len(names)]; float64 if any number is, else float32.
+        vector: Shape [len(names)]; float64 if any of the numbers is float64, else float32.
         known: Numbers on the host, by name.
     """
 
@@ -94,13 +90,7 @@ def pack(numbers: Mapping[str, Number]) -> Packed:
 
 
 class DeferredOutcome:
-    """Outcome of a step that the device has not finished; its properties wait for the device.
-
-    Args:
-        packed: Fields of ``StepOutcome`` and further numbers, by name.
-        clock: Time of each phase.
-        world: The communicator, which records that this rank waits for its device.
-    """
+    """Outcome of a step. Its properties wait until the device finishes it, and ``world`` records the wait."""
 
     def __init__(self, packed: Packed, clock: DeviceClock, world: Communicator) -> None:
         self._names, self._known = packed.names, packed.known
@@ -170,11 +160,7 @@ def outcome_of(
 ) -> Outcome:
     """Return a step's outcome, deferred if the clock is a ``DeviceClock``.
 
-    Args:
-        numbers: Fields of ``StepOutcome`` and further numbers of the step.
-        of_host: Further numbers, on the host.
-        clock: Time of each phase; with a ``DeviceClock``, the numbers are read later.
-        ranks: The communicator, which records that this rank waits for its device.
+    ``numbers`` contains the fields of ``StepOutcome`` and further numbers; ``of_host``, numbers on the host.
     """
     if isinstance(clock, DeviceClock):
         packed = numbers if isinstance(numbers, Packed) else pack(numbers)

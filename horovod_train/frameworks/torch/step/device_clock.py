@@ -1,4 +1,4 @@
-"""Time on a device: the host queues work and does not see when it runs, events in the queue do."""
+"""Time on a device, measured by events in its queue: the host only enqueues work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Timer(Protocol):
     """Marks in the queue of a device's work."""
 
     def mark(self) -> Any:
-        """Put a mark behind the work that is queued now; returns at once."""
+        """Enqueue a mark after the work that is enqueued now; returns immediately."""
         ...
 
     def is_reached(self, mark: Any) -> bool:
@@ -30,18 +30,18 @@ class Timer(Protocol):
         ...
 
     def release(self, marks: Iterable[Any]) -> None:
-        """Release marks that are not needed any more."""
+        """Release marks that are no longer needed."""
         ...
 
 
 class CudaTimer:
-    """CUDA's events on the current stream; each is used again."""
+    """Timer with CUDA events on the current stream, which are reused."""
 
     def __init__(self) -> None:
         self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> torch.cuda.Event:
-        """Put a mark behind the work that is queued now."""
+        """Enqueue an event after the work that is enqueued now."""
         if not self._free:
             self._free.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
         event = self._free.pop()
@@ -53,23 +53,23 @@ class CudaTimer:
         return bool(mark.query())  # type: ignore[no-untyped-call]
 
     def seconds_between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
-        """Return the device's time between two marks."""
+        """Return the device time between two events."""
         return first.elapsed_time(second) / 1e3
 
     def release(self, marks: Iterable[torch.cuda.Event]) -> None:
-        """Take marks back."""
+        """Release events for reuse."""
         self._free.extend(marks)
 
 
 class HostTimer:
-    """The same for a CPU, where work is not enqueued."""
+    """Timer for a CPU, where work is not enqueued."""
 
     def mark(self) -> float:
         """Return the time."""
         return perf_counter()
 
     def is_reached(self, mark: float) -> bool:
-        """Return that it has."""
+        """Return True."""
         return True
 
     def seconds_between(self, first: float, second: float) -> float:
@@ -81,14 +81,10 @@ class HostTimer:
 
 
 class DeviceClock(StepClock):
-    """Splits a step's time on the device into phases; known when ``read`` has been called.
+    """Clock of a step's phases on the device; durations are available after ``read``.
 
-    A phase is what the device did, or waited for, between two laps: the time of the optimizer is that of
-    its kernels, and data that was read while the device had other work to do took none.
-
-    Args:
-        timer: Marks times on the device.
-        settles: The update of the step reads numbers from the device.
+    A phase is the device time between two laps. The optimizer phase is the time of its kernels, and reading
+    data takes no time while the device has other work. ``settles``: the update reads numbers from the device.
     """
 
     def __init__(self, timer: Timer, *, settles: bool = False) -> None:
@@ -102,21 +98,16 @@ class DeviceClock(StepClock):
         self._laps.append((phase, self._timer.mark()))
 
     def settle(self, ranks: Communicator, read: Callable[[], object]) -> None:
-        """Read a number of the device here, where the watchdog sees the pending work, if the update will.
-
-        Args:
-            ranks: The ranks; they learn that this one waits for its device.
-            read: Waits for the number.
-        """
+        """If the update would wait for the device, wait by ``read`` here, where ``ranks`` records it."""
         if self._settles:
             ranks.wait_in(DeviceWork(self.phase), read)
 
     def phase(self) -> str:
-        """Return the phase that the device is in, for a thread that looks on; empty: in none of them."""
+        """Return the current phase of the device; empty: none. Another thread may call it."""
         return next((phase for phase, mark in self._laps if not self._timer.is_reached(mark)), "")
 
     def read(self) -> None:
-        """Compute the durations of phases, once, after the device has reached the last lap."""
+        """Compute the durations of phases; must be called once, after the device has reached the last lap."""
         marks = [mark for _, mark in self._laps]
         for (_, before), (phase, after) in pairwise(self._laps):
             seconds = self._timer.seconds_between(before, after)

@@ -1,8 +1,8 @@
-"""Gradients that a task's loss makes or changes itself, and hooks that it registers too late: refused.
+"""Refusal of a task's loss that changes gradients itself, or registers hooks of gradients.
 
-A gradient counts by the rank's part of the samples, and leaves the rank while backward runs. One that is
-there when the loss is computed counts as that of the whole batch; a hook that is registered then runs when
-the gradient has left.
+Gradients are weighted by the rank's part of the samples, and are sent during the backward pass. A gradient
+that the loss creates would count as that of the whole batch, and a hook that the loss registers would run
+after the gradient is sent.
 """
 
 from __future__ import annotations
@@ -20,23 +20,16 @@ Gradients = list[torch.Tensor | None]
 
 
 def num_hooks(parameter: torch.nn.Parameter, *, of_tensor: bool) -> int:
-    """Return how many hooks a parameter's gradient has.
-
-    Args:
-        parameter: The parameter.
-        of_tensor: Also those of ``register_hook``, and not only of ``register_post_accumulate_grad_hook``.
-    """
+    """Return the number of a parameter's post-accumulate hooks; if ``of_tensor``, add its tensor hooks."""
     number = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
     return number + len(parameter._backward_hooks or ()) if of_tensor else number  # noqa: SLF001
 
 
 class GradientWatch:
-    """Looks at gradients and hooks before and after the loss of a micro-batch.
+    """Comparison of gradients and hooks before and after the loss of a micro-batch.
 
-    Args:
-        model: For the names of parameters.
-        strategy: Refuses a backward pass while the loss is computed.
-        parameters: Returns the parameters that may have gradients.
+    ``parameters`` returns the parameters that may have gradients. ``strategy`` refuses a backward pass while
+    the loss is computed.
     """
 
     def __init__(
@@ -46,7 +39,7 @@ class GradientWatch:
         parameters: Callable[[], Sequence[torch.nn.Parameter]],
     ) -> None:
         self._model, self._strategy, self._parameters = model, strategy, parameters
-        # Hooks of a parameter itself are lost, too, if the strategy has replaced it.
+        # Tensor hooks (``register_hook``) are also lost if the strategy has replaced the parameters.
         self._sees_hooks_of_tensors = not strategy.capabilities.whole_weights
         self._num_hooks = 0
         self._gradients: Gradients = []
@@ -67,13 +60,13 @@ class GradientWatch:
         self.after_loss(parameters)
 
     def before_loss(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Remember gradients and hooks of the parameters that may have them."""
+        """Record the gradients and hooks of the parameters."""
         self._gradients = [parameter.grad for parameter in parameters]
         self._versions = _versions(self._gradients)
         self._num_hooks = self._hooks_of(parameters)
 
     def after_loss(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Compare.
+        """Compare gradients and hooks with those before the loss.
 
         Raises:
             UserError: The loss has changed a gradient, or registered a hook.
@@ -93,11 +86,11 @@ class GradientWatch:
             )
 
     def _changed(self, parameters: Sequence[torch.nn.Parameter]) -> torch.nn.Parameter | None:
-        """Return a parameter with another gradient, or other values in it; drop the remembered gradients."""
+        """Return a parameter whose gradient was replaced or written; discard the recorded gradients."""
         before, self._gradients = self._gradients, []
         now = [parameter.grad for parameter in parameters]
         versions = _versions(now)
-        # Each micro-batch comes here: comparing whole lists takes half the time of a loop over parameters.
+        # Called in each micro-batch: comparing whole lists takes half the time of a loop over parameters.
         if all(map(is_, before, now)) and versions == self._versions:
             return None
         same = (a is b and v == w for a, b, v, w in zip(before, now, self._versions, versions, strict=True))
@@ -111,5 +104,5 @@ class GradientWatch:
 
 
 def _versions(gradients: Gradients) -> list[int]:
-    """Return how often each gradient was written to; 0 where there is none."""
+    """Return the version counter of each gradient; 0: there is none."""
     return [0 if gradient is None else gradient._version for gradient in gradients]  # noqa: SLF001

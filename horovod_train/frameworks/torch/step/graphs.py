@@ -1,19 +1,19 @@
-"""Parts of a step recorded as CUDA graphs: one launch in place of hundreds, for steps that are short.
+"""CUDA graphs of parts of a step: one launch instead of hundreds, for short steps.
 
-    eager steps, until everything is set up
-    then each kind of work is done once as usual, recorded when it comes again, and replayed from then on
+    warm-up steps              eager
+    then each kind of work     eager the first time, captured the second time, and then replayed
 
-A step has two such parts: forward and backward of a micro-batch, and the update. Between them gradients
-travel, which Horovod's thread launches itself; they leave when backward is complete, and nothing hides them.
+A step has two such parts: forward and backward pass of a micro-batch, and the update. Horovod's own thread
+sums the gradients between them, after the backward pass is complete: communication does not overlap it.
 
-What is recorded is the device's work and not the Python around it: numbers that Python had at that moment
-stay. Those that belong to a step as we know it (the shapes and shares of batches, what is trained, the
-settings of the optimizer) are compared in each step; a change causes a new capture. The learning rate, the
-loss scale, dropout and what is clipped live on the device. What else a task's Python decides from step to
-step does not happen any more: this is why graphs have to be asked for.
+A graph contains the device's work, but not the Python code around it: Python numbers retain their values at
+the capture. The numbers of a step that are known (shapes and shares of batches, trained parameters, settings
+of the optimizer) are compared in each step, and a change causes a new capture. The learning rate, the loss
+scale, dropout and clipping are computed from values on the device. Other decisions of a task's Python code
+have no effect in a replay; for this reason, graphs must be enabled in the job.
 
-A graph writes gradients to where they were when it was recorded. Each parameter has memory that is kept for
-them; it becomes ``parameter.grad`` in steps in which some work gives it a gradient, and in no others.
+A graph writes gradients to fixed addresses. Each parameter therefore has permanent gradient memory, which is
+``parameter.grad`` only in steps in which some work computes its gradient.
 """
 
 from __future__ import annotations
@@ -36,41 +36,41 @@ from horovod_train.errors import result_of
 log = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 3
-"""Steps in which libraries and optimizers set up what they need, which cannot be recorded."""
+"""Eager steps in which libraries and optimizers are initialized, which cannot be captured."""
 
 MEASURED_STEPS = 10
 MAX_GRAPHS = 8
-"""Kinds of work that are recorded; others are done as they come."""
+"""Largest number of captured kinds of work; others run eagerly."""
 
 MAX_KINDS = 64
-"""Kinds of work that are looked out for, to see them again."""
+"""Largest number of kinds of work whose second occurrence is recognized."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""What tells batches apart by its value."""
+"""Types of values, other than tensors and arrays, by which kinds of batches are distinguished."""
 
 
 class Recorder(Protocol):
-    """Records work of the device."""
+    """A component that captures the device's work."""
 
     def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Return what does the work each time it is called, and what the work returned.
+        """Capture work without performing it; return a function that replays it, and its result.
 
-        The work is not done by recording it. The tensors that it returned are written by each call.
+        Each replay overwrites the tensors of the result.
 
         Raises:
-            RuntimeError: It cannot be recorded.
+            RuntimeError: The work cannot be captured.
         """
         ...
 
     def discard(self) -> None:
-        """Nothing that was recorded so far is replayed any more."""
+        """Discard all captures: none of them is replayed again."""
         ...
 
 
 class CudaRecorder:
-    """CUDA's graphs. This thread's work goes to its own stream: the default one cannot be recorded.
+    """Recorder of CUDA graphs. This thread then uses its own stream: the default one cannot be captured.
 
-    It has to be made before the model: what belongs to backward stays on the stream on which it began.
+    It must be created before the model, because autograd retains the stream on which work began.
     """
 
     def __init__(self) -> None:
@@ -80,12 +80,12 @@ class CudaRecorder:
         self._pool: Any = None
 
     def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Return what replays the work, and what it returned."""
+        """Capture work in a CUDA graph; return the function that replays it, and its result."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with ExitStack() as on_error:
             on_error.callback(self._abandon)
-            # Horovod's thread may use CUDA meanwhile: that is not of this graph.
+            # Horovod's thread may use CUDA during the capture; its work is not part of the graph.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
@@ -94,16 +94,16 @@ class CudaRecorder:
         return graph.replay, result
 
     def _abandon(self) -> None:
-        """Give back the memory of a recording that has failed: PyTorch would keep it, and free no other."""
+        """Release the memory of a failed capture: PyTorch would retain it, and would free no other memory."""
         device = torch.cuda.current_device()
-        with suppress(AttributeError, RuntimeError):  # calls that PyTorch has for itself
+        with suppress(AttributeError, RuntimeError):  # private functions of PyTorch
             torch._C._cuda_endAllocateToPool(device, self._pool)  # noqa: SLF001
             torch._C._cuda_releasePool(device, self._pool)  # noqa: SLF001
         self._pool = None
         torch.cuda.empty_cache()
 
     def discard(self) -> None:
-        """Nothing is replayed any more: its memory has no owner, and must not be added to."""
+        """Discard all captures, and their memory pool: later graphs must not use a pool without an owner."""
         self._pool = None
 
 
@@ -116,13 +116,7 @@ class _Recorded:
 
 @dataclass
 class _Kind:
-    """Some work that comes again.
-
-    Attributes:
-        trained: Parameters that get a gradient by it.
-        recorded: Its graph, when it has come twice.
-        is_refused: It cannot be recorded.
-    """
+    """Work that occurs repeatedly; ``trained`` are the parameters that receive a gradient from it."""
 
     trained: Sequence[torch.Tensor]
     recorded: _Recorded | None = None
@@ -131,13 +125,10 @@ class _Kind:
 
 @dataclass
 class _Race:
-    """How long steps take without graphs and with them.
+    """Comparison of step times without and with graphs.
 
-    Attributes:
-        sum_over_ranks: Sums numbers over ranks.
-        eager_s, graphed_s: Seconds from one step's begin to the next one's.
-        begun_s: When the last step began.
-        is_plain: Nothing was recorded in it.
+    Times are those between the starts of successive steps. If ``is_plain``, the step contains neither a
+    capture nor new work.
     """
 
     sum_over_ranks: Callable[[Sequence[float]], list[float]]
@@ -148,11 +139,11 @@ class _Race:
 
     first_eager = WARM_UP_STEPS + 1
     last_eager = WARM_UP_STEPS + MEASURED_STEPS
-    first_graphed = last_eager + 4  # some to record in
+    first_graphed = last_eager + 4  # some steps for captures
     last_graphed = first_graphed + MEASURED_STEPS
 
     def begin(self, number: int) -> bool | None:
-        """A step begins, the first is 1; after the last, return whether those with graphs were faster."""
+        """Begin a step (from 1); after the last measured step, return whether graphs are faster."""
         now_s = perf_counter()
         taken_s, before = now_s - self.begun_s, number - 1
         if self.first_eager <= before <= self.last_eager:
@@ -163,9 +154,9 @@ class _Race:
         return self._decide() if before == self.last_graphed else None
 
     def _decide(self) -> bool:
-        """Compare medians: an evaluation, or a checkpoint, may lie between two steps."""
+        """Compare medians, because an evaluation or a checkpoint may occur between two steps."""
         mine = [median(seconds) if seconds else math.inf for seconds in (self.eager_s, self.graphed_s)]
-        # Each rank measures a little different, and all have to do the same.
+        # Measurements differ between ranks, and all ranks must make the same decision.
         eager_s, graphed_s, num_ranks = self.sum_over_ranks([*mine, 1.0])
         is_faster = graphed_s < eager_s
         with_them = f"{1e3 * graphed_s / num_ranks:.2f} ms" if graphed_s < math.inf else "not possible"
@@ -179,15 +170,15 @@ class _Race:
 
 
 class StepGraphs:
-    """Replays what was recorded of earlier steps.
+    """CUDA graphs of the parts of a step: captures and replays them.
 
     Args:
-        recorder: Records work.
-        optimizer: Its rates are put on the device before each replay.
-        parameters: Returns those that may get gradients.
-        fingerprint: Returns what a graph depends on besides its inputs.
-        forget: Called when recording has failed in the middle of something.
-        sum_over_ranks: Sums times over ranks; None: nothing is measured, graphs are used.
+        recorder: Captures work.
+        optimizer: Its learning rates are copied to the device before each replay.
+        parameters: Returns the parameters that may receive gradients.
+        fingerprint: Returns the values on which a graph depends in addition to its inputs.
+        discard: Called after a failed capture, to reset incomplete state.
+        sum_over_ranks: Sums step times over ranks; None: graphs are used without a measurement.
     """
 
     def __init__(
@@ -216,13 +207,13 @@ class StepGraphs:
 
     @property
     def _is_warm(self) -> bool:
-        """Whether work may be recorded, or has been, in this step."""
+        """Whether work may be captured or replayed in this step."""
         return not self._is_off and self._num_steps > self._num_eager and not self._has_changed
 
     def begin(self, step: object = None) -> None:
-        """Begin a step; no parameter has a gradient."""
+        """Begin a step; no parameter may have a gradient."""
         self._num_steps += 1
-        # On all ranks alike, also where nothing could be recorded: they compare.
+        # The comparison is collective: all ranks call it, even if they cannot capture work.
         if self._race is not None and (is_faster := self._race.begin(self._num_steps)) is not None:
             self._race = None
             if not is_faster:
@@ -232,26 +223,26 @@ class StepGraphs:
                 self._race.is_plain = False
             return
         now = self._fingerprint()
-        # Then this step runs eagerly, with gradients at any address.
+        # After a change, this step runs eagerly, with gradients at any address.
         self._has_changed = now != self._made_with
         if self._has_changed:
             self._drop()
             self._made_with = now
 
     def discard(self) -> None:
-        """Discard all graphs: the optimizer's state, for example, has other addresses."""
+        """Discard all graphs, for example because the optimizer's state has new addresses."""
         self._made_with = None
 
     def run(self, kind: Hashable, inputs: Any, work: Callable[[Any], Any]) -> Any:
-        """Do some work on the device, by a graph if there is one; return what it returned.
+        """Perform work on the device, by a graph if one exists.
 
         Args:
-            kind: Which work it is; what of it is not a tensor.
-            inputs: Tensors, in any nest of lists, tuples and mappings.
+            kind: Identifies the work, with all of its arguments that are not in ``inputs``.
+            inputs: Tensors, in nested lists, tuples and mappings.
             work: Called with the inputs, or with static copies of them that a graph reads.
 
         Returns:
-            None where it was not done: it has to be done as without graphs.
+            Result of the work; None: it was not performed, and the caller must perform it.
         """
         if not self._is_warm:
             return None
@@ -278,7 +269,7 @@ class StepGraphs:
     # -- kinds of work
 
     def _key_of(self, kind: Hashable, structure: Any, leaves: Sequence[Any]) -> Hashable:
-        """Return a key that is equal for work of one kind; None: it cannot be determined."""
+        """Return a key that identifies a kind of work; None: it cannot be determined."""
         parts: list[Hashable] = [kind, structure]
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
@@ -293,7 +284,7 @@ class StepGraphs:
         return tuple(parts)
 
     def _seen_first(self, key: Hashable, work: Callable[[Any], Any], inputs: Any) -> Any:
-        """Do work as without graphs, and note which parameters get a gradient by it."""
+        """Perform new work eagerly, and record the parameters that receive a gradient from it."""
         if self._race is not None:
             self._race.is_plain = False
         if len(self._kinds) >= MAX_KINDS:
@@ -341,7 +332,7 @@ class StepGraphs:
     # -- recording
 
     def _record(self, kind: _Kind, leaves: Sequence[Any], structure: Any, work: Callable[[Any], Any]) -> bool:
-        """Record work that has come twice; return whether that was done."""
+        """Capture work that occurs for the second time; return whether this succeeded."""
         if self._race is not None:
             self._race.is_plain = False
         if self._num_recorded >= MAX_GRAPHS:
@@ -353,7 +344,7 @@ class StepGraphs:
             recorded, error = result_of(
                 lambda: self._recorder.record(lambda: work(pytree.tree_unflatten(static, structure)))
             )
-        if recorded is None:  # whatever the error is, the step can be made without a graph
+        if recorded is None:  # after any error, the step can be performed without a graph
             kind.is_refused = True
             self._report_once(
                 f"a step cannot be recorded ({type(error).__name__}: {str(error).partition(chr(10))[0]}): "
@@ -370,7 +361,7 @@ class StepGraphs:
 
     @contextmanager
     def _recordable_optimizer(self) -> Iterator[None]:
-        """Let the optimizer read its rates from the device, and know that it is recorded."""
+        """Make the optimizer read its learning rates from the device, and set ``capturable``."""
         groups = self._optimizer.param_groups
         if len(self._rates) != len(groups):
             device = groups[0]["params"][0].device
@@ -410,5 +401,5 @@ class StepGraphs:
 
 
 def rate_of_graphs(rate: float) -> float:
-    """Return a learning rate as a graph reads it, in 32 bits: steps that are made without take the same."""
+    """Return a learning rate rounded to 32 bits, as in graphs, so that eager steps use the same rate."""
     return float(np.float32(rate))

@@ -1,9 +1,9 @@
 """The loss of a step: a sum over micro-batches and ranks.
 
-A task returns the mean over its samples, which is weighted by its share of the step's samples, or a
-sum and a count, for a mean over something else (tokens except padding, samples that
-``collate`` has kept, class weights): then sums and counts are added over the whole step, and the total
-loss and the gradients are divided by the total count at the end.
+A task returns a mean over the samples of a micro-batch, which is weighted by the micro-batch's part of the
+step's samples; or a sum and a count, for a mean over other units (tokens except padding, samples that
+``collate`` has retained, class weights). Sums and counts are added over the whole step; at its end, the total
+loss and the gradients are divided by the total count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAME = "horovod_train.denominator"
 
 
 class StepLoss:
-    """Accumulates the loss of the current step.
+    """Accumulator of the loss of the current step.
 
     Args:
         strategy: Sums losses and gradients over ranks.
@@ -101,9 +101,6 @@ class StepLoss:
 
     def complete(self, clock: StepClock) -> torch.Tensor:
         """Complete loss and gradients of a step; return the loss over all ranks, shape [].
-
-        Args:
-            clock: Records the wait for other ranks.
 
         Raises:
             PeerError: Another rank was lost.

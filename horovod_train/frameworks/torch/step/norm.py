@@ -1,4 +1,4 @@
-"""The norm of gradients, as exact on a CPU as it is on a GPU."""
+"""The norm of gradients, which is as accurate on a CPU as on a GPU."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.nn.utils import get_total_norm
 
 
 def total_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the L2 norm of all numbers of all gradients, shape [].
+    """Return the L2 norm of all elements of all gradients, shape [].
 
-    On a CPU squares are summed in 64 bits. PyTorch sums them one after the other in the gradients' type; the
-    result is off by 1e-5 to 4e-4 for a weight of a million numbers, and ranks that hold parts of weights
-    would clip differently from one that holds all. GPUs sum in a tree.
+    On a CPU, squares are summed in 64 bits. PyTorch sums them sequentially in the gradients' type, with an
+    error of 1e-5 to 4e-4 for a weight of a million elements. Ranks that store shards of weights would then
+    clip differently from ranks that store whole weights. GPUs sum in a tree.
     """
     if not gradients:
         return torch.zeros(())

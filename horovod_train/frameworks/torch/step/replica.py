@@ -57,11 +57,7 @@ class FollowsUpdates(Protocol):
     """A component that is called after each update."""
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Called after the update, or after a skipped step.
-
-        Args:
-            is_used: Whether the step was not skipped; with deferred results, a tensor of shape [].
-        """
+        """Process an update or a skipped step; with deferred results, ``is_used`` is a tensor of shape []."""
         ...
 
 
@@ -73,7 +69,7 @@ class TorchReplica(LocalModel):
         optimizer: Optimizer of the model's parameters.
         strategy: Parallelism strategy, bound to model and optimizer.
         world: The data-parallel group: the ranks that read different samples.
-        all_ranks: All ranks of the job; None: ``world``. They differ under tensor and pipeline parallelism.
+        all_ranks: All ranks of the job; None: ``world``. Differs under tensor and pipeline parallelism.
         train: The job's ``train`` section.
         task: Computes loss and metrics; None: the user's own loop computes them.
         forward_model: The compiled model that the task calls; None: ``model``.
@@ -119,7 +115,7 @@ class TorchReplica(LocalModel):
             model, optimizer, strategy, self.scaler, self.averaged, prints_notices=self.all_ranks.rank == 0
         )
         self.first_steps = FirstSteps([self.equality.check, self.saved_state.check])
-        self._task = cast("TorchTask", task)  # a user's own loop has none, and computes its loss itself
+        self._task = cast("TorchTask", task)  # None in a user's own loop, which computes its loss itself
         self._gradient_watch = GradientWatch(model, strategy, self._with_gradients)
         self._task_after_update = TaskAfterUpdate(task, model, strategy)
         self.lag_steps = self._lag_steps(lag_steps)
@@ -247,13 +243,7 @@ class TorchReplica(LocalModel):
     def outcome_of(
         self, numbers: Mapping[str, Number] | Packed, clock: StepClock, strategy: Strategy
     ) -> Outcome:
-        """Return the outcome of a step; on a GPU, its numbers are read when they are first needed.
-
-        Args:
-            numbers: Fields of ``StepOutcome`` and further numbers of the step.
-            clock: Made by ``new_clock``.
-            strategy: The strategy that summed the gradients.
-        """
+        """Return the outcome of a step; on a GPU, its numbers are read when they are first needed."""
         of_host = {"sent_bytes": float(strategy.sent_bytes), "flops": self._flops.of_step()}
         return deferred.outcome_of(numbers, of_host, clock, self.data_ranks)
 
@@ -262,7 +252,7 @@ class TorchReplica(LocalModel):
     def _begin_training(self) -> None:
         """Set training mode, and list the parameters that are not in the optimizer, to clear their gradients.
 
-        Not called in each step, because traversing all modules takes a millisecond.
+        This is not done in each step, because traversing all modules takes a millisecond.
         """
         self.forward_model.train()
         self.is_training = True
@@ -272,8 +262,8 @@ class TorchReplica(LocalModel):
     def backward(self, loss: torch.Tensor, share: float, *, is_last: bool) -> None:
         """Add the gradient of one micro-batch.
 
-        The gradient of a step is that of the mean loss over its N samples. A micro-batch of m samples
-        with mean loss L contributes L * m/N, for any sizes; contributions are summed here and over ranks.
+        The gradient of a step is that of the mean loss over its N samples. A micro-batch of m samples with
+        mean loss L contributes L * m/N; contributions are summed over micro-batches and ranks.
 
         Args:
             loss: Mean loss over the micro-batch, shape [].
@@ -293,12 +283,7 @@ class TorchReplica(LocalModel):
     # -- CUDA graphs
 
     def record_steps(self, recorder: Recorder, *, only_if_faster: bool) -> None:
-        """Use CUDA graphs for the parts of later steps that can be captured (see ``graphs.py``).
-
-        Args:
-            recorder: Captures the graphs.
-            only_if_faster: Measure steps with and without graphs, and use the faster.
-        """
+        """Use CUDA graphs (see ``graphs.py``) in later steps; if ``only_if_faster``, measure steps first."""
         if self._update is not self._on_device:
             who = type(self.optimizer if self.lag_steps else self.strategy).__name__
             log.warning("train.cuda_graph is ignored: %s requires a decision of the host in each step", who)
@@ -380,7 +365,7 @@ class TorchReplica(LocalModel):
         self._on_device.resume_updates()
 
     def load_state(self, state: ReplicaState) -> None:
-        """Load a state; the optimizer's settings (decay, momentum, ...) stay those of the job.
+        """Load a state; the optimizer's settings (decay, momentum, ...) remain those of the job.
 
         Raises:
             CheckpointError: The state belongs to another model or optimizer.

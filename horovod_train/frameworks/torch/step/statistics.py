@@ -1,4 +1,4 @@
-"""Running statistics of normalization layers: a forward pass changes them, also that of a step left out."""
+"""Running statistics of normalization layers, which a forward pass changes even if the step is skipped."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from horovod_train.frameworks.torch.comm.sync_batch_norm import SyncBatchNormMix
 
 
 class RunningStatistics:
-    """The running means and variances of a model's layers that normalize by the samples of their rank.
+    """Running means and variances of a model's normalization layers.
 
     Attributes:
-        buffers: They themselves.
-        counts: How many batches they are of.
+        buffers: Those of the layers that normalize by the samples of their rank only.
+        counts: Number of batches in the statistics of these layers.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -35,7 +35,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def begin(self, step: object = None) -> None:
-        """Copy the statistics before a step; always into the same memory."""
+        """Copy the statistics before a step, always to the same memory (CUDA graphs read fixed addresses)."""
         now = [_flat(kind) for kind in self._kinds()]
         if self._before:
             torch._foreach_copy_(self._before, now)
@@ -45,7 +45,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Restore the statistics of before the step, if it was skipped and they were copied."""
+        """Restore the statistics that ``begin`` has copied, if the step was skipped."""
         if not self._has_copy or is_used is True:
             return
         for kind, before in zip(self._kinds(), self._before, strict=True):
@@ -56,7 +56,7 @@ class RunningStatistics:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore them after other passes through the model."""
+        """Restore ``buffers`` and ``counts`` after the passes of the block."""
         before = [buffer.clone() for buffer in (*self.buffers, *self.counts)]
         yield
         with torch.no_grad():
@@ -73,5 +73,5 @@ def _present(buffers: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
 
 
 def _flat(buffers: list[torch.Tensor]) -> torch.Tensor:
-    # Of different types, in the widest: nothing is rounded on the way there and back.
+    # Different types are promoted to the widest, so that the conversions in both directions are exact.
     return torch.cat([buffer.flatten() for buffer in buffers])

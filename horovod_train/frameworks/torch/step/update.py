@@ -3,10 +3,10 @@
 Loss and summed gradients are equal on all ranks, so all ranks make the same decision without
 communication. A strategy whose gradients differ between ranks communicates in ``is_finite``.
 
-On a CPU, the host decides. With a GPU, the host would have to wait for the device in each step; instead,
-the device applies the same rules, and the optimizer receives the decision as a tensor: the fused
-optimizers of PyTorch skip the step if ``found_inf`` is 1. After a step that ends training, all
-later steps are skipped until the host has read the result.
+On a CPU, the host decides. With a GPU, the host would have to wait for the device in each step; instead, the
+device applies the same rules, and the optimizer receives the decision as a tensor: PyTorch's fused optimizers
+skip the step if ``found_inf`` is 1. After a step that ends training, later steps are skipped until the host
+has read the result.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Updated:
 
 
 def may_be_used(is_used: torch.Tensor | bool) -> bool:
-    """Return whether a step was used, or might have been: a tensor is not read."""
+    """Return whether a step was used, or may have been used: a tensor is not read."""
     return isinstance(is_used, torch.Tensor) or is_used
 
 
@@ -53,11 +53,9 @@ class Update(Protocol):
     """Performs the update of a step."""
 
     def __call__(self, loss: torch.Tensor, *, want_norm: bool) -> Updated:
-        """Update the weights, or leave them unchanged.
+        """Update the weights, or leave them unchanged, given the loss of the step over all ranks, shape [].
 
-        Args:
-            loss: Loss of the step over all ranks, shape [].
-            want_norm: Compute the gradient norm even if there is no clipping.
+        ``want_norm`` requests the gradient norm even without clipping.
         """
         ...
 
@@ -67,7 +65,7 @@ class Update(Protocol):
 
 
 def clip(strategy: Strategy, limit: float | None) -> float:
-    """Scale the gradient to a norm of at most ``limit`` (None: any); return its norm before.
+    """Scale the gradient to a norm of at most ``limit`` (None: no limit); return its norm before clipping.
 
     A gradient whose norm is not finite is left unchanged.
     """
@@ -78,14 +76,14 @@ def clip(strategy: Strategy, limit: float | None) -> float:
 
 
 class UpdateOnHost:
-    """Reads loss and norm, and decides whether the step is used.
+    """Update with the decision on the host, which reads loss and norm.
 
     Args:
         optimizer: Updates the weights.
-        strategy: Completes the gradients.
-        scaler: Loss scaler; disabled except with fp16.
+        strategy: Provides the gradients and their norm.
+        scaler: Loss scaler; enabled only with fp16.
         clip_grad_norm: Largest norm; None: no clipping.
-        health: Which steps may be skipped, and how many in a row.
+        health: The job's ``health`` section: which steps may be skipped, and how many in a row.
     """
 
     def __init__(
@@ -137,15 +135,9 @@ class UpdateOnHost:
 
 
 class UpdateOnDevice:
-    """Decides on the device, by the rules of ``UpdateOnHost`` and ``FiniteGuard``; the host does not block.
+    """Update with the decision on the device, by the rules of ``UpdateOnHost``; the host does not block.
 
-    Args:
-        optimizer: Updates the weights; must satisfy ``can_be_masked``.
-        strategy: Provides the gradients and their norm.
-        scaler: Loss scaler that stays on the device; disabled except with fp16.
-        clip_grad_norm: Largest norm; None: no clipping.
-        health: The job's ``health`` section: which steps may be skipped, and how many in a row.
-        device: Device of the weights.
+    Arguments are as in ``UpdateOnHost``; the optimizer must satisfy ``can_be_masked``.
     """
 
     def __init__(
@@ -191,8 +183,8 @@ class UpdateOnDevice:
         """Clip gradients; return the norm before clipping."""
         norm, gradients = self._strategy.norm().to(self._has_ended.device), self._strategy.gradients()
         if self._limit is not None:
-            # Divided in 64 bits and then rounded, as on the host. (A float divided by a tensor is rounded
-            # twice.) A factor of 1 changes nothing. For 16-bit gradients, it is rounded to 16 bits.
+            # Divided in 64 bits and then rounded, as on the host (a float divided by a tensor is rounded
+            # twice). A factor of 1 changes nothing. For 16-bit gradients, it is rounded to 16 bits.
             factor = torch.div(self._limit, norm.double()).clamp(max=1.0)
             factor = torch.where(norm.isfinite(), factor, 1.0)
             for dtype in {gradient.dtype for gradient in gradients}:
@@ -201,7 +193,7 @@ class UpdateOnDevice:
         return norm
 
     def _record(self, is_loss_finite: torch.Tensor, is_used: torch.Tensor) -> None:
-        """Record whether this step ends training, by the rules of ``FiniteGuard``."""
+        """Record whether this step ends training, by the rules of ``SkipPolicy``."""
         may_skip = self._health.non_finite == "skip"
         if not may_skip and not self._scaler.is_enabled():
             self._has_ended |= ~is_used
@@ -239,7 +231,7 @@ class DeviceScaler(torch.amp.GradScaler):
     """A loss scaler whose decisions stay on the device; disabled, it changes nothing."""
 
     def has_overflowed(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """Return whether a gradient was found not to be finite when it was unscaled, shape []."""
+        """Return whether unscaling has found a gradient that is not finite, shape []."""
         found = list(self._found_inf_per_device(optimizer).values())
         return torch.stack(found).sum() > 0
 
@@ -251,12 +243,10 @@ class DeviceScaler(torch.amp.GradScaler):
     def step_where(
         self, optimizer: torch.optim.Optimizer, *, is_used: torch.Tensor, is_seen: torch.Tensor
     ) -> None:
-        """Run the optimizer's step where ``is_used``, and update the loss scale where ``is_seen``.
+        """Run the optimizer's step if ``is_used``, and update the loss scale if ``is_seen``.
 
-        Args:
-            optimizer: Must support ``found_inf``; its gradients are unscaled.
-            is_used: Whether weights change.
-            is_seen: Whether the loss scale is updated: not for a loss that is not finite.
+        The optimizer must support ``found_inf``, and gradients must be unscaled. ``is_seen`` must be false if
+        the loss is not finite.
         """
         optimizer.grad_scale = None  # type: ignore[attr-defined]
         optimizer.found_inf = (~is_used).float()  # type: ignore[attr-defined]
