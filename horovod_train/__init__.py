@@ -1,7 +1,7 @@
-"""Train the same on one process or a thousand ranks, with Horovod.
+"""Distributed training with Horovod, on one process or a thousand ranks.
 
-The library for people who keep their own loop is ``horovod_train.init()``; see ``session.py``.
-Names are imported when they are used: ``import horovod_train`` costs nothing.
+``horovod_train.init()`` is the entry point for user-defined training loops; see ``session.py``. Exported
+names are imported on first access, so that ``import horovod_train`` is fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m horovod_train`` is ``horovod-train``."""
+"""Run the ``horovod-train`` command as ``python -m horovod_train``."""
 
 from horovod_train.cli.main import main
 

@@ -1,25 +1,14 @@
-"""Every error this package raises on purpose, with the exit code it ends the process with.
+"""Errors that this package raises, with their exit codes.
 
-    HorovodTrainError                 1
-    |-- UserError                     2   the user can fix it: a job file, a task, a flag
-    |   |-- ConfigError                   every problem of a job description at once
-    |   |-- DeviceMemoryError             a step needs more memory than there is
-    |   `-- UnknownNameError              a name that is in no table
-    |-- OperationalError              1   the machine, the network, another process
-    |   |-- EngineError                   Horovod cannot be built, found or started
-    |   |-- LaunchError                   ranks could not be started or did not end well
-    |   |-- WorldError                    the ranks found are not the ranks asked for
-    |   |-- CheckpointError               a checkpoint cannot be written, found or trusted
-    |   |-- DesyncError                   ranks no longer hold the same state
-    |   |-- NcclError                     GPUs cannot exchange data
-    |   |-- GpuError                      a GPU, or its driver, has failed
-    |   `-- PeerError                     another rank failed first: a consequence, never a cause
-    |-- KernelError                   1   the task's code, seen on a GPU
-    |-- NumericError                  3   the numbers went wrong: NaN, infinity
-    `-- PreemptedError               75   preempted, and all is saved: start again to continue
+    HorovodTrainError        1
+    |-- UserError            2   ConfigError, DeviceMemoryError, UnknownNameError
+    |-- OperationalError     1   EngineError, LaunchError (LostError), WorldError, CheckpointError,
+    |                            DesyncError, NcclError, GpuError, PeerError
+    |-- KernelError          1
+    |-- NumericError         3
+    `-- PreemptedError      75
 
-An error says what was found, what is allowed and what to do: the first two in the message, the
-third in ``hint``.
+The message of an error states the problem and the allowed values; ``hint`` states the action for the user.
 """
 
 from __future__ import annotations
@@ -37,15 +26,15 @@ class HorovodTrainError(Exception):
     """Base of all errors of this package.
 
     Args:
-        message: What was found, and what was expected instead.
-        hint: What to do about it, one sentence.
+        message: The problem, and the allowed values.
+        hint: Action for the user, one sentence.
     """
 
     exit_code = 1
     cause = "other"
-    """What kind of failure it is, one of a few words: a label of metrics."""
+    """Kind of the failure, a label value of metrics."""
     lost_ranks: Sequence[int] = ()
-    """Ranks that were killed, were frozen or missing from a collective; those that only noticed are not."""
+    """Ranks that were killed, frozen or missing from a collective; not ranks that failed as a consequence."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -57,7 +46,7 @@ class HorovodTrainError(Exception):
 
 
 class UserError(HorovodTrainError):
-    """Something the user wrote cannot work; exit code 2."""
+    """An error in the user's input, such as a job file, a task or a flag; exit code 2."""
 
     exit_code = 2
     cause = "configuration"
@@ -65,13 +54,13 @@ class UserError(HorovodTrainError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a job description.
+    """One problem of a job description.
 
     Attributes:
         path: Dotted path of the field, such as ``train.epochs``.
-        found: The value as written, already shortened for printing; empty when there is none.
-        message: What is wrong and what is allowed.
-        hint: What to do about it; may be empty.
+        found: The value as written, already shortened for printing; empty: the field is not set.
+        message: The problem, and the allowed values.
+        hint: Action for the user; may be empty.
     """
 
     path: str
@@ -86,7 +75,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All the problems of one job description."""
+    """All problems of one job description."""
 
     def __init__(self, source: str, problems: Sequence[Problem]) -> None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -95,7 +84,7 @@ class ConfigError(UserError):
 
 
 class UnknownNameError(UserError):
-    """A name that is in no table; names the nearest ones."""
+    """A name that is in no table; the hint suggests the closest known name."""
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
         known = sorted(known)
@@ -105,13 +94,13 @@ class UnknownNameError(UserError):
 
 
 class DeviceMemoryError(UserError):
-    """A step needs more memory than the GPU, or the process, has."""
+    """A step needs more memory than is available on the GPU, or to the process."""
 
     cause = "out_of_memory"
 
 
 class OperationalError(HorovodTrainError):
-    """The machine, the network or another process is at fault; exit code 1."""
+    """A failure of the machine, the network or another process; exit code 1."""
 
 
 class EngineError(OperationalError):
@@ -121,22 +110,22 @@ class EngineError(OperationalError):
 
 
 class LaunchError(OperationalError):
-    """The ranks could not be started, or ended without saying why."""
+    """The ranks could not be started, or failed without a known cause."""
 
 
 class LostError(LaunchError):
-    """Hosts or ranks are gone, or never came, through no fault of the job: others may do.
+    """Hosts or ranks were lost, or did not join. The job is not the cause, and may run on other hosts.
 
     Args:
-        message: What happened.
-        hint: What to do about it.
-        hosts: Hosts that cannot take part; empty: it is not known which.
+        message: The problem.
+        hint: Action for the user.
+        hosts: The failed hosts; empty: unknown.
     """
 
     cause = "lost"
 
     has_saved = False
-    """Whether the ranks had written a checkpoint since they were started."""
+    """Whether the ranks wrote a checkpoint after they were started."""
 
     def __init__(self, message: str, *, hint: str = "", hosts: Sequence[str] = ()) -> None:
         super().__init__(message, hint=hint)
@@ -144,43 +133,43 @@ class LostError(LaunchError):
 
 
 class WorldError(OperationalError):
-    """The ranks found are not the ranks asked for."""
+    """The ranks differ from the requested ranks, or from each other."""
 
     cause = "world"
 
 
 class CheckpointError(OperationalError):
-    """A checkpoint cannot be written, found or trusted."""
+    """A checkpoint cannot be written, found or verified."""
 
     cause = "checkpoint"
 
 
 class DesyncError(OperationalError):
-    """Ranks no longer hold the same state."""
+    """Ranks no longer have the same state."""
 
     cause = "replicas_differ"
 
 
 class NcclError(OperationalError):
-    """GPUs cannot exchange data: NCCL says so."""
+    """NCCL reports that GPUs cannot exchange data."""
 
     cause = "nccl"
 
 
 class GpuError(OperationalError):
-    """A GPU, its driver or a kernel on it has failed; the process cannot use it any more."""
+    """A GPU, its driver or a kernel has failed; the process can no longer use the GPU."""
 
     cause = "gpu"
 
 
 class KernelError(HorovodTrainError):
-    """The task has given a GPU what it cannot compute: the process cannot use the GPU any more."""
+    """The task passed invalid input to a GPU kernel; the process can no longer use the GPU."""
 
     cause = "task"
 
 
 class PeerError(OperationalError):
-    """Another rank failed first; this rank only notices it."""
+    """Another rank failed first; the error of this rank is a consequence."""
 
     cause = "lost"
 
@@ -193,15 +182,15 @@ class NumericError(HorovodTrainError):
 
 
 class PreemptedError(HorovodTrainError):
-    """The ranks were preempted, saved and left; exit code 75 (EX_TEMPFAIL of sysexits.h)."""
+    """The ranks were preempted and exited after saving; exit code 75 (EX_TEMPFAIL of sysexits.h)."""
 
     exit_code = 75
     stopped_by: int | None = None
-    """The signal that the launcher received; None: a rank was preempted."""
+    """Signal that the launcher received; None: a rank was preempted."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a hint naming the known name closest to ``name``, or an empty string.
+    """Return a hint with the known name closest to ``name``, or an empty string.
 
     >>> did_you_mean("epcohs", ["epochs", "seed"])
     "did you mean 'epochs'?"
@@ -211,7 +200,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks for a message, runs shortened.
+    """Return the ranks as text for a message, with consecutive ranks as ranges.
 
     >>> describe_ranks([0]), describe_ranks([1, 2, 3, 7])
     ('rank 0', 'ranks 1-3, 7')
@@ -228,10 +217,10 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 @contextmanager
 def translated(translate: Callable[[Exception], HorovodTrainError | None]) -> Iterator[None]:
-    """Replace an exception of the block by one of ours.
+    """Replace an exception of the block by an error of this package.
 
     Args:
-        translate: Returns our error for an exception that is not ours; None: the exception is not changed.
+        translate: Function that returns the error for an exception; None: the exception is not replaced.
     """
     try:
         yield
@@ -245,7 +234,7 @@ def translated(translate: Callable[[Exception], HorovodTrainError | None]) -> It
 
 
 def result_of(call: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """Call code that may raise any exception, such as a user's; return its result, or the exception."""
+    """Call a function that may raise any exception, such as a user's; return its result, or the exception."""
     try:
         return call(), None
     except Exception as error:  # noqa: BLE001

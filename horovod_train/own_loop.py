@@ -48,15 +48,15 @@ log = logging.getLogger(__name__)
 
 
 class OwnRun(Run):
-    """One replica's run in a user's own loop."""
+    """Run of one replica in a user's own loop."""
 
     replica: TorchReplica
 
     def deliver_all(self) -> None:
-        """Pass the results of all steps to hooks; wait for them.
+        """Wait for the results of all steps, and pass them to hooks.
 
         Raises:
-            NumericError: A step was not finite, and may not be skipped.
+            NumericError: The loss or gradient of a step was not finite, and the job does not skip such steps.
         """
         with self.resuming_updates():
             super().deliver_all()
@@ -128,17 +128,10 @@ AnyOptimizer = torch.optim.Optimizer | Callable[[Iterable[torch.nn.Parameter]], 
 def prepare_replica(
     job: Job, mesh: Mesh, device: torch.device, model: torch.nn.Module, optimizer: AnyOptimizer
 ) -> TorchReplica:
-    """Return the replica of a user's model under the job's strategy; all ranks start with rank 0's weights.
-
-    Args:
-        job: The job of the session.
-        mesh: Its ranks.
-        device: Device of the model.
-        model: The model.
-        optimizer: An optimizer over the model's parameters, or a function that makes one.
+    """Return the replica of a user's model under the job's strategy, with rank 0's weights on all ranks.
 
     Raises:
-        UserError: The strategy does not support a user's own loop, or requires such a function.
+        UserError: The strategy does not support a user's own loop, or requires a function as ``optimizer``.
     """
     strategy = make_strategy(job, mesh)
     name = job.strategy.name
@@ -176,21 +169,20 @@ def prepare_replica(
 
 
 class ExchangeAfterSteps(Hook):
-    """Lets ranks exchange waiting times and preemption flags about twice a second."""
+    """Hook that exchanges waiting times and preemption flags between ranks about twice a second."""
 
     def __init__(self, exchange: PeriodicExchange) -> None:
         self._exchange = exchange
 
     def on_step(self, run: Run) -> None:
-        """Exchange, if it is time."""
+        """Exchange if the interval has passed."""
         self._exchange.after_step()
 
 
 class Step:
-    """One optimizer step: iterate over it for this rank's micro-batches, then ``finish`` it.
+    """One optimizer step: iterate over it for this rank's micro-batches, then call ``finish``.
 
-    A rank may have no micro-batch, if the last step of an epoch has fewer samples than there are ranks; it
-    still takes part in the step.
+    A rank without micro-batches (possible in the last step of an epoch) must call ``finish``, too.
     """
 
     def __init__(self, planned: PlannedStep, run: OwnRun) -> None:
@@ -200,7 +192,7 @@ class Step:
         self._run = run
         self._at = -1
         self.number = run.progress.step + 1
-        """Counted from the beginning of training through all restarts; the first is 1."""
+        """Number of the step since the start of training, including all restarts; the first is 1."""
         run.replica.begin(planned)
 
     def __iter__(self) -> Iterator[Any]:
@@ -219,13 +211,13 @@ class Step:
     def finish(self, lr: float, *, want_norm: bool = False) -> Outcome:
         """Wait for the other ranks' gradients and update the weights.
 
-        On a GPU this returns while the device works. Properties of the outcome, such as ``loss``, wait for
-        the device: read them rarely, or read the outcome of an earlier step.
+        On a GPU this returns before the device has finished. Properties of the outcome, such as ``loss``,
+        wait for the device: read them rarely, or read the outcome of an earlier step.
 
         Raises:
             PeerError: Another rank was lost.
-            NumericError: Loss or gradient is not finite, and ``prepare`` does not allow such steps to be
-                skipped. On a GPU it is raised some steps later; the updates in between are skipped, too.
+            NumericError: Loss or gradient is not finite, and ``prepare`` does not allow skipping such steps.
+                On a GPU it is raised some steps later; the updates in between are skipped, too.
             UserError: Not all micro-batches of the step were read.
         """
         unread = len(self._planned) - 1 - self._at
@@ -245,10 +237,10 @@ class Step:
 
 @dataclass(eq=False)
 class ShardedLoader:
-    """Shards a dataset over ranks; its position is saved and restored.
+    """Loader that shards a dataset over ranks. Checkpoints contain its position.
 
     Attributes:
-        progress: Position in the data, and steps so far.
+        progress: Position in the data, and number of steps so far.
         batch_size: Samples per rank and micro-batch.
         accumulation_steps: Micro-batches per step.
     """
@@ -267,12 +259,12 @@ class ShardedLoader:
         return self.batch_size * self.accumulation_steps * self.num_data_ranks
 
     def job_of(self, job: Job) -> Job:
-        """Return a copy of a job that has this loader's batch."""
+        """Return a copy of a job with this loader's batch size and accumulation steps."""
         data = {"batch_size_per_rank": self.batch_size, "accumulation_steps": self.accumulation_steps}
         return changed(job, train=data)
 
     def batch_size_of_lr(self, job: Job) -> int:
-        """Return the batch that the learning rate follows: of all ranks, or of one under adasum."""
+        """Return the batch size that scales the learning rate: of all ranks, or of one rank under adasum."""
         return batch_size_of_lr(self.job_of(job), self.num_data_ranks)
 
     @property
@@ -281,10 +273,7 @@ class ShardedLoader:
         return self.progress.epochs_passed
 
     def epoch(self, epoch: int, replica: TorchReplica) -> Iterator[Step]:
-        """Yield the steps that an epoch still has: all of them, or after a resume the rest.
-
-        A complete epoch yields nothing.
-        """
+        """Yield the remaining steps of an epoch: after a resume fewer than all, or none."""
         if epoch < self.progress.epoch:
             return
         if epoch > self.progress.epoch:
@@ -297,16 +286,12 @@ class ShardedLoader:
 
 @dataclass(frozen=True)
 class SessionMetrics:
-    """The Prometheus metrics of this rank. Steps are recorded when they are finished.
-
-    Attributes:
-        address: Address at which they are served; None: they are not.
-    """
+    """The Prometheus metrics of this rank, served at ``address`` (None: not served)."""
 
     address: str | None
 
     def record(self, step: Step, outcome: Outcome, lr: float, epochs: float) -> None:
-        """Do nothing: ``step.finish`` records. Kept for loops that call it."""
+        """Do nothing: ``step.finish`` records the step. Retained for loops that call it."""
 
 
 @dataclass
@@ -318,10 +303,10 @@ class SessionCheckpoints:
     _reporter: Reporter
 
     def save(self, metrics: Mapping[str, float] | None = None, *, wait: bool = False) -> None:
-        """Save, between two steps; every rank calls it. Writes in the background unless ``wait``.
+        """Save, between two steps; every rank must call it. Writes in the background unless ``wait``.
 
         Raises:
-            NumericError: The loss or a gradient of an earlier step was not finite (see ``Step.finish``).
+            NumericError: The loss or gradient of an earlier step was not finite (see ``Step.finish``).
         """
         run = self.run
         run.deliver_all()
@@ -331,12 +316,12 @@ class SessionCheckpoints:
         )
 
     def resume(self) -> bool:
-        """Resume from the newest valid checkpoint; False if there is none.
+        """Resume from the newest valid checkpoint; return False if there is none.
 
-        Afterwards ``loader.progress.epoch`` is the epoch to continue with.
+        ``loader.progress.epoch`` is the first epoch to train afterwards.
 
         Raises:
-            NumericError: The loss or a gradient of an earlier step was not finite (see ``Step.finish``).
+            NumericError: The loss or gradient of an earlier step was not finite (see ``Step.finish``).
         """
         run = self.run
         run.deliver_all()
@@ -351,16 +336,16 @@ class SessionCheckpoints:
 
 @dataclass(frozen=True)
 class SessionPreemption:
-    """Saves and ends the process when any rank was preempted."""
+    """Preemption handling of a user's own loop: saves and ends the process when any rank was preempted."""
 
     _checkpoints: SessionCheckpoints
     _agreement: PreemptionAgreement
 
     def after_step(self) -> None:
-        """Exit if any rank was preempted; every rank calls it after each of its steps.
+        """Exit if any rank was preempted; every rank must call it after each step.
 
         Raises:
-            SystemExit: A checkpoint was written. The exit code is 75: run again to resume.
+            SystemExit: A checkpoint was written. The exit code is 75: start again to resume.
             PeerError: Another rank was lost.
         """
         if self._agreement.is_reached and self._checkpoints.run.replica.replicas_identical:
@@ -369,13 +354,7 @@ class SessionPreemption:
 
 
 class SessionBase:
-    """Communicators, services and runs of one rank; the training loop is the user's.
-
-    Args:
-        job: The job, which has no task.
-        world: All ranks.
-        writes_events: Write ``events.jsonl`` to ``job.run_dir``.
-    """
+    """Services and runs of one rank; ``writes_events``: write ``events.jsonl`` to ``job.run_dir``."""
 
     def __init__(self, job: Job, world: Communicator, *, writes_events: bool = False) -> None:
         self._job, self.world = job, world
@@ -394,7 +373,7 @@ class SessionBase:
 
     @property
     def rank(self) -> int:
-        """This process's number."""
+        """Rank of this process."""
         return self.world.rank
 
     @property
@@ -412,7 +391,7 @@ class SessionBase:
             self.close()
 
     def close(self) -> None:
-        """Finish writing checkpoints, stop serving metrics, leave the world. Safe to call twice."""
+        """Finish writing checkpoints, stop serving metrics, close the communicator. Safe to call twice."""
         self._stack.close()
 
     def _run(self, replica: TorchReplica, loader: ShardedLoader) -> OwnRun:

@@ -1,7 +1,4 @@
-"""Services of one rank around its training: events, metrics, checkpoints, hooks.
-
-The worker uses them for a job, and a session for a user's own training loop.
-"""
+"""Services of one rank for jobs and for users' own loops: events, metrics, checkpoints, hooks."""
 
 from __future__ import annotations
 
@@ -41,10 +38,8 @@ class RankServices:
     """Services of one rank.
 
     Attributes:
-        job: The job.
         world: All ranks.
         run_id: Name of this run of the job.
-        reporter: Writes events.
         stack: Exit stack that closes the services.
         recorder: Metrics of this rank.
         exchange: Exchange between ranks about twice a second.
@@ -67,7 +62,7 @@ class RankServices:
         watch_waiting(self.recorder, self.world)
 
     def serve_metrics(self) -> str | None:
-        """Serve this rank's metrics; return the address. Rank 0 reports the addresses of all ranks."""
+        """Serve this rank's metrics; return the address. Rank 0 reports all addresses; a collective."""
         target = serve(self.job, self.run_id, self.world, self.recorder, self.stack)
         known = allgather_json(self.world, None if target is None else target.model_dump(mode="json"))
         targets = [Target.model_validate(each) for each in known if each is not None]
@@ -78,7 +73,7 @@ class RankServices:
         return None if target is None else target.address
 
     def write_events(self) -> None:
-        """Write this rank's events to the run's folder, as `horovod-train run` does."""
+        """Write this rank's events to the run folder, as ``horovod-train run`` does."""
 
         def warn(problem: str) -> None:
             self.reporter.report(Notice(text=problem))
@@ -130,10 +125,10 @@ class RankServices:
         """Return the hooks of a run, in the order of calls.
 
         Args:
-            locations: Import paths of their classes.
+            locations: Import paths of the hooks' classes.
             framework: The framework of the job, for hooks that write checkpoints.
             manager: Checkpoint manager, for hooks that write checkpoints.
-            is_preempted: Whether this rank was preempted.
+            is_preempted: Function that returns whether this rank was preempted.
             report_interval_s: Time between two reports of progress, in seconds.
         """
         parts = HookParts(
@@ -157,14 +152,7 @@ class RankServices:
         )
 
     def report_summary(self, run: Run, seconds: float, num_samples: float, checkpoint: str = "") -> None:
-        """Report the result of training.
-
-        Args:
-            run: The run that has ended.
-            seconds: Duration of the training.
-            num_samples: Samples trained by all ranks in this time.
-            checkpoint: Path of the last checkpoint.
-        """
+        """Report the result of training; ``num_samples``: samples of all ranks in these ``seconds``."""
         self.reporter.report(
             Summary(
                 job=run.job.name,
@@ -202,10 +190,10 @@ def make_run(job: Job, mesh: Mesh, replica: Replica, train_reader: Reader, eval_
 def resume(
     run: Run, manager: CheckpointManager, framework: HasGenerators, reporter: Reporter
 ) -> Sequence[str] | None:
-    """Resume from the newest valid checkpoint, if the job allows it and there is one.
+    """Resume from the newest valid checkpoint, if the job allows it; every rank must call it.
 
     Returns:
-        Differences between the job that saved it and this one; None: there is no checkpoint.
+        Differences between the job of the checkpoint and this job; None: there is no checkpoint.
     """
     resumed = manager.latest()
     if resumed is None:

@@ -1,8 +1,8 @@
-"""Tables from names in a job description to the import paths of their code.
+"""Registries: tables from names in a job description to import paths.
 
-A row is ``name -> "module:attribute"`` and is imported when it is used, so that ``--help`` and
-validation import no framework. Other packages add rows through entry points; they cannot replace
-rows of this package, and a row that cannot be imported affects only jobs that name it.
+A row ``name -> "module:attribute"`` is imported on first use, so that ``--help`` and validation import no
+framework. Other packages add rows through entry points. These rows cannot replace rows of this package, and
+a row that cannot be imported affects only jobs that use it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from horovod_train.errors import UnknownNameError, UserError
 
 @dataclass(frozen=True)
 class Registry:
-    """One table.
+    """One table of names and import paths.
 
     Attributes:
-        kind: What a row is, for messages: ``launcher``.
+        kind: Kind of the rows, for messages, such as ``launcher``.
         group: Entry-point group through which other packages add rows.
-        builtin: The rows of this package.
+        builtin: Rows of this package.
         renamed: Current names of renamed members of the rows' classes, by former name.
     """
 
@@ -37,7 +37,7 @@ class Registry:
 
     @cached_property
     def rows(self) -> dict[str, str]:
-        """All rows, ours first; an outside row of the same name is ignored."""
+        """All rows; rows of this package replace rows of other packages with the same name."""
         outside = {point.name: point.value for point in entry_points(group=self.group)}
         return {**outside, **self.builtin}
 
@@ -45,7 +45,7 @@ class Registry:
         """Return ``module:attribute`` of a name.
 
         Raises:
-            UnknownNameError: The name is in no row.
+            UnknownNameError: The table has no such name.
         """
         if name in self.builtin:  # avoids scanning the entry points of all packages, which is slow
             return self.builtin[name]
@@ -58,9 +58,8 @@ class Registry:
         """Import and return the class or function of a row.
 
         Raises:
-            UnknownNameError: The name is in no row.
-            UserError: The row's module cannot be imported or lacks the attribute; or its class has a member
-                under a former name.
+            UnknownNameError: The table has no such name.
+            UserError: The import path is not valid, or the class has a member with a former name.
         """
         return self._load(self.location(name), name)
 
@@ -77,14 +76,11 @@ class Registry:
     def make(self, name: str, call: Callable[[Any], Any], *, args_field: str) -> Any:
         """Import the class of a row, or of an import path ``module:Class``, and return an instance.
 
-        Args:
-            name: The row or import path.
-            call: Receives the class or function, and calls it with the job's arguments.
-            args_field: The job's field with these arguments, for error messages.
+        ``call`` calls the class or function with the job's arguments, which are in the field ``args_field``.
 
         Raises:
-            UnknownNameError: The name is in no row.
-            UserError: The class cannot be imported, or refuses its arguments.
+            UnknownNameError: The table has no such name.
+            UserError: The class cannot be imported, or raises TypeError or ValueError for its arguments.
         """
         factory = self._load(name if ":" in name else self.location(name), name)
         try:
@@ -97,14 +93,10 @@ class Registry:
 
 
 def load_attribute(location: str, *, what: str) -> Any:
-    """Import ``module:attribute`` and return the attribute.
-
-    Args:
-        location: Where it lives, such as ``torch.optim:SGD``.
-        what: What it is, for the message of an error.
+    """Import and return the attribute of an import path such as ``torch.optim:SGD``.
 
     Raises:
-        UserError: The module cannot be imported or lacks the attribute.
+        UserError: The module cannot be imported or lacks the attribute; the message begins with ``what``.
     """
     module_name, _, attribute = location.partition(":")
     try:
@@ -121,13 +113,10 @@ def load_attribute(location: str, *, what: str) -> Any:
 
 
 def make_task_importable(location: str) -> None:
-    """Let a task's module be imported from the current folder, if it is there.
+    """Add the current folder to ``sys.path`` if it contains the module of a task ``module:Class``.
 
-    Otherwise, ``sys.path`` is not changed: a file in the current folder with the name of
-    a module of this package or of Python would otherwise be imported in its place.
-
-    Args:
-        location: ``module:Class``; anything else has no effect.
+    Otherwise ``sys.path`` is not changed, because a file in the current folder could replace a module of this
+    package or of Python. Other forms of ``location`` have no effect.
     """
     module, colon, _ = location.rpartition(":")
     if not colon or module.endswith(".py"):
@@ -226,7 +215,7 @@ OPTIMIZERS: Mapping[str, Registry] = {
 
 
 def optimizers_of(framework: str) -> Registry:
-    """Return the optimizers of a framework; an empty table for a framework of another package."""
+    """Return the optimizers of a framework; for a framework of another package, only entry points."""
     nothing = Registry("optimizer", f"horovod_train.optimizers.{framework}", {})
     return OPTIMIZERS.get(framework, nothing)
 

@@ -1,4 +1,4 @@
-"""The library for a user's own training loop: ``horovod_train.init()`` (see docs/own-loop.md)."""
+"""API for a user's own training loop: ``horovod_train.init()`` (see docs/own-loop.md)."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def init(
     name: str = "job", *, device: Literal["auto", "cpu", "cuda"] = "auto", seed: int = 0,
     run_dir: str | Path | None = None, **sections: Any,
 ) -> Session:  # fmt: skip
-    """Join the ranks that this process was started with; a single process has world size 1.
+    """Initialize communication with the ranks that were started with this process; return the session.
 
     Args:
         name: Name of the job, a label of its metrics.
         device: Device of the model; auto: the rank's own GPU if there is one.
-        seed: Seeds this rank's generators; equal on all ranks, so that models start equal.
-        run_dir: Folder for ``events.jsonl``, which the page reads; None: it is not written.
+        seed: Seed of this rank's generators. It must be equal on all ranks, so that models start identically.
+        run_dir: Folder for ``events.jsonl``, which the web page reads; None: it is not written.
         sections: Further sections of a job, such as ``strategy={"name": "zero"}``; see docs/job.md.
 
     Raises:
@@ -58,7 +58,7 @@ def init(
 
 
 class Session(SessionBase):
-    """One rank of a job whose training loop is the user's."""
+    """One rank of a job with a user's own training loop."""
 
     def prepare(
         self,
@@ -73,14 +73,14 @@ class Session(SessionBase):
     ) -> TorchReplica:
         """Broadcast rank 0's weights, and return the replica, which sums gradients over ranks.
 
-        Settings that are None are those of the job (``init``).
+        Settings that are None have the values of the job (``init``). Every rank must call this.
 
         Args:
             model: A model on ``session.device``. In the loop, call ``replica.forward_model`` instead.
             optimizer: Optimizer of the model's parameters, or a function that creates it. Its ``lr`` has no
                 effect: each step sets the rate of each parameter group, times the group's ``lr_scale``.
             precision: Precision of forward passes that run inside ``replica.autocast()``.
-            clip_grad_norm: Largest L2 norm of the global gradient.
+            clip_grad_norm: Maximum L2 norm of the global gradient.
             non_finite: If loss or gradient is not finite: stop with NumericError, or skip the update.
             bucket_size_mib: Approximate size of a bucket of gradients.
             wire_dtype: Data type of gradients in collectives.
@@ -97,14 +97,14 @@ class Session(SessionBase):
         self, dataset: Dataset, *, batch_size: int, accumulation_steps: int = 1, shuffle: bool = True,
         num_workers: int = 0,
     ) -> ShardedLoader:  # fmt: skip
-        """Return a loader that shards a dataset exactly: each sample once per epoch.
+        """Return a loader that shards a dataset over ranks; an epoch contains each sample exactly once.
 
         Args:
             dataset: An object with ``__len__`` and ``__getitem__``.
             batch_size: Samples per rank and micro-batch.
             accumulation_steps: Micro-batches per step.
-            shuffle: A new order in each epoch.
-            num_workers: Loader processes of this rank.
+            shuffle: Use a new random order in each epoch.
+            num_workers: Number of loader processes of this rank.
         """
         seed = self._job.train.seed
         reader = TorchReader(dataset, Data(num_workers=num_workers), seed, Placement(self.device))
@@ -116,7 +116,7 @@ class Session(SessionBase):
         """Return the learning-rate policy for a loader's global batch; under adasum, for one rank's batch.
 
         Args:
-            loader: Its batch scales the rate.
+            loader: The loader; its length of training is set to ``epochs``.
             epochs: Length of the whole training.
             lr: Fields of the job description's ``lr`` section, such as ``base_lr=0.1``.
         """
@@ -124,9 +124,9 @@ class Session(SessionBase):
         return LearningRatePolicy(LearningRate(**lr), loader.batch_size_of_lr(self._job), epochs)
 
     def eval_batches(self, replica: TorchReplica, dataset: Dataset, *, batch_size: int) -> Iterator[Any]:
-        """Return this rank's batches of a dataset, in order: each sample on exactly one rank.
+        """Return this rank's batches of a dataset, in order; each sample is on exactly one rank.
 
-        Every rank calls it: buffers such as running means are averaged first.
+        Every rank must call this, because buffers such as running means are averaged first.
 
         Raises:
             NumericError: The loss or gradient of an earlier step was not finite (see ``Step.finish``).
@@ -140,7 +140,7 @@ class Session(SessionBase):
         return reader.read(0, np.arange(len(reader)), mine)
 
     def mean(self, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
-        """Return exact means over all ranks, from each rank's sums and counts."""
+        """Return exact means over all ranks, from each rank's sums and counts; every rank must call it."""
         return mean_over_ranks(self._mesh.data, sums)
 
     def report_evaluation(self, replica: TorchReplica, metrics: Mapping[str, float]) -> None:
@@ -160,20 +160,20 @@ class Session(SessionBase):
         Args:
             directory: Folder that every rank can read.
             replica: The replica to save.
-            loader: Its position in the data is saved, too.
-            keep_last: Number of checkpoints that are kept.
+            loader: The loader whose position is saved.
+            keep_last: Number of checkpoints that are retained.
         """
         job = self._job.model_copy(update={"checkpoint": Checkpoint(dir=str(directory), keep_last=keep_last)})
         manager = self._services.open_checkpoints(environment_fingerprint(), job)
         return SessionCheckpoints(manager, self._run(replica, loader), self._services.reporter)
 
     def preemption(self, checkpoints: SessionCheckpoints) -> SessionPreemption:
-        """Take SIGTERM and SIGUSR1 to any rank as a request to save and exit; main thread only."""
+        """Handle SIGTERM and SIGUSR1 to any rank as a request to save and exit; main thread only."""
         request = PreemptionRequest()
         request.listen()
         agreement = PreemptionAgreement(self.world, lambda: request.is_received, self._services.exchange)
         return SessionPreemption(checkpoints, agreement)
 
     def leaving(self, *_: object) -> NoReturn:
-        """Refuse the former name of ``preemption``."""
+        """Raise an error, because this is the former name of ``preemption``."""
         raise UserError("session.leaving is session.preemption now", hint="call session.preemption")

@@ -1,6 +1,6 @@
-"""The worker process of one rank, from job description to exit code.
+"""Worker process of one rank.
 
-load the job -> initialize Horovod -> check the world -> create the replica -> resume -> train -> report
+load the job -> initialize Horovod -> check the ranks -> create the replica -> resume -> train -> report
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAX_MESSAGE_CHARS = 1000
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How a worker was started.
+    """Command-line options of a worker.
 
     Attributes:
         job_file: The job description, resolved or not.
@@ -69,10 +69,7 @@ class WorkerOptions:
 
 
 def main(options: WorkerOptions) -> int:
-    """Run this rank and return its exit code; never raises.
-
-    The rank on which a failure occurred reports it. A rank that lost a peer reports this in one line.
-    """
+    """Run this rank, report a failure, and return the exit code; never raises."""
     if options.as_events:
         streams.leave_terminal_of_mpirun()
     streams.ignore_unencodable_output()
@@ -116,7 +113,7 @@ def main(options: WorkerOptions) -> int:
 def run_rank(
     job: Job, options: WorkerOptions, request: PreemptionRequest, reporter: Reporter, stack: ExitStack
 ) -> None:
-    """Join the world, train, and report the result. The stack closes all services.
+    """Initialize communication, train, and report the result. ``stack`` closes all services.
 
     Raises:
         PreemptedError: The job was preempted, and has saved a checkpoint.
@@ -217,7 +214,7 @@ class InterruptedByUserError(HorovodTrainError):
 
 
 def _explained_exit(left: SystemExit) -> UserError:
-    """Return the error of a task that calls ``sys.exit``: other ranks would wait for this rank."""
+    """Return the error for a task that calls ``sys.exit``, because other ranks would wait for this rank."""
     return UserError(
         f"the task ended this rank with sys.exit({left.code!r}) before training was done",
         hint="return, or raise an exception; to stop all ranks early, use train.max_steps or early_stopping",

@@ -1,1 +1,1 @@
-"""What ranks do together: sums and exchanges, over Horovod or in a world of one."""
+"""Communicators of the ranks of a job, over Horovod or for a single process."""

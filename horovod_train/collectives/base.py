@@ -1,8 +1,7 @@
 """The communicator of a job's ranks, for all communication except gradients; names follow MPI.
 
-``Communicator`` is small on purpose: an all-reduce of numbers and an all-gather of bytes. Everything else
-(agreement, JSON messages, comparisons) is built from these two, so that one fake is enough for tests.
-Messages are never pickled.
+``Communicator`` has two collectives, an all-reduce of numbers and an all-gather of bytes, so that tests need
+only a small fake. Agreement, JSON messages and comparisons use these two. Messages are never pickled.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ PIECE_BYTES = 64 * 2**20
 
 
 class Communicator(Protocol):
-    """The ranks of a job, seen from one of them.
+    """The ranks of a job, as an object of one rank.
 
-    Collectives block until every rank has called them, in the same order on all ranks. When a rank
-    is lost they raise ``PeerError``.
+    Every rank must call the same collectives in the same order. A collective blocks until all ranks have
+    called it, and raises ``PeerError`` when a rank is lost.
     """
 
     @property
     def rank(self) -> int:
-        """This process's number, 0 .. size - 1."""
+        """Rank of this process, 0 .. size - 1."""
         ...
 
     @property
@@ -38,7 +37,7 @@ class Communicator(Protocol):
 
     @property
     def local_rank(self) -> int:
-        """This process's number among the ranks of its host."""
+        """Rank of this process among the ranks of its host."""
         ...
 
     @property
@@ -48,12 +47,12 @@ class Communicator(Protocol):
 
     @property
     def waiting_since_s(self) -> float | None:
-        """Start of the current wait of this rank (``monotonic``); None: not waiting."""
+        """Start time of the current wait of this rank (``monotonic``); None: not waiting."""
         ...
 
     @property
     def waiting_in(self) -> Waiting | None:
-        """The collective that this rank waits in; None: not waiting, or unknown."""
+        """The collective or device work that this rank waits for; None: not waiting, or unknown."""
         ...
 
     def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
@@ -65,7 +64,7 @@ class Communicator(Protocol):
         ...
 
     def allgather(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank, by rank; lengths may differ."""
+        """Return the bytes of every rank, in the order of ranks; lengths may differ."""
         ...
 
     def close(self) -> None:
@@ -89,7 +88,7 @@ class SingleRank:
         return list(values)
 
     def allgather(self, data: bytes) -> list[bytes]:
-        """Return the one rank's bytes."""
+        """Return the bytes of this rank."""
         return [data]
 
     def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
@@ -101,19 +100,19 @@ class SingleRank:
 
 
 def allgather_json(world: Communicator, message: object) -> list[Any]:
-    """Return every rank's message, by rank. Messages must be JSON-serializable."""
+    """Return the messages of all ranks, in the order of ranks. Messages must be JSON-serializable."""
     return [json.loads(data) for data in world.allgather(json.dumps(message).encode())]
 
 
 def broadcast_json(world: Communicator, message: object) -> Any:
-    """Return rank 0's message on every rank; what other ranks pass is ignored."""
+    """Return rank 0's message on every rank; messages of other ranks are ignored."""
     return allgather_json(world, message if world.rank == 0 else None)[0]
 
 
 def gather_to_rank_0(world: Communicator, data: bytes) -> list[bytes]:
-    """Gather large data: return the bytes of every rank, by rank, on rank 0; others return [].
+    """Gather large data on rank 0: return the bytes of every rank, in the order of ranks; others return [].
 
-    Sent rank by rank, in pieces: other ranks than 0 store at most one piece of another rank.
+    Each rank's data is sent in turn, in chunks. Ranks other than 0 store at most one chunk of another rank.
     """
     lengths = [int(length) for length in allgather_json(world, len(data))]
     gathered = []
@@ -140,8 +139,8 @@ def barrier(world: Communicator) -> None:
 def mean_over_ranks(world: Communicator, sums: Mapping[str, tuple[float, int]]) -> dict[str, float]:
     """Return the mean of each quantity over all ranks, from each rank's (sum, count).
 
-    A rank may lack a quantity. Sums are added in the order of ranks: the result is bitwise
-    identical on all ranks.
+    A rank may lack a quantity. The result is bitwise identical on all ranks because sums are added in the
+    order of ranks.
     """
     totals: dict[str, tuple[float, int]] = {}
     for of_rank in allgather_json(world, sums):

@@ -1,8 +1,8 @@
-"""What NCCL and CUDA say when something fails, and what it means.
+"""Errors of this package for the error messages of CUDA and NCCL.
 
-Their texts come from three places: PyTorch ("CUDA error: ..."), Horovod ("cudaEventRecord failed: ...") and
-NCCL by way of Horovod. A GPU runs asynchronously, so that the call that reports a failure is seldom the
-one that made it.
+PyTorch raises these messages ("CUDA error: ..."), and so does Horovod, for its own CUDA calls
+("cudaEventRecord failed: ...") and for NCCL. A GPU runs asynchronously, so that the call that reports a
+failure is seldom the call that caused it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SEEN_WHERE = "CUDA_LAUNCH_BLOCKING=1 in launch.env shows where"
 
 @dataclass(frozen=True)
 class Fault:
-    """What a text of CUDA's means.
+    """Meaning of an error message of CUDA.
 
     Attributes:
-        signs: Any of them is in the text, in lower case.
-        kind: Our error.
-        meaning: In words.
-        hint: What to do.
+        signs: Substrings in lower case; the fault applies if the message contains one of them.
+        kind: Class of the error that this package raises.
+        meaning: Cause of the message, for the user.
+        hint: Action for the user.
     """
 
     signs: tuple[str, ...]
@@ -41,7 +41,7 @@ class Fault:
     hint: str = IN_THE_KERNELS_LOG
 
 
-# The first that fits. Numbers of XIDs are NVIDIA's, in the log of the kernel.
+# The first fault with a matching sign applies. XIDs are NVIDIA's error numbers in the log of the kernel.
 FAULTS = (
     Fault(
         ("device-side assert",),
@@ -86,7 +86,7 @@ IS_CUDA = re.compile(
     r"CUDA (driver )?error: |cuDNN error: |\bcuda\w+ failed: |driver on your system is too old"
 )
 
-# What NCCL says, and what it mostly means; the first that fits.
+# Likely causes of NCCL's error messages, by a substring in lower case; the first match applies.
 NCCL_REASONS = {
     "duplicate gpu": "several ranks use one GPU: start one rank per GPU, or set launch.share_gpus: true",
     "dev/shm": "shared memory is too small: `docker run --shm-size 1g`, or launch.kubernetes.shm_size",
@@ -96,12 +96,12 @@ NCCL_REASONS = {
     "unhandled cuda error": "the driver is too old for this NCCL, or a GPU has failed: see `nvidia-smi`",
     "version mismatch": "ranks have different NCCLs: install the same PyTorch on all hosts",
 }
-# It says so for both: a rank that has left, and a link that is gone.
+# NCCL reports this both for a rank that has exited and for a link that has failed.
 NCCL_CONSEQUENCE = "remote process exited"
 
 
 def explain_cuda(text: str, rank: int) -> HorovodTrainError | None:
-    """Return our error for a text of CUDA's; None: it is of something else."""
+    """Return this package's error for a message of CUDA; None: it is not from CUDA."""
     if not IS_CUDA.search(text):
         return None
     first_line = text.splitlines()[0]
@@ -110,12 +110,7 @@ def explain_cuda(text: str, rank: int) -> HorovodTrainError | None:
 
 
 def explain_nccl(text: str, where: str) -> NcclError | PeerError | None:
-    """Return our error for a text of NCCL's; None: it is of something else.
-
-    Args:
-        text: What it says.
-        where: The collective, for a person.
-    """
+    """Return this package's error for a message of NCCL from a collective; None: it is not from NCCL."""
     lowered = text.lower()
     if "nccl" not in lowered:
         return None

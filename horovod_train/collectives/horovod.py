@@ -1,7 +1,7 @@
-"""The ranks of a job, through one of Horovod's bindings.
+"""The communicator over one of Horovod's bindings.
 
-Each binding has a core, a thread and its own connections, so a process uses one of them for
-everything: gradients and what ranks tell each other.
+Each binding has its own core, background thread and connections, so a process uses a single binding for
+all communication: gradients and messages.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Array = npt.NDArray[np.generic]
 
 
 class HorovodCommunicator:
-    """The communicator of Horovod's ranks. A subclass says how its binding handles arrays.
+    """The communicator of Horovod's ranks. A subclass implements the collectives on arrays of its binding.
 
     Args:
-        settings: Environment variables that Horovod reads when it starts. What the user has set
-            already wins.
+        settings: Environment variables that Horovod reads when it starts. Variables that are already set
+            have precedence.
 
     Raises:
         EngineError: Horovod is missing or cannot start.
@@ -71,13 +71,13 @@ class HorovodCommunicator:
         self.local_rank: int = self.hvd.local_rank()
         self.host = socket.gethostname()
         self.waiting_since_s: float | None = None
-        """Since when this rank waits, by ``monotonic``; None: it does not."""
+        """Start time of the current wait of this rank (``monotonic``); None: not waiting."""
         self.waiting_in: Waiting | None = None
-        """What it waits for."""
+        """The collective or device work that this rank waits for."""
         self.log = CollectiveLog()
         """The last collectives of this rank."""
         self.at_close = ExitStack()
-        """What ends with the world."""
+        """Callbacks of ``close``."""
 
     def allreduce_sum(self, values: Sequence[float]) -> list[float]:
         """Return the elementwise sum over ranks, in double precision."""
@@ -88,7 +88,7 @@ class HorovodCommunicator:
         return result
 
     def allgather(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank, by rank."""
+        """Return the bytes of every rank, in the order of ranks."""
         framed = np.frombuffer(struct.pack("<q", len(data)) + data, np.uint8)
         name = "horovod_train.allgather"
         everything = self.call(lambda: self.allgather_arrays(framed, name), name, framed.nbytes).tobytes()
@@ -104,36 +104,32 @@ class HorovodCommunicator:
         raise NotImplementedError
 
     def allgather_arrays(self, array: Array, name: str) -> Array:
-        """Return the arrays of all ranks, shape [any], one after the other."""
+        """Return the concatenated arrays of all ranks, in the order of ranks; each has shape [any]."""
         raise NotImplementedError
 
     @staticmethod
     def allreduce_counters() -> tuple[int, float] | None:
-        """Return bytes and seconds of all-reduces so far, as the engine counts them; None: it does not."""
+        """Return bytes and seconds of all-reduces so far; None: the engine does not count them."""
         return allreduce_counters()
 
     @staticmethod
     def gpu_allreduce_counters() -> tuple[int, float] | None:
-        """Return the same of all-reduces on this rank's GPU."""
+        """Return bytes and seconds of all-reduces on this rank's GPU so far; None: not counted."""
         return gpu_allreduce_counters()
 
     def close(self) -> None:
-        """Leave the world. Safe to call twice."""
+        """Shut down communication. Safe to call twice."""
         self.at_close.close()
         if self.hvd.is_initialized():
             self.hvd.shutdown()
 
     def call(self, collective: Callable[[], Result], name: str, size_bytes: int) -> Result:
-        """Call a collective; what Horovod raises becomes an error of ours.
-
-        Args:
-            collective: Returns when it is done.
-            name: Names it for a person.
-            size_bytes: What this rank gives.
+        """Call and log a blocking collective; ``size_bytes`` is the size of this rank's input.
 
         Raises:
             PeerError: Another rank was lost.
-            WorldError: Ranks do not exchange the same.
+            WorldError: Shapes or types of the input differ between ranks.
+            HorovodTrainError: NCCL or CUDA has failed.
         """
         entry = self.log.begin(name, size_bytes)
         result = self.wait_in(entry, collective)
@@ -141,7 +137,7 @@ class HorovodCommunicator:
         return result
 
     def wait_in(self, entry: Waiting, blocking: Callable[[], Result]) -> Result:
-        """Call what blocks; record what it waits for, and since when. Raises as ``call`` does."""
+        """Call a blocking function, and record the wait and its start time. Raises as ``call`` does."""
         self.waiting_in, self.waiting_since_s = entry, monotonic()
         try:
             return blocking()
@@ -152,7 +148,7 @@ class HorovodCommunicator:
 
 
 def explained(error: Exception, entry: Waiting, rank: int) -> HorovodTrainError:
-    """Return our error for one that a collective of a rank raised."""
+    """Return this package's error for an exception that a collective of a rank raised."""
     message = str(error)
     if "mismatched" in message.lower():
         return WorldError(
@@ -168,16 +164,16 @@ def connect(
     job: Job | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Communicator:
-    """Join the ranks this process was started with; a world of one when it was started alone.
+    """Return the communicator of this process's ranks; without a launcher, a ``SingleRank``.
 
     Args:
-        communicator_class: Which binding to use.
-        job: Says how Horovod is set up; None: as a job without its own settings does.
-        environ: What launchers leave in the environment.
+        communicator_class: Class of the binding.
+        job: Job with the settings of Horovod; None: default settings.
+        environ: Environment variables, among them those of launchers.
 
     Raises:
-        EngineError: It was started as one of several ranks, and Horovod is missing or cannot start.
-        UserError: It was started as one of several processes that Horovod does not know.
+        EngineError: The process was started as one of several ranks, and Horovod is missing or cannot start.
+        UserError: A launcher that Horovod does not support has started several processes.
     """
     if not started_as_one_of_many(environ):
         require_launcher(environ)
@@ -185,7 +181,7 @@ def connect(
     job = job or Job(name="library", task="own:Loop")
     settings = horovod_settings(job)
     if job.launch.threads_per_rank is not None:
-        settings["OMP_NUM_THREADS"] = str(job.launch.threads_per_rank)  # else a world may share the cores
+        settings["OMP_NUM_THREADS"] = str(job.launch.threads_per_rank)  # else the ranks may share all cores
     world = communicator_class(settings)
     if world.size == 1:
         require_launcher(environ)

@@ -1,7 +1,4 @@
-"""The last collectives of a rank: what it waits for, and what it did before.
-
-A ring buffer, cheap enough to be always on: a hang names the tensor that others have not sent.
-"""
+"""Ring buffer of a rank's last collectives, always enabled; it names the tensor of a hung collective."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ class Collective:
     """One collective of this rank.
 
     Attributes:
-        name: The same on all ranks.
-        size_bytes: What this rank gives.
-        begun_s: When it was begun, by ``monotonic``.
-        ended_s: When this rank had its result; None: not yet.
+        name: Name, equal on all ranks.
+        size_bytes: Size of this rank's input.
+        begun_s: Start time (``monotonic``).
+        ended_s: Time at which this rank received the result; None: not yet.
     """
 
     name: str
@@ -32,7 +29,7 @@ class Collective:
     is_collective: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        """Return it for a person.
+        """Return name and size.
 
         >>> str(Collective("horovod_train.bucket.0.3", 8 * 2**20, 0.0))
         'horovod_train.bucket.0.3 (8.0 MiB)'
@@ -42,40 +39,40 @@ class Collective:
 
 @dataclass(slots=True, frozen=True)
 class DeviceWork:
-    """What this rank's device has been given to do, when the host has come so far that it waits for it.
+    """Work queued on this rank's device, while the host waits for its end.
 
     Attributes:
-        phase: Returns the phase of the step that the device is in.
+        phase: Function that returns the phase of the step that the device executes.
     """
 
     phase: Callable[[], str]
 
     @property
     def is_collective(self) -> bool:
-        """Whether the device itself waits, for data of other ranks."""
+        """Whether the device itself waits for data of other ranks."""
         return self.phase() == "allreduce_wait"
 
     def __str__(self) -> str:
-        """Return it for a person."""
+        """Return the phase, as text for the user."""
         return f"its device's {self.phase()}"
 
 
 Waiting = Collective | DeviceWork
-"""What a rank waits for."""
+"""Object of a wait: a collective, or work of the device."""
 
 
 class CollectiveLog:
-    """Remembers the last collectives, in the order in which they were begun."""
+    """Ring buffer of the last collectives, in the order in which they were started."""
 
     def __init__(self, length: int = LENGTH) -> None:
         self._entries: deque[Collective] = deque(maxlen=length)
 
     def begin(self, name: str, size_bytes: int) -> Collective:
-        """Note that a collective is begun."""
+        """Record the start of a collective."""
         entry = Collective(name, size_bytes, monotonic())
         self._entries.append(entry)
         return entry
 
     def entries(self) -> list[Collective]:
-        """Return them, the oldest first; for the thread that begins them."""
+        """Return the collectives, oldest first. Only the thread that starts collectives may call this."""
         return list(self._entries)

@@ -1,4 +1,4 @@
-"""Where a rank stands: which ranks share the samples of a step, and which ones are all of them."""
+"""The communicators of a rank: all ranks of the job, and its data-parallel group."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from horovod_train.errors import UserError
 
 @runtime_checkable
 class Splits(Protocol):
-    """Ranks that can be split into groups."""
+    """A communicator that can be split into groups."""
 
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator:
-        """Return the ranks of the group that this rank is in."""
+        """Return the communicator of the group that contains this rank."""
         ...
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a job, by what they share.
+    """The ranks of a job and the data-parallel group of this rank.
 
-    Who reads what, what a step's mean is taken over and what scales the learning rate follow from ``data``,
-    never from the world. With data parallelism alone both are the same ranks.
+    The samples of a rank, the mean over a step and the scale of the learning rate depend on ``data``, never
+    on ``world``. With data parallelism alone, both are the same communicator.
 
     Attributes:
         world: All ranks.
-        data: Ranks that read different samples and have the same part of the model, this one among them;
-            together they make whole steps.
-        axes: How all ranks are arranged.
+        data: This rank's data-parallel group. Its ranks store the same part of the model and read different
+            samples; together they read all samples of a step.
+        axes: Arrangement of all ranks.
     """
 
     world: Communicator
@@ -40,10 +40,10 @@ class Mesh:
 
     @classmethod
     def of(cls, world: Communicator, axes: Axes) -> Mesh:
-        """Return the mesh of ranks that are arranged along axes; every rank calls it.
+        """Return the mesh of ranks that are arranged along axes; every rank must call it.
 
         Raises:
-            UserError: The ranks cannot be split.
+            UserError: The communicator cannot be split.
         """
         if axes.data == world.size:
             return cls(world, world, axes)
@@ -53,5 +53,5 @@ class Mesh:
 
     @classmethod
     def data_parallel(cls, world: Communicator) -> Mesh:
-        """Return the mesh of a job whose ranks all read different samples."""
+        """Return the mesh of a job with data parallelism alone."""
         return cls(world, world, Axes(world.size))

@@ -1,1 +1,1 @@
-"""Who reads which sample."""
+"""Assignment of samples to ranks."""

@@ -1,4 +1,4 @@
-"""One optimizer step as one rank makes it: which samples it reads, and their batches."""
+"""One optimizer step of one rank: the samples that it reads, and their batches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from horovod_train.data.shard import MicroBatch, StepShare
 class PlannedStep:
     """The samples of one step, for any training loop.
 
-    The steps of an epoch read from one stream, so they are made in their order, each of them once.
+    All steps of an epoch read from one stream, so a loop must run them in order, each once.
 
     Attributes:
         share: This rank's part of the step's samples.
-        is_last: No other step follows before the end of the epoch, or of the job.
+        is_last: Whether this is the last step of the epoch, or of the job.
     """
 
     share: StepShare
@@ -25,28 +25,24 @@ class PlannedStep:
     is_last: bool = False
 
     def __len__(self) -> int:
-        """Return the number of micro-batches; 0 when there are fewer samples than ranks."""
+        """Return the number of micro-batches; 0 is possible in a short step."""
         return len(self.share.micro_batches)
 
     def __iter__(self) -> Iterator[tuple[MicroBatch, Any]]:
-        """Read the micro-batches, each with its batch."""
+        """Yield each micro-batch with its batch."""
         for micro_batch in self.share.micro_batches:
             yield micro_batch, next(self._stream)
 
     def share_at(self, place: int) -> float:
-        """Return the part of the step's samples that is in a micro-batch; 0 where there is none."""
+        """Return the part of the step's samples that is in a micro-batch; 0: there is no such micro-batch."""
         micro_batches = self.share.micro_batches
         return micro_batches[place].share if place < len(micro_batches) else 0.0
 
     def padded(self, num_micro_batches: int, spare: Callable[[], object]) -> Iterator[tuple[float, Any]]:
-        """Read as many micro-batches as every rank reads, for loops that want the same number of each.
-
-        Args:
-            num_micro_batches: How many.
-            spare: Gives a batch where this rank has none.
+        """Yield batches, and ``spare()`` for missing ones, for loops that require equal numbers on all ranks.
 
         Yields:
-            The part of the step's samples that is in the batch, 0 for a spare one, and the batch.
+            The part of the step's samples that is in the batch (0 for a spare batch), and the batch.
         """
         for place in range(num_micro_batches):
             share = self.share_at(place)
@@ -56,12 +52,7 @@ class PlannedStep:
 def planned_steps(
     shares: Iterable[StepShare], read: Callable[[list[MicroBatch]], Iterator[Any]]
 ) -> list[PlannedStep]:
-    """Return steps with these shares.
-
-    Args:
-        shares: A rank's part of each step, in order.
-        read: Returns the stream of the batches of all these micro-batches.
-    """
+    """Return the steps of a rank; ``read`` returns the stream of batches of the given micro-batches."""
     shares = list(shares)
     stream = read([micro_batch for share in shares for micro_batch in share.micro_batches])
     last = len(shares) - 1

@@ -1,17 +1,16 @@
-"""Who reads which sample: arithmetic on (samples, seed, epoch, cursor, rank, size), nothing else.
+"""Assignment of samples to ranks, as a pure function of (samples, seed, epoch, cursor, rank, size).
 
-An epoch is one order of all samples (``epoch_order``), the same on every rank. A cursor says how
-many of them have been used by the ranks together. One optimizer step takes the next
-``global batch`` samples of the order; what is left at the end makes one shorter step. Ranks split
-each step's samples in consecutive pieces of (almost) equal length, so
+An epoch is one order of all samples (``epoch_order``), equal on all ranks. The cursor is the number of
+samples that all ranks together have used. One optimizer step uses the next ``global batch`` samples of the
+order; the remaining samples at the end form one shorter step. Ranks split each step's samples into
+consecutive slices of (almost) equal length, so
 
 * every sample is used exactly once per epoch, for any number of ranks;
-* n ranks with batch b take the same samples per step as one rank with batch n * b;
-* the cursor alone, with any number of ranks, says where an interrupted epoch continues.
+* n ranks with batch b use the same samples per step as one rank with batch n * b;
+* an interrupted epoch resumes from the cursor alone, with any number of ranks.
 
-Pieces of a step can differ by one sample, and a rank may have none in the last step. The loss of a
-micro-batch is therefore weighted by its share of the step's samples, which every rank knows
-without asking.
+The slices of a step may differ by one sample, and a rank may have no sample in the last step. The loss of a
+micro-batch is therefore weighted by its part of the step's samples, computed without communication.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Order = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank reads for one forward and backward pass.
+    """The samples of one rank for one forward and backward pass.
 
     Attributes:
-        start: Place of the first sample in the epoch's order.
-        stop: Place after the last sample.
-        share: Samples of this micro-batch divided by the samples of the step over all ranks; 0: its samples
-            are the first rank's, and it is read because all ranks are to read equally many micro-batches.
+        start: Index of the first sample in the epoch's order.
+        stop: Index after the last sample.
+        share: Samples of this micro-batch divided by the samples of the step over all ranks. 0: the samples
+            belong to rank 0; this rank reads them so that all ranks have equally many micro-batches.
     """
 
     start: int
@@ -48,12 +47,12 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class StepShare:
-    """What one rank reads for one optimizer step.
+    """The samples of one rank for one optimizer step.
 
     Attributes:
         cursor: Samples of the epoch used before this step, over all ranks.
         num_samples: Samples of this step, over all ranks.
-        micro_batches: This rank's part; empty when there are fewer samples than ranks.
+        micro_batches: This rank's part; may be empty in a short step.
     """
 
     cursor: int
@@ -62,7 +61,7 @@ class StepShare:
 
     @property
     def num_local_samples(self) -> int:
-        """Samples of the step on this rank."""
+        """Number of the step's samples on this rank."""
         return sum(len(micro_batch) for micro_batch in self.micro_batches if micro_batch.share)
 
     @property
@@ -74,8 +73,8 @@ class StepShare:
 def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> Order:
     """Return the order of an epoch, shape [num_samples]: a permutation of 0 .. num_samples - 1.
 
-    NumPy guarantees the stream of the legacy ``RandomState`` for ever, which a resumed job needs;
-    newer generators may change between releases. Costs 8 bytes per sample.
+    A resumed job must compute the same order: NumPy guarantees that the stream of the legacy ``RandomState``
+    never changes, while newer generators may change between releases. Uses 8 bytes per sample.
     """
     if not shuffle:
         return np.arange(num_samples, dtype=np.int64)
@@ -83,7 +82,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int, *, shuffle: bool) -> Or
 
 
 def split_evenly(num_samples: int, rank: int, size: int) -> tuple[int, int]:
-    """Return (start, stop) of a rank's piece; lengths differ by at most one.
+    """Return (start, stop) of a rank's slice; lengths differ by at most one.
 
     >>> [split_evenly(10, rank, 4) for rank in range(4)]
     [(0, 3), (3, 6), (6, 8), (8, 10)]
@@ -103,22 +102,22 @@ def share_of_step(
     size: int,
     equally_many: bool = False,
 ) -> StepShare:
-    """Return a rank's part of the step that starts at a cursor and takes ``num_samples``.
+    """Return a rank's part of the step that starts at a cursor and has ``num_samples``.
 
-    A short step is split over fewer ranks rather than into single samples, and a rank's piece into
-    micro-batches of almost equal length: batch normalization cannot train on a lone sample. Only a
-    step of one sample has a micro-batch of one (or of course a batch size of one).
+    Micro-batches of one sample are avoided because batch normalization cannot train on them: a short step
+    is split over fewer ranks, and a rank's slice into micro-batches of almost equal length. With a batch
+    size of at least 3, only a step of one sample has a micro-batch of one sample.
 
     Args:
         cursor: Samples of the epoch used before.
-        num_samples: Of the step, over all ranks.
-        batch_size: Samples of a micro-batch at most.
-        accumulation_steps: Micro-batches of a rank at most.
-        rank: Of whom.
-        size: How many ranks there are.
-        equally_many: All ranks have as many micro-batches as the first. Those that a rank has too few are the
-            first rank's, and do not count: forward and backward passes are collectives, or change what
-            models keep.
+        num_samples: Samples of the step, over all ranks.
+        batch_size: Maximum number of samples of a micro-batch.
+        accumulation_steps: Maximum number of micro-batches of a rank.
+        rank: The rank.
+        size: Number of ranks.
+        equally_many: All ranks have as many micro-batches as rank 0. A rank with fewer micro-batches reads
+            further ones of rank 0, with weight 0. Required if passes are collectives or change the state of
+            the model.
     """
     num_needed = -(-num_samples // (batch_size * accumulation_steps))
     num_busy = min(size, max(num_needed, num_samples // 2, 1))
@@ -150,8 +149,8 @@ def steps_of_epoch(
 ) -> Iterator[StepShare]:
     """Yield a rank's part of every step from a cursor to the end of the epoch.
 
-    Every rank yields the same number of steps with the same cursors, so all of them take part in
-    every collective; ``equally_many``: with as many micro-batches, too.
+    Every rank yields the same number of steps with the same cursors, so that all ranks take part in every
+    collective. With ``equally_many``, the number of micro-batches is equal, too.
     """
     global_batch = batch_size_per_rank * accumulation_steps * size
     while cursor < num_samples:
@@ -169,7 +168,7 @@ def steps_of_epoch(
 
 
 def num_steps(num_samples: int, cursor: int, global_batch_size: int) -> int:
-    """Return how many optimizer steps an epoch still has.
+    """Return the number of remaining optimizer steps of an epoch.
 
     >>> num_steps(100, 0, 32), num_steps(100, 96, 32), num_steps(100, 100, 32)
     (4, 1, 0)
@@ -178,7 +177,7 @@ def num_steps(num_samples: int, cursor: int, global_batch_size: int) -> int:
 
 
 def eval_micro_batches(num_samples: int, batch_size: int, rank: int, size: int) -> tuple[MicroBatch, ...]:
-    """Return what a rank reads to evaluate: every sample is read by exactly one rank."""
+    """Return the micro-batches of a rank for an evaluation; each sample is read by exactly one rank."""
     start, stop = split_evenly(num_samples, rank, size)
     return tuple(
         MicroBatch(at, min(at + batch_size, stop), share=0.0) for at in range(start, stop, batch_size)
@@ -188,6 +187,6 @@ def eval_micro_batches(num_samples: int, batch_size: int, rank: int, size: int) 
 def spare_eval_micro_batches(
     num_samples: int, batch_size: int, rank: int, size: int
 ) -> tuple[MicroBatch, ...]:
-    """Return what a rank reads besides, and does not count, so that all ranks make equally many passes."""
+    """Return additional micro-batches without weight, so that all ranks run equally many passes."""
     most, own = (len(eval_micro_batches(num_samples, batch_size, of, size)) for of in (0, rank))
     return (MicroBatch(0, min(batch_size, num_samples), share=0.0),) * (most - own)

@@ -1,4 +1,4 @@
-"""Since when this rank has been waiting for its data."""
+"""Start time of this rank's current wait for data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from time import monotonic
 
 @dataclass
 class Waiting:
-    """Since when this process has been waiting for a batch, by the monotonic clock; None: it is not."""
+    """Start time of the current wait for a batch (``monotonic``); None: not waiting."""
 
     since_s: float | None = None
 
@@ -18,7 +18,7 @@ WAITING = Waiting()
 
 
 def timed(batches: Iterator[object]) -> Iterator[object]:
-    """Yield batches; while one is waited for, ``WAITING`` says since when."""
+    """Yield batches, and record the start time of each wait in ``WAITING``."""
     while True:
         WAITING.since_s = monotonic()
         try:

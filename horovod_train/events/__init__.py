@@ -1,1 +1,1 @@
-"""What a run tells: events as types, as lines between programs, and as text for people."""
+"""Events of a run: their types, their format between programs, and their text for the user."""

@@ -1,9 +1,9 @@
-"""Events of ranks in files of the run's folder on each host, apart from what ranks print.
+"""Transfer of events from ranks to the launcher or agent, in files of the run folder on each host.
 
     rank: ChannelWriter -- <run folder>/events-<pid>-<number>.jsonl --> launcher or agent: ChannelReader
 
-A rank's output may stop being read, and its last line may be unfinished: events depend on neither. A file has
-one writer. A writer begins the next file when one is large, so that a reader may remove those before.
+Events are separate from the output of ranks, which may block or end in an unfinished line. Each file has one
+writer. The writer starts a new file when the current file is large, so that the reader may delete old files.
 """
 
 from __future__ import annotations
@@ -17,15 +17,11 @@ from pathlib import Path
 
 MAX_FILE_BYTES = 2**20
 MAX_READ_BYTES = 2**20
-"""A call of ``ChannelReader.read`` stops after the file with which it has read so many bytes."""
+"""A call of ``ChannelReader.read`` opens no further file after this number of bytes."""
 
 
 class ChannelWriter:
-    """Writes the events of this process.
-
-    Args:
-        folder: Of the run.
-    """
+    """Writer of the events of this process, in the run folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -38,7 +34,7 @@ class ChannelWriter:
         """Append a line.
 
         Raises:
-            OSError: It cannot be written, or not all of it.
+            OSError: The line cannot be written, or only a part of it.
         """
         if self._pid != os.getpid() or self._size_bytes >= MAX_FILE_BYTES:
             self._open_next()
@@ -47,7 +43,7 @@ class ChannelWriter:
             try:
                 written = os.write(self._handle, data)
             except OSError:
-                self._size_bytes = MAX_FILE_BYTES  # half of this line is there: the next begins a file
+                self._size_bytes = MAX_FILE_BYTES  # a part of this line is written: the next starts a file
                 raise
             self._size_bytes += written
             data = data[written:]
@@ -59,25 +55,21 @@ class ChannelWriter:
         self._handle, self._pid, self._number, self._size_bytes = handle, os.getpid(), self._number + 1, 0
 
     def close(self) -> None:
-        """Let go of the file; a line that is written after that begins another one."""
+        """Close the file; the next line starts another file."""
         if self._handle >= 0:
             os.close(self._handle)
         self._handle, self._pid = -1, 0
 
 
 class ChannelReader:
-    """Reads the events of all processes of a run on this host, each once.
-
-    Args:
-        folder: Of the run.
-    """
+    """Reader of the events of all processes of a run on this host; returns each event once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._offsets: defaultdict[str, int] = defaultdict(int)
 
     def read(self) -> list[str]:
-        """Return lines that were written since the last call; of more than MAX_READ_BYTES, the first."""
+        """Return lines that were written since the last call, about MAX_READ_BYTES at most."""
         lines: list[str] = []
         size_bytes = 0
         files = sorted(self._folder.glob("events-*.jsonl"))
@@ -92,7 +84,7 @@ class ChannelReader:
                 lines += whole.decode(errors="replace").splitlines()
                 size_bytes += len(whole)
                 self._offsets[file.name] += len(whole)
-                # Listed before this one was read to its end: its writer has gone on to the next.
+                # The writer's next file was listed before this file was read, so this file is complete.
                 if following is not None and _pid_of(following) == _pid_of(file):
                     file.unlink()
                     del self._offsets[file.name]
@@ -104,6 +96,6 @@ def _pid_of(file: Path) -> str:
 
 
 def channel_of(environ: Mapping[str, str]) -> ChannelWriter | None:
-    """Return the channel of a rank that a launch of ours has started; None: it was started otherwise."""
+    """Return the channel of a rank that ``horovod-train run`` has started; None for other ranks."""
     folder = environ.get("HOROVOD_TRAIN_RUN")
     return ChannelWriter(Path(folder)) if folder is not None else None

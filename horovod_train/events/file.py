@@ -1,8 +1,8 @@
-"""``events.jsonl``: what happened in a run, for programs; an event on each line, oldest first.
+"""``events.jsonl``: the events of a run for programs, one per line, oldest first.
 
-Each line is a JSON object with ``time_unix_s``, ``rank`` (null: the launcher), ``kind``, and
-the fields of that kind (``types.py``). The file stays below a size: when it would outgrow it, the kind with
-most lines, as a rule progress, loses every second one, and again, until it is half full.
+Each line is a JSON object with ``time_unix_s``, ``rank`` (null: the launcher), ``kind``, and the fields of
+that kind (``types.py``). The size of the file is limited: before a line would exceed the limit, every second
+line of the most frequent kind (usually progress) is removed. This repeats until the file is half full.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_UNIX_S = 1 << 40
 
 
 def opened(job: str, run_id: str) -> Opened:
-    """Return the first event of a start."""
+    """Return the first event of a start of a run."""
     return Opened(format_version=FORMAT_VERSION, package_version=__version__, job=job, run_id=run_id)
 
 
@@ -35,9 +35,9 @@ class Record:
     """A line of the file.
 
     Attributes:
-        time_unix_s: When it was written, by the clock of the host that wrote it.
-        rank: The rank that reported the event; None: the launcher.
-        event: What happened.
+        time_unix_s: Time at which the line was written, by the clock of the host that wrote it.
+        rank: Rank that reported the event; None: the launcher.
+        event: The event.
     """
 
     time_unix_s: float
@@ -46,13 +46,13 @@ class Record:
 
 
 class EventsFile:
-    """Adds events to a file. A disk that is full costs events and never the job.
+    """Writer of an events file. If the disk is full, events are lost, and the job continues.
 
     Args:
-        path: The file; events of an earlier start of the run stay in it.
-        on_loss: Told what is wrong when events are lost, each problem once.
-        max_bytes: The size that the file stays below.
-        clock: Seconds since 1970.
+        path: The file; events of earlier starts of the run are retained.
+        on_loss: Called with a description of the problem when events are lost, once per problem.
+        max_bytes: Upper limit of the size of the file.
+        clock: Function that returns seconds since 1970.
     """
 
     def __init__(
@@ -73,24 +73,24 @@ class EventsFile:
         self._problems: set[str] = set()
 
     def write(self, event: Event, rank: int | None = None) -> None:
-        """Add an event; from any thread."""
+        """Append an event; thread-safe."""
         line = self._as_line(event, rank)
         with self._lock:
             if self._size_bytes + len(line) < self._max_bytes or self._make_room_for(line):
                 self._log.write(line)
                 self._size_bytes += len(line) + 1
             problem, self._problem = self._problem, ""
-        # The callback may write an event about it.
+        # Called without the lock because the callback may write an event.
         if problem and problem not in self._problems:
             self._problems.add(problem)
             self._on_loss(problem)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._log.close()
 
     def _as_line(self, event: Event, rank: int | None) -> str:
-        # In ASCII: as many bytes as characters.
+        # The line is ASCII, so its length in characters is its size in bytes.
         return json.dumps(
             {"time_unix_s": self._clock(), "rank": rank, "kind": event.kind, **event.model_dump()}
         )
@@ -107,7 +107,7 @@ class EventsFile:
             return False
         self._log.close()
         try:
-            # A damaged file may contain bytes that are not text; these count as lines.
+            # A damaged file may contain bytes that are not ASCII; they are retained, escaped.
             text = self._path.read_text(encoding="ascii", errors="backslashreplace")
             lines = thinned(text.splitlines(), self._max_bytes // 2)
             write_whole(self._path, "".join(f"{line}\n" for line in lines))
@@ -119,9 +119,9 @@ class EventsFile:
 
 
 def thinned(lines: list[str], max_bytes: int) -> list[str]:
-    """Return lines that fit into a size: of the kind with most of them every second one is left out.
+    """Remove every second line of the most frequent kind, repeatedly, until the lines fit into a size.
 
-    The first and the last line of a kind stay as long as others of it are there.
+    The first and last lines of a kind are retained as long as there are others of that kind.
     """
     kinds = [_kind_of(line) for line in lines]
     while sum(len(line) + 1 for line in lines) > max_bytes and lines:
@@ -134,24 +134,24 @@ def thinned(lines: list[str], max_bytes: int) -> list[str]:
 
 
 def read_events(path: Path) -> Iterator[Record]:
-    """Yield what stands in a file, as far as this version knows it; it may be written meanwhile.
+    """Yield the events of a file, which may be written concurrently; skip events of unsupported kinds.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 yield as_record(line)
             except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # half a line, or of another version
+                continue  # an incomplete line, or of another version
 
 
 def as_record(line: str) -> Record:
-    """Return what a line of the file says.
+    """Parse a line of the file.
 
     Raises:
-        ValueError: It is half a line, or of another version; or a KeyError, TypeError or RecursionError.
+        ValueError: The line is incomplete or of another version; also KeyError, TypeError or RecursionError.
     """
     fields = json.loads(line)
     event = KINDS[fields["kind"]].model_validate_json(line)
@@ -162,7 +162,7 @@ def as_record(line: str) -> Record:
 
 
 def _kind_of(line: str) -> str:
-    """Return the kind of a line, and for kinds that are split into parts, the part."""
+    """Return the kind of a line, with the first rank of events that contain a range of ranks."""
     try:
         fields = json.loads(line)
         return f"{fields['kind']} {fields.get('first_rank', '')}"

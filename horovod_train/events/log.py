@@ -1,4 +1,4 @@
-"""Events through Python's logging: for code that has no reporter of its own."""
+"""Reporting of events through Python's logging, for code without a reporter."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ log = logging.getLogger(__name__)
 
 
 def log_event(event: Event) -> None:
-    """Log an event as a warning; the handler of a worker reports the event itself."""
+    """Log an event as a warning. The log record has the event as attribute ``event``."""
     log.warning("%s", as_text(event, 0), extra={"event": event})

@@ -1,4 +1,4 @@
-"""Where ranks serve their metrics, in the form that Prometheus' service discovery reads."""
+"""Metrics endpoints of ranks, in the format of Prometheus' service discovery."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from horovod_train.events.types import Target
 
 
 def parse_targets(text: str | bytes) -> list[Target]:
-    """Return the targets of a document as Prometheus wants it, from a file or over HTTP.
+    """Parse a document of Prometheus' file or HTTP service discovery.
 
     Raises:
-        ValueError: It is not such a document; or a KeyError, TypeError or AttributeError.
+        ValueError: The document is not valid; also KeyError, TypeError or AttributeError.
     """
     return [
         Target(address=str(address), labels={str(k): str(v) for k, v in group.get("labels", {}).items()})
@@ -22,5 +22,5 @@ def parse_targets(text: str | bytes) -> list[Target]:
 
 
 def as_document(targets: Iterable[Target]) -> list[dict[str, object]]:
-    """Return targets as Prometheus wants them."""
+    """Return targets as a document of Prometheus' service discovery."""
     return [{"targets": [target.address], "labels": dict(target.labels)} for target in targets]

@@ -1,4 +1,4 @@
-"""Events as text for a person."""
+"""Events as human-readable text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from horovod_train.events.types import (
 
 
 def tagged(rank: int | None, text: str) -> str:
-    """Return what a rank has said, with its number; None: it is not known who said it."""
+    """Return output of a rank, prefixed with the rank; None: the rank is unknown, no prefix."""
     return text if rank is None else f"[rank {rank}] {text}"
 
 
 def as_text(event: Event, rank: int) -> str | None:
-    """Return an event of a rank for a person; None for what a person need not see."""
+    """Return an event of a rank as text; None for events that are not shown to the user."""
     text: str | None = None
     match event:
         case Started():
@@ -47,7 +47,7 @@ def as_text(event: Event, rank: int) -> str | None:
 
 
 def _text_with_rank(event: Event, rank: int) -> str | None:
-    """Return an event that is that of one rank; None for any other."""
+    """Return an event of a single rank as text; None for any other event."""
     match event:
         case Notice():
             return f"rank {rank}: {event.text}"
@@ -65,7 +65,7 @@ def _text_with_rank(event: Event, rank: int) -> str | None:
 
 
 def progress_text(event: Progress) -> str:
-    """Return one line of progress, without what is not known.
+    """Return one line of progress, without unknown values.
 
     >>> progress_text(Progress(step=3, num_steps=0, epoch=0, num_epochs=0, loss=0.5, lr=None,
     ...                        samples_per_s=None, eta_s=None, loss_is_local=True))
@@ -75,7 +75,7 @@ def progress_text(event: Progress) -> str:
         f"epoch {event.epoch + 1}/{event.num_epochs}" if event.num_epochs else "",
         f"step {event.step}/{event.num_steps}" if event.num_steps else f"step {event.step}",
         f"{100 * event.step / event.num_steps:.0f} %" if event.num_steps else "",
-        # Of a script it is the loss of rank 0, which tells it.
+        # The loss of a script is that of rank 0, which reports progress.
         _known("loss of rank 0: {:.4f}" if event.loss_is_local else "loss {:.4f}", event.loss),
         _known("lr {:.4g}", event.lr),
         _known("{:,.0f} samples/s", event.samples_per_s),
@@ -89,12 +89,12 @@ def _known(how: str, number: float | None) -> str:
 
 
 def summary_lines(event: Summary) -> Iterator[str]:
-    """Yield the lines that end a run."""
+    """Yield the lines of a run's summary."""
     metrics = "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
     yield f"trained {event.job}: {event.epochs:g} epochs, {event.steps} steps, {duration(event.seconds)}"
     yield f"  evaluation      {metrics or 'none'}"
     speed = f"{event.samples_per_s:,.0f} samples/s, {event.world_size} rank(s)"
-    # All was trained before: a checkpoint of the last step lies there.
+    # Shown if the run resumed from a checkpoint of the last step.
     nothing = "nothing was left to train; --set checkpoint.resume=never starts from the beginning"
     yield f"  throughput      {speed if event.samples_per_s else nothing}"
     yield f"  global batch    {event.global_batch_size}"
@@ -105,7 +105,7 @@ def summary_lines(event: Summary) -> Iterator[str]:
 
 
 def learning_rate(scaling: str, base_lr: float, reference_batch_size: int, peak_lr: float) -> str:
-    """Return how a base rate becomes the peak rate, for a person.
+    """Return the scaling of the base rate to the peak rate, as text.
 
     >>> learning_rate("linear", 0.1, 256, 3.2)
     'linear: base 0.1 at batch 256 -> peak 3.2'
@@ -114,7 +114,7 @@ def learning_rate(scaling: str, base_lr: float, reference_batch_size: int, peak_
 
 
 def duration(seconds: float) -> str:
-    """Return a duration for a person.
+    """Return a duration as text.
 
     >>> duration(5), duration(75), duration(3661)
     ('5 s', '1:15', '1:01:01')
@@ -130,7 +130,7 @@ def duration(seconds: float) -> str:
 
 
 def _targets_text(event: Targets) -> str | None:
-    """Return where rank 0 serves its metrics; the others are in the files for Prometheus."""
+    """Return the metrics address of rank 0 as text; other ranks' are in the files for Prometheus."""
     found = [each.address for each in event.targets if each.labels.get("rank") == "0"]
     return f"metrics of rank 0: {found[0]}" if found else None
 

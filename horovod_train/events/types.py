@@ -1,7 +1,6 @@
-"""A class for each kind of event that the ranks of a run tell.
+"""Classes of the events of a run.
 
-A task may print a line that looks like an event and is not one, so fields are checked strictly when a line
-is read: users of an event can rely on the types of its class.
+Fields are validated strictly when a line is parsed, because a task may print a line that looks like an event.
 """
 
 from __future__ import annotations
@@ -12,22 +11,17 @@ from typing import ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 
 WAIT_PHASE = "allreduce_wait"
-"""The phase of a step in which a rank waits for the all-reduce: for others, and for the network."""
+"""Phase of a step in which a rank waits for the all-reduce: for other ranks, and for the network."""
 
 PHASES = ("data", "forward", "backward", "compute", WAIT_PHASE, "optimizer")
 """``compute`` is forward and backward, with all-reduce and update if a graph does not separate them."""
-
 
 MAX_RANKS = 1 << 20
 """Upper limit, so that a damaged number does not create a huge table."""
 
 
 class Event(BaseModel):
-    """One thing that happened on a rank.
-
-    Attributes:
-        kind: Name of the class in lines and files.
-    """
+    """Base class of events; ``kind`` is the name of the class in lines and files."""
 
     model_config = ConfigDict(frozen=True, strict=True, protected_namespaces=())
 
@@ -35,12 +29,7 @@ class Event(BaseModel):
 
 
 class Opened(Event):
-    """A start of the run: its first event.
-
-    Attributes:
-        format_version: Grows when a reader of the file has to change.
-        package_version: Of this package.
-    """
+    """Start of a run, first event of each start; ``format_version`` increases with incompatible formats."""
 
     kind = "opened"
 
@@ -51,7 +40,7 @@ class Opened(Event):
 
 
 class StateChanged(Event):
-    """The state of the run, as in its ``state.json``."""
+    """A change of the run's state, as in its ``state.json``."""
 
     kind = "state"
 
@@ -60,13 +49,13 @@ class StateChanged(Event):
 
 
 class Attempt(Event):
-    """Ranks are started; several times in an elastic job.
+    """Start of the ranks; an elastic job may have several attempts.
 
     Attributes:
-        number: How often ranks of this run were started before.
-        num_ranks: How many are started now.
-        num_wanted: How many the job asked for.
-        hosts: Where; empty: on this machine.
+        number: Number of earlier attempts of this run.
+        num_ranks: Number of ranks of this attempt.
+        num_wanted: Number of ranks that the job requests.
+        hosts: Hosts of the ranks; empty: this host.
     """
 
     kind = "attempt"
@@ -78,7 +67,7 @@ class Attempt(Event):
 
 
 class HostsLost(Event):
-    """Hosts do not respond, or ranks on them have no heartbeat."""
+    """Loss of hosts that do not respond, or whose ranks have no heartbeat."""
 
     kind = "hosts_lost"
 
@@ -87,7 +76,7 @@ class HostsLost(Event):
 
 
 class Started(Event):
-    """Training begins."""
+    """Start of training."""
 
     kind = "started"
 
@@ -100,12 +89,7 @@ class Started(Event):
 
 
 class Target(BaseModel):
-    """Where one rank serves its metrics.
-
-    Attributes:
-        address: Host and port.
-        labels: Labels of its series.
-    """
+    """Metrics endpoint of one rank: host and port, and the labels of its series."""
 
     model_config = ConfigDict(frozen=True, strict=True)
 
@@ -125,16 +109,16 @@ class Progress(Event):
     """Progress of training.
 
     Attributes:
-        step: Optimizer steps made.
-        num_steps: Steps that are to be made; 0: not known, as of a script.
-        epoch: The epoch under way, counted from 0.
-        num_epochs: Epochs that are to be made; 0: not known.
-        loss: Of the last step, the mean over all ranks' samples; None: not known.
-        lr: Learning rate of the last step; None: not known.
-        samples_per_s: Samples a second of all ranks; None: not known.
-        eta_s: Time that is left; None: not known.
-        loss_is_local: The loss is that of rank 0's samples alone.
-        numbers: Further numbers of the last step that are shown, by name.
+        step: Number of completed optimizer steps.
+        num_steps: Total number of steps; 0: unknown (scripts).
+        epoch: Current epoch, counted from 0.
+        num_epochs: Total number of epochs; 0: unknown.
+        loss: Mean loss of the last step, over the samples of all ranks; None: unknown.
+        lr: Learning rate of the last step; None: unknown.
+        samples_per_s: Throughput of all ranks; None: unknown.
+        eta_s: Remaining time; None: unknown.
+        loss_is_local: Whether the loss is that of rank 0's samples alone.
+        numbers: Further numbers of the last step, by name.
     """
 
     kind = "progress"
@@ -157,7 +141,7 @@ class Stalled(Event):
     Attributes:
         collective: Name of the collective.
         absent_ranks: Ranks that have not entered it.
-        seconds: Time for which the others have been waiting.
+        seconds: Time for which the reporting rank has waited in it.
     """
 
     kind = "stalled"
@@ -171,14 +155,14 @@ class RankTimes(Event):
     """Times of some ranks since the last such event, summed over steps, in the order of ranks.
 
     Attributes:
-        first_rank: Rank of the first number; further ranks follow.
+        first_rank: Rank of the first number; consecutive ranks follow.
         seconds: Wall time since the last event.
         steps: Optimizer steps of each rank.
-        samples: Samples that each rank read; empty where that is not known.
-        step_s: Time of its steps.
-        phases_s: Time of its steps by phase, as far as known.
-        waiting_s: Time that it waited for ranks that came later; empty where that is not known.
-        waited_for_s: Time that others waited for it, added up over them; empty where that is not known.
+        samples: Samples that each rank read; empty: unknown.
+        step_s: Time of each rank's steps.
+        phases_s: Time of each rank's steps by phase, as far as known.
+        waiting_s: Time that each rank waited for later ranks; empty: unknown.
+        waited_for_s: Time that other ranks waited for each rank, summed over them; empty: unknown.
     """
 
     kind = "rank_times"
@@ -203,7 +187,7 @@ class Evaluation(Event):
 
 
 class CheckpointWritten(Event):
-    """A checkpoint was written; if ``error`` is not empty, it could not be written."""
+    """End of writing a checkpoint; if ``error`` is not empty, it could not be written."""
 
     kind = "checkpoint"
 
@@ -213,7 +197,7 @@ class CheckpointWritten(Event):
 
 
 class Resumed(Event):
-    """Training resumes from a checkpoint."""
+    """Resume from a checkpoint."""
 
     kind = "resumed"
 
@@ -231,7 +215,7 @@ class Notice(Event):
 
 
 class Preempted(Event):
-    """This rank was preempted, and has saved a checkpoint."""
+    """Preemption of this rank, after a checkpoint was saved."""
 
     kind = "preempted"
 
@@ -251,7 +235,7 @@ class AllreduceTime(Event):
 
 
 class PairTime(Event):
-    """Time in which two hosts exchange a message."""
+    """Median time of a message exchange between two hosts."""
 
     kind = "pair_time"
 
@@ -260,7 +244,7 @@ class PairTime(Event):
 
 
 class BenchmarkDone(Event):
-    """All measurements of the network are complete."""
+    """End of all measurements of the network."""
 
     kind = "benchmark_done"
 
@@ -268,7 +252,7 @@ class BenchmarkDone(Event):
 
 
 class Summary(Event):
-    """Training is complete."""
+    """End of training, with its results."""
 
     kind = "summary"
 
@@ -289,7 +273,7 @@ class Summary(Event):
 
 
 class ScriptDone(Event):
-    """The script of this rank has exited with code 0."""
+    """End of this rank's script with exit code 0."""
 
     kind = "script_done"
 
@@ -298,15 +282,15 @@ class ScriptDone(Event):
 
 
 class Failure(Event):
-    """This rank ends with an error.
+    """Failure of this rank.
 
     Attributes:
-        host: Where it ran.
-        message: What went wrong.
-        traceback: Where in the code; empty where the message says it all.
-        is_cause: Whether it is more than the notice that another rank is gone.
-        exit_code: With which code it ends.
-        cause: What kind of failure it is, one of a few words; empty: an older version has not said.
+        host: Host of the rank.
+        message: Error message.
+        traceback: Traceback; empty for errors of this package.
+        is_cause: False for a ``PeerError``, which is a consequence of another rank's failure.
+        exit_code: Exit code of the rank.
+        cause: Kind of the failure (``HorovodTrainError.cause``); empty: written by an older version.
     """
 
     kind = "failure"

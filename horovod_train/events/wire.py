@@ -1,8 +1,7 @@
-"""Events as lines, and back: what a launcher and its ranks put out, line by line.
+"""Conversion of events to lines of output, and parsing of the output of launchers and ranks.
 
-Started by ``horovod-train run``, a worker writes events as marked JSON lines into the channel of the run
-(``channel.py``), or to its output where it has none, and ``run`` shows them. Started manually, it writes the
-same events as text. Nothing else about a worker depends on who started it.
+A worker of ``horovod-train run`` writes events as marked JSON lines to the channel of the run
+(``channel.py``), or else to its output. A worker that was started manually writes them as text.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from horovod_train.events.text import as_text, tagged
 from horovod_train.events.types import KINDS, Event
 
 MARK = "@horovod-train "
-# Launchers put a tag before each piece of output: "[1,0]<stdout>:" (mpirun), "[0]<stdout>:" (Gloo). What
-# follows is the piece, even if it begins with a space.
+# Launchers put a tag before each chunk of output: "[1,0]<stdout>:" (mpirun), "[0]<stdout>:" (Gloo). A space
+# after the tag belongs to the chunk.
 TAG = re.compile(r"\[(?:\d+,)?(\d+)\]<std(?:out|err)>:")
 _ANY_TAG = re.compile(r"(\[(?:\d+,)?\d+\]<std(?:out|err)>:)")
 
@@ -32,11 +31,11 @@ class Line:
     """One line of a launcher's output.
 
     Attributes:
-        raw: As it came.
-        rank: Who wrote it; None: the launcher, or it is not known.
-        text: What was written, without the launcher's tag.
-        event: The event that the text stands for; None: it stands for itself.
-        is_launchers: Whether the launcher has said it itself.
+        raw: The line as received.
+        rank: Rank that wrote it; None: the launcher, or unknown.
+        text: The line without the launcher's tag.
+        event: The event in the text; None: ordinary output.
+        is_launchers: Whether the line is the launcher's own output.
     """
 
     raw: str
@@ -47,24 +46,24 @@ class Line:
 
     @property
     def is_tagged(self) -> bool:
-        """Whether the launcher has said whose line it is."""
+        """Whether the line has a launcher's tag."""
         return TAG.match(self.raw) is not None
 
     def readable(self) -> str | None:
-        """Return the line for a person; None for what a person need not see."""
+        """Return the line as text; None for events that are not shown to the user."""
         return tagged(self.rank, self.text) if self.event is None else as_text(self.event, self.rank or 0)
 
 
 @dataclass
 class Reporter:
-    """Writes the events of one rank.
+    """Writer of the events of one rank.
 
     Attributes:
         rank: This rank.
-        as_json: For another program instead of a person.
-        stream: Output; None: events are not written there.
-        file: Where to as well; None: nowhere else.
-        channel: Where to in place of the stream, as JSON; None: there is none.
+        as_json: Write JSON instead of text.
+        stream: Output; None: events are written only to ``file``.
+        file: Events file to which events are written in addition.
+        channel: Channel for JSON lines, instead of ``stream``.
     """
 
     rank: int
@@ -75,7 +74,7 @@ class Reporter:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def report(self, event: Event) -> None:
-        """Write an event in one piece, so that launchers do not tear it apart; from any thread."""
+        """Write an event in one call, so that launchers do not split its line; thread-safe."""
         if self.file is not None:
             self.file.write(event, self.rank)
         text = to_line(event, self.rank) if self.as_json else as_text(event, self.rank)
@@ -86,7 +85,7 @@ class Reporter:
                 try:
                     self.channel.write(text)
                 except OSError:
-                    pass  # the disk is full, or the folder is gone: the output is left
+                    pass  # the disk is full, or the folder was removed: use the output
                 else:
                     return
             self.stream.write(text + "\n")
@@ -94,12 +93,12 @@ class Reporter:
 
 
 def to_line(event: Event, rank: int) -> str:
-    """Return an event for another program."""
+    """Return an event as a marked JSON line."""
     return MARK + json.dumps({"kind": event.kind, "rank": rank, **event.model_dump()})
 
 
 def parse_line(raw: str) -> Line:
-    """Return what a line of a launcher's output says, and who.
+    """Parse a line of a launcher's output.
 
     >>> parse_line('[1,3]<stdout>:hello').rank
     3
@@ -113,12 +112,12 @@ def parse_line(raw: str) -> Line:
         try:
             return Line(raw, *_parse_event(text.removeprefix(MARK), text))
         except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # a task has written what looks like an event
+            pass  # output of a task that looks like an event
     return Line(raw, rank, text, is_launchers=rank is None)
 
 
 def split_at_event(raw: str) -> list[str]:
-    r"""Return a line; one in which an event follows an unfinished line of the task, as two.
+    r"""Split a line in which an event follows an unfinished line of the task; return the parts.
 
     >>> split_at_event('[1,0]<stdout>:reading ... @horovod-train {"kind": "resumed"}')
     ['[1,0]<stdout>:reading ... ', '[1,0]<stdout>:@horovod-train {"kind": "resumed"}']
@@ -137,16 +136,13 @@ def _parse_event(document: str, text: str) -> tuple[int, str, Event]:
 
 
 def lines_of_ranks(lines: Iterable[str]) -> Iterator[str]:
-    r"""Yield the lines that ranks wrote, from those that their launcher put out.
+    r"""Yield the complete lines of ranks from the tagged output of their launcher.
 
-    A launcher passes on what it has just read of a rank, be it half a line, and puts a tag before it. So one
-    line of its output may hold pieces of several ranks.
-
-    Args:
-        lines: Output of the launcher, each with its newline.
+    A launcher prints a tag before each chunk that it reads from a rank, even in the middle of a line. One
+    line of its output may therefore contain chunks of several ranks.
 
     Yields:
-        Lines without newline, with one tag at most, at the beginning. Last come those that were not ended.
+        Lines without newline, each with at most one tag, at the start. Unfinished lines follow at the end.
 
     >>> list(lines_of_ranks(["[1,0]<stdout>:a lo[1,1]<stdout>:hello\n", "[1,0]<stdout>:ng line\n"]))
     ['[1,1]<stdout>:hello', '[1,0]<stdout>:a long line']

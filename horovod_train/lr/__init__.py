@@ -1,1 +1,1 @@
-"""The learning rate as a pure function."""
+"""Learning-rate policies."""

@@ -1,8 +1,7 @@
-r"""The learning rate as a pure function of progress and world size.
+r"""The learning rate as a pure function of progress and global batch.
 
-Nothing is stored: the rate of a step follows from how many epochs have passed (a fraction, so it
-does not matter how many steps make an epoch), the global batch and the job's ``lr`` section. A job
-resumed on another number of ranks has the correct rate from its first step.
+The rate of a step depends only on the epochs passed (a fraction, independent of the number of steps), the
+global batch and the job's ``lr`` section. A job that resumes on another number of ranks has the correct rate.
 
 .. code-block:: text
 
@@ -31,12 +30,12 @@ from horovod_train.config.schema import LearningRate
 
 @dataclass(frozen=True)
 class LearningRatePolicy:
-    """The rate of every step of one job at one global batch size.
+    """Learning-rate policy of a job at one global batch size.
 
     Attributes:
         section: The job's ``lr`` section.
-        global_batch_size: Samples per optimizer step, over all ranks and micro-batches.
-        total_epochs: Length of the whole job, where cosine and polynomial decay end.
+        global_batch_size: Samples per optimizer step, over all ranks; under adasum, those of one rank.
+        total_epochs: Length of the whole job; cosine and polynomial decay end there.
     """
 
     section: LearningRate
@@ -55,12 +54,7 @@ class LearningRatePolicy:
         )
 
     def at(self, epochs: float) -> float:
-        """Return the rate after this number of epochs.
-
-        Args:
-            epochs: Epochs passed, with the fraction of the current one: samples seen divided by
-                samples in the training data.
-        """
+        """Return the rate after a number of epochs, including the fraction of the current epoch."""
         warmup = self.section.warmup_epochs
         if epochs < warmup:
             start = self._warmup_start_lr()

@@ -1,1 +1,1 @@
-"""Scripts that know nothing of this package: run unchanged, and measured from outside."""
+"""Execution and measurement of unchanged training scripts that do not use this package."""

@@ -1,4 +1,4 @@
-"""Horovod itself, watched while a script joins the other ranks."""
+"""Instrumentation of ``hvd.init()`` for scripts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from horovod_train.scripts.meter import StepMeter
 
 
 def watch_joining(meter: StepMeter) -> None:
-    """Note that the script has called ``hvd.init()``, whichever framework's it is."""
+    """Record in the meter when the script calls ``hvd.init()`` of any framework."""
     basics: Any = sys.modules["horovod.common.basics"].HorovodBasics
     plain_init = basics.init
 

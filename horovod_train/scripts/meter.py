@@ -1,8 +1,8 @@
-"""What a rank of a script does, as far as it can be seen from outside: steps, their phases, samples, bytes.
+"""Measurement of a script's training from outside: steps, their phases, samples and bytes of one rank.
 
-A step ends when the optimizer has updated the weights. Between two of them, calls divide the
-time: reading a batch, a backward pass, waiting for Horovod. An evaluation between steps is not counted in
-either. Whatever goes wrong in here ends the measuring, and never the script.
+A step ends when the optimizer has updated the weights. Instrumented calls divide its time into phases:
+reading a batch, backward passes, waiting for Horovod. The time of evaluations between steps is excluded. An
+error in the instrumentation ends the measurement, never the script.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ log = logging.getLogger(__name__)
 PROGRESS_INTERVAL_S = 0.5
 MIN_REPORT_S = 2.0
 REPORT_S_PER_RANK = 0.03
-"""Each rank tells where its time went; a thousand of them do so every 30 s."""
+"""Interval of each rank's reports of times, per rank: a thousand ranks report every 30 s."""
 
 LOSS_INTERVAL_S = 0.05
-"""Reading a loss takes tens of microseconds: of quick steps not every one's is read."""
+"""Minimum time between two readings of the loss, because a reading takes tens of microseconds."""
 
 
 class StepMeter:
-    """Measures the steps of one rank.
+    """Measurement of the steps of one rank.
 
     Args:
         job: Name of the job.
         rank: This rank.
-        num_ranks: Ranks that were started.
-        recorder: Gets each step.
-        reporter: Gets where time went, and on rank 0 how far it is.
-        samples_per_batch: Samples per backward pass, if they cannot be determined; None: unknown.
-        norm_every_steps: The gradient norm is wanted this often.
-        clock: Seconds that only grow.
+        num_ranks: Number of ranks that were started.
+        recorder: Receives a record of each step.
+        reporter: Receives the times of this rank, and on rank 0 the progress.
+        samples_per_batch: Samples per backward pass; None: detected from the batches.
+        norm_every_steps: Interval of the gradient norm, in steps.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class StepMeter:
         self._was_finite = True
         self._finite_step = 0
         self._readers: set[int] = set()
-        self._thread: int | None = None  # that trains
+        self._thread: int | None = None  # the thread that trains
         self._sums: dict[str, float] = {}
         self._since = (0, 0, 0.0)  # steps, samples, seconds since the last report
         self._samples_since_report = 0
@@ -89,42 +89,42 @@ class StepMeter:
         self._reported_step = 0
         self.num_steps = 0
         self.is_off = False
-        """Something went wrong: nothing is measured any more."""
+        """Whether measurement has ended because of an error."""
         self.watching = _Watching(self)
-        """What is done within it may fail."""
+        """Context in which the instrumentation may raise exceptions."""
         self.waiting_since_s: float | None = None
-        """Since when Horovod is waited for, by ``monotonic``; None: it is not."""
+        """Start time of the current wait for Horovod (``monotonic``); None: not waiting."""
         self.waiting_in = None
         self.has_joined = False
-        """The script has called ``hvd.init()``."""
+        """Whether the script has called ``hvd.init()``."""
         self.hides_phases = False
-        """Work is queued on a GPU: what the host sees of phases is not so."""
+        """Whether phases are not recorded, because a GPU runs asynchronously."""
 
     @property
     def wants_norm(self) -> bool:
-        """Whether the gradient norm of the step that ends now is wanted."""
+        """Whether the gradient norm of the current step is requested."""
         return self.num_steps % self._norm_every_steps == 0
 
     @property
     def wants_loss(self) -> bool:
-        """Whether the loss of the backward pass that ends now is wanted."""
+        """Whether the loss of the current backward pass is requested."""
         return self._clock() - self._loss_s >= LOSS_INTERVAL_S
 
     @property
     def has_gradients(self) -> bool:
-        """Whether there was a backward pass in the step that is being made."""
+        """Whether the current step had a backward pass."""
         return self._num_backward > 0
 
     def batch(self, begun_s: float, num_samples: int | None, reader: object = None) -> None:
-        """A batch was read, from a time until now.
+        """Record that a batch was read between ``begun_s`` and now.
 
         Args:
-            begun_s: When that began, by the clock.
-            num_samples: How many samples it has; None: that cannot be seen.
-            reader: Who has read it. One that reads a second time before there is a backward pass reads for
-                something else than this step: an evaluation, or batches that are left out.
+            begun_s: Start time of the read.
+            num_samples: Number of samples of the batch; None: unknown.
+            reader: Iterator of the batch. If it reads a second batch before a backward pass, the first was
+                not for this step (an evaluation, or a skipped batch), and its time is excluded.
         """
-        if self._thread in (None, get_ident()):  # one that reads ahead takes no time from the step
+        if self._thread in (None, get_ident()):  # reads of a prefetching thread cost the step no time
             if not self._num_backward and (not self._readers or id(reader) in self._readers):
                 self._begin(begun_s)
             self._readers.add(id(reader))
@@ -133,7 +133,7 @@ class StepMeter:
             self._samples += num_samples
 
     def exclude(self, begun_s: float) -> None:
-        """Exclude the time since ``begun_s`` from the step: an evaluation, for example."""
+        """Exclude the time since ``begun_s`` from the step, for example that of an evaluation."""
         if self._thread not in (None, get_ident()):
             return
         if not self._num_backward:
@@ -144,17 +144,17 @@ class StepMeter:
             self._mark_s += excluded_s
 
     def begin(self, begun_s: float, num_samples: int | None) -> None:
-        """A step was begun at a time, with so many samples; None: that cannot be seen."""
+        """Record the start of a step; ``num_samples`` None: unknown."""
         sent = self._bytes
         self._begin(begun_s)
         self._bytes = sent
         self._samples = num_samples or 0
 
     def backward(self, begun_s: float, loss: float | None) -> None:
-        """A backward pass was made, from a time until now; ``loss`` is None where it is not known."""
+        """Record a backward pass between ``begun_s`` and now; ``loss`` None: unknown."""
         self._thread = get_ident()
         if not (self.num_steps or self._num_backward or self._readers):
-            # What was before the first step of all, imports and broadcasts above all, does not belong to it.
+            # Imports and broadcasts before the first step are not part of it.
             self._begun_s = self._mark_s = begun_s
             self._phases, self._wait_s = {}, 0.0
         self._lap("forward", begun_s)
@@ -165,23 +165,20 @@ class StepMeter:
             self._is_finite = math.isfinite(loss)
 
     def add_wait_s(self, seconds: float) -> None:
-        """Horovod was waited for."""
+        """Record a wait for Horovod."""
         self._wait_s += seconds
         self._phases[WAIT_PHASE] = self._phases.get(WAIT_PHASE, 0.0) + seconds
 
     def sent(self, size_bytes: int) -> None:
-        """Something was given to all-reduce."""
+        """Record the size of the input of a collective."""
         self._bytes += size_bytes
 
     def step(
         self, lr: float | None, grad_norm: float | None = None, *, last_phase: str = "optimizer"
     ) -> None:
-        """A step has ended.
+        """Record the end of a step, with its learning rate and gradient norm (L2), each None if unknown.
 
-        Args:
-            lr: Its learning rate; None: that cannot be seen.
-            grad_norm: L2 norm of its gradient; None: it was not taken.
-            last_phase: What the time since the last thing that was seen belongs to.
+        The time since the last recorded call belongs to ``last_phase``.
         """
         now_s = self._clock()
         self._lap(last_phase, now_s)
@@ -216,7 +213,7 @@ class StepMeter:
         self._begin(now_s)
 
     def begin_training(self, num_parameters: int, num_present: int, device: str) -> None:
-        """The first step is being made."""
+        """Report the start of training, during the first step."""
         self._check_world()
         self._recorder.record(WorldRecord(num_wanted=self._num_ranks, num_present=num_present))
         if self._rank == 0:
@@ -232,13 +229,13 @@ class StepMeter:
             )
 
     def end(self) -> None:
-        """Nothing more will come: tell the rest."""
+        """Report the remaining steps, at the end of the script."""
         if self._rank == 0 and self.num_steps > self._reported_step:
             self._report_progress(monotonic())
         self._report_times(monotonic())
 
     def _check_world(self) -> None:
-        """Tell a person whose ranks do not know of each other: it looks as if all were well."""
+        """Warn if ranks train independently because the script has not called ``hvd.init()``."""
         if (
             self._rank == 0
             and self._num_ranks > 1
@@ -273,7 +270,7 @@ class StepMeter:
         self._readers.clear()
 
     def _lap(self, phase: str, now_s: float) -> None:
-        """Count the time since the last lap for a phase, but for what was waited meanwhile."""
+        """Add the time since the last lap to a phase, without the waits in this time."""
         now_s = max(now_s, self._mark_s)
         seconds = now_s - self._mark_s - self._wait_s
         self._phases[phase] = self._phases.get(phase, 0.0) + max(0.0, seconds)
@@ -319,7 +316,7 @@ class StepMeter:
                 first_rank=self._rank,
                 seconds=round(now_s - self._reported_s, 3),
                 steps=(steps,),
-                samples=(samples,) if samples else (),  # none: they cannot be seen
+                samples=(samples,) if samples else (),  # empty: unknown
                 step_s=(round(step_s, 4),),
                 phases_s={phase: (round(seconds, 4),) for phase, seconds in self._sums.items()},
                 waiting_s=(),
@@ -330,18 +327,18 @@ class StepMeter:
 
 
 class _Watching:
-    """Lets nothing out that goes wrong in it."""
+    """Context that suppresses exceptions; the first one is logged and ends the measurement."""
 
     def __init__(self, meter: StepMeter) -> None:
         self._meter = meter
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Do nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """End; after an error, measuring stops, which is reported."""
+        """Suppress an ``Exception``, and end the measurement."""
         if not isinstance(error, Exception):
             return False
         if not self._meter.is_off:
@@ -351,7 +348,7 @@ class _Watching:
 
 
 def replace_everywhere(package: str, name: str, plain: object, wrapped: object) -> None:
-    """Put a function in another's place, wherever a package's modules have imported it."""
+    """Replace a function in all modules of a package that have imported it."""
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith(package) and getattr(module, name, None) is plain:
             setattr(module, name, wrapped)

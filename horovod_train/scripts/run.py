@@ -1,8 +1,8 @@
-"""One rank of a user's script, from a resolved job to an exit code.
+"""Execution of a user's script on one rank.
 
-A script is a job with ``framework: script`` and ``task: train.py:__main__``. It calls ``hvd.init()`` and
-trains as it always did. What it imports is watched from then on (``meter.py``); this rank serves metrics,
-reports events and heartbeats like a rank of any job.
+A script is a job with ``framework: script`` and ``task: train.py:__main__``. It calls ``hvd.init()`` itself
+and runs unchanged. Libraries that it imports are instrumented (``meter.py``), so that this rank serves
+metrics and reports events and heartbeats like a rank of any job.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from horovod_train.telemetry.records import GpuExchangeRecord
 
 log = logging.getLogger(__name__)
 
-# Horovod's settings for jobs, which have their own buckets, are not for scripts.
+# Settings of Horovod for jobs, whose replicas build buckets themselves. Scripts use Horovod's defaults.
 OWN_FUSION = {"HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"}
-
 
 WATCHED = {
     "horovod.common.basics": ("horovod_hooks", "watch_joining"),
@@ -48,11 +47,11 @@ WATCHED = {
     "horovod.tensorflow": ("tensorflow_hooks", "watch_horovod_tensorflow"),
     "keras.src.optimizers.base_optimizer": ("tensorflow_hooks", "watch_optimizers"),
 }
-"""What is watched when it is imported: the file of its hooks, and the function."""
+"""Modules that are instrumented when they are imported, with the module and function that does it."""
 
 
 class ScriptError(HorovodTrainError):
-    """A script has ended with its own exit code."""
+    """A script has ended with an exit code other than 0."""
 
     cause = "task"
 
@@ -65,10 +64,10 @@ def run_script(job: Job, run_id: str | None, reporter: Reporter, stack: ExitStac
     """Run a script to its end, and measure it.
 
     Raises:
-        PreemptedError: It has ended with exit code 75: everything is saved, by its own word.
-        ScriptError: It has ended with another exit code than 0.
+        PreemptedError: The script ended with exit code 75, which reports that it has saved its state.
+        ScriptError: The script ended with another exit code than 0.
         PeerError: Another rank was lost.
-        Exception: Whatever the script raises.
+        Exception: Any exception of the script.
     """
     world = _place(os.environ)
     for variable, value in horovod_settings(job).items():
@@ -108,11 +107,7 @@ def run_script(job: Job, run_id: str | None, reporter: Reporter, stack: ExitStac
 
 
 def execute(script: Path, arguments: list[str]) -> None:
-    """Run a script as ``python script arguments`` does; return when it has ended well.
-
-    Raises:
-        PreemptedError, ScriptError, PeerError: As ``run_script``.
-    """
+    """Run a script as ``python script arguments`` does. Raises as ``run_script`` does."""
     _give_signals_back()
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
@@ -120,7 +115,7 @@ def execute(script: Path, arguments: list[str]) -> None:
         with translated(peer_error):
             runpy.run_path(str(script), run_name="__main__")
     except SystemExit as left:
-        # As Python: of a number the lowest eight bits are seen, and a text is an error.
+        # As in Python: the exit code is the lowest eight bits of a number, and 1 for a text.
         code = left.code & 0xFF if isinstance(left.code, int) else int(left.code is not None)
         if code == PreemptedError.exit_code:
             raise PreemptedError("the script has left, and says that everything is saved") from left
@@ -130,16 +125,16 @@ def execute(script: Path, arguments: list[str]) -> None:
 
 
 def peer_error(error: Exception) -> PeerError | None:
-    """Return our error of a collective that Horovod has ended; None: the error has another reason."""
+    """Return a ``PeerError`` for an exception of Horovod's collectives; None for other exceptions."""
     if type(error).__name__ != "HorovodInternalError":
         return None
     return PeerError(f"a collective was ended because another rank left: {error}")
 
 
 def _give_signals_back() -> None:
-    """Let the script have its signals as any program has; the launch asks ranks to leave with SIGUSR1.
+    """Restore the default action of SIGTERM, and convert SIGUSR1, the launcher's stop request, to SIGTERM.
 
-    To a script that knows nothing of this, SIGTERM is what asks it to leave.
+    Scripts that support preemption usually handle SIGTERM.
     """
 
     def pass_on(_number: int, _frame: FrameType | None) -> None:
@@ -150,10 +145,7 @@ def _give_signals_back() -> None:
 
 
 def watch_imports(meter: StepMeter) -> None:
-    """Watch what a script imports, from the moment that it does.
-
-    Libraries that cannot be instrumented, of another version for example, are reported.
-    """
+    """Instrument libraries when a script imports them; log a warning if that fails."""
 
     def watch(hooks: str, name: str, _: ModuleType) -> None:
         _hooks, error = result_of(
@@ -167,7 +159,7 @@ def watch_imports(meter: StepMeter) -> None:
 
 
 def _place(environ: Mapping[str, str]) -> SingleRank:
-    """Return this rank's place among those that the launcher has started; the script joins them itself."""
+    """Return this rank's place from the launcher's environment variables, without communication."""
 
     def number(what: str, alone: int) -> int:
         names = (f"HOROVOD_{what}", f"OMPI_COMM_WORLD_{what}")

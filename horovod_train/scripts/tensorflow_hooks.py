@@ -1,7 +1,7 @@
-"""TensorFlow and Horovod's binding for it, watched while a script uses them.
+"""Instrumentation of TensorFlow and its Horovod binding for scripts.
 
-A step is the outermost call of a function in whose graph something is given to all-reduce; where nothing is
-compiled, it ends when a Keras optimizer has updated the weights. Inside of a graph, phases are not separated.
+A step is the outermost call of a compiled function whose graph contains an all-reduce. In eager mode, a step
+ends when a Keras optimizer has updated the weights. Phases within a graph are not measured separately.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from horovod_train.scripts.meter import StepMeter, replace_everywhere
 
 
 class _Calls:
-    """Functions that are being called, and those that make steps."""
+    """Calls of compiled functions: the running ones, and functions that run steps."""
 
     def __init__(self) -> None:
         self.running: list[Function] = []
         self.bytes_of_step: WeakKeyDictionary[Function, int] = WeakKeyDictionary()
-        """Bytes that a call of a function gives to all-reduce, by its newest graph."""
+        """Bytes of the all-reduces in a function's newest graph."""
         self.graph: object = None
-        """The graph that is being made, or was last."""
+        """The graph that was traced last."""
         self.optimizer: Any = None
 
     @property
     def lr(self) -> float | None:
-        """The learning rate of the optimizer that was seen last."""
+        """Learning rate of the optimizer that was used last."""
         try:
             return None if self.optimizer is None else float(self.optimizer.learning_rate)
         except (TypeError, ValueError, AttributeError):
             return None
 
     def note_traced(self, size_bytes: int) -> None:
-        """Note that each call of the graph that is being made will give so much to all-reduce."""
+        """Add the size of an all-reduce to the graph that is being traced."""
         graph: Any = tf.compat.v1.get_default_graph()
         while getattr(graph, "outer_graph", None) is not None and graph.outer_graph.building_function:
-            graph = graph.outer_graph  # of a loop or a branch within it
+            graph = graph.outer_graph  # leave the graph of a loop or branch
         function = self.running[0]
         before = self.bytes_of_step.get(function, 0) if graph is self.graph else 0
         self.graph, self.bytes_of_step[function] = graph, before + size_bytes
@@ -52,7 +52,7 @@ _calls = _Calls()
 
 
 def watch_tensorflow(meter: StepMeter) -> None:
-    """Watch the functions that a script has compiled."""
+    """Instrument calls of compiled functions."""
     plain_call = Function.__call__
 
     @wraps(plain_call)
@@ -66,7 +66,7 @@ def watch_tensorflow(meter: StepMeter) -> None:
         if is_outermost and self in _calls.bytes_of_step and not meter.is_off:
             with meter.watching:
                 meter.sent(_calls.bytes_of_step[self])
-                if _is_horovods(self):  # where nothing is compiled, it sums gradients in its own function
+                if _is_horovods(self):  # in eager mode, Horovod sums gradients in a function of its own
                     meter.add_wait_s(perf_counter() - begun_s)
                 else:
                     meter.begin(begun_s, length_of((args, kwargs)))
@@ -77,7 +77,7 @@ def watch_tensorflow(meter: StepMeter) -> None:
 
 
 def watch_optimizers(meter: StepMeter) -> None:
-    """Watch the optimizers of Keras."""
+    """Instrument the optimizers of Keras."""
     optimizers: Any = sys.modules["keras.src.optimizers.base_optimizer"].BaseOptimizer
     plain_apply = optimizers.apply
 
@@ -94,7 +94,7 @@ def watch_optimizers(meter: StepMeter) -> None:
 
 
 def watch_horovod_tensorflow(meter: StepMeter) -> None:
-    """Watch what is given to all-reduce."""
+    """Instrument all-reduces."""
     for name in ("_allreduce", "_grouped_allreduce"):
         plain = getattr(sys.modules["horovod.tensorflow.mpi_ops"], name)
         replace_everywhere("horovod.tensorflow", name, plain, _counted(plain, meter))
@@ -149,7 +149,7 @@ def _size_bytes(tensor: tf.Tensor) -> int:
 
 
 def length_of(arguments: object) -> int | None:
-    """Return the length of the first array or tensor among arguments; None: there is none."""
+    """Return the length of the first array or tensor among the arguments; None: there is none."""
     for each in tf.nest.flatten(arguments):
         shape = getattr(each, "shape", None)
         if shape is not None and len(shape):

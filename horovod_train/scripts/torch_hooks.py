@@ -1,4 +1,4 @@
-"""PyTorch and Horovod's binding for it, watched while a script uses them."""
+"""Instrumentation of PyTorch and its Horovod binding for scripts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from horovod_train.scripts.meter import StepMeter, replace_everywhere
 
 MAX_PARTS = 64
-"""So many parts of a batch are looked at."""
+"""Maximum number of parts of a batch that are inspected."""
 
 
 def watch_torch(meter: StepMeter) -> None:
-    """Watch batches, backward passes and updates of any script."""
+    """Instrument reading of batches, backward passes and optimizer updates."""
     steps = _Steps(meter)
     register_optimizer_step_pre_hook(steps.before)
     register_optimizer_step_post_hook(steps.after)
@@ -41,7 +41,7 @@ def watch_torch(meter: StepMeter) -> None:
             depth -= 1
         if not depth and not meter.is_off:
             with meter.watching:
-                steps.depth = 0  # an update that has raised an error is over
+                steps.depth = 0  # an update that raised an exception has not reset it
                 meter.backward(begun_s, loss_of(tensors) if meter.wants_loss else None)
 
     @wraps(plain_next)
@@ -66,7 +66,7 @@ def watch_torch(meter: StepMeter) -> None:
 
 
 class _Steps:
-    """Notices when an optimizer has updated the weights."""
+    """Detection of optimizer steps."""
 
     def __init__(self, meter: StepMeter) -> None:
         self._meter = meter
@@ -74,23 +74,23 @@ class _Steps:
         self._norm: float | None = None
         self._seen: set[torch.optim.Optimizer] = set()
         self.depth = 0
-        """Horovod's optimizer calls the one it wraps: both are instrumented."""
+        """Nesting depth of updates: Horovod's optimizer calls the wrapped one, and both are instrumented."""
 
     def before(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """An update begins."""
+        """Handle the start of an update."""
         if not self._meter.is_off:
             with self._meter.watching:
                 self._before(optimizer)
 
     def after(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """An update has been made."""
+        """Handle the end of an update."""
         if optimizer is self._main and not self._meter.is_off:
             with self._meter.watching:
                 self._after(optimizer)
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
         if self._main is None and (self._meter.has_gradients or optimizer in self._seen):
-            self._main = optimizer  # the first of several is the one that makes steps
+            self._main = optimizer  # updates of the first optimizer are steps
             self._seen.clear()
             self._begin(optimizer)
         if optimizer is not self._main:
@@ -98,7 +98,7 @@ class _Steps:
                 self._seen.add(optimizer)
             return
         self.depth += 1
-        if self.depth == 2 or not hasattr(optimizer, "synchronize"):  # gradients are those of all ranks now
+        if self.depth == 2 or not hasattr(optimizer, "synchronize"):  # gradients are reduced now
             self._norm = self._take_norm(optimizer) if self._meter.wants_norm else None
 
     def _after(self, optimizer: torch.optim.Optimizer) -> None:
@@ -129,31 +129,31 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def as_number(lr: object) -> float | None:
-    """Return a learning rate; None: it is none, or one for each of several things."""
+    """Return a learning rate as a float; None: it is not a single number."""
     if isinstance(lr, torch.Tensor):
         return float(lr) if lr.numel() == 1 else None
     return float(lr) if isinstance(lr, int | float) else None
 
 
 def loss_of(tensors: object) -> float | None:
-    """Return a loss, if it is one number on the CPU: elsewhere the host would have to wait for it."""
+    """Return a loss that is one number on the CPU; None for others: reading from a GPU blocks the host."""
     if isinstance(tensors, torch.Tensor) and tensors.device.type == "cpu" and tensors.numel() == 1:
         return float(tensors.detach())
     return None
 
 
 def batch_size(batch: object) -> int | None:
-    """Return the samples of a batch; None: that cannot be seen.
+    """Return the number of samples of a batch; None: unknown.
 
-    Of rows that are equally long, as of ``tuple(zip(*samples))``, it is their length; else that of the first
-    tensor that is found.
+    It is the length of the batch's rows if these are equally long (``tuple(zip(*samples))``), and otherwise
+    the length of the first tensor.
     """
     if isinstance(batch, list | tuple) and batch and all(isinstance(row, list | tuple) for row in batch):
         lengths = {len(row) for row in batch}
         if len(lengths) == 1 and any(isinstance(each, torch.Tensor) for each in batch[0][:1]):
             return lengths.pop()
     found: deque[object] = deque([batch])
-    for _ in range(MAX_PARTS):  # of lists of numbers there may be millions
+    for _ in range(MAX_PARTS):  # a batch may contain lists of millions of numbers
         if not found:
             return None
         part = found.popleft()
@@ -167,7 +167,7 @@ def batch_size(batch: object) -> int | None:
 
 
 def watch_horovod_torch(meter: StepMeter) -> None:
-    """Watch what a script gives to all-reduce, and how long it waits."""
+    """Instrument collectives: the size of their inputs, and the waiting time."""
     operations = sys.modules["horovod.torch.mpi_ops"]
     plain = operations.synchronize
     replace_everywhere("horovod.torch", "synchronize", plain, _timed(plain, meter))

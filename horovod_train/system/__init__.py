@@ -1,1 +1,1 @@
-"""Files, streams, processes, signals and cores of a host; nothing here knows of Horovod or of training."""
+"""Files, streams, processes, signals and cores of a host, independent of Horovod and of training."""

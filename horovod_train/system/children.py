@@ -1,4 +1,4 @@
-"""The processes that this one has started."""
+"""Termination of child processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 
 def end_children() -> None:
-    """End the child processes of this rank: mpirun waits for all processes with a rank's output."""
+    """Terminate child processes, because mpirun waits for all processes that have this rank's output open."""
     children = [
         child for child in psutil.Process().children(recursive=True) if not _is_helper(_command_of(child))
     ]
@@ -21,7 +21,7 @@ def end_children() -> None:
 
 
 def _is_helper(command: list[str]) -> bool:
-    """Whether it is one of Python or Open MPI, which ends with this process and cleans up after it."""
+    """Return whether a process belongs to Python or Open MPI, and exits after this process on its own."""
     return "multiprocessing.resource_tracker" in " ".join(command) or Path(*command[:1]).name == "orted"
 
 

@@ -1,8 +1,7 @@
-"""Which cores a rank computes on.
+"""Binding of ranks to cores.
 
-Without binding, the threads of the ranks of a host wander between cores, and between the memories of
-its sockets (NUMA nodes), which costs memory bandwidth. Done by the rank itself, before any library
-has started threads, so that it is the same under every launcher.
+Without binding, threads migrate between cores and NUMA nodes, which reduces memory bandwidth. Each rank binds
+itself before any library starts threads, so that the binding is the same under every launcher.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 NODES = Path("/sys/devices/system/node")
-# Variables in which launchers say which rank of its host this is, and of how many.
+# Variables of launchers with the local rank and the number of ranks of the host.
 _LOCAL = (
     ("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -27,14 +26,14 @@ def choose_cores(
     local_rank: int,
     local_size: int,
 ) -> frozenset[int] | None:
-    """Return the cores of a rank; None: it is not bound.
+    """Return the cores of a rank; None: the rank is not bound.
 
     Args:
         mode: The job's ``launch.cpu_binding``.
         nodes: Cores of each NUMA node of the host.
-        allowed: Cores this process may use now, as the launcher or the container has decided.
-        local_rank: The rank's number on its host.
-        local_size: Ranks on its host.
+        allowed: Cores that the launcher or the container allows for this process.
+        local_rank: Rank on its host.
+        local_size: Number of ranks on the host.
     """
     usable = [cores for node in nodes if (cores := [core for core in node if core in allowed])]
     if mode == "auto":
@@ -45,14 +44,14 @@ def choose_cores(
         if len(usable) < 2 or local_size < len(usable):
             return None
         return frozenset(usable[local_rank * len(usable) // local_size])
-    # Neighbours in this order share a node.
+    # Adjacent cores in this order are in the same NUMA node.
     ordered = [core for node in usable for core in node] or sorted(allowed)
     first, last = (number * len(ordered) // local_size for number in (local_rank, local_rank + 1))
     return frozenset(ordered[first:last])
 
 
 def bind(mode: Literal["auto", "none", "cores", "numa"], environ: Mapping[str, str] = os.environ) -> None:
-    """Bind this process, given what its launcher has told it."""
+    """Bind this process to cores, according to the environment variables of its launcher."""
     for rank, size in _LOCAL:
         if rank in environ and size in environ:
             allowed = frozenset(os.sched_getaffinity(0))
@@ -63,13 +62,13 @@ def bind(mode: Literal["auto", "none", "cores", "numa"], environ: Mapping[str, s
 
 
 def read_nodes(folder: Path) -> list[list[int]]:
-    """Return the cores of each NUMA node; empty where the system does not tell."""
+    """Return the cores of each NUMA node; empty if the system does not provide them."""
     files = sorted(folder.glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name[4:]))
     return [cores_of(file.read_text()) for file in files]
 
 
 def cores_of(text: str) -> list[int]:
-    """Return the cores of a list as the kernel writes it.
+    """Return the cores of a list in the format of the kernel.
 
     >>> cores_of("0-2,8")
     [0, 1, 2, 8]

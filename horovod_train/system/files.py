@@ -1,4 +1,4 @@
-"""Files that others read while they are written, logs that cost lines and never the job, and folders."""
+"""Atomic writes, log files that never raise, and folders with access modes."""
 
 from __future__ import annotations
 
@@ -17,32 +17,21 @@ MODES: dict[Access, int] = {"private": 0o700, "group": 0o750, "everyone": 0o755}
 
 
 def state_dir() -> Path:
-    """Return the folder of this user in which things are remembered from run to run."""
+    """Return this user's folder for state that is retained between runs."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "horovod_train"
 
 
 def make_folder(path: Path, access: Access) -> None:
-    """Make a folder, and those above it that are missing.
-
-    Args:
-        path: The folder; one that is there already stays unchanged.
-        access: Who may look into it, and so at everything below.
-    """
+    """Create a folder and its missing parents; an existing folder is not changed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-        path.chmod(MODES[access])  # whatever the umask
+        path.chmod(MODES[access])  # independent of the umask
 
 
 def write_whole(path: Path, text: str, mode: int = 0o600) -> None:
-    """Write a file so that a reader sees the old one or the new one.
-
-    Args:
-        path: File to write; its folder is made.
-        text: What is to stand in it.
-        mode: Who may read and write it.
-    """
+    """Write a file atomically, so that readers see the old or the new content; create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
     try:
@@ -60,7 +49,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a file of any user for reading, without blocking on pipes and without following links.
 
     Raises:
-        OSError: It is not there, may not be read, or is something else.
+        OSError: The file is missing, is not readable, or is not a regular file.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -70,12 +59,12 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 class LogFile:
-    """A file to which lines are added. A disk that is full, or gone, costs lines and never the job.
+    """Log file. If the disk is full or has failed, lines are lost, and the job continues.
 
     Args:
         path: The file.
-        on_loss: Told what is wrong when a line is lost.
-        describe_loss: Returns the text that replaces this many lines.
+        on_loss: Called with a description of the problem when a line is lost.
+        describe_loss: Function that returns the text that replaces a number of lost lines.
     """
 
     def __init__(
@@ -93,7 +82,7 @@ class LogFile:
         self._lock = Lock()
 
     def write(self, line: str) -> None:
-        """Add a line; from any thread."""
+        """Append a line; thread-safe."""
         problem = ""
         with self._lock:
             try:
@@ -108,18 +97,18 @@ class LogFile:
             self._on_loss(problem)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             try:
                 os.close(handle)
-            except OSError as error:  # NFS says it only now
+            except OSError as error:  # NFS may report a failed write only at close
                 self._on_loss(f"{self.path.name} may be incomplete: {error.strerror}")
 
     def _put(self, line: str) -> None:
         if self._handle is None:
             self._handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        # Written at once, not collected: what is collected would be missing after a kill.
+        # Not buffered, because buffered lines would be lost if the process is killed.
         data = ("" if self._at_line_start else "\n").encode() + line.encode(errors="replace") + b"\n"
         while data:
             data = data[os.write(self._handle, data) :]

@@ -1,4 +1,4 @@
-"""Cores and memory that this process may use: containers and batch systems limit both."""
+"""Cores and memory that are available to this process, within the limits of containers and batch systems."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Return the number of cores of this process: those it is bound to, or its container's quota."""
+    """Return the number of cores that this process is bound to, limited by its container's quota."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # cgroup v2: "max 100000", or microseconds in each period
         quota, period = (cgroup / "cpu.max").read_text().split()
@@ -27,7 +27,7 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
 
 
 def usable_memory_bytes(cgroup: Path = CGROUP) -> int:
-    """Return the free memory of this machine, at most the limit of the container, in bytes."""
+    """Return the available memory of this host in bytes, at most the container's limit."""
     free = psutil.virtual_memory().available
     for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2: "max", or bytes; v1
         with suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Import packages that an installation may lack."""
+"""Import of optional packages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from horovod_train.errors import UserError
 
 
 def import_optional(name: str, *, needed_by: str, hint: str) -> Any:
-    """Import and return a module of a package that this package does not require.
-
-    Args:
-        name: Name of the module.
-        needed_by: The feature that needs it, for the message of an error.
-        hint: How to install it.
+    """Import and return a module of an optional package.
 
     Raises:
-        UserError: It cannot be imported.
+        UserError: It cannot be imported; ``needed_by`` (a feature) and ``hint`` are parts of the message.
     """
     try:
         return import_module(name)

@@ -1,4 +1,4 @@
-"""A process is more than its number, which another one may have later, or on another machine."""
+"""Identity of processes across hosts, containers and reuse of process IDs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from pathlib import Path
 
 
 def boot_id() -> str:
-    """Return what this start of the machine is called, whatever its clock says."""
+    """Return the ID of the current boot of this host."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None: there is none of this number."""
+    """Return the start time of a process, in clock ticks since boot; None: there is no such process."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
 
 def is_alive(pid: int) -> bool:
-    """Whether there is a process of this number that is more than an entry in its parent's books."""
+    """Return whether a process exists and is not a zombie."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in ("Z", "X")
 
 
 def cpu_wait_s(pid: int) -> float:
-    """Return how long a process's main thread could have run and others did; 0: the system does not tell.
+    """Return the time that a process's main thread waited on a run queue, in seconds; 0: not available.
 
-    Source: "schedstat" in Documentation/scheduler/sched-stats.rst of Linux, its second number.
+    Source: second field of /proc/<pid>/schedstat, see Documentation/scheduler/sched-stats.rst of Linux.
     """
     try:
         return int(Path(f"/proc/{pid}/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
@@ -38,37 +38,30 @@ def cpu_wait_s(pid: int) -> float:
 
 
 def own_identity() -> list[str | int | None]:
-    """Return what tells this process from all others, for JSON: machine, container, number, start."""
+    """Return a unique, JSON-serializable identity of this process: boot, PID namespace, PID, start time."""
     return [*_place(), os.getpid(), start_ticks(os.getpid())]
 
 
 def kill(identity: Sequence[str | int | None]) -> bool:
-    """Kill another process, if it is on this machine and may be killed.
-
-    Args:
-        identity: What ``own_identity`` returned there.
-
-    Returns:
-        Whether that was done.
-    """
+    """Kill another process of this host, given its ``own_identity``; return whether it was killed."""
     *place, pid, ticks = identity
     if not isinstance(pid, int) or pid == os.getpid() or place != _place() or ticks != start_ticks(pid):
         return False
-    with suppress(OSError):  # of another user, or just ended
+    with suppress(OSError):  # owned by another user, or already ended
         os.kill(pid, signal.SIGKILL)
         return True
     return False
 
 
 def _place() -> list[str]:
-    """Return the machine and the container in which numbers of processes mean what they mean here."""
+    """Return the boot ID and the PID namespace in which this process's PID is valid."""
     return [boot_id(), str(Path("/proc/self/ns/pid").readlink())]
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of proc(5)'s stat from the state on; empty: no such process."""
+    """Return the fields of /proc/<pid>/stat, from the state on; empty: there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return []
-    return text.rpartition(")")[2].split()  # the name before it may have spaces and brackets
+    return text.rpartition(")")[2].split()  # the preceding name may contain spaces and parentheses

@@ -1,18 +1,18 @@
-"""What each signal means: the one table.
+"""Meaning of each signal.
 
-    signal         to `horovod-train run`, or its scripts              to a rank
-    SIGUSR1        ask ranks to save and leave, wait for them         save and leave, with all ranks
-    SIGUSR2        the same                                           (Python's default)
-    SIGTERM        ask, and kill what is left after the grace         save and leave, with all ranks
-    SIGINT         the same                                           end at once, exit code 130
-    SIGHUP         the same                                           (Python's default)
-    the second of the last three: kill at once (SIGHUP does not count: a closed terminal sends two)
+    signal      to `horovod-train run`, or its batch scripts           to a rank
+    SIGUSR1     request ranks to save and exit, wait without limit     save and exit, with all ranks
+    SIGUSR2     as SIGUSR1                                             (default action)
+    SIGTERM     request it, kill the remaining ranks after the grace   save and exit, with all ranks
+    SIGINT      as SIGTERM                                             exit at once with code 130
+    SIGHUP      as SIGTERM                                             (default action)
 
-A launch asks its ranks with SIGUSR1: launchers pass it on, or leave it alone, where SIGTERM makes them
-kill. Loader processes of a rank block SIGTERM and end with their rank.
+After one of the last three, SIGTERM or SIGINT kills all ranks at once. A second SIGHUP has no effect, because
+a closed terminal sends two.
 
-SIGINT and SIGHUP that are ignored when a program starts stay ignored: `nohup`, and shells that start a
-program in the background, set them so.
+The request to ranks is SIGUSR1: launchers forward or ignore it, whereas SIGTERM makes launchers kill their
+ranks. Loader processes of a rank block SIGTERM and end with their rank. SIGINT and SIGHUP remain ignored if
+they are ignored at the start, as set by `nohup` and by shells that start a program in the background.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ from collections.abc import Mapping
 from typing import Literal
 
 PATIENT_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
-"""To a launch: ask the ranks, and wait as long as it takes."""
+"""To a launcher process: request ranks to save and exit, and wait without limit."""
 
 HURRIED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""To a launch: ask the ranks, and kill when the grace is over."""
+"""To a launcher process: request ranks to save and exit, and kill the remaining ranks after the grace."""
 
 LAUNCH_SIGNALS = (*PATIENT_SIGNALS, *HURRIED_SIGNALS)
-"""All that end a launch."""
+"""Signals that end a run."""
 
 KILLS_AT_ONCE = frozenset({signal.SIGTERM, signal.SIGINT})
-"""Sent to a launch that already has a time limit."""
+"""To a launcher process after one of ``HURRIED_SIGNALS``: kill all ranks at once."""
 
 STAY_IGNORED = frozenset({signal.SIGINT, signal.SIGHUP})
-"""Have no handler installed where they are ignored."""
+"""Signals without a handler if they are ignored when the program starts."""
 
 PREEMPTION_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""To a rank: save and leave."""
+"""To a rank: save and exit."""
 
 SIGNAL_TO_RANKS = signal.SIGUSR1
-"""What a launch sends to its ranks."""
+"""The launcher's request to ranks."""
 
 SENT_TO_END: Mapping[Literal["drain", "stop", "kill"], tuple[signal.Signals, ...]] = {
     "drain": (signal.SIGUSR1, signal.SIGCONT),
     "stop": (signal.SIGTERM, signal.SIGCONT),
     "kill": (signal.SIGTERM, signal.SIGTERM, signal.SIGCONT),
 }
-"""What `horovod-train drain` and `cancel` send to the process that carries out a job, in order.
+"""Signals that `horovod-train drain` and `cancel` send to the launcher process of a job, in order.
 
-One that is stopped (Ctrl-Z) acts on a signal when it is continued.
+SIGCONT is required because a stopped process (Ctrl-Z) handles signals only after it continues.
 """
 
 
 def exit_code_of(number: int) -> int:
-    """Return the exit code of a process that a signal has ended, as a shell has it."""
+    """Return the exit code of a process that was ended by a signal, as shells define it."""
     return 128 + number

@@ -1,7 +1,6 @@
-"""Standard output and error that never end a job: what cannot be shown is dropped.
+"""Standard output and error that drop output instead of raising errors or blocking for long.
 
-A terminal is closed, a pipe is cut, the disk behind ``> log`` is full, the user has pressed Ctrl-S:
-training neither stops nor waits for long.
+Training continues if the terminal or pipe is closed, the disk is full, or the user presses Ctrl-S.
 """
 
 from __future__ import annotations
@@ -21,24 +20,19 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 PATIENCE_S = 5.0
-"""So long a reader that does not read is waited for, in seconds; then nothing is, until it reads again."""
+"""Time to wait for a blocked reader, in seconds; afterwards output is dropped until it reads again."""
 
 TERMINAL_BYTES = 256
 
 MAX_LINES_AT_ONCE = 80
-"""So many lines of each stream may lie in a pipe that mpirun reads. Open MPI 4 reads up to 4096 bytes, puts a
-tag of up to 24 bytes before each line, and drops in silence what is then beyond 8192 bytes."""
+"""Maximum number of unread lines in a pipe to mpirun. Open MPI 4 reads up to 4096 bytes, puts a tag of up to
+24 bytes before each line, and drops without a message any data beyond 8192 bytes."""
 
 PIPE_POLL_S = 0.0005
 
 
 class DroppingStream(io.RawIOBase):
-    """Writes to a file descriptor; never raises, and never waits for long.
-
-    Args:
-        handle: The descriptor.
-        patience_s: How long to wait for a pipe or terminal whose reader does not read, in seconds.
-    """
+    """Stream to a file descriptor that never raises, and blocks at most ``patience_s`` seconds per stall."""
 
     def __init__(self, handle: int, patience_s: float = PATIENCE_S) -> None:
         super().__init__()
@@ -49,7 +43,7 @@ class DroppingStream(io.RawIOBase):
         self._is_mpirun_behind = False
         self._num_lines_unread = 0
         self.num_dropped_bytes = 0
-        """Since something was last shown."""
+        """Number of bytes that were dropped since the last successful write."""
 
     def writable(self) -> bool:
         """Return True."""
@@ -67,7 +61,7 @@ class DroppingStream(io.RawIOBase):
             return False
 
     def write(self, data: ReadableBuffer, /) -> int:
-        """Write what can be written; drop the rest. Returns the length of all of it."""
+        """Write as much as possible, and drop the rest; return the length of ``data``."""
         view = memoryview(data).cast("B")
         if self.num_dropped_bytes and self._is_ready():
             note = f"\n... {self.num_dropped_bytes} bytes could not be shown ...\n".encode()
@@ -77,11 +71,11 @@ class DroppingStream(io.RawIOBase):
         return len(view)
 
     def _write_all(self, view: memoryview) -> int:
-        """Return how many bytes were written."""
+        """Write as much as possible; return the number of written bytes."""
         done = 0
         try:
             while done < len(view) and self._is_ready():
-                # What is ready takes at least so much without blocking.
+                # A descriptor that is ready accepts at least this size without blocking.
                 size = TERMINAL_BYTES if self.isatty() else select.PIPE_BUF
                 piece = view[done : done + size]
                 if self._is_read_by_mpirun and not (piece := self._few_lines(piece)):
@@ -92,10 +86,7 @@ class DroppingStream(io.RawIOBase):
         return done
 
     def _few_lines(self, piece: memoryview) -> memoryview:
-        """Return the beginning of a piece with as many lines as mpirun can tag; wait once until it can.
-
-        Nothing is returned if mpirun does not read.
-        """
+        """Return the part of a chunk whose lines mpirun can tag; empty if mpirun does not read."""
         found = bytes(piece)
         deadline_s = monotonic() + (0.0 if self._is_mpirun_behind else self._patience_s)
         num_lines = min(found.count(b"\n"), MAX_LINES_AT_ONCE)
@@ -117,7 +108,7 @@ class DroppingStream(io.RawIOBase):
         return piece[: end + 1]
 
     def _is_ready(self) -> bool:
-        """Wait until the reader takes something; with patience the first time, without after that."""
+        """Wait for the reader, and return whether it reads; after a timeout, later calls do not wait."""
         if _is_file(self._handle):
             return True
         poller = select.poll()
@@ -143,14 +134,14 @@ def _is_file(handle: int) -> bool:
     try:
         return stat.S_ISREG(os.fstat(handle).st_mode)
     except OSError:
-        return True  # closed: writing says so
+        return True  # the descriptor is closed: the write raises an error
 
 
 def leave_terminal_of_mpirun() -> None:
     """Redirect standard output to standard error's pipe, if mpirun has made standard output a terminal.
 
-    For a rank whose launcher reads both streams as one. A process can read how many bytes of a pipe are
-    unread, but not of a terminal; ``MAX_LINES_AT_ONCE`` needs that number.
+    ``MAX_LINES_AT_ONCE`` requires the number of unread bytes, which is available for a pipe but not for a
+    terminal. Only for ranks whose launcher reads both streams as one.
     """
     with suppress(OSError, ValueError, AttributeError):
         if "OMPI_COMM_WORLD_RANK" in os.environ and os.isatty(1) and _is_pipe(2):
@@ -159,7 +150,7 @@ def leave_terminal_of_mpirun() -> None:
 
 
 def num_dropped_bytes() -> int:
-    """Return how many of the last bytes of standard output and error could not be shown."""
+    """Return the number of bytes that standard output and error have dropped since their last output."""
     num_bytes = 0
     for stream in (sys.stdout, sys.stderr):
         with suppress(AttributeError, OSError, ValueError):
@@ -170,13 +161,13 @@ def num_dropped_bytes() -> int:
 
 
 def ignore_unencodable_output() -> None:
-    """Let this process's standard output and error never raise, at its end neither."""
+    """Replace standard output and error by streams that never raise, even at the end of the process."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         try:
             handle = stream.fileno() if stream is not None else number
         except (OSError, ValueError):
-            continue  # a test's, or a notebook's: it is not a descriptor
+            continue  # a stream of a test or notebook has no descriptor
         with suppress(AttributeError, OSError):
             stream.flush()
         setattr(

@@ -1,4 +1,4 @@
-"""Background work for the duration of a block of code."""
+"""Background threads."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from threading import Event, Thread
 
 @contextmanager
 def background_thread(work: Callable[[Event], None]) -> Iterator[None]:
-    """Do work in a thread while the block runs.
-
-    Args:
-        work: Gets what is set when the block is over, and returns soon after that.
-    """
+    """Run ``work`` in a thread during the block. It must return soon after its argument, an event, is set."""
     over = Event()
     thread = Thread(target=work, args=(over,), daemon=True)
     thread.start()

@@ -1,1 +1,1 @@
-"""Tasks that ship with the package."""
+"""Built-in tasks."""

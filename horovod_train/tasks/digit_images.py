@@ -1,7 +1,4 @@
-"""The handwritten digits that come with scikit-learn, read without importing it.
-
-Its import takes as long as PyTorch's, in every rank, for one file.
-"""
+"""The handwritten digits of scikit-learn, read without importing it, because the import takes long."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from numpy.typing import NDArray
 
 
 def digit_images() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return 1,797 images of 8 x 8 pixels, 0 .. 16, and their classes, 0 .. 9.
+    """Return 1,797 images of 8 x 8 pixels with values 0 .. 16, and their classes, 0 .. 9.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed.
@@ -21,6 +18,6 @@ def digit_images() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     found = find_spec("sklearn")
     if found is None or found.origin is None:
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
-    # As sklearn.datasets.load_digits does: a line an image, its class at the end.
+    # The format of sklearn.datasets.load_digits: one image per line, with its class at the end.
     lines = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
     return lines[:, :-1].reshape(-1, 8, 8), lines[:, -1].astype(np.int64)

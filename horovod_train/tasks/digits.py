@@ -1,4 +1,4 @@
-"""Handwritten digits: scikit-learn's bundled data, a small convolutional network, no download."""
+"""Classification of scikit-learn's bundled handwritten digits with a small convolutional network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from horovod_train.tasks.digit_images import digit_images
 
 
 class Digits:
-    """1,797 images of 8 x 8 pixels, ten classes; every fifth image is kept for evaluation.
+    """1,797 images of 8 x 8 pixels, ten classes; every fifth image is an evaluation sample.
 
     Args:
         width: Channels of the first layer.
@@ -44,7 +44,7 @@ class Digits:
         return TensorDataset(self._images[~self._is_eval], self._labels[~self._is_eval])
 
     def eval_data(self) -> Dataset[tuple[torch.Tensor, ...]]:
-        """Return the 360 samples kept for evaluation."""
+        """Return the 360 evaluation samples."""
         return TensorDataset(self._images[self._is_eval], self._labels[self._is_eval])
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

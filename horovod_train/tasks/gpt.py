@@ -1,4 +1,4 @@
-"""A language model of bytes, trained on the sources of Python's standard library: no download, any size."""
+"""A byte-level language model of configurable size, trained on the sources of Python's standard library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCABULARY = 256
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the number of heads follows from the shape, so that ranks can share them."""
+    """Causal self-attention; the number of heads depends on the shape, so that ranks can shard heads."""
 
     def __init__(self, width: int, head_width: int) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Attention(nn.Module):
         self._head_width = head_width
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what positions take from those before them, shape [batch, length, width]."""
+        """Return the attention output of each position, shape [batch, length, width]."""
         q, k, v = (
             each(x).unflatten(-1, (-1, self._head_width)).transpose(1, 2) for each in (self.q, self.k, self.v)
         )
@@ -32,7 +32,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each of them added to its input."""
+    """Attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, width: int, head_width: int) -> None:
         super().__init__()
@@ -41,16 +41,16 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the next activations, shape [batch, length, width]."""
+        """Return the activations, shape [batch, length, width]."""
         x = x + self.attention(self.norm1(x))
         found: torch.Tensor = x + self.down(functional.gelu(self.up(self.norm2(x))))
         return found
 
 
 class GptModel(nn.Module):
-    """Scores of the next byte, as GPT-2 computes them."""
+    """Decoder with the architecture of GPT-2, for bytes."""
 
-    # How ranks of a tensor axis share it; names as Transformers has them.
+    # Sharding over the ranks of a tensor axis, in the notation of Transformers.
     _tp_plan = {  # noqa: RUF012
         **{f"blocks.*.attention.{name}": "colwise" for name in "qkv"},
         "blocks.*.attention.o": "rowwise",
@@ -67,7 +67,7 @@ class GptModel(nn.Module):
         self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Return the scores of what follows, shape [batch, length, 256]."""
+        """Return the logits of the next byte at each position, shape [batch, length, 256]."""
         x = self.bytes(text) + self.places.weight[: text.shape[1]]
         for block in self.blocks:
             x = block(x)
@@ -76,14 +76,14 @@ class GptModel(nn.Module):
 
 
 class Gpt:
-    """Prepares to run Python code.
+    """Language modeling of Python source code.
 
     Args:
-        layers: Blocks of the model.
-        width: Of activations; a block has 12 x width^2 parameters.
-        head_width: Of a head of attention; divides ``width``.
+        layers: Number of blocks of the model.
+        width: Width of activations; a block has about 12 x width^2 parameters.
+        head_width: Width of an attention head; must divide ``width``.
         length: Bytes of a sample.
-        num_samples: Samples that are trained on; as many bytes are read for them.
+        num_samples: Number of training samples.
     """
 
     def __init__(
@@ -103,27 +103,27 @@ class Gpt:
         return GptModel(*self._sizes)
 
     def train_data(self) -> _Windows:
-        """Return the first bytes, in windows."""
+        """Return the training samples, the first windows of the sources."""
         return _Windows(self._length, 0, self._num_samples)
 
     def eval_data(self) -> _Windows:
-        """Return the next bytes, an eighth as many."""
+        """Return the evaluation samples, the next windows; an eighth as many."""
         return _Windows(self._length, self._num_samples, max(1, self._num_samples // 8))
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        """Return the mean over bytes of -log of what the model gave to each, shape []."""
+        """Return the mean cross entropy over bytes, shape []."""
         scores = model(batch[:, :-1])
         return functional.cross_entropy(scores.flatten(0, 1), batch[:, 1:].flatten())
 
     def metrics(self, model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the same for each sample, shape [batch]."""
+        """Return the mean cross entropy of each sample, shape [batch]."""
         scores = model(batch[:, :-1])
         each = functional.cross_entropy(scores.transpose(1, 2), batch[:, 1:], reduction="none")
         return {"loss": each.mean(1)}
 
 
 class _Windows:
-    """Texts of ``length`` + 1 bytes, one after the other."""
+    """Dataset of consecutive windows of ``length`` + 1 bytes."""
 
     def __init__(self, length: int, first: int, number: int) -> None:
         begin, end = first * length, (first + number) * length + 1
@@ -140,7 +140,7 @@ class _Windows:
 
 
 def _source(num_bytes: int) -> bytes:
-    """Return so many bytes of the standard library's sources, over and over if there are fewer."""
+    """Return at least this many bytes of the standard library's sources, repeated if there are fewer."""
     text = b""
     for path in sorted(Path(os.__file__).parent.rglob("*.py")):
         if len(text) >= num_bytes:

@@ -16,15 +16,14 @@ NUM_CLASSES = 10
 
 
 class VitDigits:
-    """1,797 images of 8 x 8 pixels, scaled to what the model was trained on; every fifth is kept apart.
+    """1,797 images of 8 x 8 pixels, scaled to the model's image size; every fifth is an evaluation sample.
 
     Args:
-        pretrained: Folder with ``config.json`` and ``model.safetensors``, as ``save_pretrained`` or a
-            download of a model such as google/vit-base-patch16-224 leaves it. Its classifier is replaced
-            by one for ten classes.
+        pretrained: Folder with ``config.json`` and ``model.safetensors``, from ``save_pretrained`` or a
+            download such as google/vit-base-patch16-224. Its classifier is replaced by one for ten classes.
 
     Raises:
-        FileNotFoundError: The folder holds no model.
+        FileNotFoundError: The folder contains no model.
     """
 
     def __init__(self, pretrained: str) -> None:
@@ -46,7 +45,7 @@ class VitDigits:
         return self._images(is_eval=False)
 
     def eval_data(self) -> _Images:
-        """Return the 360 samples kept for evaluation."""
+        """Return the 360 evaluation samples."""
         return self._images(is_eval=True)
 
     def metrics(self, found: Any) -> dict[str, float]:
@@ -62,7 +61,7 @@ class VitDigits:
 
 
 class _Images:
-    """Samples as the model takes them: ``pixel_values`` of [channels, size, size], and ``labels``."""
+    """Dataset of ``pixel_values``, shape [channels, size, size], and ``labels``."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, size: int, num_channels: int) -> None:
         self._pixels = images
