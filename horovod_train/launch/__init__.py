@@ -1,1 +1,1 @@
-"""The control side: plans that start ranks, and carrying them out."""
+"""Launchers of jobs, and supervision of the ranks that they start."""

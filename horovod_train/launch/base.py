@@ -1,7 +1,7 @@
-"""How ranks get started: plan first, act second.
+"""Launch requests, launch plans, and the interface of launchers.
 
-A launcher turns a job into a ``LaunchPlan``: one command, what it adds to the environment, and the
-files it needs. The plan is a value; ``--dry-run`` prints it and nothing else happens.
+A launcher converts a job into a ``LaunchPlan``: one command, its additional environment variables, and its
+files. ``--dry-run`` prints the plan, and does nothing else.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from horovod_train.launch.hosts.ssh import ssh_config
 State = Literal[
     "waiting", "starting", "running", "leaving", "succeeded", "failed", "preempted", "cancelled", "unknown"
 ]
-# Whoever waits for a job is patient with a system that does not answer, for so long.
+# Time for which clients retry when the system of a launcher does not respond.
 PATIENCE_S = 600.0
 ENDED: frozenset[State] = frozenset({"succeeded", "failed", "preempted", "cancelled"})
 
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What is to be started.
+    """Job, run and folders of a launch.
 
     Attributes:
-        job: The resolved job; ``launch.num_ranks`` and ``launch.launcher`` are set.
-        run_id: Name of this run.
-        run_dir: Folder of the job's runs, absolute: checkpoints, and a folder for each run.
-        folder: Where the ranks are to run, absolute.
-        own_interface: This machine's network interface towards the hosts; None: none is needed, or it
-            is not known.
-        attempt: How often the ranks of this run were started before.
+        job: Resolved job; ``launch.num_ranks`` and ``launch.launcher`` are set.
+        run_id: Name of the run.
+        run_dir: Absolute path of the job's folder, with checkpoints and a folder for each run.
+        folder: Absolute path of the working directory of ranks.
+        own_interface: This machine's network interface towards the hosts; None: not needed, or unknown.
+        attempt: Number of earlier attempts of this run.
         program: Python module and arguments of a rank; empty: the worker.
-        num_wanted: Ranks that the job asked for, where it may be given fewer; None: as many as are started.
+        num_wanted: Requested number of ranks, if the job may start with fewer; None: ``num_ranks``.
     """
 
     job: Job
@@ -54,66 +53,66 @@ class LaunchRequest:
 
     @property
     def log_dir(self) -> Path:
-        """Folder of this run: its resolved job, its state and its output."""
+        """Run folder, with the resolved job, the state and the output."""
         return self.run_dir / self.run_id
 
     @property
     def job_id(self) -> str:
-        """ID of a submitted job."""
+        """ID of the job: its name, and the name of the run."""
         return f"{self.job.name}-{self.run_id}"
 
     @property
     def stage(self) -> str:
         """Folder on each host for the files that ranks start with."""
-        # Made with mode 0700, and never used again: a host that was lost may still have the last one.
+        # Created with mode 0700, and never reused: a lost host may still have the last one.
         return f"/tmp/horovod_train-{self.job_id}" + (f"-{self.attempt}" if self.attempt else "")  # noqa: S108
 
     @property
     def num_ranks(self) -> int:
-        """Ranks to start."""
+        """Number of ranks to start."""
         return self.job.launch.num_ranks or 1
 
     @cached_property
     def hosts(self) -> list[Host]:
-        """Hosts that get ranks."""
+        """Hosts that run ranks."""
         return hosts_of(self.job.launch)
 
     @property
     def is_remote(self) -> bool:
-        """Whether other machines take part."""
+        """Whether other machines run ranks."""
         return any(not host.is_local for host in self.hosts)
 
     @property
     def ssh(self) -> tuple[str, ...]:
-        """How ssh is called for this run."""
+        """Program and options of the ssh calls of this run."""
         return ("ssh", "-F", str(self.ssh_config))
 
     @property
     def ssh_config(self) -> Path:
-        """The configuration that ssh is called with."""
+        """Path of this run's ssh configuration."""
         return self.log_dir / "ssh_config"
 
     @property
     def files_for_ssh(self) -> dict[Path, str]:
-        """The configuration of ssh by its path, for a run that needs one."""
+        """Content of this run's ssh configuration by its path; empty if no other machine runs ranks."""
         return {self.ssh_config: ssh_config(self.job.launch.ssh)} if self.is_remote else {}
 
     @property
     def rank_command(self) -> str:
-        """What starts one rank on any of the hosts."""
+        """Command that starts one rank, on any host."""
         return f"{self.stage}/rank"
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Everything that a launch does.
+    """Command, environment variables and files of a launch.
 
     Attributes:
-        argv: The one command that starts all ranks.
-        env: What is added to the environment of that command.
-        files: Contents by path, written before.
-        note: What a person who reads the plan should know; may be empty.
-        is_by_hand: The command is what a person would do with the files; it is not called.
+        argv: Command that starts all ranks.
+        env: Variables to add to the environment of the command.
+        files: Contents by path; they are written before the command starts.
+        note: Remark for readers of the plan; may be empty.
+        is_by_hand: ``argv`` is the equivalent command for a user; the launcher does not run it.
     """
 
     argv: tuple[str, ...]
@@ -123,18 +122,18 @@ class LaunchPlan:
     is_by_hand: bool = False
 
     def write_files(self) -> None:
-        """Write the files."""
+        """Write the files, and create missing folders."""
         for path, content in self.files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
 
     def in_full(self) -> str:
-        """Return the plan with the contents of its files."""
+        """Return the plan as text, with the contents of its files."""
         files = [f"# {path}\n{content.rstrip()}\n" for path, content in self.files.items()]
         return "\n".join([*files, self._command()])
 
     def as_text(self) -> str:
-        """Return the plan as commands that a person could type."""
+        """Return the plan as shell commands, with the names and sizes of its files."""
         lines = [f"# writes {path} ({len(content)} bytes)" for path, content in self.files.items()]
         return "\n".join([*lines, self._command()])
 
@@ -147,14 +146,13 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class JobStatus:
-    """How a submitted job stands.
+    """Status of a submitted job.
 
     Attributes:
-        state: One word.
-        exit_code: How it ended; None while it has not.
-        message: What explains the state; may be empty.
-        cause: Of a job that has failed, what kind of failure whoever carried it out has seen; empty: none.
-        lost_ranks: Ranks that were killed, were frozen or missing from a collective, as far as that is known.
+        exit_code: None: the job has not ended.
+        message: Explanation of the state; may be empty.
+        cause: Kind of failure of a failed job, as recorded by its launcher; empty: none.
+        lost_ranks: Ranks that were killed, were frozen, or did not join a collective, if they are known.
     """
 
     state: State
@@ -165,7 +163,7 @@ class JobStatus:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will happen, as far as can be known."""
+        """Whether the state is final, or an exit code is known."""
         return self.state in ENDED or self.exit_code is not None
 
     def __str__(self) -> str:
@@ -174,15 +172,7 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class Submitted:
-    """A job that was given to a launcher.
-
-    Attributes:
-        job_id: ID of the job.
-        launcher: Which launcher has it.
-        native_id: What that launcher, or the system behind it, calls it.
-        log_dir: Folder of the run.
-        submitted_unix_s: When.
-    """
+    """Record of a submitted job; ``native_id`` is its ID for the launcher, such as a PID or Slurm job ID."""
 
     job_id: str
     launcher: str
@@ -192,80 +182,76 @@ class Submitted:
 
 
 class Launcher(Protocol):
-    """Starts jobs somewhere, and speaks about them afterwards.
+    """Interface of launchers, which start jobs and report their status.
 
-    It is made without arguments. A launcher that starts ranks from this process has a method
-    ``run(request, plan, console)`` as well, which stays with the job and returns its exit code;
-    ``horovod-train run`` submits to the others, follows the log, and waits. One that finds hosts in the
-    environment has ``hosts(environ)``, which returns them for jobs that name none.
+    A launcher is created without arguments. If it starts ranks from this process, it also has a method
+    ``run(request, plan, console)``, which supervises the job and returns its exit code. For other launchers,
+    ``horovod-train run`` submits the job, follows its log, and waits for its end. If it reads hosts from the
+    environment, it has ``hosts(environ)``, which returns the hosts of jobs that list none.
 
     Attributes:
-        has_local_files: Whether the folder of a run is one of this machine.
+        has_local_files: Whether the run folder is on this machine.
     """
 
     has_local_files: bool
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Return what would start the ranks; has no effect.
+        """Return the plan that starts the ranks; has no effect.
 
         Raises:
-            LaunchError: This launcher cannot start such a job here.
+            LaunchError: This launcher cannot start the job on this machine.
         """
         ...
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
-        """Start a job and return at once; returns what the launcher calls it.
+        """Start a job, and return its native ID without waiting for its end.
 
         Raises:
-            LaunchError: It was not accepted.
+            LaunchError: The job is rejected.
         """
         ...
 
     def status(self, job: Submitted) -> JobStatus:
-        """Return how a job stands.
+        """Return the status of a job.
 
         Raises:
-            LaunchError: That cannot be known.
+            LaunchError: The status cannot be determined.
         """
         ...
 
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
-        """Yield the lines of a job's output, with ``follow`` until it ends."""
+        """Yield the lines of a job's output; with ``follow``, until the job ends."""
         ...
 
     def cancel(self, job: Submitted, how: Literal["drain", "stop", "kill"]) -> None:
         """End a job.
 
         Args:
-            job: Which one.
-            how: drain: save and leave, however long it takes; stop: the same, and kill when the grace
-                is over; kill: at once.
+            job: Job to end.
+            how: drain: the ranks save and exit, without a time limit; stop: the same, and ranks are killed
+                after the grace period; kill: ranks are killed immediately.
         """
         ...
 
     def wait(self, job: Submitted) -> JobStatus:
-        """Return how a job ended, when it has."""
+        """Block until a job has ended, and return its status."""
         ...
 
 
 class PolledLauncher:
-    """What launchers have in common that can only be asked how a job stands.
-
-    Attributes:
-        poll_s: Time between two questions, in seconds.
-    """
+    """Base class of launchers that poll the status of a job every ``poll_s`` seconds."""
 
     poll_s = 1.0
 
     def status(self, job: Submitted) -> JobStatus:
-        """Return how a job stands."""
+        """Return the status of a job."""
         raise NotImplementedError
 
     def wait(self, job: Submitted) -> JobStatus:
-        """Return how a job ended, when it has.
+        """Block until a job has ended, and return its status.
 
         Raises:
-            LaunchError: That could not be known for ten minutes.
+            LaunchError: The status could not be determined for ten minutes.
         """
         known_s = monotonic()
         while True:
@@ -281,7 +267,7 @@ class PolledLauncher:
             sleep(self.poll_s)
 
     def is_running(self, job: Submitted) -> bool:
-        """Return whether a job may still write to its log; also when that cannot be known now."""
+        """Return whether a job may still write to its log; True if its status cannot be determined."""
         try:
             return not self.status(job).has_ended
         except LaunchError:

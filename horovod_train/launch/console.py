@@ -1,4 +1,4 @@
-"""Show a running job to a person: a progress bar on a terminal, lines elsewhere."""
+"""Display of a running job: a progress bar on a terminal, lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ LINE_INTERVAL_S = 5.0
 
 
 class JobConsole:
-    """Shows events and output of a job.
-
-    Args:
-        console: Where to.
-    """
+    """Display of the events and the output of a job on a console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -29,7 +25,7 @@ class JobConsole:
         self._next_line = 0.0
 
     def show(self, event: Event, rank: int) -> None:
-        """Show one event of a rank."""
+        """Show an event of a rank."""
         if isinstance(event, ProgressEvent):
             self._show_progress(event)
             return
@@ -40,18 +36,18 @@ class JobConsole:
             self.print(text)
 
     def print(self, text: str) -> None:
-        """Print text, above the bar if there is one."""
+        """Print text, above the progress bar if there is one."""
         if self._progress is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
         if self._console.quiet:
             return
-        # Not through rich: a task may print faster than rich lays lines out, and would have to wait for it.
+        # rich is bypassed, because it may format lines more slowly than a task prints them.
         self._console.file.write(strip_control_codes(text) + "\n")
         self._console.file.flush()
 
     def close(self) -> None:
-        """Let go of the terminal. Safe to call twice."""
+        """Remove the progress bar. Safe to call twice."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

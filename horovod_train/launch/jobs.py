@@ -1,6 +1,6 @@
 """Records of jobs: the state of each run, next to its log, and the list of submitted jobs.
 
-<run>/state.json                                     written by the launcher
+<run folder>/state.json                              written by the launcher
 $XDG_STATE_HOME/horovod_train/jobs/<job id>.json     written when a job is started
 """
 
@@ -68,8 +68,8 @@ def remember(request: LaunchRequest, native_id: str) -> Submitted:
 
 
 def record_end(job_id: str, status: JobStatus) -> None:
-    """Record the final status of a job, for when Slurm or Kubernetes has deleted it."""
-    with suppress(OSError):  # the caller is informed in any case
+    """Record the final status of a job, because Kubernetes deletes finished jobs."""
+    with suppress(OSError):  # the caller has the status in any case
         write_whole(_end_file(job_id), json.dumps(asdict(status)))
 
 
@@ -131,10 +131,10 @@ def mark_cancelled(log_dir: Path) -> None:
 
 
 class StateFile:
-    """The state of one run, in a file. Write errors are reported, and do not end the run.
+    """State of one run, in a file. Write errors are reported, and do not end the run.
 
     Args:
-        log_dir: Folder of the run.
+        log_dir: Run folder.
         warn: Called once if the file cannot be written.
         on_change: Called with state and message when either changes.
     """
@@ -162,7 +162,7 @@ class StateFile:
         cause: str = "",
         lost_ranks: Sequence[int] = (),
     ) -> None:
-        """Write the state, with this process as the launcher."""
+        """Write the state, and record this process as the launcher."""
         self._last = (state, exit_code, message, cause, lost_ranks)
         message = "; ".join(filter(None, (message, *self._remarks.values())))
         if self._last_change != (state, message):
@@ -220,7 +220,7 @@ class StateFile:
                 self.write(*self._last)
 
     def read(self) -> JobStatus:
-        """Return the status; if the launcher process no longer exists, the run has failed."""
+        """Return the status; ``failed``, if the launcher process no longer exists."""
         status = self.read_elsewhere()
         document = self._document()
         # A requeued Slurm job has no launcher process while it is queued.
@@ -239,7 +239,7 @@ class StateFile:
         return JobStatus("failed", 137, "the launcher process was killed, and all ranks have ended")
 
     def touched(self) -> AbstractContextManager[None]:
-        """While the block runs, update the file's mtime, a heartbeat of the launcher for other hosts."""
+        """Update the file's mtime while the block runs, as a heartbeat of the launcher for other hosts."""
 
         def touch(over: Event) -> None:
             while not over.wait(TOUCHED_EVERY_S):
@@ -320,7 +320,7 @@ def _write_over(path: Path, text: str) -> None:
 
 
 def _is_alive(document: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote a state still exists; a PID alone may have been reused."""
+    """Return whether the process that wrote a state still exists; its PID alone may have been reused."""
     pid = document["pid"]
     if "boot_id" in document:
         is_same = document["boot_id"] == boot_id() and document["pid_start_ticks"] == start_ticks(pid)

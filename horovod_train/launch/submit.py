@@ -1,4 +1,4 @@
-"""From a job to a launch: fill in what depends on this machine, and hand it to its launcher."""
+"""Start of jobs: values that depend on this machine, plans, submission, and records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from horovod_train.registry import LAUNCHERS
 
 
 def resolve(job: Job, run_id: str | None = None) -> LaunchRequest:
-    """Fill in what depends on this machine: paths, the number of ranks, the way to the hosts."""
+    """Resolve values of a job that depend on this machine: paths, launcher, hosts, ranks and interface."""
     launch = job.launch
     is_elsewhere = launch.hosts or (launch.elastic is not None and launch.elastic.discover is not None)
     is_alone = not is_elsewhere and launch.most_ranks == 1
@@ -50,36 +50,36 @@ def _absolute(folder: str | None) -> str | None:
 
 
 def new_run_id() -> str:
-    """Return a name for a run: the time, and what keeps two runs of one second apart."""
+    """Return a name for a run: the time, and random digits for runs of the same second."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 def launcher_named(name: str) -> Launcher:
-    """Return a launcher.
+    """Return a launcher by its name.
 
     Raises:
-        UnknownNameError: There is none of this name.
+        UnknownNameError: No launcher has this name.
     """
     launcher: Launcher = LAUNCHERS.load(name)()
     return launcher
 
 
 def submitted(job_id: str) -> tuple[Launcher, Submitted]:
-    """Return who has a submitted job, and the job.
+    """Return the launcher and the record of a submitted job.
 
     Raises:
-        UserError: No such job.
+        UserError: The job does not exist.
     """
     job = find_job(job_id)
     return launcher_named(job.launcher), job
 
 
 def make_plan(request: LaunchRequest) -> LaunchPlan:
-    """Return what a launch would do.
+    """Return the plan of a launch.
 
     Raises:
-        UnknownNameError: No such launcher.
-        LaunchError: It cannot start such a job here.
+        UnknownNameError: The launcher does not exist.
+        LaunchError: The launcher cannot start the job on this machine.
     """
     launcher = launcher_named(request.job.launch.launcher)
     plan = launcher.plan(request)
@@ -92,16 +92,10 @@ def make_plan(request: LaunchRequest) -> LaunchPlan:
 
 
 def run_job(request: LaunchRequest, plan: LaunchPlan, console: JobConsole, *, is_new: bool) -> int:
-    """Start a job, stay with it to its end, and return the exit code that tells how it went.
-
-    Args:
-        request: What to start.
-        plan: How.
-        console: Where to show it.
-        is_new: Whether it is to be remembered; one that was submitted is already.
+    """Start a job, wait for its end, and return its exit code; record the job, if it ``is_new``.
 
     Raises:
-        HorovodTrainError: Anything but a good end, explained.
+        HorovodTrainError: The job failed, was preempted or cancelled.
     """
     launcher = launcher_named(request.job.launch.launcher)
     if hasattr(launcher, "run"):
@@ -136,10 +130,10 @@ def follow(request: LaunchRequest, launcher: Launcher, native_id: str, console: 
 
 
 def submit_job(request: LaunchRequest, plan: LaunchPlan, warn: Callable[[str], None]) -> str:
-    """Start a job and return its id at once.
+    """Start a job, and return its ID without waiting for its end.
 
     Raises:
-        LaunchError: It was not accepted.
+        LaunchError: The launcher rejects the job.
     """
     native_id = launcher_named(request.job.launch.launcher).submit(request, plan)
     return record_job(request, native_id, warn).job_id

@@ -1,1 +1,1 @@
-"""Machines that carry ranks: how they are named, reached, compared, and told what to do."""
+"""Hosts of a run: host lists, ssh, agents, network interfaces, secrets and staged files."""

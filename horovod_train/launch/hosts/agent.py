@@ -1,11 +1,11 @@
-"""The agent of a launch on another host: started over ssh, it performs actions for the launcher.
+"""Agent: a process on a remote host, started over ssh, that performs actions for the launcher.
 
     launcher  -- {"id": 1, "do": "put", "args": {...}} -->  agent
               <-- {"id": 1, "result": ...}             --
 
-Requests and answers are lines of JSON on the ssh connection: no port is opened and nothing is pickled. When
-the connection ends, or no request arrives for too long, the launcher is assumed dead, and every process
-of the run on this host is killed.
+Requests and responses are lines of JSON on the ssh connection: no port is opened and nothing is pickled. When
+the connection ends, or no request arrives for ``silence_s``, the agent assumes that the launcher is dead, and
+kills every process of the run on its host.
 """
 
 from __future__ import annotations
@@ -42,19 +42,12 @@ RANK_VARIABLE = "HOROVOD_TRAIN_RANK_PID"
 
 CONNECT_TIMEOUT_S = 4.0
 BUSY = 0.2
-"""A process that runs, or waits for a CPU, for at least this fraction of the time is not frozen."""
+"""A process that runs, or waits for a CPU, for more than this fraction of the time is not frozen."""
 
 
 @dataclass(frozen=True)
 class UnresponsiveRank:
-    """A rank that has no heartbeat.
-
-    Attributes:
-        rank: Number of the rank.
-        pid: PID of its process.
-        silent_s: Seconds since its last heartbeat or CPU activity.
-        doing: State of its process, such as ``stopped``.
-    """
+    """A rank without heartbeat and CPU activity for ``silent_s``; ``doing`` is the state of its process."""
 
     rank: int
     pid: int
@@ -63,11 +56,7 @@ class UnresponsiveRank:
 
 
 class HostActions:
-    """Actions that the agent performs on this host for one run.
-
-    Args:
-        stage: Folder for the run's files on each host; its path also identifies the run's processes.
-    """
+    """Actions of the agent on its host; the path ``stage`` identifies the processes and files of the run."""
 
     def __init__(self, stage: str) -> None:
         self.stage = Path(stage)
@@ -84,11 +73,7 @@ class HostActions:
         return True
 
     def describe(self, others: Sequence[str]) -> HostFacts:
-        """Return versions, interfaces and other facts about this host.
-
-        Args:
-            others: Names of other hosts, to determine the local address of the route to each.
-        """
+        """Return paths, addresses and other facts about this host, and its addresses towards ``others``."""
         return describe_host(others)
 
     def fingerprint(self, task: str | None) -> dict[str, str]:
@@ -100,7 +85,7 @@ class HostActions:
         return examine_host(folders, names, ports)
 
     def listen(self, address: str, name: str) -> int:
-        """Listen on an address, and answer connections with a name; return the port."""
+        """Listen on an address, send a name to each client, and return the port."""
         listener = socket.create_server((address, 0))
         self._listeners.append(listener)
 
@@ -116,15 +101,7 @@ class HostActions:
         return port
 
     def reach(self, source: str, targets: Sequence[tuple[str, str, int]]) -> dict[str, str]:
-        """Try to reach others from an address of this host.
-
-        Args:
-            source: Address to connect from.
-            targets: Name, address and port of each.
-
-        Returns:
-            The error by target, for targets that were not reached.
-        """
+        """Connect from ``source`` to each target (name, address, port); return the errors by name."""
         failed = {}
         for name, address, port in targets:
             try:
@@ -140,8 +117,8 @@ class HostActions:
     def unresponsive_ranks(self, limit_s: float) -> list[UnresponsiveRank]:
         """Return ranks of this host without heartbeat and CPU activity for at least ``limit_s``.
 
-        A rank in one long call that holds the GIL sends no heartbeat either, but uses a CPU or waits for
-        one; on an oversubscribed host, such a call takes even longer.
+        A rank in a long call that holds the GIL sends no heartbeat, but it uses a CPU or, on an
+        oversubscribed host, waits for one.
         """
         now_s = time.monotonic()
         found = []
@@ -166,7 +143,7 @@ class HostActions:
         """Return when a process was last busy, estimated from the previous call and this one."""
         times = process.cpu_times()
         busy_s = times.user + times.system + cpu_wait_s(process.pid)
-        # Linux counts a wait for a CPU when it ends. A runnable process with unchanged times still waits.
+        # Linux counts a CPU wait when it ends. A runnable process with unchanged times is still waiting.
         is_waiting = process.status() == psutil.STATUS_RUNNING and self._last_look.get(process.pid) == busy_s
         self._last_look[process.pid] = busy_s
         last = self._last_busy.get(process.pid)
@@ -177,10 +154,10 @@ class HostActions:
     # -- files
 
     def put(self, files: Mapping[str, str], archive: str = "") -> None:
-        """Write files that only this user can read.
+        """Write files into the folder of the run, readable only by this user.
 
         Args:
-            files: Contents by name; those that start with ``#!`` can be executed.
+            files: Contents by name; a file that starts with ``#!`` is executable.
             archive: Zip file in base64 to unpack into ``code/``; empty: none.
 
         Raises:
@@ -242,7 +219,7 @@ class HostActions:
 
 
 def _is_rank(process: psutil.Process, variables: set[bytes]) -> bool:
-    """Whether a process is a rank, not a child process of one (see ``staging.py``)."""
+    """Return whether a process is a rank, and not a child process of a rank (see ``staging.py``)."""
     return f"{RANK_VARIABLE}={process.pid}".encode() in variables
 
 
@@ -251,15 +228,10 @@ GREETING = "horovod_train agent"
 
 
 def serve(stage: str, silence_s: float) -> None:
-    """Perform the requests on standard input until it is closed.
-
-    Args:
-        stage: Folder of the run on this host.
-        silence_s: Seconds without a request after which the launcher is assumed dead.
-    """
+    """Perform requests from standard input; at its end, or after ``silence_s`` without one, end the run."""
     host = HostActions(stage)
     answers = os.dup(1)
-    os.dup2(2, 1)  # output of other code must not mix with the answers
+    os.dup2(2, 1)  # output of other code must not mix with the responses
     os.write(answers, f"{GREETING} {__version__}\n".encode())
     try:
         buffer = b""
@@ -280,7 +252,7 @@ def serve(stage: str, silence_s: float) -> None:
 
 
 def answer(host: HostActions, request: Mapping[str, Any]) -> dict[str, object]:
-    """Perform an action, and return its result or its error: the launcher decides what an error means."""
+    """Perform an action, and return its result or its error, which the launcher interprets."""
     try:
         return {"id": request["id"], "result": getattr(host, request["do"])(**request["args"])}
     except Exception as error:  # noqa: BLE001

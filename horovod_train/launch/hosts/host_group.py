@@ -1,6 +1,6 @@
-"""All hosts of a run: reached, compared, prepared, watched, and cleared up at the end.
+"""Hosts of a run: connections, actions on all hosts, monitoring, and cleanup.
 
-This machine takes part directly, every other host through an agent behind ssh.
+Actions on this machine run in this process; actions on other hosts run in an agent, over ssh.
 """
 
 from __future__ import annotations
@@ -37,13 +37,7 @@ Subject = TypeVar("Subject")
 
 @dataclass(frozen=True)
 class Reply:
-    """What an agent answers.
-
-    Attributes:
-        id: Number of the question.
-        result: What was done has returned, as JSON.
-        error: What went wrong; empty: nothing.
-    """
+    """Response of an agent: number of the request, and JSON result of the action or error message."""
 
     id: int
     result: object = None
@@ -51,10 +45,10 @@ class Reply:
 
 
 def result_of(do: Callable[..., Result], document: object) -> Result:
-    """Return what a method of ``HostActions`` has returned, from JSON.
+    """Convert the JSON result of a method of ``HostActions`` to its return type.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The document does not have this type.
     """
     result: Result = _adapter(do).validate_python(document)
     return result
@@ -62,48 +56,48 @@ def result_of(do: Callable[..., Result], document: object) -> Result:
 
 @cache
 def _adapter(do: Callable[..., Result]) -> TypeAdapter[Result]:
-    # Created once: each host is polled once a second.
+    # Cached, because each host is polled at least once a second.
     return TypeAdapter(get_type_hints(do)["return"])
 
 
 class HostConnection(Protocol):
-    """A host that takes part, and how it is spoken to."""
+    """Connection to a host of a run."""
 
     host: Host
 
     def call(self, do: Callable[..., Result], /, **args: object) -> Result:
-        """Do what a method of ``HostActions`` does, there.
+        """Perform a method of ``HostActions`` on the host, and return its result.
 
         Raises:
-            LaunchError: It failed, or the host does not answer.
+            LaunchError: The action failed, or the host does not respond.
         """
         ...
 
     def submit(self, do: Callable[..., Result], /, **args: object) -> Future[Result]:
-        """Begin to do it."""
+        """Start an action on the host, and return a future of its result."""
         ...
 
     def close(self) -> None:
-        """Kill what is left of the run there, and let go."""
+        """Kill the remaining processes of the run on the host, remove its files, and disconnect."""
         ...
 
 
 class LocalHost:
-    """This machine."""
+    """Connection to this machine."""
 
     def __init__(self, host: Host, stage: str) -> None:
         self.host = host
         self._actions = HostActions(stage)
 
     def call(self, do: Callable[..., Result], /, **args: object) -> Result:
-        """Do it in this process."""
+        """Perform an action in this process."""
         try:
             return do(self._actions, **args)
         except OSError as error:
             raise LostError(f"{self.host.name}: {do.__name__}: {error}", hosts=[self.host.name]) from error
 
     def submit(self, do: Callable[..., Result], /, **args: object) -> Future[Result]:
-        """Do it in this process."""
+        """Perform an action in this process, and return a completed future."""
         answer: Future[Result] = Future()
         try:
             answer.set_result(self.call(do, **args))
@@ -112,22 +106,22 @@ class LocalHost:
         return answer
 
     def close(self) -> None:
-        """Kill what is left of the run."""
+        """Kill the remaining processes of the run, and remove its files."""
         self._actions.kill()
         self._actions.remove()
 
 
 class RemoteHost:
-    """Another host, behind ssh.
+    """Connection to the agent of another host, over ssh.
 
     Args:
-        host: Which one.
-        shell: What runs a command there, which is its last argument.
+        host: The host.
+        shell: Command prefix that runs a command on the host; the command is appended as one argument.
         stage: Folder of the run on each host.
-        silence_s: The agent takes the launcher for dead after hearing nothing for so long, in seconds.
+        silence_s: Seconds without a request after which the agent assumes that the launcher is dead.
 
     Raises:
-        LaunchError: It cannot be reached, or has no environment; it says what to do.
+        LaunchError: The host cannot be reached, or its environment cannot be used; contains a hint.
     """
 
     def __init__(self, host: Host, shell: Sequence[str], stage: str, silence_s: float) -> None:
@@ -145,7 +139,7 @@ class RemoteHost:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the launcher to handle
+            start_new_session=True,  # Ctrl-C must reach only the launcher
         )
         self._version: Future[str] = Future()
         self._stderr_lines: list[str] = []
@@ -159,7 +153,7 @@ class RemoteHost:
             output = "".join(self._stderr_lines) or (
                 "timed out" if isinstance(error, FutureTimeoutError) else ""
             )
-            if is_of_another_version(output):  # so much so that it has no agent where it is looked for
+            if is_of_another_version(output):  # its agent is missing, or in another module
                 raise other_version(host.name, _remote_version(shell, python)) from None
             raise explain(host.name, self._process.returncode, output, python) from None
         if version != __version__:
@@ -167,7 +161,7 @@ class RemoteHost:
             raise other_version(host.name, version)
 
     def call(self, do: Callable[..., Result], /, **args: object) -> Result:
-        """Do it there."""
+        """Perform an action on the host, and return its result."""
         answer = self.submit(do, **args)
         try:
             return answer.result(CALL_TIMEOUT_S)
@@ -181,7 +175,7 @@ class RemoteHost:
             ) from None
 
     def submit(self, do: Callable[..., Result], /, **args: object) -> Future[Result]:
-        """Begin to do it there."""
+        """Send a request to the agent, and return a future of its result."""
         answer: Future[Result] = Future()
 
         def settle(reply: Reply | None) -> None:
@@ -216,15 +210,15 @@ class RemoteHost:
 
     @property
     def pid(self) -> int:
-        """Process of ssh."""
+        """PID of the ssh process."""
         return self._process.pid
 
     def abandon(self) -> None:
-        """Wait for it no longer."""
+        """Kill the ssh process, so that pending requests fail."""
         self._process.kill()
 
     def close(self) -> None:
-        """End the agent; it kills what is left of the run and removes its files first."""
+        """End the agent, which first kills the remaining processes of the run and removes its files."""
         self._end()
 
     def _end(self) -> None:
@@ -249,7 +243,7 @@ class RemoteHost:
             for line in stream:
                 self.last_answer_s = monotonic()
                 if not self._version.done():
-                    # What a login script prints comes before.
+                    # The output of login scripts precedes the greeting.
                     text = line.decode(errors="replace")
                     if text.startswith(GREETING):
                         self._version.set_result(text.removeprefix(GREETING).strip())
@@ -259,7 +253,7 @@ class RemoteHost:
                     with self._lock:
                         settle = self._waiting.pop(reply.id)
                 except (ValueError, TypeError, KeyError):
-                    # Something that a login script has left running prints, too: no answer is lost by it.
+                    # Not a response, but the output of a background process of a login script.
                     self._stderr_lines = [*self._stderr_lines[-20:], line.decode(errors="replace")]
                     continue
                 settle(reply)
@@ -279,7 +273,7 @@ class RemoteHost:
 
 
 def _remote_version(shell: Sequence[str], python: str) -> str:
-    """Return the version of this package behind a shell; empty: it does not say."""
+    """Return the version of this package on a host; empty: unknown."""
     code = "import horovod_train; print(horovod_train.__version__)"
     try:
         done = subprocess.run(
@@ -296,11 +290,7 @@ def _remote_version(shell: Sequence[str], python: str) -> str:
 
 
 class HostGroup:
-    """The hosts of a run.
-
-    Args:
-        connections: One for each host.
-    """
+    """The hosts of a run, with one connection for each."""
 
     def __init__(self, connections: Sequence[HostConnection]) -> None:
         self.connections = connections
@@ -310,10 +300,10 @@ class HostGroup:
     def each(
         self, do: Callable[..., Result], args: Callable[[HostConnection], Mapping[str, object]] = lambda _: {}
     ) -> dict[str, Result]:
-        """Do the same on all hosts at once; return each host's result by its name.
+        """Perform an action on all hosts in parallel, and return the results by host name.
 
         Raises:
-            LaunchError: It failed on a host.
+            LaunchError: The action failed on a host.
         """
         results = _all_at_once(lambda connection: connection.call(do, **args(connection)), self.connections)
         return {
@@ -321,7 +311,7 @@ class HostGroup:
         }
 
     def silent(self, timeout_s: float) -> str:
-        """Return the name of a host that does not answer now; empty: all do."""
+        """Return the name of a host that does not respond within ``timeout_s``; empty: all hosts respond."""
         others = [connection for connection in self.connections if isinstance(connection, RemoteHost)]
         deadline_s = monotonic() + timeout_s
         for connection, answer in [
@@ -335,7 +325,7 @@ class HostGroup:
         return ""
 
     def watch(self, timeout_s: float, on_lost: Callable[[str, str], None]) -> None:
-        """Call ``on_lost(host, why)`` once when a host stops answering; until the group is closed."""
+        """Call ``on_lost(host, why)`` once, when a host stops responding; ends when the group is closed."""
         others = [connection for connection in self.connections if isinstance(connection, RemoteHost)]
 
         if others:
@@ -344,29 +334,29 @@ class HostGroup:
             self._watch.start()
 
     def unresponsive_ranks(self, limit_s: float) -> dict[str, list[UnresponsiveRank]]:
-        """Return what ``HostActions.unresponsive_ranks`` says on each host that answers soon, by its name."""
+        """Return the unresponsive ranks of each host that responds in time, by host name."""
         return self._of_each(HostActions.unresponsive_ranks, limit_s=limit_s)
 
     def new_events(self) -> list[str]:
-        """Return what ``HostActions.new_events`` says on all hosts that answer soon."""
+        """Return the new events of all hosts that respond in time."""
         return [line for lines in self._of_each(HostActions.new_events).values() for line in lines]
 
     def _of_each(self, do: Callable[..., Result], /, **args: object) -> dict[str, Result]:
         found = {}
         answers = [(connection, connection.submit(do, **args)) for connection in self.connections]
         for connection, answer in answers:
-            # A host that does not answer is another matter: see ``watch``.
+            # ``watch`` reports hosts that do not respond.
             with suppress(EOFError, FutureTimeoutError, LaunchError):
                 found[connection.host.name] = answer.result(LOOK_TIMEOUT_S)
         return found
 
     @property
     def pids(self) -> set[int]:
-        """Processes of this machine that hold the connections to the others."""
+        """PIDs of the ssh processes on this machine."""
         return {connection.pid for connection in self.connections if isinstance(connection, RemoteHost)}
 
     def signal_ranks(self, number: int) -> int:
-        """Send a signal to all ranks that can be reached; returns how many."""
+        """Send a signal to the ranks of all hosts that can be reached, and return their number."""
         return sum(self._as_far_as_possible(HostActions.signal_ranks, number=number))
 
     def kill(self) -> None:
@@ -374,7 +364,7 @@ class HostGroup:
         self._as_far_as_possible(HostActions.kill)
 
     def close(self) -> None:
-        """Kill what is left, remove the run's files, let go of all hosts. Safe to call twice."""
+        """Kill remaining processes, remove the files of the run, and disconnect. Safe to call twice."""
         self._closing.set()
         if self._watch is not None:
             self._watch.join()
@@ -393,7 +383,7 @@ class HostGroup:
 def reach_all(
     hosts: Sequence[Host], shell: Callable[[Host], Sequence[str]], stage: str, silence_s: float
 ) -> list[HostConnection | LostError]:
-    """Reach all hosts at once, each through its shell; return for each its connection, or why not."""
+    """Connect to all hosts in parallel; return the connection to each host, or the error."""
 
     def reach(host: Host) -> HostConnection | LostError:
         try:
@@ -409,10 +399,10 @@ def reach_all(
 def connect_all(
     hosts: Sequence[Host], shell: Callable[[Host], Sequence[str]], stage: str, silence_s: float
 ) -> HostGroup:
-    """Reach all hosts at once, each through its shell.
+    """Connect to all hosts in parallel.
 
     Raises:
-        LaunchError: Some cannot be reached; it names each with what to do.
+        LaunchError: Hosts cannot be reached; contains the error and the hint for each.
     """
     found = reach_all(hosts, shell, stage, silence_s)
     failed = [result for result in found if isinstance(result, LostError)]

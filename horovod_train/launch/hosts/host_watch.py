@@ -1,4 +1,4 @@
-"""Notices a host that stops answering, and says why that is thought."""
+"""Detection of hosts that stop responding."""
 
 from __future__ import annotations
 
@@ -18,20 +18,15 @@ PING_INTERVAL_S = 2.0
 def look_at_hosts(
     hosts: Sequence[RemoteHost], timeout_s: float, on_lost: Callable[[str, str], None], over: Event
 ) -> None:
-    """Ask hosts again and again whether they are there; the first that is not is given up.
+    """Ping hosts until ``over`` is set, or until one is lost: abandon it, and call ``on_lost(name, reason)``.
 
-    Args:
-        hosts: Which ones.
-        timeout_s: One that says nothing for so long is lost, in seconds.
-        on_lost: Gets its name, and why it is taken for lost.
-        over: Set to stop watching.
+    A host is lost when its connection has ended, or after ``timeout_s`` without a response.
     """
     looked_s, stood_still_s = monotonic(), 0.0
     while not over.wait(PING_INTERVAL_S):
         now_s = monotonic()
         if (gap_s := now_s - looked_s - PING_INTERVAL_S) > timeout_s / 2:
-            # This process was stopped itself. An agent that has heard nothing for too long has ended its
-            # ranks; one that has not is to be asked first.
+            # This process was stopped, and received no responses. Ping all hosts before one counts as lost.
             stood_still_s = gap_s
             for host in hosts:
                 host.last_answer_s = now_s
@@ -46,13 +41,7 @@ def look_at_hosts(
 
 
 def _why_lost(silent_s: float, stood_still_s: float, *, is_cut: bool) -> str:
-    """Return why a host is taken for lost, as a clause.
-
-    Args:
-        silent_s: How long ago it was heard, in seconds.
-        stood_still_s: For how long this process was stopped before, in seconds.
-        is_cut: The connection to it has ended.
-    """
+    """Return why a host counts as lost; this process was stopped for ``stood_still_s`` before."""
     if not is_cut:
         return f"silent for {silent_s:.0f} s"
     if stood_still_s:

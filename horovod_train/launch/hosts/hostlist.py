@@ -1,4 +1,4 @@
-"""Which hosts take part, with how many ranks each."""
+"""Host lists and hostfiles: the hosts of a job, and their numbers of ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from horovod_train.config.launch import HostSettings, Launch
 from horovod_train.config.rules import LOCAL_HOSTS
 from horovod_train.errors import UserError
 
-# "node01", "node01:8" and "node01 slots=8": what horovodrun, mpirun and the MPI operator write.
+# "node01", "node01:8" and "node01 slots=8": the formats of horovodrun, mpirun and the MPI operator.
 _HOSTFILE_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?::(\d+))?((?:\s+[\w-]+\s*=\s*\d+)*)")
-# Fields of other tools, and their replacements.
+# Formats of other tools, which are errors, and their hints.
 _OTHER_FORMS = {
     r"\S+@.*": "leave the user out, and give it to ssh (User in ~/.ssh/config)",
     r".*\[.*\].*": "list each host: scontrol show hostnames 'node[01-04]' prints them",
@@ -29,14 +29,7 @@ _OTHER_FORMS = {
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a job.
-
-    Attributes:
-        name: Name or address.
-        num_ranks: Ranks that run there.
-        is_here: Whether it is this machine.
-        settings: What is different there.
-    """
+    """One host of a job, with its number of ranks and the settings that differ on it."""
 
     name: str
     num_ranks: int
@@ -45,7 +38,7 @@ class Host:
 
 
 def hosts_of(launch: Launch) -> list[Host]:
-    """Return the hosts that get ranks, filled in order; one, this machine, when none are named."""
+    """Return the hosts of a job, filled with ranks in order; this machine, if the job lists no hosts."""
     num_ranks = launch.num_ranks or 1
     hosts, own = [], own_names()
     for entry in launch.hosts or [f"localhost:{num_ranks}"]:
@@ -59,15 +52,15 @@ def hosts_of(launch: Launch) -> list[Host]:
 
 
 def own_names() -> set[str]:
-    """Return the names under which this machine may stand in a list of hosts."""
+    """Return the names and addresses by which a host list may refer to this machine."""
     full = socket.gethostname()
     addresses = {found.address for entries in psutil.net_if_addrs().values() for found in entries}
-    # Slurm may know a node by another name than it has.
+    # Slurm may use a different name for a node.
     return {*LOCAL_HOSTS, full, full.partition(".")[0], os.environ.get("SLURMD_NODENAME", full), *addresses}
 
 
 def interface_towards(launch: Launch) -> str | None:
-    """Return this machine's interface on the way to the first other host; None: there is none, or no way."""
+    """Return this machine's interface on the route to the first other host; None: no such host or route."""
     others = [host.name for host in hosts_of(launch) if not host.is_local]
     if not others:
         return None
@@ -79,10 +72,10 @@ def read_hostfile(path: Path) -> list[str]:
     """Return the hosts of a hostfile as ``host:slots``; a host without slots has one.
 
     Raises:
-        UserError: It cannot be read, a line is not a host, or there is none.
+        UserError: The file cannot be read, contains no host, or contains a line that is not a host.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin a file with a mark
+        text = path.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"hostfile {path} cannot be read: {getattr(error, 'strerror', error)}") from error
     hosts = parse_hosts(text, f"hostfile {path}", default_slots=1)
@@ -92,7 +85,7 @@ def read_hostfile(path: Path) -> list[str]:
 
 
 def _added_up(hosts: Sequence[str]) -> list[str]:
-    """Return hosts each once: a node file of PBS names a host once for each of its slots."""
+    """Add up the slots of repeated hosts: a PBS node file lists a host once for each of its slots."""
     times = Counter(hosts)
     return [
         f"{entry.removesuffix(':1')}:{times[entry]}" if entry.endswith(":1") else entry
@@ -102,12 +95,12 @@ def _added_up(hosts: Sequence[str]) -> list[str]:
 
 
 def parse_hosts(text: str, source: str, default_slots: int) -> list[str]:
-    """Return the hosts that are listed in a text, one on each line, as ``host:slots``.
+    """Parse a list of hosts, one on each line, and return them as ``host:slots``.
 
     Args:
         text: Lines such as ``node01 slots=4``, ``node01:4`` and ``node01``; ``#`` begins a comment.
-        source: What the text is, for messages.
-        default_slots: Slots of a host that is listed without.
+        source: Name of the text in error messages.
+        default_slots: Number of slots of a host without slots.
 
     Raises:
         UserError: A line is not a host.
@@ -128,11 +121,11 @@ def parse_hosts(text: str, source: str, default_slots: int) -> list[str]:
             )
         settings = dict(re.findall(r"([\w-]+)\s*=\s*(\d+)", found[3]))
         slots = int(settings.get("slots") or found[2] or default_slots)
-        if slots:  # without, the host is not to be used now
+        if slots:  # 0 slots exclude a host
             hosts.append(f"{found[1]}:{slots}")
     return hosts
 
 
 def as_argument(hosts: Sequence[Host]) -> str:
-    """Return the hosts as ``-H`` of horovodrun and mpirun wants them."""
+    """Return the hosts as an argument of ``-H`` of horovodrun and mpirun."""
     return ",".join(f"{host.name}:{host.num_ranks}" for host in hosts)

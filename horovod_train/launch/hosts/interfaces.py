@@ -1,4 +1,4 @@
-"""Which network interface the ranks use: asked for, or the one through which ssh reaches a host."""
+"""Network interface of ranks on a host: the requested one, or that of ssh or of the route to other hosts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from horovod_train.launch.hosts.hostlist import Host
 
 @dataclass(frozen=True)
 class Chosen:
-    """An interface of a host.
-
-    Attributes:
-        name: Such as ``eth0``.
-        address: Its IPv4 address.
-        reason: Why this one.
-    """
+    """Network interface of a host: its name, its IPv4 address, and the reason for the choice."""
 
     name: str
     address: str
@@ -26,16 +20,16 @@ class Chosen:
 
 
 def choose(host: Host, wanted: str | None, description: HostFacts, others: Sequence[str]) -> Chosen:
-    """Return the interface of one host.
+    """Return the network interface that ranks on a host use.
 
     Args:
-        host: Which host.
-        wanted: The job's ``launch.network_interface``.
-        description: What ``HostActions.describe`` said there.
-        others: Addresses at which other hosts were reached, for this machine to see the way to them.
+        host: The host.
+        wanted: ``launch.network_interface`` of the job.
+        description: Result of ``HostActions.describe`` on the host.
+        others: Addresses at which other hosts were reached, to determine the route from this machine.
 
     Raises:
-        LostError: No such interface, or none could be determined.
+        LostError: The requested interface is not usable, or no interface could be determined.
     """
     usable = {name: found for name, found in description.addresses.items() if found}
     requested = host.settings.network_interface or wanted
@@ -50,7 +44,7 @@ def choose(host: Host, wanted: str | None, description: HostFacts, others: Seque
             )
         return Chosen(requested, usable[requested][0], "asked for")
     candidates = [(way, f"the way to {other}") for other, way in description.ways.items()]
-    # What this process itself was reached through says nothing about the way to the others.
+    # On this machine, ``reached_at`` belongs to the ssh session of the user.
     if description.reached_at and not host.is_local:
         candidates.insert(0, (description.reached_at, "ssh came in through it"))
     elif host.is_local:

@@ -1,4 +1,4 @@
-"""Secrets of ranks, which do not appear on command lines, in logs or in the folder of the run."""
+"""Secrets of ranks, which are not written to command lines, logs or the run folder."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ from pathlib import Path
 from horovod_train.errors import UserError
 
 MIN_HIDDEN_CHARS = 6
-"""Shorter values are not hidden: too much of the output would be stars."""
+"""Shorter values are not hidden, because too much of the output would be replaced."""
 
 
 class Mask:
-    """Replaces secrets by stars, line by line.
+    """Replacement of secrets by asterisks, line by line.
 
-    A secret of several lines is hidden in each of its lines, and as JSON or ``repr`` write it.
-
-    Args:
-        secrets: Values to hide.
+    A secret with several lines is hidden in each of its lines, and in the escaped forms of JSON and ``repr``.
     """
 
     def __init__(self, secrets: Collection[str] = ()) -> None:
         lines = {line.strip() for secret in secrets for line in secret.splitlines()}
         pieces = {piece for piece in {*secrets, *lines} if len(piece) >= MIN_HIDDEN_CHARS}
         escaped = {json.dumps(piece)[1:-1] for piece in pieces} | {repr(piece)[1:-1] for piece in pieces}
-        # The longest first: a secret may be the beginning of another.
+        # The longest first, because a secret may be a prefix of another.
         self._pieces = sorted(pieces | escaped, key=len, reverse=True)
 
     def hide(self, text: str) -> str:
@@ -36,7 +33,7 @@ class Mask:
 
 
 def too_short_to_hide(secrets: Mapping[str, str]) -> list[str]:
-    """Return the names of secrets that are so short, or have such short lines, that logs would show them."""
+    """Return the names of secrets that logs would show, because all of their lines are too short."""
     return [
         name
         for name, value in sorted(secrets.items())
@@ -45,14 +42,14 @@ def too_short_to_hide(secrets: Mapping[str, str]) -> list[str]:
 
 
 def read_secrets(sources: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the value of each secret variable.
+    """Return the values of secret variables, by name.
 
     Args:
         sources: ``env:NAME`` or ``file:/path`` for each variable.
-        environ: Where ``env:`` looks.
+        environ: Environment for ``env:`` sources.
 
     Raises:
-        UserError: A value is not where it is said to be.
+        UserError: A source does not exist, or cannot be read.
     """
     found = {}
     for name, source in sources.items():
@@ -76,6 +73,6 @@ def read_secrets(sources: Mapping[str, str], environ: Mapping[str, str]) -> dict
 
 
 def without_secrets(sources: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the variables that secrets are taken from."""
+    """Return an environment without the variables that are sources of secrets."""
     hidden = {source.partition(":")[2] for source in sources.values() if source.startswith("env:")}
     return {name: value for name, value in environ.items() if name not in hidden}

@@ -1,4 +1,4 @@
-"""How hosts are reached: one ssh configuration for all that calls ssh, and what its errors mean."""
+"""The ssh configuration of a run, and explanations of ssh errors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ SSH_FAILED = 255
 
 
 def ssh_config(ssh: Ssh) -> str:
-    """Return the text of a configuration: the job's wishes first, then the user's and the system's own files.
+    """Return an ssh configuration: the options of the job, then the files of the user and of the system.
 
-    A connection that was cut is noticed within 15 seconds. Host keys are checked as the user's
-    configuration says.
+    A broken connection is detected within 15 seconds. The user's settings apply to the check of host keys.
     """
     ssh_options = {
         "BatchMode": "yes",
@@ -32,13 +31,13 @@ def ssh_config(ssh: Ssh) -> str:
 
 
 def is_of_another_version(stderr: str) -> bool:
-    """Whether what Python wrote means that its horovod_train has no agent, or has it elsewhere."""
-    # Not there, or a module there that is a package here.
+    """Return whether an error of Python means that another version of this package is installed."""
+    # The module does not exist there, or its parent is a module there and a package in this version.
     return re.search(r"(No module named|not found on) '?horovod_train\.", stderr) is not None
 
 
 def other_version(host: str, version: str) -> LostError:
-    """Return the error of a host that has another version of this package."""
+    """Return the error for a host that has another version of this package."""
     remote = version or "of another version"
     return LostError(
         f"{host}: horovod_train is {remote} there and {__version__} here, and the two do not understand "
@@ -49,13 +48,9 @@ def other_version(host: str, version: str) -> LostError:
 
 
 def explain(host: str, code: int, stderr: str, python: str) -> LostError:
-    """Return what it means that a program could not be started on a host.
+    """Return the error for a Python program that could not be started on a host.
 
-    Args:
-        host: Which host.
-        code: Exit code of ssh: 255 is its own, others are the program's.
-        stderr: Its standard error.
-        python: The Python that was to be started.
+    ``code`` is the exit code of ssh: 255 is an error of ssh, other codes are those of the program.
     """
     last = stderr.strip().splitlines()[-1] if stderr.strip() else f"exit code {code}"
     for sign, what, fix in _SSH_MESSAGES if code == SSH_FAILED else _SHELL_MESSAGES:
@@ -80,7 +75,7 @@ _ENVIRONMENT = (
     "install the same environment at the same path there, or say where it is: "
     "launch.host_settings.{host}.python"
 )
-# What ssh says -> what it means, what to do.
+# Text in the output of ssh, explanation, hint.
 _SSH_MESSAGES = (
     ("IDENTIFICATION HAS CHANGED", "its host key is not the one known", _NEW_KEYS),
     ("Host key verification failed", "its host key is not known", _KEYS),

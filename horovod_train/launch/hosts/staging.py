@@ -1,4 +1,4 @@
-"""The files that a run needs on each host: how a rank starts there, and with which variables."""
+"""Files that a run needs on each host: the job, environment variables, and scripts that start ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from horovod_train.errors import UserError
 from horovod_train.launch.hosts.agent import RANK_VARIABLE, RUN_VARIABLE
 
 MAX_SHIPPED_BYTES = 64 * 1024 * 1024
-# Not code, or private.
+# Folders without code, or with private files.
 NOT_SHIPPED = {".git", ".venv", "venv", "__pycache__", "node_modules", "runs", ".mypy_cache", ".ruff_cache"}
 
-# Started by horovodrun or mpirun in place of Python, because hosts may differ. -P: a file of the folder
-# with the name of a module must not be imported instead.
+# Launchers start this script instead of Python, because hosts may differ. -P: files of the working directory
+# must not shadow modules.
 _RANK = """#!/bin/sh
 # One rank of {run_id} on this host.
 trap '' USR1  # until the rank itself listens
@@ -32,7 +32,7 @@ set +a
 exec {python} -P -m {program}
 """
 
-# A rank can be stopped before its Python gives heartbeats (health/heartbeat.py). $$ is its process, too.
+# A rank may be stopped before its Python sends heartbeats (health/heartbeat.py). $$ is the PID of the rank.
 _FIRST_BEAT = """read -r now_s _ </proc/uptime
 echo "$now_s" >"{stage}/alive-${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-${{SLURM_PROCID:-0}}}}}}-$$"
 """
@@ -60,14 +60,14 @@ def stage_files(
     """Return the files of a run on one host, contents by name.
 
     Args:
-        job: The resolved job.
+        job: Resolved job.
         run_id: Name of the run.
-        stage: Folder they will be in.
-        python: The host's Python.
-        prefix: The host's environment.
-        folder: Where the ranks are to run, if it is there.
+        stage: Folder for the files on the host.
+        python: Path of the host's Python.
+        prefix: Prefix of the host's Python environment.
+        folder: Working directory of ranks, if it exists on the host.
         program: Python module and arguments of a rank; empty: the worker.
-        variables: The ranks' environment on this host, secrets among it.
+        variables: Environment variables of ranks on the host, including secrets.
     """
     python = shlex.quote(python)
     where = shlex.quote(str(Path(stage) / "code" if job.launch.ship_code else folder))
@@ -90,10 +90,10 @@ def stage_files(
 
 
 def pack_code(folder: Path) -> str:
-    """Return a folder's files as a zip file in base64; caches and environments are left out.
+    """Return the files of a folder as a zip file in base64, without caches and Python environments.
 
     Raises:
-        UserError: There is more than code in it.
+        UserError: The files are larger than ``MAX_SHIPPED_BYTES``.
     """
     packed, size_bytes = io.BytesIO(), 0
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:

@@ -1,1 +1,1 @@
-"""A file per launcher: what its command, batch script or manifest looks like."""
+"""Launchers, which convert a job into a command, a batch script or a manifest."""

@@ -1,4 +1,4 @@
-"""Ranks on this machine or on ssh hosts, through Horovod's own launcher."""
+"""Launcher that starts ranks with ``horovodrun``, on this machine or on ssh hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from horovod_train.launch.launchers.supervised import SupervisedLauncher
 
 
 class HorovodrunLauncher(SupervisedLauncher):
-    """Starts ranks with ``horovodrun``."""
+    """Launcher that calls ``horovodrun``."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan.
@@ -32,12 +32,12 @@ class HorovodrunLauncher(SupervisedLauncher):
             str(request.num_ranks),
             "-H",
             as_argument(request.hosts),
-            # It would keep results of its checks in the home folder, which may be read-only.
+            # The cache of host checks is in the home folder, which may be read-only.
             "--disable-cache",
         ]
         if request.is_remote:
-            # Without a name horovodrun looks for one, by exchanging pickles over the network
-            # (CVE-2024-10190 and its kin). Each host's own interface is in its ranks' environment.
+            # Without this option, horovodrun finds interfaces by exchanging pickles over the network
+            # (CVE-2024-10190 and similar). The environment of ranks contains the interface of their host.
             argv += ["--network-interfaces", request.own_interface or "UNKNOWN"]
         environment = {"PATH": path_of_this_environment()}
         if launch.controller == "mpi":
@@ -49,8 +49,7 @@ class HorovodrunLauncher(SupervisedLauncher):
 
 def open_mpi_settings(request: LaunchRequest) -> dict[str, str]:
     """Return the environment variables for Open MPI, for all launchers that call mpirun."""
-    # Horovod's background thread polls MPI. Where it shares a core with a rank's compute thread, it
-    # has to yield.
+    # Horovod's background thread polls MPI, and must yield if it shares a core with a compute thread.
     settings = {"OMPI_MCA_mpi_yield_when_idle": "1", **open_mpi_alone()}
     if request.is_remote:
         settings["OMPI_MCA_plm_rsh_agent"] = shlex.join(request.ssh)
@@ -61,15 +60,15 @@ def open_mpi_settings(request: LaunchRequest) -> dict[str, str]:
 
 
 def path_of_this_environment() -> str:
-    """Return a PATH on which this environment's programs come first."""
+    """Return PATH, preceded by the programs of this Python environment."""
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def find_program(name: str) -> str:
-    """Return the path of a program: this environment's, or else the one on PATH.
+    """Return the path of a program in this Python environment, or else on PATH.
 
     Raises:
-        LaunchError: There is none.
+        LaunchError: The program is not installed.
     """
     sibling = Path(sys.executable).with_name(name)
     found = str(sibling) if sibling.exists() else shutil.which(name)

@@ -1,4 +1,4 @@
-"""One rank in one process, without Horovod: a first look, a test, a debugger."""
+"""Launcher of one rank in one process, without Horovod, for first tries, tests and debuggers."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from horovod_train.launch.launchers.supervised import SupervisedLauncher
 
 
 class LocalLauncher(SupervisedLauncher):
-    """Starts the worker and nothing around it."""
+    """Launcher that starts only the worker."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan.
 
         Raises:
-            LaunchError: More than one rank is wanted.
+            LaunchError: The job requests more than one rank.
         """
         if request.num_ranks > 1:
             raise LaunchError(

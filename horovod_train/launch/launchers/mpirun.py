@@ -1,4 +1,4 @@
-"""Ranks on this machine or on ssh hosts, through Open MPI's own launcher."""
+"""Launcher that starts ranks with Open MPI's ``mpirun``, on this machine or on ssh hosts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from horovod_train.launch.launchers.supervised import SupervisedLauncher
 
 
 class MpirunLauncher(SupervisedLauncher):
-    """Starts ranks with ``mpirun`` of Open MPI 4."""
+    """Launcher that calls ``mpirun`` of Open MPI 4."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan.
 
         Raises:
-            LaunchError: ``mpirun`` is not installed, or the job wants the Gloo controller.
+            LaunchError: ``mpirun`` is not installed, or the job requests the Gloo controller.
         """
         if request.job.launch.controller != "mpi":
             raise LaunchError(
@@ -36,11 +36,7 @@ class MpirunLauncher(SupervisedLauncher):
 
 
 def mpirun_command(request: LaunchRequest, hosts: Sequence[Host] | None) -> list[str]:
-    """Return the call of mpirun, without the program of a rank.
-
-    Args:
-        request: What is to be started.
-        hosts: Where; None: where the batch system says.
+    """Return the mpirun command, without the program of a rank. ``hosts`` is None in a batch system.
 
     Raises:
         LaunchError: ``mpirun`` is not installed.
@@ -51,8 +47,8 @@ def mpirun_command(request: LaunchRequest, hosts: Sequence[Host] | None) -> list
         "--tag-output",
         *("-np", str(request.num_ranks)),
         *(["-H", as_argument(hosts)] if hosts is not None else []),
-        # Cores are given out by the ranks themselves (launch.cpu_binding).
+        # Ranks bind themselves to cores (launch.cpu_binding).
         *("--bind-to", "none", "--map-by", "slot"),
-        # As horovodrun does: plain TCP; Horovod's own traffic on InfiniBand is NCCL's.
+        # As with horovodrun, MPI uses TCP; on InfiniBand, Horovod's traffic uses NCCL.
         *("-mca", "pml", "ob1", "-mca", "btl", "^openib"),
     ]

@@ -1,4 +1,4 @@
-"""Jobs in Slurm's queue: one batch script, which carries out the job on the nodes it was given."""
+"""Launcher of jobs in Slurm: a batch script, which runs the job on its allocated nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from horovod_train.launch.launchers.supervised import read_log
 
 TIMEOUT_S = 30.0
 SCRIPT_LOG = "slurm.log"
-# What Slurm calls a state -> what it means for a job whose own word is missing.
+# Job states of Slurm.
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"}
 _GOING_ON = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 _CANCEL = {
@@ -29,12 +29,12 @@ _CANCEL = {
 
 
 class SlurmLauncher(PolledLauncher):
-    """Submits to Slurm with ``sbatch``."""
+    """Launcher that submits jobs with ``sbatch``."""
 
     has_local_files = True
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
-        """Return the plan: a batch script and its submission."""
+        """Return the plan: a batch script, and the command that submits it."""
         script = request.log_dir / "batch.sh"
         launch = request.job.launch.model_copy(update={"launcher": "slurm-allocation", "hosts": []})
         inner = request.job.model_copy(update={"launch": launch})
@@ -44,23 +44,19 @@ class SlurmLauncher(PolledLauncher):
         )
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
-        """Give the job to Slurm; return its number there.
-
-        Raises:
-            LaunchError: Slurm did not accept it; it says why.
-        """
+        """Submit the job, and return its Slurm job ID."""
         plan.write_files()
         return call_slurm(*plan.argv).strip().partition(";")[0]
 
     def status(self, job: Submitted) -> JobStatus:
-        """Return how a job stands: Slurm's word while it has it, then the job's own."""
+        """Return the status of a job, from Slurm's state and from the job's state file."""
         own = StateFile(job.log_dir).read_elsewhere()
         fields = _query_slurm(job.native_id)
         state = fields.get("JobState", "")
         if state in _WAITING:
             return JobStatus("waiting", message=f"in Slurm's queue: {fields.get('Reason', '')}")
         if state in _GOING_ON:
-            # Its last word may be of the time before it was put back into the queue.
+            # The final state may be that of an attempt before the job was requeued.
             is_old = own.has_ended and state != "COMPLETING"
             return JobStatus("starting") if is_old or own.state == "waiting" else own
         return own if own.has_ended else _without_own_word(state, own, job.log_dir / SCRIPT_LOG)
@@ -69,15 +65,11 @@ class SlurmLauncher(PolledLauncher):
         """Yield the lines of a job's output."""
         log = job.log_dir / LOG_FILE
         yield from read_log(log, lambda: follow and self.is_running(job))
-        if not log.exists():  # it did not come as far as that
+        if not log.exists():  # the job failed before it opened its log
             yield from read_log(job.log_dir / SCRIPT_LOG, lambda: False)
 
     def cancel(self, job: Submitted, how: Literal["drain", "stop", "kill"]) -> None:
-        """End a job. One that waits in the queue is taken out of it.
-
-        Raises:
-            LaunchError: Slurm refuses.
-        """
+        """End a job; a job that waits is removed from the queue."""
         status = self.status(job)
         if status.has_ended:
             return
@@ -88,7 +80,7 @@ class SlurmLauncher(PolledLauncher):
 
 
 def batch_script(request: LaunchRequest) -> str:
-    """Return the script that Slurm runs on the first node of the job."""
+    """Return the batch script, which Slurm runs on the first node of the job."""
     launch = request.job.launch
     slurm = launch.slurm
     options = {
@@ -97,7 +89,7 @@ def batch_script(request: LaunchRequest) -> str:
         **({"ntasks-per-node": str(slurm.ranks_per_node)} if slurm.ranks_per_node else {}),
         "output": str(request.log_dir / SCRIPT_LOG),
         "open-mode": "append",
-        # To the script alone, as long before the end as the ranks may need.
+        # Only to the script, one grace period before the time limit.
         "signal": f"B:USR1@{max(1, round(launch.grace_s))}",
         **slurm.options,
     }
@@ -114,7 +106,7 @@ def batch_script(request: LaunchRequest) -> str:
             f"#SBATCH --{'requeue' if slurm.requeue else 'no-requeue'}",
             *slurm.setup,
             f"cd {shlex.quote(str(request.folder))}",
-            # In the script's place, so that Slurm's signals reach it.
+            # Replaces the script, so that it receives Slurm's signals.
             f"exec {run_attempt}",
             "",
         ]
@@ -122,10 +114,10 @@ def batch_script(request: LaunchRequest) -> str:
 
 
 def _query_slurm(native_id: str) -> dict[str, str]:
-    """Return what Slurm says of a job; empty: it does not know it any more.
+    """Return the fields of a job in Slurm; empty: Slurm does not store the job any more.
 
     Raises:
-        LaunchError: Slurm does not answer.
+        LaunchError: Slurm does not respond.
     """
     try:
         found = call_slurm("scontrol", "show", "job", "--oneliner", native_id)
@@ -137,7 +129,7 @@ def _query_slurm(native_id: str) -> dict[str, str]:
 
 
 def _without_own_word(slurm_state: str, own: JobStatus, log: Path) -> JobStatus:
-    """Return what Slurm knows of a job that did not come to say how it ended."""
+    """Return the status of a job without a final state in its state file, from Slurm's state."""
     if slurm_state.startswith("CANCELLED"):
         return JobStatus("cancelled", 143, f"taken out of Slurm; before that: {own}")
     if slurm_state == "COMPLETED":
@@ -148,14 +140,10 @@ def _without_own_word(slurm_state: str, own: JobStatus, log: Path) -> JobStatus:
 
 
 def call_slurm(*command: str, check: bool = True) -> str:
-    """Return what a command of Slurm answers.
-
-    Args:
-        command: Program and arguments.
-        check: Whether its exit code matters.
+    """Run a command of Slurm, and return its output; with ``check``, a nonzero exit code is an error.
 
     Raises:
-        LaunchError: It is not installed, does not answer, or refuses; in its own words.
+        LaunchError: The command is not installed, does not respond, or fails; contains its message.
     """
     try:
         done = subprocess.run(

@@ -1,7 +1,7 @@
-"""Ranks on the nodes that Slurm has given to this batch script or ``salloc``.
+"""Launcher that starts ranks on the nodes of this process's Slurm allocation (``sbatch`` or ``salloc``).
 
 controller: mpi     mpirun, which starts its daemons through Slurm
-controller: gloo    srun, a task for each rank
+controller: gloo    srun, with a Slurm task for each rank
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from horovod_train.launch.launchers.supervised import SupervisedLauncher
 
 
 class SlurmAllocationLauncher(SupervisedLauncher):
-    """Starts ranks in an allocation."""
+    """Launcher that starts ranks in an allocation."""
 
     def hosts(self, environ: Mapping[str, str]) -> list[str]:
         """Return the nodes of the allocation as ``host:slots``.
 
         Raises:
-            LaunchError: This process has none.
+            LaunchError: This process has no allocation, or is in a step on some of its nodes.
         """
         if "SLURM_JOB_NODELIST" not in environ:
             raise LaunchError(
@@ -52,7 +52,7 @@ class SlurmAllocationLauncher(SupervisedLauncher):
         return [f"{name}:{n}" for name, n in zip(listed.split(), slots, strict=True)]
 
     def shell(self, request: LaunchRequest, host: Host) -> list[str]:
-        """Return what runs a command on a node: a step next to the others."""
+        """Return the command prefix that runs a command on a node, in an overlapping step."""
         return [
             *("srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--quiet"),
             *("/bin/sh", "-c"),
@@ -74,15 +74,11 @@ class SlurmAllocationLauncher(SupervisedLauncher):
         )
 
     def run(self, request: LaunchRequest, plan: LaunchPlan, console: JobConsole) -> int:
-        """Carry out the job; put it back into the queue when its time is nearly over.
-
-        Raises:
-            HorovodTrainError: Anything but a good end, explained.
-        """
+        """Run the job, and requeue it shortly before its time limit."""
         try:
             return super().run(request, plan, console)
         except PreemptedError as error:
-            # Sent by Slurm before the time limit (batch_script), and by nothing else.
+            # Slurm sends SIGUSR1 before the time limit (batch_script).
             is_out_of_time = error.stopped_by == signal.SIGUSR1
             if is_out_of_time and request.job.launch.slurm.requeue and "SLURM_JOB_ID" in os.environ:
                 _put_back(os.environ["SLURM_JOB_ID"], StateFile(request.log_dir), error)
@@ -90,8 +86,8 @@ class SlurmAllocationLauncher(SupervisedLauncher):
 
 
 def _put_back(number: str, state: StateFile, error: PreemptedError) -> None:
-    """Put this job back into the queue; Slurm ends this process soon after."""
-    # First, so that waiting clients see that the job has not ended.
+    """Requeue this Slurm job; Slurm terminates this process shortly after."""
+    # Before the requeue, so that waiting clients see that the job has not ended.
     state.write("waiting", message=f"its time is over, it is in the queue again; {error.message}")
     try:
         call_slurm("scontrol", "requeue", number)
@@ -101,7 +97,7 @@ def _put_back(number: str, state: StateFile, error: PreemptedError) -> None:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Return the tasks of each node from Slurm's short form.
+    """Return the number of tasks of each node, from the compressed form of Slurm.
 
     >>> tasks_per_node("2(x3),1")
     [2, 2, 2, 1]

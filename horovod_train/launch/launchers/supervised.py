@@ -30,7 +30,7 @@ POLL_S = 0.2
 
 
 class SupervisedLauncher(PolledLauncher):
-    """A launcher that runs a command on this machine; subclasses define the command."""
+    """Launcher that runs a command on this machine; subclasses define the command."""
 
     has_local_files = True
     poll_s = POLL_S
@@ -90,7 +90,7 @@ class SupervisedLauncher(PolledLauncher):
             events.close()
 
     def submit(self, request: LaunchRequest, plan: LaunchPlan) -> str:
-        """Start a separate process that runs the job; return its ID."""
+        """Start a separate process that runs the job; return its PID."""
         make_folder(request.run_dir, request.job.run_dir_access)
         request.log_dir.mkdir(exist_ok=True)
         (request.log_dir / "request.json").write_text(dump_job(request.job), encoding="utf-8")
@@ -147,12 +147,7 @@ class SupervisedLauncher(PolledLauncher):
 
 
 def read_log(path: Path, is_going_on: Callable[[], bool]) -> Iterator[str]:
-    """Yield the lines of a growing file.
-
-    Args:
-        path: The file; it may not exist yet.
-        is_going_on: Returns whether further lines may be written.
-    """
+    """Yield the lines of a file, which may not exist yet, until ``is_going_on`` returns False."""
     while not path.exists() and is_going_on():
         sleep(POLL_S)
     if not path.exists():

@@ -1,1 +1,1 @@
-"""A run while it lasts: what its ranks say, signals, hosts that come and go, its end."""
+"""Supervision of a run: output and events of ranks, signals, available hosts, outcome."""

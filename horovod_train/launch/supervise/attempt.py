@@ -39,14 +39,14 @@ DuringAttempt = Callable[[Callable[[], None]], AbstractContextManager[None]]
 
 
 class RankLauncher(Protocol):
-    """A launcher whose command runs on this machine, as a child process."""
+    """Interface of launchers whose command runs on this machine, as a child process."""
 
     def plan(self, request: LaunchRequest) -> LaunchPlan:
         """Return the plan (command, files, environment) that starts the ranks."""
         ...
 
     def shell(self, request: LaunchRequest, host: Host) -> list[str]:
-        """Return the argv prefix that runs a command on a host."""
+        """Return the command prefix that runs a command on a host."""
         ...
 
 
@@ -64,11 +64,11 @@ def run_attempt(
     """Start the ranks, supervise them, and return after they have exited.
 
     Args:
-        launcher: Launcher that made the plan.
+        launcher: Launcher that created the plan.
         request: Job, run and hosts.
         plan: Command and files that start the ranks.
-        console: Where to show it.
-        state: Where to note how it stands.
+        console: Console that shows the attempt.
+        state: State file of the run.
         during_attempt: Context that is entered while the ranks run.
         pending_signals: Signals received before handlers were installed.
         followers: Additional consumers of the output.
@@ -120,15 +120,7 @@ def attempt_of(request: LaunchRequest) -> Attempt:
 
 
 class AttemptOutput:
-    """All consumers of the output of one attempt, and its state messages.
-
-    Args:
-        request: The attempt's request.
-        console: Where to show it.
-        state: Where to note how it stands.
-        mask: Hides secrets.
-        others: Additional consumers of the output.
-    """
+    """Consumers of the output of one attempt, including ``others``, and its state messages."""
 
     def __init__(
         self,
@@ -162,7 +154,7 @@ class AttemptOutput:
         )
 
     def note(self, text: str) -> None:
-        """Write the state ``running`` (or ``leaving``), with a warning; an empty text clears the warning."""
+        """Write the state ``running`` or ``leaving`` with a warning; an empty text clears the warning."""
         is_leaving = self._state.state == "leaving"
         what = LEAVING if is_leaving else f"{self._num_ranks} rank(s)"
         self._state.write(

@@ -1,13 +1,13 @@
-"""Elastic jobs: whenever hosts go or come, ranks start again, from a checkpoint, on the hosts there are.
+"""Elastic jobs: when hosts are lost or added, ranks restart from a checkpoint on the available hosts.
 
     wait for hosts -> start ranks -> done
           ^                |
           +----------------+ a host was lost, or a rank was killed: resume from the newest checkpoint
           +----------------+ a host was added to or removed from the list: save, exit, start again
 
-A world never changes while its ranks run. Horovod's own elastic mode changes it in process: it hangs
-when a host leaves gracefully and too few remain (issue 3494 there), loses and repeats samples (3143,
-3399), and unpickles data from the network (CVE-2024-10190).
+The number of ranks never changes while ranks run. Horovod's own elastic mode changes it in process: it hangs
+when a host leaves gracefully and too few remain (Horovod issue 3494), loses and repeats samples (3143, 3399),
+and unpickles data from the network (CVE-2024-10190).
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ def run_elastic(
     followers: Sequence[Follower] = (),
     record: Callable[[Event], None] = lambda _: None,
 ) -> None:
-    """Train to the end, on whatever hosts there are.
+    """Run attempts on the available hosts until training has ended.
 
     Args:
-        launcher: Whose command starts the ranks.
-        request: The job.
-        elastic: Its wishes.
-        console: Where to show it.
-        state: Where to note how it stands.
-        pending_signals: Signals that arrived before their handler was installed.
-        followers: Who wants to see the output of all ranks.
-        record: Told what happens to the ranks as a whole.
+        launcher: Launcher whose command starts the ranks.
+        request: Request of the elastic job.
+        elastic: Settings of ``launch.elastic``.
+        console: Console that shows the run.
+        state: State file of the run.
+        pending_signals: Signals received before handlers were installed.
+        followers: Additional consumers of the output.
+        record: Called with events of the attempts.
 
     Raises:
-        HorovodTrainError: Anything but a good end, explained; among it, too few hosts for ``wait_s``, or
-            ``max_failures`` losses in a row without a checkpoint in between.
+        HorovodTrainError: The ranks failed, were preempted or were stopped; there were too few hosts for
+            ``wait_s``; or there were more than ``max_failures`` losses in a row without a checkpoint.
     """
     log = LogFile(request.log_dir / LOG_FILE)
 
     def report(text: str) -> None:
         console.print(text)
         log.write(text)
-        log.close()  # until the next time: ranks' output goes there, too
+        log.close()  # the next call opens it again; attempts write the output of ranks to the same file
 
     membership = Membership(request, elastic, report)
     failures = 0
@@ -80,7 +80,8 @@ def run_elastic(
                 launcher, attempt, plan, console, state, during_attempt, pending_signals, followers, record
             )
         except PreemptedError as error:
-            # A preempted launcher ends the job; a preempted rank only excludes its host.
+            # A signal to the launcher ends the job. After a preempted rank, or a change of the host list, the
+            # job resumes.
             if error.stopped_by is not None:
                 raise
             failures = 0
@@ -93,16 +94,10 @@ def run_elastic(
 
 
 def on_hosts(request: LaunchRequest, hosts: Sequence[str], number: int) -> LaunchRequest:
-    """Return what is to be started on these hosts.
-
-    Args:
-        request: The elastic job.
-        hosts: ``host:slots`` of each; empty: this machine.
-        number: How often ranks of this run were started before.
-    """
+    """Return the request of attempt ``number`` on hosts (``host:slots``); no hosts: on this machine."""
     launch = request.job.launch
     names = set(map(name_of, hosts))
-    # For the ranks this is a job like any other.
+    # The ranks receive a job that is not elastic.
     changes = {
         "elastic": None,
         "hosts": list(hosts),
@@ -120,10 +115,10 @@ def on_hosts(request: LaunchRequest, hosts: Sequence[str], number: int) -> Launc
 def _go_on(
     error: LostError, failures: int, elastic: Elastic, membership: Membership, report: Callable[[str], None]
 ) -> None:
-    """Go on without the hosts that were lost.
+    """Exclude lost hosts from the next attempts, for a cooldown.
 
     Raises:
-        LostError: It was one loss in a row too many.
+        LostError: There were more than ``max_failures`` losses in a row.
     """
     if failures > elastic.max_failures:
         raise _gave_up(error, failures) from error

@@ -1,4 +1,4 @@
-"""Follow the output of a run: each line is read once, and handed to everybody who wants to know.
+"""Output of a run: each line is parsed once, and passed to all followers.
 
 output of the launcher -> secrets hidden -> parsed -> followers: logs, stalls, targets, console, outcome
 """
@@ -19,32 +19,25 @@ from horovod_train.launch.console import JobConsole
 from horovod_train.launch.hosts.secrets import Mask
 from horovod_train.system.files import LogFile
 
-# Messages of TensorFlow on every rank, before its log level can be set.
+# Messages that TensorFlow prints on every rank before its log level can be set.
 CHATTER = re.compile(r"before absl::InitializeLog|port\.cc:\d+\] oneDNN custom operations")
 Kind = TypeVar("Kind", bound=Event)
 
 
 class Follower(Protocol):
-    """Receives the output of a run."""
+    """Consumer of the output of a run."""
 
     def handle(self, line: Line) -> None:
-        """Take one line. A line without rank is the launcher's."""
+        """Process one line. A line without rank is from the launcher."""
         ...
 
     def close(self) -> None:
-        """End what was begun: the run is over."""
+        """Finish the work at the end of an attempt."""
         ...
 
 
 class Output:
-    """Reads the output of a run for its followers.
-
-    Args:
-        followers: Get every line, in this order.
-        mask: Hides secrets.
-        launcher: Name of the launcher.
-        num_ranks: Ranks of the run.
-    """
+    """Parser of the output of a run, which hides secrets and passes every line to the followers, in order."""
 
     def __init__(self, followers: Sequence[Follower], mask: Mask, launcher: str, num_ranks: int) -> None:
         self._followers = followers
@@ -55,7 +48,7 @@ class Output:
         self._lock = Lock()
 
     def handle(self, raw: str) -> None:
-        """Take one line, of a rank or of the launcher; from any thread."""
+        """Process one line of a rank or of the launcher. Thread-safe."""
         with self._lock:
             for part in split_at_event(self._mask.hide(raw)):
                 self._hand_on(parse_line(part))
@@ -74,17 +67,13 @@ class Output:
 
 
 class RunLog:
-    """Writes every line to the log of the run.
-
-    Args:
-        log: The log; closed by the caller.
-    """
+    """Follower that writes every line to the log of the run, which the caller closes."""
 
     def __init__(self, log: LogFile) -> None:
         self._log = log
 
     def handle(self, line: Line) -> None:
-        """Write a line as it came."""
+        """Write a line unchanged."""
         self._log.write(line.raw)
 
     def close(self) -> None:
@@ -92,18 +81,14 @@ class RunLog:
 
 
 class ShowOnConsole:
-    """Shows a person what ranks say and what happens to them.
-
-    Args:
-        console: Where.
-    """
+    """Follower that shows the output and the events of ranks on a console."""
 
     def __init__(self, console: JobConsole) -> None:
         self._console = console
         self._is_preempted = False
 
     def handle(self, line: Line) -> None:
-        """Show a line; failures are reported at the end; of ranks that exit together, only the first."""
+        """Show a line, unless it is a failure, which is reported at the end, or a repeated ``Preempted``."""
         match line.event:
             case None:
                 if not line.is_launchers and not CHATTER.search(line.text):
@@ -117,37 +102,33 @@ class ShowOnConsole:
                 self._console.show(event, line.rank or 0)
 
     def close(self) -> None:
-        """Let go of the terminal."""
+        """Remove the progress bar."""
         self._console.close()
 
 
 class WriteEvents:
-    """Writes events to the file of the run.
-
-    Args:
-        events: The file; closed by the caller.
-    """
+    """Follower that writes events to the events file of the run, which the caller closes."""
 
     def __init__(self, events: EventsFile) -> None:
         self._events = events
 
     def handle(self, line: Line) -> None:
-        """Write an event."""
+        """Write the event of a line, if there is one."""
         if line.event is not None:
             self._events.write(line.event, line.rank)
 
     def close(self) -> None:
-        """Do nothing: ranks may be started again."""
+        """Do nothing, because the next attempt writes to the same file."""
 
 
 class RecordEvents:
-    """Collects events of a run for its caller."""
+    """Follower that collects events for its caller."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
 
     def handle(self, line: Line) -> None:
-        """Keep an event."""
+        """Store the event of a line, if there is one."""
         if line.event is not None:
             self.events.append(line.event)
 

@@ -1,4 +1,4 @@
-"""Ranks that are frozen: stopped, swapping, stuck in a file system. Seen from outside, by their hosts."""
+"""Detection of frozen ranks (stopped, swapping, blocked in a file system) by their hosts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from horovod_train.launch.hosts.host_group import HostGroup
 from horovod_train.system.threads import background_thread
 
 LOOK_INTERVAL_S = 1.0
-# Heartbeats arrive twice a second, sometimes late.
+# Ranks send two heartbeats per second, which may be delayed.
 MIN_SILENCE_S = 2.0
-# What the system says of a process -> what a person does about it.
+# Hints by the state of a process.
 HINTS = {
     "stopped": "its process is stopped (SIGSTOP): `kill -CONT {pid}` on {host} continues it",
     "tracing-stop": "a debugger holds it: detach it from process {pid} on {host}",
@@ -27,15 +27,7 @@ OTHER_HINT = "is {host} out of memory, so that it swaps? see `dmesg` and `vmstat
 
 @dataclass(frozen=True)
 class Frozen:
-    """A rank that has no heartbeat.
-
-    Attributes:
-        rank: Which one.
-        host: Where it is.
-        pid: Its process there.
-        silent_s: For how long, in seconds.
-        doing: What the host's system says of the process.
-    """
+    """A rank without heartbeat and CPU activity for ``silent_s``; ``doing`` is the state of its process."""
 
     rank: int
     host: str
@@ -48,12 +40,12 @@ class Frozen:
 
     @property
     def hint(self) -> str:
-        """What to do about it."""
+        """Hint for the user."""
         return HINTS.get(self.doing, OTHER_HINT).format(pid=self.pid, host=self.host)
 
 
 def find_frozen(hosts: HostGroup, limit_s: float) -> list[Frozen]:
-    """Return the ranks that have been silent for so long, by rank."""
+    """Return the ranks without heartbeat and CPU activity for at least ``limit_s``, sorted by rank."""
     silent = hosts.unresponsive_ranks(limit_s)
     found = [
         Frozen(each.rank, host, each.pid, each.silent_s, each.doing)
@@ -69,13 +61,13 @@ def watching_ranks(
     report: Callable[[str], None],
     abort_frozen_ranks: Callable[[Sequence[Frozen]], None],
 ) -> AbstractContextManager[None]:
-    """While the block runs: look at the ranks of all hosts, once a second.
+    """Check the ranks of all hosts once a second while the block runs.
 
     Args:
-        hosts: The hosts.
-        health: When to speak, and when to give up.
-        report: Called with the frozen ranks whenever they change; with an empty text when all respond.
-        abort_frozen_ranks: Told once which ranks have been for too long.
+        hosts: Hosts of the attempt.
+        health: Time limits for the warning and for the end of the ranks.
+        report: Called with the frozen ranks when they change; with an empty text when all ranks respond.
+        abort_frozen_ranks: Called once, with the ranks that are frozen for ``stall_shutdown_s``.
     """
     warning_s = max(health.stall_warning_s, MIN_SILENCE_S)
     shutdown_s = max(health.stall_shutdown_s, 2 * MIN_SILENCE_S)

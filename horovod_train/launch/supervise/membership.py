@@ -26,13 +26,7 @@ Report = Callable[[str], None]
 
 
 class Membership:
-    """The hosts of an elastic job.
-
-    Args:
-        request: The job.
-        elastic: Settings of ``launch.elastic``.
-        report: Prints a line and writes it to the log.
-    """
+    """The hosts of an elastic job; ``report`` prints a line and writes it to the log."""
 
     def __init__(self, request: LaunchRequest, elastic: Elastic, report: Report) -> None:
         self._launch = request.job.launch

@@ -56,14 +56,14 @@ class Ended:
 
 
 class Outcome:
-    """Collects the events and launcher messages that determine a run's outcome.
+    """Follower that determines the outcome of a run from events and messages of the launcher.
 
     Args:
-        stalls: Tracks ranks that are missing from a collective.
+        stalls: Ranks that are missing from a collective.
         log_name: Name of the run's log, for error messages.
         grace_s: Grace period for saving, in seconds.
-        attempt: How often ranks of this run were started before.
-        is_script: The job is a script, which handles signals itself.
+        attempt: Number of earlier attempts of this run.
+        is_script: Whether the job is a script, which handles signals itself.
     """
 
     def __init__(
@@ -249,12 +249,7 @@ class Outcome:
 
 
 def stopped_early(number: int, attempt: int) -> HorovodTrainError:
-    """Return the error of a run that was stopped by a signal before training began.
-
-    Args:
-        number: The signal.
-        attempt: How often ranks of this run were started before.
-    """
+    """Return the error of a run that was stopped by a signal before training began in this attempt."""
     if attempt:
         return stopped_between(number)
     error = LaunchError(f"stopped by signal {number}, before the ranks had begun to train")
@@ -272,7 +267,7 @@ def stopped_between(number: int) -> PreemptedError:
 
 
 def killed_rank(text: str) -> str:
-    """Return which rank was killed, from messages of the launcher; empty if they name none.
+    """Return which rank was killed, from messages of the launcher; empty: they name none.
 
     >>> killed_rank("mpirun noticed that process rank 1 with PID 7 on node n4 exited on signal 9 (Killed).")
     'rank 1 on n4 was killed by signal 9'

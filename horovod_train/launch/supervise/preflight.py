@@ -1,4 +1,4 @@
-"""Before ranks start: hosts are alike, reach each other, and have the run's files."""
+"""Preparation before ranks start: comparison of hosts, check of connectivity, and files on each host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from horovod_train.launch.hosts.interfaces import Chosen, choose
 from horovod_train.launch.hosts.staging import pack_code, stage_files
 
 ANSWERS_APART_S = 5.0
-# What a user exports for a job here, its ranks elsewhere are to see.
+# Variables of this environment with these prefixes are passed to ranks on other hosts.
 FORWARDED = (
     *("CUDA_LAUNCH", "HF_", "HOROVOD_", "JAX_", "KERAS_", "KMP_", "MKL_", "NCCL_", "OMP_", "TF_", "TORCH"),
     *("UCX_", "XLA_"),
@@ -33,17 +33,17 @@ def prepare(
     secrets: Mapping[str, str],
     console: JobConsole,
 ) -> None:
-    """Compare the hosts, see that they reach each other, and lay out the run's files on each.
+    """Compare the hosts, check that they reach each other, and write the files of the run to each.
 
     Raises:
-        LaunchError: They differ, or do not reach each other; it names hosts and what to do.
+        LaunchError: The hosts differ, or do not reach each other; names the hosts, with a hint.
     """
     job = request.job
     descriptions = describe(hosts)
     check_shared_memory(hosts, descriptions)
     chosen: dict[str, Chosen] = {}
     if request.is_remote:
-        # Code that is shipped is the same everywhere.
+        # Shipped code is identical on all hosts.
         task = job.task if ":" in job.task and not job.launch.ship_code else None
         check_fingerprints(hosts.each(HostActions.fingerprint, lambda _: {"task": task}))
         chosen = choose_interfaces(hosts, job, descriptions)
@@ -53,7 +53,7 @@ def prepare(
             console.print(
                 f"{name}: network interface {interface.name} ({interface.address}): {interface.reason}"
             )
-    # Ranks of an elastic job get a job with the current number of ranks.
+    # Ranks of an elastic job receive a job with the current number of ranks.
     wanted = {"HOROVOD_TRAIN_RANKS_WANTED": str(request.num_wanted)} if request.num_wanted else {}
     archive = ""
     if job.launch.ship_code:
@@ -80,7 +80,7 @@ def prepare(
 
 
 def describe(hosts: HostGroup) -> dict[str, HostFacts]:
-    """Return what each host is and has, by its name."""
+    """Return facts about each host, by its name."""
     names = [connection.host.name for connection in hosts.connections]
 
     def others(connection: HostConnection) -> dict[str, object]:
@@ -90,11 +90,7 @@ def describe(hosts: HostGroup) -> dict[str, HostFacts]:
 
 
 def check_shared_memory(hosts: HostGroup, descriptions: Mapping[str, HostFacts]) -> None:
-    """Refuse a host whose shared memory is full.
-
-    Raises:
-        LostError: There is one; it names it.
-    """
+    """Raise ``LostError`` for a host that has too little free shared memory for its ranks."""
     for connection in hosts.connections:
         name = connection.host.name
         finding = shared_memory(name, descriptions[name], connection.host.num_ranks)
@@ -103,10 +99,10 @@ def check_shared_memory(hosts: HostGroup, descriptions: Mapping[str, HostFacts])
 
 
 def choose_interfaces(hosts: HostGroup, job: Job, descriptions: Mapping[str, HostFacts]) -> dict[str, Chosen]:
-    """Return each host's interface.
+    """Return the network interface of each host.
 
     Raises:
-        LaunchError: A host has none that fits.
+        LaunchError: A host has no suitable interface.
     """
     reached = [found.reached_at for found in descriptions.values() if found.reached_at]
     return {
@@ -118,14 +114,7 @@ def choose_interfaces(hosts: HostGroup, job: Job, descriptions: Mapping[str, Hos
 
 
 def check_fingerprints(fingerprints: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse hosts whose environments differ: ranks would crash, hang, or compute something else.
-
-    Args:
-        fingerprints: Of the environment of each host, by its name.
-
-    Raises:
-        LostError: They differ; it names the odd ones, with values.
-    """
+    """Raise ``LostError`` if environments differ: ranks would crash, hang, or compute other results."""
     found = fingerprint_mismatch(fingerprints)
     if found is not None:
         who = (
@@ -142,15 +131,9 @@ def check_fingerprints(fingerprints: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def check_clocks(descriptions: Mapping[str, HostFacts], max_offset_s: float) -> None:
-    """Refuse a host whose clock is off, before its ranks do.
+    """Raise ``LostError`` for a host with a wrong clock, before its ranks detect it.
 
-    Args:
-        descriptions: What hosts have said of themselves, all asked at once: their answers may be a few
-            seconds apart, which is allowed for.
-        max_offset_s: The largest difference allowed.
-
-    Raises:
-        LostError: There is one; it names it.
+    The facts are requested in parallel; responses may be ``ANSWERS_APART_S`` apart, which is tolerated.
     """
     times_s = {name: found.time_s for name, found in descriptions.items()}
     found = clock_mismatch(times_s, max_offset_s, ANSWERS_APART_S)
@@ -159,10 +142,9 @@ def check_clocks(descriptions: Mapping[str, HostFacts], max_offset_s: float) -> 
 
 
 def check_reach(hosts: HostGroup, chosen: Mapping[str, Chosen]) -> None:
-    """See that every host reaches the next one and the first one, as rings and rendezvous need it.
+    """Raise ``LostError`` if a host does not reach the next host in the list, or the first one.
 
-    Raises:
-        LaunchError: One does not; it names both.
+    Rings connect each host to the next one; the rendezvous is on the first one.
     """
     names = [connection.host.name for connection in hosts.connections]
     ports = hosts.each(
@@ -191,7 +173,7 @@ def check_reach(hosts: HostGroup, chosen: Mapping[str, Chosen]) -> None:
             "\n  ".join(lines),
             hint="name an interface that the hosts share (launch.network_interface), or open the firewall "
             "between them for all TCP ports",
-            # The one that most have trouble with; of two, the later one.
+            # The host in most of the failed connections; of several, the last one.
             hosts=[max(met, key=lambda name: (met[name], names.index(name)))],
         )
 
@@ -203,9 +185,9 @@ def rank_variables(
     interface: Chosen | None,
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the environment that ranks of one host start with, besides what launchers give them.
+    """Return the environment variables of ranks on one host, in addition to those of launchers.
 
-    Ranks that share a host share its cores: a thread per core and rank would have them fight.
+    Ranks of a host divide its cores: with one thread per core in each rank, threads would compete.
     """
     host = connection.host
     threads = job.launch.threads_per_rank or max(1, description.cores // host.num_ranks)
@@ -220,13 +202,13 @@ def rank_variables(
             "OMPI_MCA_btl_tcp_if_include": interface.name,
         }
     else:
-        # Ranks of one machine talk through its memory; over TCP they would listen on all addresses.
+        # Ranks on one machine use shared memory; with TCP, they would listen on all addresses.
         variables["OMPI_MCA_btl"] = "^openib,tcp"
     if not description.reads_memory:
-        # Else Open MPI tries again with each message, and says each time that it may not.
+        # Otherwise, Open MPI retries with each message, and prints an error each time.
         variables["OMPI_MCA_btl_vader_single_copy_mechanism"] = "none"
     if not host.is_local:
-        # The name by which the host was reached; its own name may be unknown elsewhere.
+        # The name by which the host was reached; its own name may be unknown to other hosts.
         variables["HOROVOD_TRAIN_HOST"] = host.name
     if description.has_mpi:
         variables["OPAL_PREFIX"] = description.prefix

@@ -1,4 +1,4 @@
-"""Run a command, follow its output, and kill its descendants at the end."""
+"""Execution of a launch command: its output, and the end of all its descendants."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KILL_TIMEOUT_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# When the launcher is gone, also by kill -9: kill what is marked as part of the run, remove its files.
-# A shell, because it starts at once and has to do next to nothing.
+# When the launcher has exited, also by SIGKILL: kill the marked processes of the run, and remove its files.
+# A shell, because it starts fast.
 _GUARD = """
 read -r _
 last=x
@@ -39,10 +39,7 @@ rm -rf "$2"
 
 @contextmanager
 def guarded(stage: str) -> Iterator[int]:
-    """While the block runs: should this process be killed, its run is killed, too.
-
-    Yields the guard's process number.
-    """
+    """Start a guard, which kills the run if this process is killed while the block runs; yield its PID."""
     guard = subprocess.Popen(
         ["/bin/sh", "-c", _GUARD, "guard", RUN_VARIABLE, stage],
         stdin=subprocess.PIPE,
@@ -60,15 +57,15 @@ def guarded(stage: str) -> Iterator[int]:
 def execute(
     plan: LaunchPlan, environ: Mapping[str, str], on_line: Callable[[str], None], keep: Collection[int]
 ) -> int:
-    """Run a plan's command to its end; return its exit code, 128 + n when signal n ended it.
+    """Run a plan's command until it exits; return its exit code, or 128 + n if signal n ended it.
 
-    When the command has ended, whatever is left of its processes is killed.
+    When the command has exited, its remaining processes are killed.
 
     Args:
-        plan: What to run.
+        plan: Command and environment variables.
         environ: Environment to which the plan's variables are added.
-        on_line: Called with each line of a rank or of the command, standard error included.
-        keep: Children of this process that are not the command's.
+        on_line: Called with each line of a rank or of the command, including standard error.
+        keep: PIDs of children of this process that do not belong to the command.
 
     Raises:
         LaunchError: The command cannot be started.
@@ -86,7 +83,7 @@ def execute(
         )
     except OSError as error:
         raise LaunchError(f"cannot start {plan.argv[0]}: {error.strerror}") from error
-    # Not only for the output to end: something a rank has started may hold it open.
+    # The end of the output is not sufficient: a process that a rank has started may keep it open.
     reaper = Thread(target=_clear_up_after, args=(process, keep))
     reaper.start()
     try:
@@ -102,19 +99,15 @@ def execute(
 
 
 def _clear_up_after(process: subprocess.Popen[str], keep: Collection[int]) -> None:
-    """Wait for a command to end, then kill what it left behind."""
+    """Wait until a command has exited, then kill its remaining processes."""
     process.wait()
     kill_descendants(keep)
 
 
 def kill_descendants(keep: Collection[int] = ()) -> None:
-    """Kill every process this one has started, or inherited from one it started.
-
-    Args:
-        keep: Children to be spared, and what they have started.
-    """
+    """Kill all descendants of this process, except the children in ``keep`` and their descendants."""
     deadline_s = monotonic() + KILL_TIMEOUT_S
-    # Again and again: one that dies a moment later may have started another one.
+    # Repeated, because a process may have started another one before it was killed.
     while (left := _living_descendants(keep)) and monotonic() < deadline_s:
         for process in left:
             with suppress(psutil.NoSuchProcess):
@@ -132,7 +125,7 @@ def _living_descendants(keep: Collection[int]) -> list[psutil.Process]:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    # Not psutil.wait_procs: it takes the exit code that another thread waits for.
+    # Not psutil.wait_procs: it would reap a process whose exit code another thread waits for.
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -140,13 +133,13 @@ def _is_alive(process: psutil.Process) -> bool:
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Processes whose parent dies become children of this one: then they can be found."""
+    """Make this process the parent of orphaned descendants, so that it can find them."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         yield
     finally:
         _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
-        # Reap them: as the first process of a container, this process would collect zombies.
+        # As PID 1 of a container, this process would otherwise accumulate zombies.
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

@@ -1,4 +1,4 @@
-"""The events of ranks, fetched from all hosts while the ranks run."""
+"""Collection of the events of ranks, from all hosts, while the ranks run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,7 @@ INTERVAL_PER_HOST_S = 0.005
 
 
 def fetching_events(hosts: HostGroup, handle: Callable[[str], None]) -> AbstractContextManager[None]:
-    """While the block runs, and once after it: fetch what ranks have reported.
-
-    Args:
-        hosts: The hosts.
-        handle: Called with each event, as a line.
-    """
+    """Call ``handle`` with each new event of ranks, as a line, while the block runs and once after it."""
     interval_s = INTERVAL_S + INTERVAL_PER_HOST_S * len(hosts.connections)
 
     def fetch(over: Event) -> None:

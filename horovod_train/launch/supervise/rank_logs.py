@@ -1,4 +1,4 @@
-"""What each rank writes, in its own log."""
+"""Log files of ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from horovod_train.system.files import LogFile
 
 
 class RankLogs:
-    """Writes what ranks say, and no events, to ``rank-N.log``.
-
-    Args:
-        log_dir: Folder of the run.
-        on_loss: Told what is wrong when a line is lost.
-    """
+    """Follower that writes the output of each rank, without events, to ``rank-N.log`` in the run folder."""
 
     def __init__(self, log_dir: Path, on_loss: Callable[[str], None]) -> None:
         self._log_dir = log_dir
@@ -23,7 +18,7 @@ class RankLogs:
         self._logs: dict[int, LogFile] = {}
 
     def handle(self, line: Line) -> None:
-        """Write a line that a launcher has tagged with its rank."""
+        """Write a line, if the launcher has tagged it with its rank."""
         if line.event is not None or line.rank is None:
             return
         if line.rank not in self._logs:

@@ -1,7 +1,7 @@
-"""Ends a run from outside: preempts the ranks first, then kills the remaining processes.
+"""Termination of a run: ranks are requested to save and exit, then remaining processes are killed.
 
-What each signal means is in ``horovod_train/system/signals.py``. Launchers are not relied on for this: mpirun
-kills its ranks a second after SIGTERM, horovodrun five seconds after.
+``horovod_train/system/signals.py`` defines the meaning of signals. Launchers are not used for this: mpirun
+kills its ranks one second after SIGTERM, horovodrun five seconds after it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LEAVING = "its ranks were asked to save and leave after their step"
 
 @contextmanager
 def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """While the block runs, a handler gets every signal that ends a run; main thread only.
+    """Install a handler for every signal that ends a run while the block runs; main thread only.
 
-    Signals that ``nohup`` or a shell has set to be ignored stay ignored.
+    Signals that ``nohup`` or a shell has set to be ignored remain ignored.
     """
     handled = [
         number
@@ -53,16 +53,16 @@ def handling_signals(handler: Callable[[int, FrameType | None], None]) -> Iterat
 
 @contextmanager
 def signal_listener_thread(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """While the block runs, a separate thread receives every signal that ends a run; main thread only.
+    """Receive every signal that ends a run in a separate thread while the block runs; main thread only.
 
-    A handler in Python runs in the main thread, and not before that comes back from the call it is in. If a
-    signal arrives just before a call blocks, or at another thread, that may be never.
+    Python runs a signal handler in the main thread, after the current call has returned. If a signal arrives
+    just before a call blocks, or in another thread, the handler may never run.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
 
     def listen() -> None:
-        while numbers := os.read(reading, 64):  # nothing: the other end is closed
+        while numbers := os.read(reading, 64):  # empty: the write end is closed
             for number in numbers:
                 if number in LAUNCH_SIGNALS:
                     on_signal(number)
@@ -82,7 +82,7 @@ def signal_listener_thread(on_signal: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """While the block runs, unhandled signals are appended to the list that it yields."""
+    """Append signals that no inner block handles to the yielded list, while the block runs."""
     pending_signals: list[int] = []
     with handling_signals(lambda number, _: pending_signals.append(number)):
         yield pending_signals
@@ -92,11 +92,9 @@ def deferred_signals() -> Iterator[list[int]]:
 def interrupted_by_signals(
     error_of: Callable[[int], BaseException], pending_signals: Sequence[int] = ()
 ) -> Iterator[None]:
-    """While the block runs, a signal ends it: no rank has been started that would have to save.
+    """Raise ``error_of(number)`` in the block when a signal arrives, or at once for a pending one.
 
-    Args:
-        error_of: The error to raise, by the number of the signal.
-        pending_signals: Signals that arrived before; the first of them ends the block at once.
+    For blocks in which no rank runs that must save.
     """
 
     def interrupt(number: int, _frame: FrameType | None = None) -> None:
@@ -109,11 +107,7 @@ def interrupted_by_signals(
 
 
 class TerminationRequested(BaseException):
-    """A signal, as something that can be caught.
-
-    Args:
-        number: Which one.
-    """
+    """A signal that ends a run, as an exception."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"signal {number}")
@@ -121,7 +115,7 @@ class TerminationRequested(BaseException):
 
 
 class Stopper:
-    """Turns signals to this process into an orderly end of the run.
+    """Handler of signals to this process, which requests ranks to save and exit, then kills the run.
 
     Args:
         request_stop: Requests all ranks to save and exit.
@@ -133,7 +127,7 @@ class Stopper:
         self, request_stop: Callable[[], object], kill: Callable[[], object], grace_s: float
     ) -> None:
         self.received: int | None = None
-        """The first signal; None: none came."""
+        """The first of SIGTERM, SIGINT and SIGHUP; before it, the last of the others. None: no signal."""
         self._request_stop = request_stop
         self._kill = kill
         self._grace_s = grace_s
@@ -143,7 +137,7 @@ class Stopper:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Act on signals while the block runs; main thread only."""
+        """Handle signals while the block runs; main thread only."""
         worker = Thread(target=self._work)
         with signal_listener_thread(self._on_signal):
             worker.start()
@@ -155,11 +149,11 @@ class Stopper:
                 worker.join()
 
     def drain(self) -> None:
-        """Ask the ranks to save and leave, and wait as long as it takes; from any thread."""
+        """Request the ranks to save and exit, without a time limit. Thread-safe."""
         self._wake.set()
 
     def stop(self) -> None:
-        """Kill everything now; from any thread."""
+        """Kill all processes of the run immediately. Thread-safe."""
         self._deadline_s = 0.0
         self._wake.set()
 
@@ -180,24 +174,18 @@ class Stopper:
             if monotonic() >= self._deadline_s:
                 self._kill()
             else:
-                # Again and again: a rank that has just been started does not listen yet.
+                # Repeated, because a rank that has just started does not handle signals yet.
                 self._request_stop()
             self._wake.wait(min(RETRY_INTERVAL_S, max(0.05, self._deadline_s - monotonic())))
 
 
 class RunControl:
-    """Ends the ranks of one attempt, and records the reason.
-
-    Args:
-        hosts: Where they run.
-        state: Where to note how the run stands.
-        guard: Process that clears up if this one is killed; it is not to be killed.
-        grace_s: Time that ranks get to save, in seconds.
+    """Ends the ranks of one attempt, but not the process ``guard``, and records the reason.
 
     Attributes:
-        stopper: Turns signals into an orderly end.
-        lost: The host that stopped answering, and why that is thought; None: none did.
-        frozen: Ranks that were given up because they showed no sign of life.
+        stopper: Handler of signals.
+        lost: Host that stopped responding, and the evidence; None: all hosts respond.
+        frozen: Ranks without heartbeat, because of which the attempt was ended.
     """
 
     def __init__(self, hosts: HostGroup, state: StateFile, guard: int, grace_s: float) -> None:
@@ -210,16 +198,16 @@ class RunControl:
 
     @property
     def has_killed_ranks(self) -> bool:
-        """Whether the ranks were ended for a reason that is known."""
+        """Whether the ranks were ended because of a lost host or frozen ranks."""
         return self.lost is not None or bool(self.frozen)
 
     def abort_lost_host(self, host: str, why: str) -> None:
-        """End the ranks because a host has stopped answering; from any thread."""
+        """End the ranks because a host has stopped responding. Thread-safe."""
         self.lost = self.lost or (host, why)
         self.stopper.stop()
 
     def abort_frozen_ranks(self, ranks: Sequence[Frozen]) -> None:
-        """End the ranks because some have no heartbeat; from any thread."""
+        """End the ranks because some have no heartbeat. Thread-safe."""
         self.frozen.extend(ranks)
         self.stopper.stop()
 

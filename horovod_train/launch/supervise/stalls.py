@@ -1,4 +1,4 @@
-"""Ranks that are missing from a collective: events of ranks, and the text of Horovod's stall inspector."""
+"""Ranks that are missing from a collective, from events and from the text of Horovod's stall inspector."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from horovod_train.errors import describe_ranks
 from horovod_train.events.types import Progress, Stalled, Summary
 from horovod_train.events.wire import Line
 
-# "1!: [allreduce.gradients, ...]": a rank, and what it is missing from.
+# "1!: [allreduce.gradients, ...]": a rank, and the collectives that it is missing from.
 _MISSING = re.compile(r"(\d+)!?: \[(.+?)(?: \.\.\.)?\]$")
 
 
 class Stalls:
-    """Knows which ranks are missing now.
+    """Follower that tracks, in ``missing``, the collectives that a rank is missing from, by rank.
 
-    Args:
-        report: Called with a sentence whenever that changes; with an empty text if none is missing.
-
-    Attributes:
-        missing: Names of the collectives that a rank is missing from, by rank.
+    ``report`` is called with a sentence when they change; with an empty text when no rank is missing.
     """
 
     def __init__(self, report: Callable[[str], None]) -> None:
@@ -34,10 +30,7 @@ class Stalls:
         return f"{names} did not join a collective that the others wait in: {collectives}"
 
     def handle(self, line: Line) -> None:
-        """Handle a line: an event, or text in which Horovod's inspector lists ranks after a headline.
-
-        Progress ends a stall.
-        """
+        """Process an event, or text in which Horovod's inspector lists ranks; progress ends a stall."""
         if isinstance(line.event, Stalled):
             self.missing = dict.fromkeys(line.event.absent_ranks, line.event.collective)
             self._report(str(self))

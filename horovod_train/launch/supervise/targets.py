@@ -1,4 +1,4 @@
-"""Where a job's metrics are, for Prometheus."""
+"""Files with the metrics endpoints of a job, for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ TARGETS_FILE = "prometheus-targets.json"
 
 
 class TargetFiles:
-    """Keeps the files that Prometheus reads while a run lasts; at its end nothing of it is left to scrape.
+    """Follower that writes the target files for Prometheus, and removes the run's targets at the end.
 
-    Args:
-        paths: The files. Other runs of the job may have targets in them, too.
-        run_id: The run.
-        warn: Called if a file cannot be written.
+    The files may also contain targets of other runs of the job.
     """
 
     def __init__(self, paths: Sequence[Path], run_id: str, warn: Callable[[str], None]) -> None:
@@ -31,13 +28,13 @@ class TargetFiles:
         self._targets: list[Target] = []
 
     def handle(self, line: Line) -> None:
-        """Add the targets of a line."""
+        """Add the targets of a line, and write the files."""
         if isinstance(line.event, Targets):
             self._targets += line.event.targets
             self._write(self._targets)
 
     def close(self) -> None:
-        """Tell Prometheus that there is nothing left."""
+        """Remove the targets of the run from the files."""
         if self._targets:
             self._write([])
 
@@ -49,7 +46,7 @@ class TargetFiles:
                 self._warn(f"warning: {path} was not written for Prometheus: {error.strerror}")
 
     def _of_others(self, path: Path, targets: Sequence[Target]) -> list[Target]:
-        """Return the targets of other runs, but for those whose place ours have taken: they are gone."""
+        """Return the targets of other runs, except ended ones, whose addresses this run uses now."""
         ours = {target.address for target in targets}
         return [
             other
@@ -59,7 +56,7 @@ class TargetFiles:
 
 
 def read_targets(path: Path) -> list[Target]:
-    """Return the targets that stand in a file; none, where it cannot be read."""
+    """Return the targets in a file; empty, if it cannot be read."""
     try:
         return parse_targets(path.read_bytes())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -67,7 +64,7 @@ def read_targets(path: Path) -> list[Target]:
 
 
 def target_paths(request: LaunchRequest) -> list[Path]:
-    """Return the files of a job: one in its folder, and one in the folder that it names."""
+    """Return the target files of a job: one in its folder, and one in ``metrics.targets_dir`` if set."""
     paths = [request.run_dir / TARGETS_FILE]
     if (shared := request.job.metrics.targets_dir) is not None:
         paths.append(Path(shared) / f"{request.job.name}.json")
@@ -75,11 +72,6 @@ def target_paths(request: LaunchRequest) -> list[Path]:
 
 
 def write_targets(path: Path, targets: Iterable[Target]) -> None:
-    """Write a file for Prometheus' ``file_sd_configs``, whole or not at all.
-
-    Args:
-        path: File to write; Prometheus reads it again whenever it changes.
-        targets: Where each rank serves its metrics.
-    """
+    """Write a file for ``file_sd_configs`` of Prometheus atomically; Prometheus reads changed files again."""
     # Prometheus usually runs as another user.
     write_whole(path, json.dumps(as_document(targets), indent=2) + "\n", mode=0o644)

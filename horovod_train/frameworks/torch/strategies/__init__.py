@@ -1,1 +1,1 @@
-"""How the ranks of a PyTorch job stay in step: a file per strategy."""
+"""Parallelism strategies of PyTorch jobs, one module or subpackage per strategy."""

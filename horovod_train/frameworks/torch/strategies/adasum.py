@@ -1,16 +1,16 @@
-"""Adasum: what ranks have moved is added where it differs in direction, and averaged where it agrees.
+"""Adasum: weight updates of ranks are added if they are orthogonal, and averaged if they are equal.
 
 Each rank performs the optimizer's step with the gradient of its own samples. For updates a and b of two
 ranks, the combined update of a parameter is
 
     (1 - a.b / (2 a.a)) a + (1 - a.b / (2 b.b)) b
 
-which is a + b if they are orthogonal, and their mean if they are equal; of 2^k ranks it is that of pairs, of
-pairs of pairs and so on. Horovod computes it, over MPI, for each parameter. Optimizers keep the state of
-their own gradients, as those of ``horovod.torch.DistributedOptimizer(op=hvd.Adasum)`` do.
+which is a + b if they are orthogonal, and their mean if they are equal. 2^k ranks are combined pairwise in
+k levels. Horovod computes the combined update of each parameter over MPI. The optimizer's state of each rank
+depends on the gradients of this rank, as with ``horovod.torch.DistributedOptimizer(op=hvd.Adasum)``.
 
-The learning rate follows the batch of one rank: how far the joint step goes is up to the operator. Horovod's
-guide advises 2 to 2.5 times the best rate of one rank, however many there are.
+The learning rate must suit the batch of one rank, because Adasum determines the length of the combined
+update. Horovod's guide advises 2 to 2.5 times the best rate of one rank, for any number of ranks.
 
 Source: Maleki et al., "Scaling Distributed Training with Adaptive Summation", arXiv:2006.02924.
 """
@@ -34,16 +34,12 @@ from horovod_train.frameworks.torch.strategies.base import Capabilities, Strateg
 
 
 class Adasum(Strategy):
-    """Joins what ranks have moved, by Horovod's Adasum.
+    """Strategy that combines the weight updates of ranks with Horovod's Adasum.
 
-    Clipping is of each rank's own gradient. A rank without samples in a step moves nothing.
-
-    Args:
-        mesh: Of the ranks.
-        job: The job.
+    Clipping applies to each rank's own gradient. A rank without samples in a step contributes no update.
 
     Raises:
-        UserError: Horovod cannot compute it on these ranks.
+        UserError: The number of ranks is not a power of two, or several ranks run without MPI.
     """
 
     def __init__(self, mesh: Mesh, job: Job) -> None:
@@ -84,18 +80,18 @@ class Adasum(Strategy):
         check_same_trained([("", each) for each in allgather_json(self._ranks, layout)])
 
     def begin(self, step: PlannedStep) -> None:
-        """Note which samples this rank has, and from where all ranks start."""
+        """Record this rank's samples and the current weights, which are equal on all ranks."""
         self._step = step
         if self._trains.count() != self._num_taken_up:
             self._take_up()
         self._before = {name: p.detach().clone() for name, p in self._trained().items()}
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Make the gradient that of this rank's own samples; return the loss of all."""
+        """Rescale the gradient to the mean over this rank's samples; return the loss of the global batch."""
         own_share = self._step.share.local_share
         for parameter in self._named.values():
             if not own_share:
-                parameter.grad = None  # of no samples: the optimizer leaves it alone
+                parameter.grad = None  # the optimizer skips parameters without a gradient
             elif parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
         if own_share:
@@ -108,12 +104,12 @@ class Adasum(Strategy):
         return [p.grad for p in self._named.values() if p.grad is not None]
 
     def is_finite(self, norm: float) -> bool:
-        """Return whether all ranks' gradients are finite: a step is used by all ranks or by none."""
+        """Return whether the gradients of all ranks are finite; otherwise, all ranks skip the step."""
         return self._ranks.allreduce_sum([float(not math.isfinite(norm))])[0] == 0
 
     @torch.no_grad()
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Join what the optimizers of all ranks have moved."""
+        """Replace this rank's weight updates by the combined updates of all ranks."""
         before, self._before = self._before, {}
         if not is_used or self._ranks.size == 1:
             return
@@ -135,7 +131,7 @@ class Adasum(Strategy):
     # -- the state of this rank's optimizer
 
     def rank_state(self) -> Mapping[str, torch.Tensor]:
-        """Return the optimizer's state of this rank; that of rank 0 is in the checkpoint already."""
+        """Return this rank's optimizer state; empty on rank 0, whose state is saved as that of the job."""
         if self.capabilities.checkpoints_optimizer:
             return {}
         return {
@@ -146,11 +142,11 @@ class Adasum(Strategy):
         }
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Take over this rank's state. Ranks that were not there begin with rank 0's, as all do."""
+        """Load this rank's optimizer state; a rank without a saved state keeps that of rank 0."""
         own = of_ranks[self._ranks.rank] if self._ranks.rank < len(of_ranks) else {}
         for path, value in own.items():
             name, _, key = path.rpartition("/")
             if name not in self._named:
-                continue  # another strategy's
+                continue  # saved by another strategy
             entry = self._optimizer.state[self._named[name]]
             entry[key] = value.to(entry[key].device) if key in entry else value

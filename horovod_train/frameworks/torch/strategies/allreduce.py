@@ -1,12 +1,12 @@
 """All-reduce: gradients are summed over ranks during the backward pass, and all replicas are identical.
 
 Gradients are packed into flat buckets in the order of the backward pass, and each bucket is summed by one
-all-reduce, in place (``comm/gradient_pipeline.py``). The loss of a micro-batch is weighted by its fraction of
-the step's samples before the backward pass, so the sum over ranks is the mean over samples, for any
+in-place all-reduce (``comm/gradient_pipeline.py``). The loss of a micro-batch is weighted by its fraction of
+the step's samples before the backward pass. The sum over ranks is therefore the mean over samples, for any
 number of samples per rank.
 
 If the set of trained parameters changes on any rank, all ranks compare their sets, sum the gradients of new
-ones in the same step, and rebuild the buckets. A complex gradient is sent as pairs of reals.
+parameters in the same step, and rebuild the buckets. A complex gradient is sent as pairs of reals.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def allreduce(mesh: Mesh, job: Job) -> Strategy:
-    """Return the strategy ``allreduce``; its settings are the job's section of that name.
+    """Return the strategy ``allreduce``, configured by the job's ``allreduce`` section.
 
     Raises:
         UserError: The codec cannot be created, or does not support the job.
@@ -62,7 +62,7 @@ def summed_gradients(
     Args:
         ranks: The data-parallel ranks.
         section: The job's ``allreduce`` section.
-        codec: Gradient compression; None: that of the section.
+        codec: Gradient compression; None: the codec of the section.
         name: Part of the names of collectives.
 
     Raises:
@@ -76,7 +76,7 @@ def summed_gradients(
 
 
 class SingleRankStrategy(Strategy):
-    """A single process: gradients need no communication."""
+    """Strategy of a single rank, whose gradients need no communication."""
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
         """Convert sparse gradients to dense ones, as on several ranks; return the loss."""
@@ -89,11 +89,11 @@ class SingleRankStrategy(Strategy):
         return weighted_loss
 
     def used_in_last_pass(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that have a gradient."""
+        """Return the parameters that have a gradient in this step."""
         return [parameter for parameter in self._parameters() if parameter.grad is not None]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that exist."""
+        """Return the gradients of all parameters that have one."""
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -101,14 +101,7 @@ class SingleRankStrategy(Strategy):
 
 
 class AllreduceStrategy(Strategy):
-    """Sums gradients over ranks, in buckets.
-
-    Args:
-        ranks: The data-parallel ranks.
-        codec: Gradient compression.
-        bucket_size_bytes: Approximate size of a bucket.
-        name: Part of the names of collectives.
-    """
+    """Strategy that all-reduces gradients in buckets of approximately ``bucket_size_bytes``."""
 
     def __init__(
         self, ranks: TensorCollectives, *, codec: Codec, bucket_size_bytes: int, name: str = "bucket"
@@ -123,7 +116,7 @@ class AllreduceStrategy(Strategy):
         self._has_warned = False
         self._pipeline: GradientPipeline | None = None
         self._replaced: list[Bucket] = []
-        """Old buckets, if this step rebuilt them: their state moves to the new ones after the update."""
+        """Old buckets, if this step rebuilt them: their state is copied to the new ones after the update."""
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach to a model and its optimizer."""
@@ -137,17 +130,17 @@ class AllreduceStrategy(Strategy):
 
     @property
     def pipeline(self) -> GradientPipeline:
-        """The pipeline of the parameters that are trained at present."""
+        """The gradient pipeline of the currently trained parameters."""
         assert self._pipeline is not None
         return self._pipeline
 
     def set_requires_sync(self, *, is_last: bool) -> None:
-        """Send buckets during the next backward pass, if it is the last of this step."""
+        """All-reduce buckets during the next backward pass, if it is the last of this step."""
         if is_last:
             self.pipeline.listen()
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Complete the sums, and set ``parameter.grad`` to them; return the loss of the step."""
+        """Complete the sums, assign them to ``parameter.grad``, and return the loss of the global batch."""
         pipeline, trailer = self.pipeline, self.pipeline.trailer
         is_changed = self._trains_others_than_before()
         if is_changed:
@@ -176,9 +169,8 @@ class AllreduceStrategy(Strategy):
     def _has_changed_anywhere(self, num_changed: torch.Tensor, *, is_changed: bool) -> bool:
         """Return whether the set of trained parameters has changed on any rank.
 
-        With deferred results, a rank without a change does not read the number: all ranks must change in
-        the same step. A rank with a change, which is rare, reads it, and ends training if other ranks have
-        none.
+        With deferred results, all ranks must change their sets in the same step, because a rank without a
+        change does not read the number from the device. A rank with a change, which is rare, reads it.
 
         Raises:
             UserError: The set has changed on this rank, but not on all ranks.
@@ -203,7 +195,7 @@ class AllreduceStrategy(Strategy):
         return {"compression_ratio": self._compression_ratio} if self._compression_ratio > 1 else {}
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Keep the codec's new state (residuals) unless the step is skipped; move it to rebuilt buckets."""
+        """Commit the codec's new state (residuals) unless the step is skipped; copy it to rebuilt buckets."""
         replaced, self._replaced = self._replaced, []
         for bucket in replaced or self.pipeline.buckets:
             bucket.message.commit(is_used=is_used)
@@ -234,13 +226,13 @@ class AllreduceStrategy(Strategy):
             self._pipeline.close()
 
     def used_in_last_pass(self) -> list[torch.nn.Parameter]:
-        """Return the parameters with a gradient of this step's last backward pass, before ``reduce``."""
+        """Return the parameters with a gradient in the last backward pass; valid before ``reduce``."""
         return self.pipeline.used_in_last_pass()
 
     # -- changes of the trained parameters
 
     def _lay_out(self, named: Named) -> None:
-        """Make buckets for the parameters that are trained now."""
+        """Create buckets for the currently trained parameters."""
         self.close()
         self._named = named
         self._required = {name: parameter.requires_grad for name, parameter in named.items()}
@@ -275,7 +267,7 @@ class AllreduceStrategy(Strategy):
         )
 
     def _rebuild_buckets(self) -> None:
-        """Compare the trained parameters of ranks, sum gradients of new ones, and rebuild the buckets."""
+        """Compare the trained parameters of all ranks, sum gradients of new ones, and rebuild the buckets."""
         named, problem = self._named_now()
         trained = {name: p for name, p in named.items() if p.requires_grad}
         layout = [[name, list(p.shape), str(p.dtype)] for name, p in trained.items()]
@@ -303,7 +295,7 @@ class AllreduceStrategy(Strategy):
 
 
 def bytes_of(layout: BucketLayout) -> int:
-    """Return the size of the gradients of a bucket in the parameters' data type."""
+    """Return the size of a bucket's gradients in bytes, in the data type of the parameters."""
     return sum(layout.lengths) * layout.dtype.itemsize
 
 
@@ -316,5 +308,5 @@ def set_gradients(buckets: Sequence[Bucket], used: Sequence[bool] | None) -> Non
 
 
 def state_of(buckets: Sequence[Bucket]) -> dict[StateKey, torch.Tensor]:
-    """Return the codec's state, such as residuals, of these buckets."""
+    """Return the codec's state of these buckets, such as residuals."""
     return {key: tensor for bucket in buckets for key, tensor in bucket.message.state().items()}

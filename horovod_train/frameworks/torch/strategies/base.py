@@ -1,14 +1,15 @@
-"""Parallelism strategies: how ranks compute one training step together.
+"""Interfaces of parallelism strategies, which define how ranks compute one training step together.
 
-A strategy is a file in this folder (or in another package, see ``registry.py``), with a class, and
-a row of ``registry.STRATEGIES``. It implements these interfaces:
+A strategy is a class in a module of this folder or of another package, with an entry in
+``registry.STRATEGIES``. It implements these interfaces:
 
     GradientSync   gradients and loss of a step, over all ranks
     Updater        update of the weights, and what ranks exchange after it
     LocalState     this rank's part of weights and optimizer state, for checkpoints
     Schedule       order of the passes of a step, for pipelines
 
-``Capabilities`` declares what the replica (``step/replica.py``) must know. Methods are called in this order:
+``Capabilities`` declares the properties that the replica (``step/replica.py``) depends on. Methods are called
+in this order:
 
     __init__     with the mesh of ranks, the job and ``strategy.args``; refuses unsupported jobs
     wrap         before the optimizer is created: moves the model to its device, and shards or wraps it
@@ -65,8 +66,7 @@ class Capabilities:
     """Properties of a strategy that the replica depends on.
 
     Attributes:
-        deferred_results: A step needs no device-to-host synchronization. If False, the host waits in
-            each step.
+        deferred_results: A step needs no device-to-host synchronization; False: the host waits in each step.
         collective_passes: Passes contain collectives, so all ranks run the same number of passes in a step.
         sharded: A rank has only a part of the model or of the optimizer's state.
         whole_weights: A rank has all weights.
@@ -78,7 +78,7 @@ class Capabilities:
         sums: The loss may be a sum and a count: ``divide_gradients`` is called with the total count.
         unused_have_zeros: The gradient of a parameter that no rank uses is zero instead of None.
         num_loss_copies: If ``owns_schedule``: number of ranks with the same loss, by which sums are divided.
-        rank_state_kind: Names the format of ``rank_state``; only rank state of this kind is loaded.
+        rank_state_kind: Name of the format of ``rank_state``; only rank state of this kind is loaded.
     """
 
     deferred_results: bool = True
@@ -98,7 +98,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class DevicePlacement:
-    """Moves a model to this rank's device.
+    """Callable that moves a model to this rank's device.
 
     Attributes:
         device: The device of this rank.
@@ -106,7 +106,7 @@ class DevicePlacement:
         task: The task, which calls the model; None: the user's own loop calls it.
         example: Returns a batch of two samples.
         weights: Weights to load into a model on the meta device; None: the model has its weights.
-        another: Returns a new model of the task, for tracing it; None: a copy of the model is used.
+        another: Returns a new model of the task, for tracing; None: a copy of the model is used.
     """
 
     device: torch.device
@@ -128,12 +128,11 @@ class PassContext:
     """Context of the passes of a step, for a strategy that runs them itself (``owns_schedule``).
 
     Attributes:
-        task: Calls the model.
+        task: The task, which calls the model.
         autocast: Returns the context of a forward pass.
         lap: Ends a phase of the step.
         not_counted: Returns a context for padding micro-batches, which change no running statistics.
-        weigh: Returns a micro-batch's contribution to the loss of the step, given its loss and its fraction
-            of the samples.
+        weigh: Returns a micro-batch's part of the step's loss, given its loss and fraction of samples.
     """
 
     task: TorchTask
@@ -158,11 +157,7 @@ class GradientSync:
         """Start a step."""
 
     def set_requires_sync(self, *, is_last: bool) -> None:
-        """Prepare for a forward and backward pass.
-
-        Args:
-            is_last: Last micro-batch of this step: gradients may be reduced as they are computed.
-        """
+        """Prepare for a forward and backward pass; gradients of the last pass may be reduced at once."""
 
     def backward(self, weighted_loss: torch.Tensor) -> None:
         """Run the backward pass of a micro-batch.
@@ -173,11 +168,7 @@ class GradientSync:
         weighted_loss.backward()  # type: ignore[no-untyped-call]
 
     def refuse_in_loss(self) -> None:
-        """Refuse a backward pass within the task's loss.
-
-        Raises:
-            UserError: The task's loss is being computed.
-        """
+        """Raise ``UserError`` for a backward pass within the task's loss."""
         if self.is_in_loss:
             raise UserError(
                 "the task's loss calls backward(): its gradients would count as those of the "
@@ -205,11 +196,7 @@ class GradientSync:
         raise NotImplementedError
 
     def divide_gradients(self, divisor: torch.Tensor) -> None:
-        """Divide the gradient of the step.
-
-        Args:
-            divisor: The same on all ranks, shape [], in 64 bits.
-        """
+        """Divide the gradient of the step by a scalar in 64 bits, shape [], which is equal on all ranks."""
         gradients = self.gradients()
         for dtype in {gradient.dtype for gradient in gradients}:
             alike = [gradient for gradient in gradients if gradient.dtype == dtype]
@@ -228,8 +215,8 @@ class Updater:
     """Update of the weights, and what ranks exchange after it.
 
     Attributes:
-        replicas_identical: Whether all replicas have identical weights and optimizer state now. Must be true
-            after the last step of an epoch; checkpoints, comparisons and preemption wait for it.
+        replicas_identical: Whether all replicas have identical weights and optimizer state. Must be true
+            after the last step of an epoch. Checkpoints, comparisons and preemption wait until it is true.
     """
 
     replicas_identical: bool = True
@@ -237,18 +224,14 @@ class Updater:
     def update(self, clip_grad_norm: float | None) -> float:
         """Clip the gradient, and update the weights if it is finite; return its norm before clipping.
 
-        Called only if ``owns_update``.
-
-        Args:
-            clip_grad_norm: Largest norm; None: no clipping.
+        Called only if ``owns_update``. ``clip_grad_norm`` is the largest norm; None: no clipping.
         """
         raise NotImplementedError
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
         """Synchronize after the optimizer's step, or after a skipped step.
 
-        Args:
-            is_used: Whether the step was not skipped; with deferred results, a tensor of shape [].
+        ``is_used`` is False if the step was skipped; with deferred results, it is a tensor of shape [].
         """
 
     def whole_weights(self) -> AbstractContextManager[None]:
@@ -256,11 +239,11 @@ class Updater:
         return nullcontext()
 
     def gather_weights(self) -> None:
-        """Gather weights whose parts the optimizer has changed on each rank, outside of a step."""
+        """Gather the weights, outside of a step, after the optimizer of each rank has changed its parts."""
 
 
 class LocalState:
-    """This rank's part of weights, gradients and optimizer state; by default all of it."""
+    """This rank's part of weights, gradients and optimizer state; by default, all of it."""
 
     _model: torch.nn.Module
     _optimizer: torch.optim.Optimizer
@@ -274,11 +257,7 @@ class LocalState:
         return whole_model(self._model)
 
     def local_gradients(self) -> Iterator[tuple[str, Part | None, torch.Tensor | None]]:
-        """Yield this rank's part of the gradient of the step, by parameter.
-
-        Yields:
-            Parameter name, part of the parameter (None: all of it), and gradient (None: no rank has one).
-        """
+        """Yield name, part (None: all of it) and gradient (None: no rank has one) of each parameter."""
         parameters = (p for group in self._optimizer.param_groups for p in group["params"])
         for parameter, each in zip(parameters, self.optimized(), strict=True):
             yield (
@@ -301,24 +280,15 @@ class LocalState:
         return [parameter.name for parameter in self.optimized()]
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
-        """Load an optimizer's state, after the weights.
-
-        Args:
-            optimizer: The ``saved_optimizer``.
-            document: Argument of its ``load_state_dict``.
-        """
+        """Load the ``saved_optimizer``'s state after the weights; ``document`` is for ``load_state_dict``."""
         optimizer.load_state_dict(document)
 
     def rank_state(self) -> Mapping[str, torch.Tensor]:
-        """Return the state that is specific to this rank, such as residuals; not a copy."""
+        """Return the state that is specific to this rank, such as residuals, without copying it."""
         return {}
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Load rank states.
-
-        Args:
-            of_ranks: Result of ``rank_state`` of each rank of the run that saved, by rank.
-        """
+        """Load this rank's state from the ``rank_state`` of all ranks that wrote the checkpoint, by rank."""
         if any(of_ranks):
             log.warning("the checkpoint's rank state is of another strategy or codec; it is dropped")
 
@@ -338,7 +308,7 @@ class Schedule:
 
 
 class Strategy(GradientSync, Updater, LocalState, Schedule):
-    """Data parallelism over whole replicas; the base class of all strategies.
+    """Base class of all strategies, for data parallelism over whole replicas.
 
     Attributes:
         capabilities: Properties that the replica depends on.
@@ -353,12 +323,7 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
     _defers_results: bool = False
 
     def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
-        """Return the module to train, on its device.
-
-        Args:
-            model: The task's model, on the CPU.
-            placing: Moves a model to the device.
-        """
+        """Return the module to train, on its device; ``model`` is the task's model, on the CPU."""
         return placing(model)
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -371,15 +336,11 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
         OptimizedParameters(model, optimizer).check()
 
     def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return the module that the task calls; called after ``bind``.
-
-        Args:
-            module: The model, or its compiled form.
-        """
+        """Return the module that the task calls; ``module`` is the bound model, or its compiled form."""
         return module
 
     def defer_results(self) -> None:
-        """From the next step on, the host must not wait for the device within a step."""
+        """Require that, from the next step on, the host does not wait for the device within a step."""
         self._defers_results = True
 
     def numbers(self) -> Mapping[str, Number]:
@@ -392,7 +353,7 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
     # -- verification against the plain model (``verify/verification.py``)
 
     def report_unused_parameters(self, names: Sequence[str]) -> None:
-        """Called before a verified step, with the parameters that the reference model did not use in it.
+        """Receive the unused parameters of the reference model; called before a verified step.
 
         Args:
             names: Parameters without a gradient in the last pass of the step, on at least one rank.
@@ -400,12 +361,7 @@ class Strategy(GradientSync, Updater, LocalState, Schedule):
 
     @contextmanager
     def same_random_state(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
-        """Yield the step for the reference model, which then draws the same random numbers as this strategy.
-
-        Args:
-            model: The reference model.
-            step: The next step of the strategy, from the current random state.
-        """
+        """Yield the next step for the reference model, which then draws the strategy's random numbers."""
         yield step
 
 
@@ -413,7 +369,7 @@ def make_strategy(job: Job, mesh: Mesh) -> Strategy:
     """Return the job's strategy.
 
     Raises:
-        UserError: Unknown strategy, or it does not support its arguments or the job.
+        UserError: The strategy is unknown, or does not support its arguments or the job.
     """
     args = job.strategy.args
     if support := STRATEGY_SUPPORT.get(job.strategy.name):

@@ -1,7 +1,7 @@
-"""One process that shares each batch among several GPUs, with PyTorch's ``DataParallel``.
+"""PyTorch's ``DataParallel``: one process splits each batch among several GPUs.
 
-Copies of the model are made in each step, and one Python thread starts the work of all GPUs. It is there for
-comparison, and for code that cannot have several processes.
+``DataParallel`` copies the model to all GPUs in each step, and runs one Python thread per GPU. This strategy
+is for comparison, and for code that cannot run in several processes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ from horovod_train.frameworks.torch.strategies.base import DevicePlacement
 
 
 class DataParallel(SingleRankStrategy):
-    """Gives the task the wrapper in the model's place.
-
-    Args:
-        mesh: Of one rank.
-        job: The job.
+    """Strategy that passes the model, wrapped in ``torch.nn.DataParallel``, to the task.
 
     Raises:
         UserError: There are several ranks.
     """
 
-    def __init__(self, mesh: Mesh, job: Job) -> None:  # (all are made with a job)
+    def __init__(self, mesh: Mesh, job: Job) -> None:  # (the registry passes a job to each strategy)
         if mesh.world.size > 1:
             raise UserError(
                 f"strategy data_parallel: it is one process with several GPUs, and {mesh.world.size} ranks "
@@ -49,5 +45,5 @@ class DataParallel(SingleRankStrategy):
         return placing(model)
 
     def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return the wrapper."""
+        """Return the module wrapped in ``DataParallel``."""
         return torch.nn.DataParallel(module)

@@ -19,14 +19,9 @@ from horovod_train.frameworks.torch.strategies.torch_distributed import TorchDis
 
 
 class Ddp(TorchDistributed):
-    """Sums gradients with PyTorch's reducer.
+    """Strategy that sums gradients with PyTorch's reducer, in buckets of the job's ``allreduce`` section.
 
-    Args:
-        mesh: Of the ranks.
-        job: Says how large buckets are.
-        find_unused_parameters: Some parameters have no gradient in some steps; None: if that is so in the
-            first.
-        static_graph: The same parameters are used in the same order in each step.
+    The arguments are described in ``config.strategies.DdpArguments``.
     """
 
     def __init__(
@@ -44,7 +39,7 @@ class Ddp(TorchDistributed):
         self._has_summed_all = False
 
     def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return what the task calls in the model's place."""
+        """Return the module that the task calls."""
         self._called = CalledByTask(module, self._wrapped)
         return self._called
 
@@ -61,7 +56,7 @@ class Ddp(TorchDistributed):
         return wrapped
 
     def report_unused_parameters(self, names: Sequence[str]) -> None:
-        """Look for unused parameters in each step, if the plain model leaves some out in the first."""
+        """Enable ``find_unused_parameters`` if it is None and the reference model has unused parameters."""
         if self._find_unused is None:
             self._find_unused = bool(names)
 
@@ -70,14 +65,14 @@ class Ddp(TorchDistributed):
         assert self._called is not None
         self._has_summed_all = False
         self._is_last = is_last
-        # What ``no_sync`` sets; it is a context around both passes, and a step has several.
+        # ``no_sync`` sets this attribute, but is a context around both passes of a micro-batch.
         self._called.wrapped.require_backward_grad_sync = is_last
 
     def backward(self, weighted_loss: torch.Tensor) -> None:
-        """Make the backward pass of a micro-batch.
+        """Prepare the reducer, and run the backward pass of a micro-batch.
 
-        The reducer is prepared here, and not only when the model was called: the loss may use some of its
-        outputs, and may be computed with parts of the model.
+        PyTorch prepares the reducer when the model is called. This is not sufficient, because the loss may
+        use only some outputs of the model, and may call parts of the model.
         """
         assert self._called is not None
         if self._is_last and not self._static_graph:
@@ -86,10 +81,10 @@ class Ddp(TorchDistributed):
         super().backward(weighted_loss)
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the whole step: gradients are summed by now.
+        """Convert sparse gradients to dense ones; return the loss of the global batch.
 
         Raises:
-            UserError: A parameter has no gradient, which ranks wait for.
+            UserError: A parameter has no gradient, so that the reducer has not summed all buckets.
         """
         if not self._has_summed_all:
             raise UserError(
@@ -104,19 +99,14 @@ class Ddp(TorchDistributed):
         return super().reduce(weighted_loss)
 
     def _sum(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Sum a bucket: losses are weighted, so that a sum over ranks is the gradient of the joint batch."""
-        self._has_summed_all = bucket.is_last()  # they are summed in their order
+        """Sum a bucket over ranks, without averaging, because losses are weighted by samples."""
+        self._has_summed_all = bucket.is_last()  # the reducer sums buckets in order
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
 
 class CalledByTask(torch.nn.Module):
-    """Wraps a model when it is first used: only then it is known whether all its parameters are.
-
-    Args:
-        module: The model.
-        wrap: Returns the module that is called instead.
-    """
+    """Module that wraps a model at its first use, when ``find_unused_parameters`` is determined."""
 
     def __init__(
         self, module: torch.nn.Module, wrap: Callable[[torch.nn.Module], DistributedDataParallel]
@@ -127,13 +117,13 @@ class CalledByTask(torch.nn.Module):
 
     @cached_property
     def wrapped(self) -> DistributedDataParallel:
-        """What is called in the model's place."""
+        """The wrapped model."""
         return self._wrap(self.module)
 
     def forward(self, *args: Any, **more: Any) -> Any:
-        """Call the model."""
+        """Call the wrapped model."""
         return self.wrapped(*args, **more)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """Return a copy of the model: what sums gradients belongs to the one that is trained."""
+        """Return a copy of the model without the wrapper, which sums gradients of the trained model only."""
         return copy.deepcopy(self.module, memo)

@@ -1,7 +1,7 @@
 """PyTorch's ``fully_shard`` (FSDP2): each rank stores a shard of weights, gradients and optimizer state.
 
 A unit, such as a layer, is all-gathered for its forward and backward pass, and resharded after it.
-Between steps, a rank stores 1/N; at the peak, also two gathered units: in use, and prefetched.
+Between steps, a rank stores 1/N. At the peak, it also stores two gathered units: in use, and prefetched.
 """
 
 from __future__ import annotations
@@ -55,20 +55,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Fsdp(TorchDistributed):
-    """Shards a model unit by unit.
+    """Strategy that shards a model unit by unit with ``fully_shard``.
 
-    Args:
-        mesh: The mesh of ranks.
-        job: The job.
-        units: Name patterns of modules, each of which is one unit; None: the model's layers.
-        param_dtype: Data type of gathered weights; None: that of the parameters.
-        reduce_dtype: Data type of gradients in reduce-scatter; None: that of gathered weights.
-        reshard_after_forward: Reshard a unit after its forward pass, and all-gather it again for backward.
-        reduce_each: Reduce gradients of each micro-batch; False: accumulate unsharded, reduce once.
-        prefetch_units: Number of units to prefetch.
-        offload: Keep weights, gradients and optimizer state in host memory.
-        shard_ranks: Size of a sharding group of consecutive ranks; groups are replicas (HSDP); host:
-            the ranks of a host; None: all ranks.
+    The arguments are described in ``config.strategies.FsdpArguments``. With ``shard_ranks``, groups of
+    consecutive ranks shard the model, and the groups are replicas (HSDP).
     """
 
     capabilities = Capabilities(collective_passes=True, sharded=True, whole_weights=False, meta_model=True)
@@ -100,7 +90,7 @@ class Fsdp(TorchDistributed):
         self._exchange = Exchange(self._data)
 
     def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
-        """Shard the model of rank 0, unit by unit, so that this process frees each unsharded unit.
+        """Shard rank 0's model unit by unit, so that each unsharded unit is freed before the next is sharded.
 
         For a model on the meta device, each rank reads its shard of the weights from the file.
 
@@ -218,7 +208,7 @@ class Fsdp(TorchDistributed):
         return local_tensors_of_model(self._model)
 
     def optimized(self) -> Sequence[OptimizedParameter]:
-        """Return this rank's parts of the optimizer's parameters, in its order."""
+        """Return this rank's shards of the optimizer's parameters, in its order."""
         self._reshard_all()
         return optimized_parameters(self._model, self._optimizer)
 
@@ -255,8 +245,7 @@ class Fsdp(TorchDistributed):
                 parameter.grad = total
         trained = [p for p in self._parameters() if p.requires_grad]
         is_used = [id(p) in self._used for p in trained]
-        # Sum the loss and, per parameter, the number of ranks with a gradient: PyTorch reduces zeros for the
-        # other ranks.
+        # PyTorch reduces zeros for a rank without a gradient; if no rank has one, it must be None.
         loss, *num_using = self._sums_of_step(weighted_loss, is_used)
         for parameter, number in zip(trained, num_using, strict=True) if num_using else ():
             if number == 0:
@@ -264,7 +253,7 @@ class Fsdp(TorchDistributed):
         return loss
 
     def _sums_of_step(self, weighted_loss: torch.Tensor, is_used: Sequence[bool]) -> list[Any]:
-        """Return the loss and, if this rank lacks gradients, the number of ranks that have each."""
+        """Return the loss and, if this rank lacks a gradient, the number of ranks with one per parameter."""
         all_used = all(is_used)
         if all_used:
             flags = torch.ones(len(is_used), dtype=weighted_loss.dtype, device=weighted_loss.device)
@@ -276,7 +265,7 @@ class Fsdp(TorchDistributed):
         return [sums[0], *(() if all_used else sums[1:].tolist())]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the local parts of the gradients."""
+        """Return the local shards of the gradients."""
         return [to_local(gradient) for gradient in super().gradients()]
 
     def norm(self) -> torch.Tensor:
@@ -289,11 +278,7 @@ class Fsdp(TorchDistributed):
 def announce_collectives(module: FSDPModule, name: str, paths: PathAgreement, used: set[int]) -> None:
     """Record a unit's forward and backward passes in the path comparison, before their collectives.
 
-    Args:
-        module: The unit.
-        name: Name of the unit.
-        paths: Compares the order of passes between ranks.
-        used: Set to which ids of parameters with a gradient are added.
+    The ``id`` of each parameter with a gradient is added to ``used``.
     """
     groups: Any = module._get_fsdp_state()._fsdp_param_groups  # noqa: SLF001  (no public API)
     for group in groups:
@@ -314,7 +299,7 @@ def _announced(method: Callable[..., Any], event: str, paths: PathAgreement) -> 
 
 
 def _unchanged(method: Callable[..., Any], group: Any, name: str) -> Callable[..., Any]:
-    """Refuse a forward pass that changes gathered weights in place: resharding drops the change."""
+    """Refuse a forward pass that changes gathered weights in place, because resharding drops the change."""
     versions: dict[int, int] = {}
 
     def call(*args: Any, **more: Any) -> Any:
@@ -346,15 +331,10 @@ def _recording_used(method: Callable[..., Any], group: Any, used: set[int]) -> C
 
 
 def num_ranks_of(wanted: int | Literal["host"] | None, num_ranks: int, hosts: Sequence[str]) -> int:
-    """Return the size of a sharding group of consecutive ranks.
-
-    Args:
-        wanted: As in ``strategy.args.shard_ranks``.
-        num_ranks: Number of data-parallel ranks.
-        hosts: Host of each of these ranks.
+    """Return the size of a sharding group, given ``strategy.args.shard_ranks`` and the host of each rank.
 
     Raises:
-        UserError: Ranks cannot be divided into such groups.
+        UserError: The data-parallel ranks cannot be divided into such groups of consecutive ranks.
 
     >>> num_ranks_of("host", 4, ["a", "a", "b", "b"])
     2

@@ -3,24 +3,24 @@
     every_steps times: the gradient of this rank's own samples -> the optimizer's step
     then:              weights and the optimizer's state <- their mean over ranks
 
-The model and the optimizer's state are all-reduced once in ``every_steps`` steps, instead of the
-gradient in each step. The loss is all-reduced in each step, so that all ranks take the same
-decision if it is not finite. For networks that are slow relative to the model.
+The model and the optimizer's state are all-reduced once in ``every_steps`` steps, instead of the gradient in
+each step. The loss is all-reduced in each step, so that all ranks make the same decision if it is not finite.
+Local SGD is for networks that are slow relative to the size of the model.
 
-A rank's weight in the mean is the number of samples it has trained on since the last mean. With
-``every_steps: 1``, and an optimizer that is linear in the gradient (SGD, with momentum or weight
-decay), the mean therefore equals the step of the global batch. The last step of an epoch is always
-followed by averaging, so that evaluation, checkpoints and comparisons use identical replicas.
+A rank's weight in the mean is proportional to the number of samples that it has trained on since the last
+mean. With ``every_steps: 1`` and an optimizer that is linear in the gradient (SGD, with momentum or weight
+decay), the mean therefore equals the step of the global batch. The last step of an epoch is always followed
+by averaging, so that evaluation, checkpoints and comparisons use identical replicas.
 
 With ``outer``, the averaged update is the gradient of an outer optimizer (``outer.py``, DiLoCo), which
 allows more steps between means. With ``allreduce_steps``, the first steps all-reduce gradients, and
 local steps follow (post-local SGD), when weights change more slowly.
 
-Sources: Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767; with the mean of
-momentum, too: Yu, Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum
-SGD", arXiv:1905.03817; samples as weights: McMahan et al., "Communication-Efficient Learning of Deep
-Networks from Decentralized Data", arXiv:1602.05629; post-local: Lin et al., "Don't Use Large Mini-Batches,
-Use Local SGD", arXiv:1808.07217.
+Sources: Stich, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767; mean of momentum: Yu,
+Jin and Yang, "On the Linear Speedup Analysis of Communication Efficient Momentum SGD", arXiv:1905.03817;
+samples as weights: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized
+Data", arXiv:1602.05629; post-local: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD",
+arXiv:1808.07217.
 """
 
 from __future__ import annotations
@@ -47,17 +47,11 @@ from horovod_train.frameworks.torch.strategies.outer import Outer
 
 
 class LocalSgd(Strategy):
-    """Averages weights and optimizer state over ranks, in place of gradients.
+    """Strategy that averages weights and optimizer state over ranks, instead of gradients.
 
-    Clipping applies to each rank's own gradient. A parameter that a rank did not use in a step has a
-    zero gradient there, so that optimizer states of all ranks have the same layout.
-
-    Args:
-        mesh: The mesh of ranks.
-        job: The job; its bucket size limits messages.
-        every_steps: Number of steps between two averaging steps.
-        allreduce_steps: Number of initial steps that all-reduce gradients instead.
-        outer: Arguments of the outer optimizer; None: no outer optimizer.
+    Clipping applies to each rank's own gradient. A parameter that a rank does not use in a step has a zero
+    gradient on this rank, so that the optimizer states of all ranks have the same layout. The job's bucket
+    size limits the size of messages. Arguments are described in ``config.strategies.LocalSgdArguments``.
     """
 
     capabilities = Capabilities(
@@ -82,7 +76,7 @@ class LocalSgd(Strategy):
         self._outer = None if outer is None else Outer(**outer)
         self._num_made = 0  # since the start of training
         self._num_steps = 0  # since the last mean
-        self._samples = [0, 0]  # since the last mean: this rank's, and all ranks'
+        self._samples = [0, 0]  # numbers of samples since the last mean: of this rank, and of all ranks
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach to a model and its optimizer."""
@@ -90,7 +84,7 @@ class LocalSgd(Strategy):
         self._trains = OptimizedParameters(model, optimizer)
 
     def begin(self, step: PlannedStep) -> None:
-        """Record this rank's share of the step and, for the outer optimizer, the initial weights."""
+        """Record this rank's part of the step and, for the outer optimizer, the initial weights."""
         self._step = step
         if self._outer is not None and not self._sums_gradients:
             self._outer.record(self._trains.named())
@@ -100,7 +94,7 @@ class LocalSgd(Strategy):
         return self._num_made < self._allreduce_steps
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Rescale the gradient to this rank's samples, or all-reduce it; return the global loss."""
+        """Rescale the gradient to this rank's samples, or all-reduce it; return the loss of all ranks."""
         for parameter in self._trained():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -126,7 +120,7 @@ class LocalSgd(Strategy):
         return self._ranks.allreduce_sum([float(not math.isfinite(norm))])[0] == 0
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Average over ranks, if an averaging step is due."""
+        """Average over ranks after every ``every_steps`` steps, and after the last step of an epoch."""
         sums_gradients = self._sums_gradients
         self._num_made += bool(is_used)
         if sums_gradients:
@@ -148,11 +142,7 @@ class LocalSgd(Strategy):
 
     @torch.no_grad()
     def _average(self, weight: float) -> None:
-        """Replace weights and optimizer state by their weighted mean over ranks.
-
-        Args:
-            weight: Weight of this rank in the mean; weights of all ranks sum to 1.
-        """
+        """Replace weights and optimizer state by their weighted mean; all ranks' ``weight`` sum to 1."""
         named = self._trains.named()
         document = self._optimizer.state_dict()
         settings, state = pack_tree(document, lambda leaf: isinstance(leaf, torch.Tensor))
@@ -173,7 +163,7 @@ class LocalSgd(Strategy):
                 count.fill_(math.fsum(rank_weight * value for rank_weight, value in values))
 
     def rank_state(self) -> Mapping[str, torch.Tensor]:
-        """Return the number of steps and the outer momentum, on rank 0: equal on all ranks."""
+        """Return the number of steps and the outer momentum, only on rank 0: they are equal on all ranks."""
         if self._ranks.rank or (self._outer is None and not self._allreduce_steps):
             return {}
         momenta = {} if self._outer is None else self._outer.momenta
@@ -190,11 +180,7 @@ class LocalSgd(Strategy):
             }
 
     def _check_alike(self, named: Named, settings: object, state: Mapping[str, torch.Tensor]) -> None:
-        """Check that parameters and optimizer states can be averaged.
-
-        Raises:
-            UserError: Ranks train different parameters, or their optimizer states differ in layout.
-        """
+        """Raise ``UserError`` if ranks train different parameters, or their optimizers differ in layout."""
         trained = [[name, list(p.shape), str(p.dtype)] for name, p in named.items() if p.requires_grad]
         shapes = {name: list(tensor.shape) for name, tensor in state.items()}
         whole = json.dumps([trained, sorted(named), settings, shapes]).encode()

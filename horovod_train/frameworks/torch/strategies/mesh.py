@@ -1,8 +1,7 @@
-"""Several ways to share a model at once: ranks along a data, a pipeline and a tensor axis.
+"""Combined parallelism over a device mesh with a data, a pipeline and a tensor axis.
 
-pipeline > 1                 stages along one axis, in each of them layers along the other
-pipeline = 1, shard          ``fully_shard`` over ranks that read different samples, of layers that are
-                             shared along the tensor axis
+pipeline > 1                 pipeline parallelism, with tensor parallelism within each stage
+pipeline = 1, shard          ``fully_shard`` along the data axis, of layers sharded along the tensor axis
 pipeline = 1, no shard       tensor parallelism
 """
 
@@ -28,17 +27,13 @@ from horovod_train.frameworks.torch.strategies.tensor_parallel import (
 )
 
 LENGTHS = ("pipeline", "tensor", "shard")
-"""Arguments that the mesh itself has."""
+"""Arguments that are not passed to ``Fsdp``."""
 
 
 def mesh(ranks: Mesh, job: Job, *, plan: Mapping[str, str] | None = None, **args: Any) -> Strategy:
-    """Return what trains a model that is shared along several axes.
+    """Return the strategy for a model that is split along several axes.
 
-    Args:
-        ranks: Arranged along the axes.
-        job: The job.
-        plan: How layers are shared, by name patterns; None: the model's own plan.
-        args: Of ``pipeline``, or of ``fsdp``, and ``shard``.
+    ``plan`` and ``args`` are described in ``config.strategies.MeshArguments``.
     """
     of_pipeline = {name: args.pop(name) for name in ("schedule", "chunks_per_rank", "balance")}
     is_sharded = args.pop("shard")
@@ -51,14 +46,7 @@ def mesh(ranks: Mesh, job: Job, *, plan: Mapping[str, str] | None = None, **args
 
 
 class ShardedLayers(Fsdp):
-    """Shards the parts of layers that ranks along the tensor axis have.
-
-    Args:
-        ranks: Arranged along data and tensor axes.
-        job: The job.
-        plan: How layers are shared.
-        args: Those of ``Fsdp``.
-    """
+    """FSDP along the data axis, of layers that are sharded along the tensor axis."""
 
     def __init__(self, ranks: Mesh, job: Job, *, plan: Mapping[str, str] | None, **args: Any) -> None:
         super().__init__(ranks, job, **args)
@@ -66,7 +54,7 @@ class ShardedLayers(Fsdp):
         self._num_tensor = ranks.axes.tensor
 
     def _device_mesh(self, model: torch.nn.Module, placing: DevicePlacement) -> DeviceMesh:
-        """Share layers; return the ranks that share what this one has of them."""
+        """Shard layers along the tensor axis; return the device mesh for sharding along the data axis."""
         if self._num_tensor == 1:
             return super()._device_mesh(model, placing)
         axes, names = self._sharding_axes()
@@ -75,6 +63,6 @@ class ShardedLayers(Fsdp):
         )
         for name in (*names, "tensor"):
             set_timeout(whole.get_group(name), self._job.health)
-        placed = placing(model) if placing.weights is None else model  # weights have no memory yet
+        placed = placing(model) if placing.weights is None else model  # else: a model on the meta device
         share_layers(placed, whole["tensor"], modules_of_plan(model, self._plan or plan_of(model)))
         return whole[names]

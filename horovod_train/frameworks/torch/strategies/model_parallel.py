@@ -1,4 +1,4 @@
-"""Base of strategies whose ranks shard a model, and sum gradients of data-parallel ranks over Horovod."""
+"""Base of strategies that split a model over ranks, and sum gradients of data-parallel ranks with Horovod."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ from horovod_train.frameworks.torch.strategies.base import Capabilities, Strateg
 
 
 class ModelParallel(Strategy):
-    """A part of a model on each rank; ranks that have the same part sum its gradients.
-
-    Args:
-        mesh: Of the ranks.
-        job: The job.
-    """
+    """Base of strategies with a part of the model on each rank; data-parallel ranks store the same part."""
 
     capabilities = Capabilities(sharded=True, whole_weights=False)
 
@@ -44,7 +39,7 @@ class ModelParallel(Strategy):
         disable_foreach_for_mixed_groups(optimizer)
 
     def defer_results(self) -> None:
-        """From now on, the host must not wait for the device in a step."""
+        """Require that, from the next step on, the host does not wait for the device within a step."""
         super().defer_results()
         self._data.defer_results()
 
@@ -53,31 +48,31 @@ class ModelParallel(Strategy):
         self._data.close()
 
     def optimized(self) -> Sequence[OptimizedParameter]:
-        """Return this rank's parts of the optimizer's parameters, in its order."""
+        """Return this rank's shards of the optimizer's parameters, in its order."""
         return optimized_parameters(self._model, self._optimizer)
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Sum gradients over the ranks that have the same part of the model."""
+        """Sum gradients over the ranks that store the same part of the model; return the loss."""
         loss = self._data.reduce(weighted_loss)
         self.sent_bytes, self.layout_version = self._data.sent_bytes, self._data.layout_version
         if self._axes.tensor == 1 or self.capabilities.owns_schedule:
             return loss
-        # Ranks that share layers compute the same loss, and must decide alike if it is finite on one and not
-        # on another.
+        # Tensor-parallel ranks compute the same loss. They must agree on whether it is finite, also if it is
+        # finite only on some of them.
         mean = (loss / self._axes.tensor / self._axes.data).reshape(1)
         return self._world.wait(self._world.start_allreduce(mean, "horovod_train.loss"))[0]
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the local parts of the gradients."""
+        """Return the local shards of the gradients."""
         return [to_local(gradient) for gradient in self._data.gradients()]
 
     def norm(self) -> torch.Tensor:
-        """Return the L2 norm of the whole gradient: each part counts once."""
+        """Return the L2 norm of the whole gradient; each shard is counted once."""
         squares = squares_of(self._trained(), self._num_copies)
         return self._world.wait(self._world.start_allreduce(squares, "horovod_train.norm")).sqrt()[0]
 
     def _num_copies(self, parameter: torch.nn.Parameter) -> int:
-        """Return on how many ranks the same of a parameter lies."""
+        """Return the number of ranks that store the same shard of a parameter."""
         return num_copies(parameter, self._axes.data * self._axes.tensor)
 
     def _trained(self) -> Iterator[torch.nn.Parameter]:

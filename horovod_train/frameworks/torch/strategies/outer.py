@@ -1,11 +1,11 @@
-"""The outer optimizer of local SGD: the update between two averaging steps is its gradient.
+"""Outer optimizer of local SGD, whose gradient is the averaged update between two averaging steps.
 
     change  = weights after the last mean - mean of the ranks' weights now
     m       = momentum * m + change
     weights = weights after the last mean - lr * (change + momentum * m)     (without nesterov: - lr * m)
 
-With ``lr: 1`` and no momentum the weights become their mean. Source: Douillard et al., "DiLoCo: Distributed
-Low-Communication Training of Language Models", arXiv:2311.08105, who take lr 0.7 and Nesterov's momentum 0.9;
+With ``lr: 1`` and no momentum, the weights become their mean. Source: Douillard et al., "DiLoCo: Distributed
+Low-Communication Training of Language Models", arXiv:2311.08105, with lr 0.7 and Nesterov momentum 0.9;
 without Nesterov: Wang et al., "SlowMo", arXiv:1910.00643.
 """
 
@@ -17,12 +17,10 @@ import torch
 
 
 class Outer:
-    """Makes a step of all ranks out of the mean of their weights.
+    """SGD optimizer over the averaged weights, with momentum.
 
-    Args:
-        lr: Of the outer steps.
-        momentum: Of the outer steps.
-        nesterov: Nesterov's momentum.
+    Attributes:
+        momenta: Momentum by parameter name.
     """
 
     def __init__(self, *, lr: float, momentum: float, nesterov: bool) -> None:
@@ -34,13 +32,13 @@ class Outer:
 
     @torch.no_grad()
     def record(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Note the weights from which ranks start; once after each mean."""
+        """Store a copy of the weights before the first local step after a mean; later calls do nothing."""
         if not self._before:
             self._before = {name: weight.detach().clone() for name, weight in weights.items()}
 
     def step(self, name: str, mean: torch.Tensor) -> torch.Tensor:
-        """Return what a weight becomes, given the mean of all ranks'; in the mean's type."""
-        if name not in self._before:  # it was not trained yet when they were noted
+        """Return the new value of a weight, given its mean over ranks, in the data type of the mean."""
+        if name not in self._before:  # the parameter was not trained when weights were stored
             return mean
         before = self._before.pop(name).to(mean.dtype)
         change = before - mean
@@ -50,5 +48,5 @@ class Outer:
         return before - self._lr * (change + self._momentum * momentum if self._nesterov else momentum)
 
     def reset(self) -> None:
-        """Ranks start from other weights than those that were noted."""
+        """Discard the stored weights; called when other weights are loaded."""
         self._before = {}

@@ -1,8 +1,8 @@
-"""Tensor parallelism: ranks share each layer, with PyTorch's ``DTensor``.
+"""Tensor parallelism: each layer is sharded over ranks with PyTorch's ``DTensor``.
 
-A linear layer is cut by its outputs (colwise) and the next one by its inputs (rowwise), so that ranks
-exchange activations once for the two. Ranks that share a model read the same samples; those that have the
-same part of it read different ones, and sum their gradients through Horovod as usual.
+A linear layer is sharded by its outputs (colwise) and the next one by its inputs (rowwise), so that ranks
+exchange activations once for two layers. Tensor-parallel ranks read the same samples. Data-parallel ranks
+store the same shards, read different samples, and sum their gradients with Horovod.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "rowwise": RowwiseParallel,
     "colwise_gather": lambda: ColwiseParallel(output_layouts=Replicate()),
     "embedding": lambda: RowwiseParallel(input_layouts=Replicate()),
-    # Ranks have parts of the sequence between layers: the second dimension of activations.
+    # Sequence parallelism: between layers, activations are sharded in dimension 1, the sequence.
     "sequence": lambda: SequenceParallel(use_local_output=True),
     "sequence_begins": lambda: PrepareModuleInput(
         input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
@@ -57,7 +57,7 @@ TRANSFORMERS_STYLES = {
     "colwise_gather_output": "colwise_gather",
     "embedding_rowwise": "embedding",
 }
-"""What Transformers calls them in a model's own plan."""
+"""Styles by their names in the plan of a Transformers model (``_tp_plan``)."""
 CUT_DIMENSION = {
     "colwise": 0,
     "colwise_gather": 0,
@@ -66,17 +66,14 @@ CUT_DIMENSION = {
     "rowwise": 1,
     "rowwise_sequence": 1,
 }
-"""Of the weight, for styles that cut one."""
+"""Dimension in which the weight is sharded, for styles that shard a weight."""
 
 
 class TensorParallel(ModelParallel):
-    """Shares layers along the mesh's tensor axis.
+    """Strategy that shards layers along the mesh's tensor axis.
 
-    Args:
-        mesh: Of the ranks.
-        job: The job.
-        degree: So many ranks share each layer; the mesh has it as its axis.
-        plan: How modules are shared, by name patterns; None: the model's own plan.
+    ``plan`` is described in ``config.strategies.TensorParallelArguments``. ``degree`` is not used, because it
+    is the length of the mesh's tensor axis.
     """
 
     def __init__(
@@ -91,10 +88,10 @@ class TensorParallel(ModelParallel):
         self._plan = plan
 
     def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
-        """Share a model, rank 0's.
+        """Shard the layers of rank 0's model.
 
         Raises:
-            UserError: No plan, or one that does not fit the model.
+            UserError: There is no plan, or it does not fit the model.
         """
         refuse_hooks_of_parameters(model, self._job.strategy.name)
         start_process_group(self._world, placing.device, self._job.health)
@@ -105,26 +102,26 @@ class TensorParallel(ModelParallel):
         return placed
 
     def _tensor_mesh(self, placing: DevicePlacement) -> DeviceMesh:
-        """Return the ranks that share each layer with this one."""
+        """Return the device mesh of the ranks over which layers are sharded."""
         axes = (self._axes.data, self._axes.tensor)
         mesh = init_device_mesh(placing.device.type, axes, mesh_dim_names=("data", "tensor"))
         set_timeout(mesh.get_group("tensor"), self._job.health)
         return mesh["tensor"]
 
     def local_tensors(self) -> Mapping[str, LocalTensor]:
-        """Return what this rank has of the whole model's weights and buffers."""
+        """Return this rank's shards of the model's weights and buffers."""
         return local_tensors_of_model(self._model)
 
     def set_requires_sync(self, *, is_last: bool) -> None:
-        """Sum gradients over data-parallel ranks during the next backward pass, if it is the last."""
+        """All-reduce buckets during the next backward pass, if it is the last of this step."""
         self._data.set_requires_sync(is_last=is_last)
 
 
 def plan_of(model: torch.nn.Module) -> dict[str, str]:
-    """Return how a model of a known kind is shared, by name patterns.
+    """Return the style by name pattern for Transformers models and PyTorch's transformer layers.
 
     Raises:
-        UserError: It is of none.
+        UserError: The model has no plan, and no such layers.
     """
     plan = {
         pattern: TRANSFORMERS_STYLES.get(style, style)
@@ -142,10 +139,10 @@ def plan_of(model: torch.nn.Module) -> dict[str, str]:
 
 
 def modules_of_plan(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return how each module is shared, by its name.
+    """Return the style by name of module.
 
     Raises:
-        UserError: The plan does not fit the model.
+        UserError: A style is unknown, or a pattern matches no module.
     """
     chosen: dict[str, str] = {}
     for pattern, style in plan.items():
@@ -162,15 +159,10 @@ def modules_of_plan(model: torch.nn.Module, plan: Mapping[str, str]) -> dict[str
 
 
 def share_layers(model: torch.nn.Module, mesh: DeviceMesh, chosen: Mapping[str, str]) -> None:
-    """Share a model's layers between the ranks of a mesh.
-
-    Args:
-        model: On its device.
-        mesh: The ranks.
-        chosen: How each module is shared, by its name.
+    """Shard a model's layers over the ranks of a device mesh; ``chosen`` is the style by name of module.
 
     Raises:
-        UserError: Its weights cannot be cut so.
+        UserError: A weight cannot be sharded in its style.
     """
     for name, style in chosen.items():
         if style in CUT_DIMENSION:
@@ -179,15 +171,11 @@ def share_layers(model: torch.nn.Module, mesh: DeviceMesh, chosen: Mapping[str, 
     parallelize_module(model, mesh, {name: STYLES[style]() for name, style in chosen.items()})
     _tie_again(model, tied)
     if torch.backends.mha.get_fastpath_enabled():
-        torch.backends.mha.set_fastpath_enabled(False)  # it takes no shared weights
+        torch.backends.mha.set_fastpath_enabled(False)  # it does not support DTensor weights
 
 
 def check_can_be_cut(name: str, module: torch.nn.Module, style: str, num_ranks: int) -> None:
-    """Refuse a module that so many ranks cannot share in a style.
-
-    Raises:
-        UserError: They cannot.
-    """
+    """Raise ``UserError`` if a module has no 2-D weight, or its size is not divisible by ``num_ranks``."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         raise UserError(
@@ -204,7 +192,7 @@ def check_can_be_cut(name: str, module: torch.nn.Module, style: str, num_ranks: 
 
 
 def _tied(model: torch.nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each tied parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -212,7 +200,7 @@ def _tied(model: torch.nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: torch.nn.Module, tied: Sequence[Sequence[str]]) -> None:
-    """Make parameters one again that were one before they were shared."""
+    """Restore the identity of tied parameters after sharding."""
     for first, *others in tied:
         source = model.get_parameter(first)
         for name in others:

@@ -16,12 +16,7 @@ from horovod_train.frameworks.torch.strategies.base import Capabilities, DeviceP
 
 
 class TorchDistributed(Strategy):
-    """Base of strategies whose gradients PyTorch sums during the backward pass.
-
-    Args:
-        mesh: The mesh of ranks.
-        job: The job.
-    """
+    """Base of strategies whose gradients PyTorch or DeepSpeed sums during the backward pass."""
 
     capabilities = Capabilities(collective_passes=True)
 
@@ -49,18 +44,18 @@ class TorchDistributed(Strategy):
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach to a model and its optimizer."""
         super().bind(model, optimizer)
-        # A list, because a walk over all modules takes a millisecond in each step.
+        # A list, because iterating over all modules takes a millisecond in each step.
         self._all = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the step over all ranks; the gradients were summed during the backward pass."""
+        """Return the loss of the global batch; gradients were summed during the backward pass."""
         if any(parameter.requires_grad != before for parameter, before in self._all):
             raise UserError(
                 f"strategy {self._job.strategy.name}: the set of trained parameters has changed",
                 hint="freeze parameters before training begins, or use strategy: allreduce",
             )
         loss = weighted_loss.detach().clone()
-        # Not through Horovod: its threads in addition to PyTorch's would cost a millisecond per step.
+        # Not with Horovod, whose threads in addition to PyTorch's would cost a millisecond per step.
         dist.all_reduce(loss, group=self._group)
         return loss
 

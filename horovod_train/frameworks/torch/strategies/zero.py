@@ -4,10 +4,9 @@
     update:    the optimizer's step for this rank's part of each bucket
     after it:  all-gather: each rank gets the updated weights of all parts
 
-The two collectives send as many bytes as a ring all-reduce. All ranks store all weights;
-each of N ranks stores 1/N of the optimizer state and of the reduced gradients. For an elementwise
-optimizer (SGD, Adam, ...), the update is bitwise equal to an unsharded one. An optimizer that needs whole
-weights (LARS, LAMB) is refused.
+The two collectives send as many bytes as a ring all-reduce. Each of N ranks stores all weights, and 1/N of
+the optimizer state and of the reduced gradients. For an elementwise optimizer (SGD, Adam, ...), the update is
+bitwise equal to an unsharded one. An optimizer that needs whole weights (LARS, LAMB) is refused.
 
 The memory of a bucket is allocated only while its gradients are in flight. Stage 1 accumulates micro-batches
 in unsharded gradients; stage 2 reduce-scatters after each micro-batch, and accumulates in the rank's part.
@@ -41,9 +40,9 @@ from horovod_train.frameworks.torch.step.norm import total_norm
 from horovod_train.frameworks.torch.strategies.base import Capabilities, Strategy
 
 MAX_IN_FLIGHT = 3
-"""Maximum number of buckets in flight; without a limit, they would take the memory of the whole gradient."""
+"""Maximum number of buckets in flight; without a limit, they would need the memory of the whole gradient."""
 KEPT_BYTES = 64 * 2**20
-"""If all buckets together are at most this large, they stay allocated, which avoids page faults."""
+"""If all buckets together are at most this large, they remain allocated, which avoids page faults."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,9 @@ class Piece:
 
 
 class Zero(Strategy):
-    """Reduce-scatters gradients, updates this rank's part of the weights, and all-gathers weights.
+    """Strategy that reduce-scatters gradients, updates this rank's part of the weights, and all-gathers them.
 
-    Args:
-        mesh: The mesh of ranks.
-        job: The job; its ``allreduce`` section defines the bucket size.
-        stage: 1: accumulate micro-batches in whole gradients; 2: in this rank's part.
+    The job's ``allreduce`` section defines the bucket size.
     """
 
     capabilities = Capabilities(sharded=True)
@@ -171,18 +167,18 @@ class Zero(Strategy):
         return self._pipeline
 
     def begin(self, step: PlannedStep) -> None:
-        """Begin a step: discard the gradients of the last one."""
+        """Begin a step, and discard the gradients of the last step."""
         self.pipeline.begin()
         for message in self._messages:
             message.clear()
 
     def set_requires_sync(self, *, is_last: bool) -> None:
-        """Reduce buckets in the next backward pass: of the last micro-batch, or of each (stage 2)."""
+        """Reduce-scatter buckets in the next backward pass if it is the last, or with stage 2."""
         if is_last or self._sends_each:
             self.pipeline.listen()
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Wait for the reduce-scatters, and set ``grad`` of this rank's parts of the weights."""
+        """Wait for the reduce-scatters, set ``grad`` of this rank's parts, and return the loss."""
         self._restore_replaced_memory()
         trailer = self.pipeline.trailer
         is_changed = self._trains_others_than_before()

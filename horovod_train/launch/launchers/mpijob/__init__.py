@@ -1,1 +1,1 @@
-"""Jobs on Kubernetes, through the MPI operator."""
+"""Launcher of jobs on Kubernetes through the MPI operator."""

@@ -1,7 +1,7 @@
 """Client of the Kubernetes API; no other file sends requests to it.
 
-Requests use the official Python client. Its configuration is that of kubectl: KUBECONFIG or
-``~/.kube/config`` with its current context, or the service account of the pod this runs in.
+The official Python client sends the requests. Its configuration is that of kubectl: KUBECONFIG or
+``~/.kube/config`` with its current context, or the service account of the pod that contains this process.
 """
 
 from __future__ import annotations
@@ -52,13 +52,7 @@ def _time_of(event: CoreV1Event) -> datetime:
 
 @dataclass(frozen=True)
 class Container:
-    """State of a container of a pod.
-
-    Attributes:
-        waiting: Reason and message, if it waits to start; None: not waiting, or no message.
-        exit_code: Its exit code; None: it has not terminated.
-        finished: When it ended.
-    """
+    """State of a container: reason and message while it waits to start, exit code and time of its end."""
 
     waiting: tuple[str, str] | None = None
     exit_code: int | None = None
@@ -67,15 +61,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Pod:
-    """State of a pod.
-
-    Attributes:
-        name: Its name.
-        phase: Pending, Running, Succeeded, Failed or Unknown.
-        labels: Its labels.
-        created: When it was made.
-        containers: Containers whose state the kubelet has reported.
-    """
+    """State of a pod; ``containers`` are those whose state the kubelet has reported."""
 
     name: str
     phase: str
@@ -132,7 +118,10 @@ def _namespace_of_context(config: ModuleType) -> str:
 
 
 class Cluster:
-    """A namespace of a cluster.
+    """Client for one namespace of a cluster.
+
+    Every request raises ``UnreachableError`` if the server does not respond, and ``LaunchError`` with the
+    server's message if the server rejects it, for example because of missing permissions.
 
     Args:
         namespace: Its name; None: that of kubectl's current context, or of this pod.
@@ -168,11 +157,7 @@ class Cluster:
         self._authorization = client.AuthorizationV1Api(self._api)
 
     def create(self, manifest: Manifest, *, dry_run: bool = False) -> Manifest:
-        """Create an object; with ``dry_run``, the server only validates it.
-
-        Raises:
-            LaunchError: The server rejects it; contains the server's message.
-        """
+        """Create an object; with ``dry_run``, the server only validates it."""
         kind = text(manifest, "kind")
         options = {
             "field_validation": "Strict",
@@ -195,11 +180,7 @@ class Cluster:
         return found
 
     def version(self) -> str:
-        """Return the version of the API server.
-
-        Raises:
-            LaunchError: It does not answer, or does not accept the credentials.
-        """
+        """Return the version of the API server."""
         return str(self._call("version", self._patiently(self._versions.get_code)).git_version)
 
     def serves(self, group: str, version: str) -> bool:
@@ -225,15 +206,7 @@ class Cluster:
         return bool(self._call("permissions", self._patiently(request)).status.allowed)
 
     def read(self, kind: str, name: str) -> Manifest | None:
-        """Return an object of this namespace; None: there is none of this name.
-
-        Args:
-            kind: MPIJob, ConfigMap, PersistentVolumeClaim or Secret.
-            name: Its name.
-
-        Raises:
-            LaunchError: No permission to read it, or the server does not respond.
-        """
+        """Return an MPIJob, ConfigMap, PersistentVolumeClaim or Secret by name; None: it does not exist."""
         if kind in CUSTOM:
             group, version, plural = CUSTOM[kind]
             where = (group, version, self.namespace, plural, name)
@@ -246,49 +219,29 @@ class Cluster:
         return self._found(name, partial(request, name, self.namespace))
 
     def mpi_jobs(self, selector: str) -> list[Manifest]:
-        """Return MPIJobs by a label selector.
-
-        Raises:
-            LaunchError: The server does not permit it.
-        """
+        """Return MPIJobs by a label selector."""
         request = partial(self._custom.list_namespaced_custom_object, GROUP, VERSION, self.namespace, PLURAL)
         return list(
             self._call("MPIJobs", self._patiently(partial(request, label_selector=selector)))["items"]
         )
 
     def preferred_version(self, group: str) -> str | None:
-        """Return the preferred version of an API group; None: the server does not serve the group.
-
-        Raises:
-            LaunchError: The server does not answer.
-        """
+        """Return the preferred version of an API group; None: the server does not serve the group."""
         groups = self._call(group, self._patiently(self._groups.get_api_versions)).groups
         return next((found.preferred_version.version for found in groups if found.name == group), None)
 
     def has_queue(self, name: str, version: str) -> bool:
-        """Return whether this namespace has a LocalQueue of this name; ``version``: of Kueue's API.
-
-        Raises:
-            LaunchError: The server does not permit it.
-        """
+        """Return whether this namespace has a LocalQueue of this name; ``version``: of Kueue's API."""
         where = (KUEUE, version, self.namespace, "localqueues", name)
         return self._found(name, partial(self._custom.get_namespaced_custom_object, *where)) is not None
 
     def allocatable(self, resource: str) -> list[str]:
-        """Return the allocatable quantity of a resource, for each node.
-
-        Raises:
-            LaunchError: No permission to list nodes.
-        """
+        """Return the allocatable quantity of a resource, for each node."""
         nodes = self._call("nodes", self._patiently(self._core.list_node)).items
         return [(node.status.allocatable or {}).get(resource, "0") for node in nodes]
 
     def patch_mpi_job(self, name: str, patch: Manifest) -> None:
-        """Change fields of an MPIJob.
-
-        Raises:
-            LaunchError: The server refuses.
-        """
+        """Apply a merge patch to an MPIJob."""
         self._call(
             f"MPIJob {name}",
             lambda: self._custom.patch_namespaced_custom_object(
@@ -322,7 +275,7 @@ class Cluster:
         for event in found.items:
             who, when = event.involved_object, _time_of(event)
             is_about_it = who.uid == uid or (who.uid is None and who.name == name)
-            # Pods of an earlier job had the same names.
+            # Pods of an earlier job of this name had the same names.
             is_about_pods = pods.fullmatch(who.name or "") and when >= created
             if event.type == "Warning" and (is_about_it or is_about_pods):
                 mine.append((when, event.reason or "", event.message or ""))
@@ -334,16 +287,15 @@ class Cluster:
         return [_pod_of(found) for found in self._call("pods", self._patiently(request)).items]
 
     def log(self, pod: str, skip: int, *, follow: bool) -> Iterator[str]:
-        """Yield the lines of a pod's log, with ``follow`` until the pod ends.
+        """Yield the lines of a pod's log; with ``follow``, until the pod ends.
 
         Args:
-            pod: Its name.
+            pod: Name of the pod.
             skip: Number of lines at the beginning to skip, because they were read before.
             follow: Wait for further lines.
 
         Raises:
             LogInterruptedError: The connection broke; there may be further lines.
-            LaunchError: The server refuses.
         """
         response = self._call(
             f"log of {pod}",
@@ -372,7 +324,7 @@ class Cluster:
         return partial(request, _request_timeout=self._timeout_s)
 
     def _found(self, what: str, request: Callable[..., object]) -> Manifest | None:
-        """Return the object as plain data; None: the server answered 404."""
+        """Return an object as plain data; None: the server responded with 404."""
 
         def look() -> Manifest | None:
             try:

@@ -1,4 +1,4 @@
-"""Objects of Kubernetes as plain data: how they are read (what is not there is empty), patched, written."""
+"""Kubernetes objects as plain data: access to fields (a missing field is empty), merge patches, and YAML."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import yaml
 
 Manifest = dict[str, object]
-"""An object, as YAML and JSON have it."""
+"""A Kubernetes object, as parsed from YAML or JSON."""
 
 
 def field(document: object, *path: str) -> object:
-    """Return what stands under a path of names; None: nothing does."""
+    """Return the value at a path of keys; None: it does not exist."""
     for name in path:
         if not isinstance(document, Mapping):
             return None
@@ -20,7 +20,7 @@ def field(document: object, *path: str) -> object:
 
 
 def section(document: object, *path: str) -> Mapping[str, object]:
-    """Return a section with given fields.
+    """Return the mapping at a path of keys; empty: there is none.
 
     >>> section({"spec": {"runPolicy": {"suspend": True}}}, "spec", "runPolicy")
     {'suspend': True}
@@ -30,31 +30,31 @@ def section(document: object, *path: str) -> Mapping[str, object]:
 
 
 def sections(document: object, *path: str) -> list[Mapping[str, object]]:
-    """Return the parts of a list."""
+    """Return the mappings in the list at a path of keys; empty: there is no list."""
     found = field(document, *path)
     return [part for part in found if isinstance(part, Mapping)] if isinstance(found, list) else []
 
 
 def text(document: object, *path: str, default: str = "") -> str:
-    """Return a text, or what stands there as text."""
+    """Return the value at a path of keys as a string; the default, if it does not exist."""
     found = field(document, *path)
     return default if found is None else str(found)
 
 
 def texts(document: object, *path: str) -> list[str]:
-    """Return the texts of a list."""
+    """Return the values in the list at a path of keys as strings; empty: there is no list."""
     found = field(document, *path)
     return [str(each) for each in found] if isinstance(found, list) else []
 
 
 def number(document: object, *path: str, default: int) -> int:
-    """Return a whole number; where something else stands, the default."""
+    """Return the integer at a path of keys; the default, if there is none."""
     found = field(document, *path)
     return found if isinstance(found, int) else default
 
 
 def merge(target: object, patch: Mapping[str, object]) -> Manifest:
-    """Return a document with a merge patch applied (RFC 7386): null removes, mappings merge."""
+    """Return a document with a merge patch applied (RFC 7386): null removes a key, mappings merge."""
     merged: Manifest = dict(target) if isinstance(target, Mapping) else {}
     for key, value in patch.items():
         if value is None:
@@ -65,10 +65,10 @@ def merge(target: object, patch: Mapping[str, object]) -> Manifest:
 
 
 class _PlainYaml(yaml.SafeDumper):
-    """YAML for people: no aliases, and text of several lines unchanged."""
+    """YAML dumper that writes no aliases, and strings of several lines as blocks."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Write everything out."""
+        """Return True, so that repeated objects are written in full."""
         return True
 
 
@@ -81,5 +81,5 @@ _PlainYaml.add_representer(
 
 
 def as_yaml(manifests: list[Manifest]) -> str:
-    """Return objects as one file."""
+    """Return objects as the documents of one YAML file."""
     return yaml.dump_all(manifests, Dumper=_PlainYaml, sort_keys=False, explicit_start=True)

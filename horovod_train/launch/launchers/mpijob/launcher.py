@@ -1,4 +1,4 @@
-"""The launcher ``mpijob``: renders, validates, dry-runs, creates and monitors MPIJobs."""
+"""Launcher ``mpijob``: renders, validates, dry-runs, creates and monitors MPIJobs."""
 
 from __future__ import annotations
 
@@ -54,21 +54,17 @@ from horovod_train.launch.launchers.mpijob.validate import check
 POLL_S = 1.0
 ACCEPT_S = 5.0
 API_TIMEOUT_S = 30.0
-# States without a return; a drained job can be submitted again, or unsuspended.
+# Permanent states; a drained job can be submitted again, or unsuspended.
 FINAL = {"succeeded", "failed", "cancelled"}
 
 
 class MpiJobLauncher(PolledLauncher):
-    """Submits an MPIJob to the cluster of the current context."""
+    """Launcher that submits an MPIJob to the cluster of the current context."""
 
     has_local_files = False
 
     def plan(self, request: LaunchRequest, verb: tuple[str, ...] = ("run",)) -> LaunchPlan:
-        """Return the plan: manifests, and the kubectl command that applies them.
-
-        Args:
-            request: What to start.
-            verb: Subcommand of ``horovod-train`` that the launcher pod executes, with options.
+        """Return the plan: manifests, and the kubectl command that applies them; see ``render`` for ``verb``.
 
         Raises:
             ConfigError: The patched MPIJob is invalid; all problems are listed.
@@ -120,11 +116,7 @@ class MpiJobLauncher(PolledLauncher):
         return f"{settings.namespace}/{name}/{uid}"
 
     def status(self, job: Submitted) -> JobStatus:
-        """Return the status of a job.
-
-        Raises:
-            LaunchError: The API server does not answer.
-        """
+        """Return the status of a job."""
         known = end_of(job.job_id)
         if known is not None and known.state in FINAL:
             return known  # even if the MPIJob was deleted since
@@ -134,7 +126,7 @@ class MpiJobLauncher(PolledLauncher):
     def logs(self, job: Submitted, *, follow: bool) -> Iterator[str]:
         """Yield the logs of the launcher pod and of its retries, which contain the output of all ranks.
 
-        With ``follow``, also changes of the job's status. Broken connections are re-established.
+        With ``follow``, also yields changes of the job's status. Broken connections are re-established.
         """
         reader, last_message = _Reader(), ""
         known_s = monotonic()
@@ -172,10 +164,7 @@ class MpiJobLauncher(PolledLauncher):
 
         ``drain`` and ``stop`` suspend the MPIJob: its pods are terminated, and SIGTERM makes the ranks save
         and exit. ``stop`` then deletes the MPIJob; ``drain`` leaves it suspended. ``kill``, or ``stop`` of a
-        finished job, deletes it at once. The final status is recorded on this machine.
-
-        Raises:
-            LaunchError: The server refuses.
+        finished job, deletes it immediately. The final status is recorded on this machine.
         """
         place = _Place(job)
         with closing(Cluster(place.namespace, API_TIMEOUT_S)) as cluster:
@@ -197,11 +186,7 @@ class MpiJobLauncher(PolledLauncher):
             cluster.delete_mpi_job(place.name)
 
     def remove(self, job: Submitted) -> None:
-        """Delete an MPIJob and its objects immediately, also if it is finished.
-
-        Raises:
-            LaunchError: The server refuses.
-        """
+        """Delete an MPIJob and its objects immediately, also if it is finished."""
         with closing(Cluster(_Place(job).namespace, API_TIMEOUT_S)) as cluster:
             cluster.delete_mpi_job(_Place(job).name)
 
@@ -219,7 +204,7 @@ class _Place:
 
 
 class _Reader:
-    """Reads logs of pods incrementally, without repeating lines."""
+    """Incremental reader of pod logs, which does not repeat lines."""
 
     def __init__(self) -> None:
         self._shown: Counter[str] = Counter()

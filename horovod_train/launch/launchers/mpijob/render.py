@@ -1,11 +1,11 @@
-"""A job as Kubernetes manifests: a pure function.
+"""Kubernetes manifests of a job; rendering has no side effects.
 
     ConfigMap <job>-job         the resolved job, and the task's file
     MPIJob <job>                launcher and workers from one image
-    NetworkPolicy <job>         who may talk to its pods
-    PodMonitor <job>            which ports Prometheus scrapes
+    NetworkPolicy <job>         permitted connections to its pods
+    PodMonitor <job>            ports that Prometheus scrapes
 
-The reasons for what stands in them are in ``docs/kubernetes.md``.
+``docs/kubernetes.md`` contains the reasons for the values.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ API_VERSION = "kubeflow.org/v2beta1"
 JOB_FOLDER = "/etc/horovod_train"
 HOME = "/home/mpiuser"
 ENTRYPOINT = "/usr/local/bin/horovod-train-entrypoint"
-# What the operator writes for elastic jobs: the workers whose pods run.
+# Script that the operator writes for elastic jobs; it prints the workers whose pods run.
 DISCOVER = "sh /etc/mpi/discover_hosts.sh"
 MANAGED_BY, MANAGER = "app.kubernetes.io/managed-by", "horovod-train"
-# On an MPIJob that was suspended so that its ranks save and leave.
+# Annotation of an MPIJob that was suspended so that its ranks save and exit.
 DRAINED = "horovod-train/drained"
-# For a cancelled job; it is deleted when its ranks have exited.
+# Annotation of a cancelled MPIJob, which is deleted when its ranks have exited.
 CANCELLED = "horovod-train/cancelled"
 JOB_NAME_LABEL = "training.kubeflow.org/job-name"
 ROLE_LABEL = "training.kubeflow.org/job-role"
@@ -37,7 +37,7 @@ SPOT_TAINTS = {
     "eks.amazonaws.com/capacityType": "SPOT",
     "kubernetes.azure.com/scalesetpriority": "spot",
 }
-# Beyond what ranks get to save and leave: for sshd and the containers themselves.
+# Added to the grace period of ranks, for sshd and the containers.
 EXTRA_GRACE_S = 15
 
 
@@ -45,10 +45,10 @@ def render(job: Job, run_id: str, task_source: str = "", verb: tuple[str, ...] =
     """Return the manifests of a job.
 
     Args:
-        job: The resolved job; its launcher is mpijob, and its rules hold.
+        job: Resolved job for the launcher mpijob; it must satisfy the rules for Kubernetes.
         run_id: Name of the run.
-        task_source: The task's file, when the task is one that the image does not have.
-        verb: What the launcher does with the job: a verb of ours, and options.
+        task_source: Content of the task's file, if the image does not contain it.
+        verb: Subcommand of ``horovod-train`` that the launcher pod runs, with options.
     """
     kubernetes = job.launch.kubernetes
     manifests = [config_map(job, task_source), mpi_job(job, run_id, verb)]
@@ -60,14 +60,14 @@ def render(job: Job, run_id: str, task_source: str = "", verb: tuple[str, ...] =
 
 
 def inner_job(job: Job, *, has_source: bool) -> Job:
-    """Return the job as the launcher pod carries it out: over ssh, on the hosts that the operator names."""
+    """Return the job that the launcher pod runs: over ssh, on the hosts that the operator lists."""
     launch = job.launch.model_copy(
         update={
             "launcher": "horovodrun",
-            # The launcher's pod has them in its environment, and gives them to the ranks.
+            # The launcher pod has them in its environment, and passes them to the ranks.
             "secrets": {name: f"env:{name}" for name in job.launch.secrets},
             "kubernetes": Kubernetes(),
-            # What a rank asks for is its share; without a limit, a pod sees all cores of its node.
+            # The CPU request of a rank, because a pod without a CPU limit sees all cores of its node.
             "threads_per_rank": job.launch.threads_per_rank or _threads(job.launch.kubernetes.cpus_per_rank),
             "ssh": job.launch.ssh.model_copy(update={"port": job.launch.kubernetes.ssh_port}),
         }
@@ -80,13 +80,13 @@ def inner_job(job: Job, *, has_source: bool) -> Job:
         file, _, attribute = job.task.rpartition(":")
         changes["task"] = f"{JOB_FOLDER}/{Path(file).name}:{attribute}"
     if "host" not in job.metrics.model_fields_set:
-        # A pod has its own network, and the policy below says who may come in.
+        # Without host_network, a pod has its own network, and the NetworkPolicy restricts connections.
         changes["metrics"] = job.metrics.model_copy(update={"host": "0.0.0.0"})  # noqa: S104
     return job.model_copy(update=changes)
 
 
 def config_map(job: Job, task_source: str) -> Manifest:
-    """Return what is mounted at /etc/horovod_train."""
+    """Return the ConfigMap, which is mounted at ``JOB_FOLDER``."""
     data = {"job.json": dump_job(inner_job(job, has_source=bool(task_source)))}
     if task_source:
         data[Path(job.task.rpartition(":")[0]).name] = task_source
@@ -99,7 +99,7 @@ def config_map(job: Job, task_source: str) -> Manifest:
 
 
 def mpi_job(job: Job, run_id: str, verb: tuple[str, ...]) -> Manifest:
-    """Return the MPIJob, with the user's patch."""
+    """Return the MPIJob, with the user's patch applied."""
     kubernetes = job.launch.kubernetes
     spec: Manifest = {
         "slotsPerWorker": kubernetes.ranks_per_worker,
@@ -109,9 +109,9 @@ def mpi_job(job: Job, run_id: str, verb: tuple[str, ...]) -> Manifest:
         "mpiImplementation": "OpenMPI",
         "runPolicy": _run_policy(job),
         "mpiReplicaSpecs": {
-            # Never: with OnFailure the last launcher, and its log, would be deleted.
+            # Never: with OnFailure, the last launcher and its log would be deleted.
             "Launcher": {"replicas": 1, "restartPolicy": "Never", "template": _launcher(job, run_id, verb)},
-            # OnFailure: a worker whose sshd has ended comes back.
+            # OnFailure: a worker whose sshd has exited is restarted.
             "Worker": {
                 "replicas": num_workers(job),
                 "restartPolicy": "OnFailure",
@@ -137,7 +137,7 @@ def _gang_size(job: Job) -> int:
 def _launcher_creation(job: Job) -> str:
     kubernetes = job.launch.kubernetes
     if job.launch.elastic is not None and "launcher_creation" not in kubernetes.model_fields_set:
-        return "AtStartup"  # it waits by itself, and not for all of them
+        return "AtStartup"  # it waits for workers on its own, and not for all of them
     return kubernetes.launcher_creation
 
 
@@ -155,7 +155,7 @@ def _run_policy(job: Job) -> Manifest:
     }
     if kubernetes.gang != "none":
         policy["schedulingPolicy"] = {
-            # Not workers + 1, the default, for a launcher that waits for workers that wait for it.
+            # The default, workers + 1, deadlocks if the launcher is created after the workers are ready.
             "minAvailable": _gang_size(job),
             **_given(
                 queue=kubernetes.gang_queue,
@@ -172,7 +172,7 @@ def _launcher(job: Job, run_id: str, verb: tuple[str, ...]) -> Manifest:
         hosts = ["--hostfile", "/etc/mpi/hostfile", "-n", str(job.launch.num_ranks or 1)]
         command = [ENTRYPOINT, "launcher", *run, *hosts]
     else:
-        # The list of workers is read repeatedly.
+        # The launcher reads the list of workers repeatedly.
         command = [ENTRYPOINT, *run]
     container = {
         "name": "launcher",
@@ -200,7 +200,7 @@ def _worker(job: Job) -> Manifest:
         "command": [ENTRYPOINT, "worker"],
         "env": [{"name": "SSHD_PORT", "value": str(kubernetes.ssh_port)}],
         "ports": ports,
-        # Without it a worker is ready before its sshd listens, and the launcher comes too early.
+        # Without a probe, a worker is ready before its sshd listens, and the launcher starts too early.
         "readinessProbe": {
             "tcpSocket": {"port": kubernetes.ssh_port},
             "periodSeconds": 2,
@@ -243,7 +243,7 @@ def _pod(job: Job, container: Manifest, volumes: list[Manifest], *, on_demand: b
 
 
 def _scrape_annotations(job: Job) -> dict[str, str]:
-    """Return what a Prometheus looks for that was configured by its chart, without the operator."""
+    """Return annotations for a Prometheus that its Helm chart configured, without the operator."""
     if not (job.launch.kubernetes.scrape_annotations and job.metrics.enabled):
         return {}
     scheme = "http" if job.metrics.tls is None else "https"
@@ -252,7 +252,7 @@ def _scrape_annotations(job: Job) -> dict[str, str]:
 
 
 def _placement(job: Job) -> Manifest:
-    """Return where workers may run; the launcher stays off spot nodes, for its loss ends the job."""
+    """Return the placement of workers. The launcher avoids spot nodes, because its loss ends the job."""
     kubernetes = job.launch.kubernetes
     placement: Manifest = {}
     tolerations = [
@@ -301,7 +301,7 @@ def _resources(job: Job) -> Manifest:
 
 
 def _threads(cpus: str | None) -> int | None:
-    """Return how many threads fit into an amount of processors; None: that was not said.
+    """Return the number of threads for a CPU quantity; None: there is no quantity.
 
     >>> _threads("4"), _threads("2500m"), _threads("500m"), _threads(None)
     (4, 2, 1, None)
@@ -312,7 +312,7 @@ def _threads(cpus: str | None) -> int | None:
 
 
 def times(quantity: str, factor: int) -> str:
-    """Return a multiple of an amount.
+    """Return a multiple of a quantity.
 
     >>> times("1500m", 2), times("2.5Gi", 4), times("2", 3)
     ('3000m', '10Gi', '6')
@@ -334,7 +334,7 @@ def _image(job: Job) -> Manifest:
 
 
 def _secrets(job: Job) -> list[Manifest]:
-    """Return the variables of the launcher whose values stand in Secrets."""
+    """Return the launcher's environment variables with values from Secrets."""
     secret: list[Manifest] = []
     for name, source in sorted(job.launch.secrets.items()):
         holder, _, key = source.partition(":")[2].partition("/")
@@ -372,9 +372,10 @@ def _source(volume: Volume) -> Manifest:
 
 
 def network_policy(job: Job) -> Manifest:
-    """Return who may talk to the pods.
+    """Return the NetworkPolicy of the pods.
 
-    Each other, on every port, for MPI, Gloo and NCCL choose theirs; and clients that scrape metrics.
+    Pods of the job accept each other on every port, because MPI, Gloo and NCCL choose ports. Pods of all
+    namespaces may connect to the metrics ports.
     """
     mine = {"podSelector": {"matchLabels": {JOB_NAME_LABEL: job.name}}}
     ingress: list[Manifest] = [{"from": [mine]}]
@@ -395,7 +396,7 @@ def network_policy(job: Job) -> Manifest:
 
 
 def pod_monitor(job: Job) -> Manifest:
-    """Return what Prometheus scrapes: a named port for each local rank, in the workers."""
+    """Return the PodMonitor, with a named port of the workers for each local rank."""
     relabelings = [
         {
             "sourceLabels": [f"__meta_kubernetes_pod_label_{_as_prometheus(REPLICA_LABEL)}"],

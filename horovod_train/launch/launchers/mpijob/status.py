@@ -1,4 +1,4 @@
-"""How an MPIJob stands: by its conditions, its pods and what is warned of."""
+"""Status of an MPIJob, from its conditions, its pods and its warning events."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from horovod_train.launch.launchers.mpijob.render import (
 
 Warned = tuple[str, str]
 CANCELLED_MESSAGE = "asked to save and leave, then deleted; checkpoints are in its run_dir"
-# So long the operator may take to note an end, in seconds.
+# Time that the operator may need to record the end of a launcher, in seconds.
 UNNOTICED_S = 60.0
-# Warnings after which nothing will get better by itself.
+# Reasons of warnings of permanent errors.
 FATAL_REASONS = {"ValidationError", "FailedCreate", "InvalidImageName", "ErrResourceExists"}
-# The operator's word for workers that it cannot create, whyever; this is what admission says.
+# The operator's reason is the same for all failures to create workers; this matches those of admission.
 _IS_REFUSED = re.compile(r"created failed: .* is (forbidden|invalid)", re.DOTALL)
-# But for these: room may come, and a new namespace gets its service account a little later.
+# Exceptions, which are transient: quota may be freed, and a new namespace has no service account at first.
 _MAY_PASS = re.compile(
     r"exceeded quota|timed? ?out|connection refused|looking up service account", re.IGNORECASE
 )
 
 
 def status_of(mpi_job: Manifest, cluster: Cluster) -> JobStatus:
-    """Return how an MPIJob stands."""
+    """Return the status of an MPIJob."""
     name = text(mpi_job, "metadata", "name")
     if (going := _going(mpi_job, cluster)) is not None:
         return going
@@ -63,13 +63,13 @@ def ended_at(mpi_job: Manifest) -> datetime | None:
 
 
 def running_pods(cluster: Cluster, name: str) -> list[Pod]:
-    """Return the pods of a job that have not ended: those that have, may stay for ever."""
+    """Return the pods of a job that have not ended; ended pods may exist indefinitely."""
     pods = cluster.pods(f"{JOB_NAME_LABEL}={name}")
     return [pod for pod in pods if not pod.has_ended]
 
 
 def _going(mpi_job: Manifest, cluster: Cluster) -> JobStatus | None:
-    """Return how a job stands that was cancelled or deleted; None: it was not."""
+    """Return the status of a job that was cancelled or deleted; None: it was not."""
     metadata = section(mpi_job, "metadata")
     if CANCELLED in section(metadata, "annotations"):
         if running_pods(cluster, text(metadata, "name")):
@@ -100,7 +100,7 @@ def _before_running(mpi_job: Manifest, cluster: Cluster, *, is_taken_up: bool) -
     if fatal := fatal_warning(warnings):
         return JobStatus("failed", 1, fatal)
     why = _why_waiting(cluster, text(mpi_job, "metadata", "name"), warnings)
-    if is_taken_up or why:  # the operator notes nothing as long as it cannot create workers
+    if is_taken_up or why:  # the operator sets no condition while it cannot create workers
         return JobStatus("starting", message=why)
     return JobStatus(
         "waiting",
@@ -111,7 +111,7 @@ def _before_running(mpi_job: Manifest, cluster: Cluster, *, is_taken_up: bool) -
 
 
 def fatal_warning(warnings: Iterable[Warned]) -> str:
-    """Return the last of (reason, message) after which nothing will get better; empty: there is none."""
+    """Return the last warning of a permanent error, as ``reason: message``; empty: there is none."""
     fatal = [
         f"{reason}: {message}"
         for reason, message in warnings
@@ -121,10 +121,10 @@ def fatal_warning(warnings: Iterable[Warned]) -> str:
 
 
 def _why_waiting(cluster: Cluster, name: str, warned: Sequence[Warned]) -> str:
-    """Return which pods do not run, and what is said of them; empty: all run."""
+    """Return which pods are pending and why, or why no launcher runs; empty: no reason is known."""
     all_pods = cluster.pods(f"{JOB_NAME_LABEL}={name}")
     pods = [pod for pod in all_pods if pod.phase == "Pending"]
-    # A probe that failed while a container started says nothing of what is waited for now.
+    # A probe that failed while a container started does not explain why pods wait now.
     lasting = [(reason, message) for reason, message in warned if reason != "Unhealthy"]
     warnings = [f"{reason}: {message}" for reason, message in lasting[-1:]]
     if not pods:
@@ -139,7 +139,7 @@ def _why_waiting(cluster: Cluster, name: str, warned: Sequence[Warned]) -> str:
 
 
 def _container_messages(pods: Sequence[Pod]) -> list[str]:
-    """Return why a container does not start, as its kubelet says it, the name of the image in it."""
+    """Return the kubelet's reason why a container does not start, which includes its image."""
     for pod in pods:
         for container in pod.containers:
             if container.waiting is not None:
@@ -148,7 +148,7 @@ def _container_messages(pods: Sequence[Pod]) -> list[str]:
 
 
 def _unobserved_end(pods: Sequence[Pod]) -> str:
-    """Return that a launcher has ended well and the operator takes no note; empty: that is not so."""
+    """Return a message if a launcher has succeeded and the operator has not recorded it; else empty."""
     for pod in _launchers_of(pods):
         ended = [container for container in pod.containers if container.exit_code is not None]
         ends = [container.finished for container in ended if container.finished is not None]
@@ -168,7 +168,7 @@ def _launchers_of(pods: Sequence[Pod]) -> list[Pod]:
 
 
 def _between_launchers(pods: Sequence[Pod]) -> str:
-    """Return that a launcher has failed and the next one is not there yet; empty: that is not so."""
+    """Return a message if the launcher has failed and its retry does not exist yet; else empty."""
     launchers = _launchers_of(pods)
     failed = [pod for pod in launchers if pod.phase == "Failed"]
     if not failed or len(failed) < len(launchers):
@@ -180,13 +180,13 @@ def _between_launchers(pods: Sequence[Pod]) -> str:
 
 
 def launcher_pods(cluster: Cluster, name: str) -> list[Pod]:
-    """Return the pods of a job's launcher, its retries among them, oldest first."""
+    """Return the pods of a job's launcher, including retries, oldest first."""
     pods = cluster.pods(f"{JOB_NAME_LABEL}={name},{ROLE_LABEL}=launcher")
     return sorted(pods, key=lambda pod: pod.created)
 
 
 def _exit_code(cluster: Cluster, name: str) -> int | None:
-    """Return the exit code of the last launcher; None: it is not known."""
+    """Return the exit code of the last launcher; None: unknown."""
     for pod in reversed(launcher_pods(cluster, name)):
         for container in pod.containers:
             if container.exit_code is not None:

@@ -1,7 +1,8 @@
-"""Is this MPIJob one that the API server accepts and the operator carries out?
+"""Validation of an MPIJob before it is sent.
 
-Three kinds of mistakes: what the API server refuses, what the operator mentions in an event and then
-does nothing, and what is ignored. Rules of the second kind follow ValidateMPIJob of operator 0.8.
+There are three kinds of problems: values that the API server rejects, values that make the operator create an
+event and nothing else, and values that are ignored. Rules of the second kind follow ValidateMPIJob of
+operator 0.8.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ ROLES = ("Launcher", "Worker")
 
 
 def check(manifest: Mapping[str, object], source: str = "MPIJob") -> None:
-    """Refuse an MPIJob that would not run.
+    """Raise an error for an MPIJob that would not run.
 
     Raises:
-        ConfigError: It lists every problem, each with the path of the field.
+        ConfigError: Lists every problem, with the path of the field.
         UserError: jsonschema is not installed.
     """
-    # The other rules rest on what the schema says of types.
+    # The other rules require valid types.
     problems = list(schema_problems(manifest)) or [
         *operator_problems(manifest),
         *silent_problems(manifest),
@@ -63,7 +64,7 @@ def _strict(node: object) -> object:
 
 
 def schema_problems(manifest: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield what the API server would refuse."""
+    """Yield the problems that the API server would report."""
     jsonschema = import_optional(
         "jsonschema", needed_by="checking an MPIJob", hint="pip install 'horovod_train[kubernetes]'"
     )
@@ -85,7 +86,7 @@ def schema_problems(manifest: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def operator_problems(manifest: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield what the API server accepts, and the operator answers with an event and nothing else."""
+    """Yield problems that the API server accepts, and the operator reports only in an event."""
     spec = section(manifest, "spec")
     replicas = section(spec, "mpiReplicaSpecs")
     num_workers = number(replicas, "Worker", "replicas", default=1)
@@ -121,7 +122,7 @@ def _run_policy_problems(run_policy: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def _container_problems(path: str, replica: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield what is noticed when pods are made."""
+    """Yield problems that occur when pods are created."""
     pod = section(replica, "template", "spec")
     volumes = {text(volume, "name") for volume in sections(pod, "volumes")}
     containers = sections(pod, "containers")
@@ -167,7 +168,7 @@ def _resource_problems(path: str, resources: Mapping[str, object]) -> Iterator[P
 
 
 def amount(quantity: str) -> float:
-    """Return an amount of Kubernetes as a number.
+    """Return a Kubernetes quantity as a number.
 
     >>> amount("1500m"), amount("2Ki"), amount("3"), amount("1e3")
     (1.5, 2048.0, 3.0, 1000.0)
@@ -183,7 +184,7 @@ def amount(quantity: str) -> float:
 
 
 def silent_problems(manifest: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield what everybody accepts, and what then does something else than was meant."""
+    """Yield values that are accepted, and do not have the intended effect."""
     spec = section(manifest, "spec")
     replicas = section(spec, "mpiReplicaSpecs")
     if "Worker" not in replicas:

@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO."""
+"""Strategy ``deepspeed``: DeepSpeed's ZeRO."""

@@ -1,8 +1,8 @@
-"""What a rank has of weights and optimizer state that DeepSpeed shares between ranks.
+"""Local shards of the weights and of the optimizer state that DeepSpeed shards over ranks.
 
-DeepSpeed joins parameters to flat tensors, and updates those. Here they are seen as pieces of the parameters
-of the model, as a checkpoint knows them. Stages 1 and 2 cut the flat tensor of a group of parameters into one
-part for each rank; stage 3 cuts each parameter, and joins a rank's parts.
+DeepSpeed concatenates parameters into flat tensors, and updates those. This module maps ranges of a flat
+tensor to ranges of the model's parameters, which checkpoints contain. Stages 1 and 2 split the flat tensor of
+a parameter group into one part per rank. Stage 3 splits each parameter, and concatenates a rank's parts.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank updates of a parameter.
+    """Slice of a parameter that this rank updates.
 
     Attributes:
-        name: Of the parameter, in the model.
-        whole: Its shape.
-        start: Where the piece begins in the flat parameter.
-        length: How many numbers it has.
-        flat: The tensor that DeepSpeed updates.
-        at: Where the piece begins in it.
-        group: Number of the group of parameters.
-        number: Of the flat tensor.
+        name: Name of the parameter in the model.
+        whole: Shape of the parameter.
+        start: Offset of the slice in the flattened parameter.
+        length: Number of elements.
+        flat: The flat tensor that DeepSpeed updates.
+        at: Offset of the slice in ``flat``.
+        group: Index of the parameter group.
+        number: Index of the flat tensor.
     """
 
     name: str
@@ -49,22 +49,22 @@ class Piece:
 
     @property
     def stand_in(self) -> torch.Tensor:
-        """Return a tensor of its length without memory, for state that is on a disk."""
+        """A placeholder of the slice's length with memory for one element: weights may be on a disk."""
         return torch.zeros((), dtype=self.flat.dtype, device=self.flat.device).expand(self.length)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the piece of a tensor that is laid out as the flat one."""
+        """Return the slice's elements of a tensor with the layout of ``flat``."""
         return tensor.detach()[self.at : self.at + self.length]
 
 
 class FlatState:
-    """Shows, and takes over, what a rank has.
+    """Access to this rank's shards in DeepSpeed, for saving and loading.
 
     Args:
-        model: Has the parameters.
-        made: What DeepSpeed has made of the optimizer.
-        names: Of the parameters, by their ids.
-        stage: Of ZeRO.
+        model: The model.
+        made: DeepSpeed's wrapper of the optimizer.
+        names: Names of the parameters, by ``id``.
+        stage: Stage of ZeRO.
         rank: This rank.
     """
 
@@ -76,13 +76,13 @@ class FlatState:
         self._pieces = sorted(find(made, names, rank), key=lambda piece: piece.group)
 
     def local_tensors(self) -> dict[str, LocalTensor]:
-        """Return weights and buffers by name: with stage 3 this rank's parts of weights."""
+        """Return weights and buffers by name; with stage 3, this rank's shards of the weights."""
         self._give_back()
         tensors = self._model.state_dict(keep_vars=True)
         return {name: self._local_tensor_of(tensor) for name, tensor in tensors.items()}
 
     def _give_back(self) -> None:
-        """Give back what passes have left gathered, or on its way."""
+        """Reshard the parameters that passes have left gathered or in flight (stage 3)."""
         if self._stage == 3:
             self._made._partition_all_parameters()  # noqa: SLF001  (no public API)
 
@@ -94,16 +94,16 @@ class FlatState:
         return LocalTensor(own.detach()[:length], Part(whole, (start,)))
 
     def optimized(self) -> Sequence[OptimizedParameter]:
-        """Return this rank's parts of what is optimized."""
+        """Return this rank's shards of the optimized parameters."""
         return [
             OptimizedParameter(p.name, LocalTensor(p.stand_in, Part(p.whole, (p.start,))))
             for p in self._pieces
         ]
 
     def gradients(self) -> Iterator[tuple[str, Part, torch.Tensor]]:
-        """Yield this rank's parts of the gradients, after backward and before the update.
+        """Yield this rank's shards of the gradients; valid after the backward pass and before the update.
 
-        Yields nothing for a flat tensor whose gradients DeepSpeed has moved to the host or a disk.
+        Flat tensors whose gradients DeepSpeed has moved to the host or to a disk are omitted.
         """
         flat: dict[int, torch.Tensor] = {}
         for piece in self._pieces:
@@ -115,7 +115,7 @@ class FlatState:
             yield piece.name, Part(piece.whole, (piece.start,)), piece.of(flat[piece.number])
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return an optimizer over the pieces: its state is DeepSpeed's, or a copy of what is on a disk."""
+        """Return an optimizer over the slices, with views of DeepSpeed's state; copies if it is on disk."""
         base = self._made.optimizer
         weights = [piece.stand_in for piece in self._pieces]
         groups = [
@@ -135,7 +135,7 @@ class FlatState:
 
     @torch.no_grad()
     def update_from(self, shown: torch.optim.Optimizer) -> None:
-        """Take over the model's weights, and the state of what ``optimizer`` returned."""
+        """Copy the model's weights and the state of ``shown``, a result of ``optimizer``, to DeepSpeed."""
         self._give_back()
         for same in self._by_flat([weight for group in shown.param_groups for weight in group["params"]]):
             number, flat = same[0][0].number, same[0][0].flat
@@ -145,7 +145,7 @@ class FlatState:
                 replace_state(self._made.optimizer.state[flat], joined(flat, entries))
 
     def _weights_of(self, number: int) -> torch.Tensor:
-        """Return the weights in use of which a flat tensor has a copy for the optimizer, or is the same."""
+        """Return the model's weights that correspond to a flat tensor, which may be the same memory."""
         if self._stage == 3:
             weights: torch.Tensor = self._made.fp16_partitioned_groups_flat[number]
         else:
@@ -153,7 +153,7 @@ class FlatState:
         return weights.data
 
     def _by_flat(self, others: Sequence[Any]) -> list[list[tuple[Piece, Any]]]:
-        """Return the pieces of each flat tensor, each with what belongs to it."""
+        """Group the slices by flat tensor, each with its item of ``others``."""
         found: dict[int, list[tuple[Piece, Any]]] = defaultdict(list)
         for piece, other in zip(self._pieces, others, strict=True):
             found[piece.number].append((piece, other))
@@ -161,7 +161,7 @@ class FlatState:
 
     @contextmanager
     def _at_hand(self, piece: Piece, *, is_changed: bool) -> Iterator[bool]:
-        """Have a flat tensor and its state in memory, while the block runs; tell if they are on a disk."""
+        """Load a slice's flat tensor and its state into memory for the block; yield whether it is on disk."""
         made = self._made
         if self._stage != 3 or not made._swappable_optimizer_subgroup(piece.number):  # noqa: SLF001
             yield False
@@ -179,7 +179,7 @@ def _copied(tensor: torch.Tensor, is_needed: bool) -> torch.Tensor:
 
 
 def replace_state(state: dict[str, Any], new: Mapping[str, Any]) -> None:
-    """Replace an optimizer's state of a tensor; tensors that are there are overwritten: others know them."""
+    """Replace the state of a tensor; overwrite its tensors in place, because DeepSpeed may refer to them."""
     for key, value in new.items():
         if is_like(state.get(key), value):
             state[key].copy_(value)
@@ -188,12 +188,15 @@ def replace_state(state: dict[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def joined(flat: torch.Tensor, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return the state of a flat tensor, given that of its pieces."""
+    """Return the state of a flat tensor, given the state of each of its slices.
+
+    A tensor that is stored once per flat tensor, such as ``step``, becomes the maximum over the slices.
+    """
     state: dict[str, Any] = {}
     for piece, entry in pieces:
         for key, value in entry.items():
             if key == "step" and isinstance(value, torch.Tensor):
-                value = value.reshape(())  # noqa: PLW2901  (of a weight of no dimension it looks like a part)
+                value = value.reshape(())  # noqa: PLW2901  (for a scalar weight, it looks like a slice)
             if is_like(value, piece.stand_in):
                 piece.of(state.setdefault(key, torch.zeros_like(flat))).copy_(value)
             elif key not in state:
@@ -209,21 +212,21 @@ def joined(flat: torch.Tensor, pieces: Sequence[tuple[Piece, Mapping[str, Any]]]
 
 
 def is_like(value: object, flat: object) -> bool:
-    """Whether a value of an optimizer's state has a number for each of a flat tensor."""
+    """Return whether a value of an optimizer's state is elementwise: 1-D, with the shape of a flat tensor."""
     if not isinstance(value, torch.Tensor) or not isinstance(flat, torch.Tensor):
         return False
     return value.dim() == 1 and value.shape == flat.shape
 
 
 def own_part(parameter: Any, rank: int) -> tuple[int, int]:
-    """Return where a rank's part of a parameter of stage 3 begins, and how long it is without padding."""
+    """Return offset and length, without padding, of a rank's shard of a parameter (stage 3)."""
     length = parameter.ds_tensor.numel()
     start = min(rank * length, parameter.ds_numel)
     return start, min(length, parameter.ds_numel - start)
 
 
 def pieces_of_stages_1_and_2(made: Any, names: Mapping[int, str], _rank: int) -> list[Piece]:
-    """Return a rank's pieces where DeepSpeed cuts flat groups."""
+    """Return this rank's slices if DeepSpeed splits flat parameter groups."""
     return [
         Piece(
             names[id(parameter)],
@@ -244,7 +247,7 @@ def pieces_of_stages_1_and_2(made: Any, names: Mapping[int, str], _rank: int) ->
 
 
 def pieces_of_stage_3(made: Any, names: Mapping[int, str], rank: int) -> list[Piece]:
-    """Return a rank's pieces where DeepSpeed cuts each parameter."""
+    """Return a rank's slices if DeepSpeed splits each parameter."""
     found = []
     for number, group in enumerate(made.fp16_groups):
         for parameter in group:

@@ -1,10 +1,10 @@
-"""DeepSpeed's ZeRO, stages 1 to 3, with offload to the host's memory or to NVMe.
+"""DeepSpeed's ZeRO, stages 1 to 3, with offload to host memory or to NVMe.
 
-DeepSpeed reduces gradients, clips them and makes the optimizer's step; samples, learning rate, losses and
-checkpoints are ours, as under any strategy. Nothing of DeepSpeed's launcher, configuration file or pickled
-checkpoints is used.
+DeepSpeed reduces gradients, clips them, and performs the optimizer's step. Samples, learning rate, losses and
+checkpoints are those of this package, as with any strategy. DeepSpeed's launcher, configuration file and
+pickled checkpoints are not used.
 
-DeepSpeed takes the mean of ranks' gradients. Losses are weighted here so that a sum is wanted, and are
+DeepSpeed averages gradients over ranks, but weighted losses require their sum. Each loss is therefore
 multiplied by the number of ranks before the backward pass.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
@@ -45,27 +45,18 @@ BYTES_OF_WEIGHT = 4
 
 
 class DeepSpeed(TorchDistributed):
-    """Lets DeepSpeed share optimizer state, gradients and weights between ranks.
+    """Strategy in which DeepSpeed shards optimizer state, gradients and weights over ranks.
 
-    Args:
-        mesh: Of the ranks.
-        job: Says how large buckets are, and the largest norm of a gradient.
-        stage: 1: optimizer state is shared; 2: gradients, too; 3: weights, too.
-        offload_optimizer: Where the optimizer's state is kept; None: on the device.
-        offload_parameters: ``cpu``: weights that are not in use are there; None: on the device.
-        nvme_path: Folder on the disk for what goes to ``nvme``.
-        zero_optimization: Further settings of DeepSpeed's section of that name.
-
-    Raises:
-        UserError: DeepSpeed is not installed.
+    The job defines the bucket size (section ``allreduce``) and the largest norm of the gradient. The
+    arguments are described in ``config.strategies.DeepSpeedArguments``.
     """
 
     capabilities = Capabilities(
         collective_passes=True,
         sharded=True,
         whole_weights=False,
-        after_update=False,  # its optimizer keeps copies of the weights, and overwrites them in each step
-        deferred_results=False,  # DeepSpeed reads from the device in each step
+        after_update=False,  # DeepSpeed overwrites the weights with its optimizer's copies in each step
+        deferred_results=False,  # DeepSpeed synchronizes with the device in each step
         owns_update=True,
         unused_have_zeros=True,
     )
@@ -94,7 +85,7 @@ class DeepSpeed(TorchDistributed):
     # -- the model
 
     def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
-        """Start PyTorch's process group; return rank 0's model where it is trained.
+        """Start PyTorch's process group; return rank 0's model on this rank's device.
 
         Raises:
             UserError: DeepSpeed is missing, or the model cannot be trained with it.
@@ -112,15 +103,15 @@ class DeepSpeed(TorchDistributed):
         if placing.device.type == "cpu" and "cpu" in self._offload.values() and self._ranks.rank == 0:
             log.warning("strategy.args.offload_*: cpu has no effect without a GPU")
         self._start_groups(placing.device)
-        self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # the group is there
+        self._deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)  # uses the started group
         broadcast_model(model, self._ranks)
         return placing(model)
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Attach to a model and its optimizer; DeepSpeed shards them.
+        """Attach to a model and its optimizer, which DeepSpeed shards.
 
         Raises:
-            UserError: The optimizer cannot be split, or DeepSpeed refuses.
+            UserError: The optimizer cannot be sharded, or DeepSpeed refuses the model or the settings.
         """
         super().bind(model, optimizer)
         check_elementwise(optimizer, "deepspeed")
@@ -130,18 +121,18 @@ class DeepSpeed(TorchDistributed):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._paths = agree_on_paths(self._ranks, self._job.health)
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad:  # before DeepSpeed's hook, which reduces the gradient
+            if parameter.requires_grad:  # registered before DeepSpeed's hook, which reduces the gradient
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     partial(self._on_gradient, f"the gradient of {name}")
                 )
-        # It is compared with what MPI says; later it is the number of the device.
+        # DeepSpeed first compares LOCAL_RANK with MPI's local rank, and later uses it as the device index.
         set_variable("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
         device = self._device.index or 0
         with translated(refusal):
             self._engine, made, _, _ = self._deepspeed.initialize(
                 args=SimpleNamespace(device_rank=device),
                 model=model,
-                # With its own groups: DeepSpeed puts other parameters into them.
+                # A clone, because DeepSpeed replaces the parameters in the optimizer's groups.
                 optimizer=clone_optimizer(optimizer, [dict(group) for group in optimizer.param_groups]),
                 config=self._configuration(),
             )
@@ -156,7 +147,7 @@ class DeepSpeed(TorchDistributed):
         self._paths.event(event)
 
     def _announce_gathers(self, model: torch.nn.Module) -> None:
-        """Let modules announce their forward and backward pass before DeepSpeed gathers their weights."""
+        """Record each module's passes in the path comparison, before DeepSpeed gathers its weights."""
         coordinator = self._made.parameter_offload.get_param_coordinator()
         fetch = coordinator.fetch_sub_module
         names = {id(module): name or "the model" for name, module in model.named_modules()}
@@ -174,7 +165,7 @@ class DeepSpeed(TorchDistributed):
             self._paths.begin_pass("evaluation")
 
     def _check_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse what DeepSpeed would fall over, or change in silence."""
+        """Refuse optimizers and parameter groups with which DeepSpeed fails, or which it changes silently."""
         if isinstance(optimizer, torch.optim.Adagrad):
             raise UserError(
                 "strategy deepspeed: DeepSpeed creates its own Adagrad, without the settings of this one",
@@ -190,7 +181,7 @@ class DeepSpeed(TorchDistributed):
 
     def _configuration(self) -> dict[str, Any]:
         """Return DeepSpeed's configuration."""
-        aligned = 2 * self._data.size  # buckets have to be multiples of it
+        aligned = 2 * self._data.size  # bucket sizes must be multiples of it
         wanted = self._job.allreduce.bucket_size_mib * 2**20 / BYTES_OF_WEIGHT
         bucket = math.ceil(wanted / aligned) * aligned
         zero: dict[str, Any] = {
@@ -199,7 +190,7 @@ class DeepSpeed(TorchDistributed):
             "allgather_bucket_size": bucket,
         }
         if self._stage == 3:
-            # Its defaults gather, and update, 10^9 weights at once, which is the whole of most models.
+            # By default, DeepSpeed gathers and updates 10^9 weights at once, more than most models have.
             zero |= {
                 "stage3_prefetch_bucket_size": bucket,
                 "stage3_max_live_parameters": 2 * bucket,
@@ -211,69 +202,69 @@ class DeepSpeed(TorchDistributed):
                 zero[section] = {"device": target, "nvme_path": self._nvme_path}
         train = self._job.train
         return {
-            "train_micro_batch_size_per_gpu": 1,  # it counts no samples of ours
+            "train_micro_batch_size_per_gpu": 1,  # DeepSpeed's sample counts are not used
             "gradient_accumulation_steps": 1,
-            "gradient_clipping": train.clip_grad_norm or 0.0,  # 1.0 if it is left out
+            "gradient_clipping": train.clip_grad_norm or 0.0,  # the default is 1.0
             "communication_data_type": "fp32",
             "torch_autocast": {
                 "enabled": train.precision == "bf16",
                 "dtype": "bfloat16",
-                "lower_precision_safe_modules": [],  # gradients of those would travel in bfloat16
+                "lower_precision_safe_modules": [],  # gradients of such modules would be sent in bfloat16
             },
             "zero_optimization": zero | dict(self._more),
-            "zero_allow_untested_optimizer": True,  # it was tried, in check_elementwise
+            "zero_allow_untested_optimizer": True,  # check_elementwise has tested it
             "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 10**9,
         }
 
     def forward_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return what the task calls in the model's place."""
+        """Return DeepSpeed's engine, which the task calls instead of the model."""
         engine: torch.nn.Module = self._engine
         return engine
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Destroy the engine, which detaches its hooks from the model."""
         if self._engine is not None:
             self._engine.destroy()
             self._engine = None
             set_variable("LOCAL_RANK", None)
 
     def num_parameters(self) -> int:
-        """Return how many numbers are trained."""
+        """Return the number of trainable elements of the whole model."""
         return self._num_parameters
 
     # -- one step
 
     def set_requires_sync(self, *, is_last: bool) -> None:
-        """Begin a pass; DeepSpeed reduces gradients after the last one of this step."""
+        """Prepare for a pass; DeepSpeed reduces gradients after the last pass of this step."""
         self._is_last = is_last
         self._paths.begin_pass("training")
         self._engine.set_gradient_accumulation_boundary(is_last)
 
     def backward(self, weighted_loss: torch.Tensor) -> None:
-        """Make the backward pass; DeepSpeed takes the mean over ranks, and a sum is wanted."""
+        """Run the backward pass, with a loss whose mean over ranks is the weighted sum."""
         self._has_gradients = True
         self._engine.backward(weighted_loss * self._data.size)
         if not self._is_last:
-            self._engine.step()  # counts micro-batches, and changes nothing
+            self._engine.step()  # only counts micro-batches
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the whole step: gradients are reduced by now."""
+        """Return the loss of the global batch; gradients were reduced in the backward pass."""
         self._paths.end_pass()
         self.sent_bytes = (3 if self._stage == 3 else 2) * self._bytes_once
         return super().reduce(weighted_loss)
 
     def local_gradients(self) -> Iterator[tuple[str, Part | None, torch.Tensor | None]]:
-        """Yield this rank's parts of the gradient of the step."""
+        """Yield this rank's shards of the gradient of the step."""
         for name, part, gradient in self._flat.gradients():
             yield name, part, None if gradient is None else gradient / self._divisor
 
     def divide_gradients(self, divisor: torch.Tensor) -> None:
-        """Let the update divide the gradient, as it does by the loss scale of fp16."""
+        """Store the divisor, by which DeepSpeed divides the gradient in the update like a loss scale."""
         self._divisor = float(divisor)
 
     def update(self, clip_grad_norm: float | None) -> float:
-        """Make the update, which DeepSpeed leaves out by itself if the gradient is not finite."""
+        """Perform the update, which DeepSpeed skips if the gradient is not finite; return the norm."""
         assert clip_grad_norm == self._job.train.clip_grad_norm, "it was told before"
         self._has_gradients = False
         for group, ours in zip(self._made.param_groups, self._optimizer.param_groups, strict=True):
@@ -281,13 +272,13 @@ class DeepSpeed(TorchDistributed):
         self._made.override_loss_scale(self._divisor)
         self._divisor = 1.0
         self._step()
-        self._made.override_loss_scale(1.0)  # backward passes multiply by it
+        self._made.override_loss_scale(1.0)  # backward passes multiply the loss by it
         return math.inf if self._made.overflow else float(self._engine.get_global_grad_norm())
 
     def _step(self) -> None:
-        """Let DeepSpeed make or leave out the update, and forget the gradients.
+        """Let DeepSpeed perform or skip the update, and zero the gradients.
 
-        Stage 3 keeps the gradient of a parameter that the next step does not use, and would use it again.
+        Otherwise, stage 3 would reuse the gradient of a parameter that the next step does not use.
         """
         self._engine.step()
         if self._stage == 3:
@@ -297,41 +288,41 @@ class DeepSpeed(TorchDistributed):
                     flat.grad.zero_()
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Drop the gradients of a step that was left out for its loss."""
+        """Discard the gradients of a step that was skipped because its loss is not finite."""
         if not self._has_gradients:
             return
         self._has_gradients = False
         self._divisor = 1.0
-        with left_out(self._made, self._stage):  # on all ranks alike, for all know the loss
+        with left_out(self._made, self._stage):  # on all ranks, because all have the same loss
             self._step()
 
     # -- checkpoints
 
     @property
     def saved_optimizer(self) -> torch.optim.Optimizer:
-        """Return an optimizer over this rank's parts of the weights."""
+        """An optimizer over this rank's shards of the weights."""
         return self._flat.optimizer()
 
     def local_tensors(self) -> Mapping[str, LocalTensor]:
-        """Return what this rank has of the whole model's weights and buffers."""
+        """Return this rank's shards of the model's weights and buffers."""
         return self._flat.local_tensors()
 
     def optimized(self) -> Sequence[OptimizedParameter]:
-        """Return this rank's parts of the optimizer's parameters, in its order."""
+        """Return this rank's shards of the optimizer's parameters, in its order."""
         return self._flat.optimized()
 
     def numbering(self) -> Sequence[str | int]:
-        """Return the names of parameters as an optimizer of the whole model numbers them."""
+        """Return the names of the whole model's optimized parameters, in the order of its optimizer."""
         return self._numbering
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> None:
-        """Load an optimizer state into DeepSpeed, after the weights."""
+        """Load an optimizer's state into DeepSpeed, after the weights."""
         super().load_optimizer(optimizer, document)
         self._flat.update_from(optimizer)
 
 
 def refusal(error: Exception) -> UserError:
-    """Return the error of settings that DeepSpeed does not accept."""
+    """Remove ``LOCAL_RANK`` from the environment; return the error for settings that DeepSpeed refuses."""
     set_variable("LOCAL_RANK", None)
     return UserError(
         f"DeepSpeed refuses: {type(error).__name__}: {error}",
@@ -341,9 +332,9 @@ def refusal(error: Exception) -> UserError:
 
 @contextmanager
 def left_out(made: Any, stage: int) -> Iterator[None]:
-    """Let DeepSpeed take the gradient for one that is not finite, while the block runs.
+    """Let DeepSpeed treat the gradient as not finite, and skip the update, during the block.
 
-    In 32 bits it looks at the norm alone, which is finite where the loss of a rank is not.
+    In float32, DeepSpeed checks only the norm, which can be finite if the loss of a rank is not.
     """
 
     def is_found(*_: object, **__: object) -> bool:
@@ -363,12 +354,12 @@ def left_out(made: Any, stage: int) -> Iterator[None]:
 
 
 def imported(device: torch.device) -> Any:
-    """Return DeepSpeed, silent, and without what it would compile on a CPU.
+    """Import DeepSpeed without its log output, and without an extension that it would compile on a CPU.
 
     Raises:
-        UserError: It is not installed.
+        UserError: DeepSpeed is not installed.
     """
-    set_variable("DS_ACCELERATOR", device.type)  # read when it is imported
+    set_variable("DS_ACCELERATOR", device.type)  # DeepSpeed reads it at import
     try:
         deepspeed = import_optional(
             "deepspeed",
@@ -380,14 +371,14 @@ def imported(device: torch.device) -> Any:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\..*` is deprecated", FutureWarning
-    )  # which it calls
-    # Collectives through shared memory: needs a compiler at run time, and prints.
+    )  # DeepSpeed calls these functions
+    # The extension for shared-memory collectives needs a compiler at run time, and prints messages.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def set_variable(name: str, value: str | None) -> None:
-    """Set what DeepSpeed reads of the environment; None: remove it."""
+    """Set an environment variable that DeepSpeed reads; None: remove it."""
     if value is None:
         os.environ.pop(name, None)
     else:

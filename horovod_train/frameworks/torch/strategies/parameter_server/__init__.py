@@ -1,1 +1,1 @@
-"""Asynchronous training with parameter servers."""
+"""Strategy ``parameter_server``: asynchronous training with parameter servers."""

@@ -1,8 +1,8 @@
-"""A parameter server: it has some of the weights, and updates them with gradients as they come.
+"""Parameter server: it stores a part of the weights, and applies gradients in the order of their arrival.
 
-Every rank is a worker and serves a part of the weights, in its own thread, over a communicator of MPI's
-used exclusively. A worker requests weights, which it receives when no other worker is too far behind,
-and sends gradients, for which it does not wait.
+Every rank is a worker. It also serves a part of the weights in a separate thread, over an MPI communicator
+used exclusively. A worker requests weights, and receives them when no other worker is too far behind.
+It sends gradients without waiting for their application.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from horovod_train.frameworks.torch.comm.mpi import mpi
 
 PUSH, PULL, WEIGHTS = 1, 2, 3
 IDLE_S = 0.0005
-"""Between two looks for messages: MPI's own way to wait keeps a core busy."""
+"""Interval between two polls, in seconds; polling with sleep, because MPI's blocking calls spin on a core."""
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the weights of one server lie in its messages.
+    """Layout of one server's weights in its messages.
 
     Attributes:
-        names: Of the parameters.
-        tensors: Of the same shapes and types.
-        num_groups: Of the optimizer.
+        names: Names of the parameters.
+        tensors: Tensors with the parameters' shapes and data types.
+        num_groups: Number of the optimizer's parameter groups.
     """
 
     names: Sequence[str]
@@ -44,11 +44,11 @@ class Layout:
 
     @property
     def size_bytes(self) -> int:
-        """Of all weights."""
+        """Size of all weights."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def pack(self, tensors: Sequence[torch.Tensor | None], into: Bytes) -> None:
-        """Write tensors one after the other; zeros for one that there is not."""
+        """Write tensors one after the other; zeros for None."""
         at = 0
         for like, tensor in zip(self.tensors, tensors, strict=True):
             part = into[at : at + like.nbytes]
@@ -56,7 +56,7 @@ class Layout:
             at += like.nbytes
 
     def unpack(self, data: Bytes) -> list[torch.Tensor]:
-        """Return the tensors in a message, in its memory."""
+        """Return the tensors in a message, as views of its memory."""
         found, at = [], 0
         for like in self.tensors:
             part = torch.from_numpy(data[at : at + like.nbytes])
@@ -65,7 +65,7 @@ class Layout:
         return found
 
     def push(self, gradients: Sequence[torch.Tensor | None], lrs: Sequence[float]) -> Bytes:
-        """Return the message of a worker: learning rates, which gradients there are, and they themselves."""
+        """Return a worker's message: learning rates, a flag per gradient that is present, and gradients."""
         flags = np.array([gradient is not None for gradient in gradients], np.uint8)
         message = np.empty(len(lrs) * 8 + len(flags) + self.size_bytes, np.uint8)
         message[: len(lrs) * 8] = np.array(lrs, np.float64).view(np.uint8)
@@ -74,16 +74,16 @@ class Layout:
         return message
 
     def pushed(self, message: Bytes) -> tuple[list[float], list[torch.Tensor | None]]:
-        """Return the learning rates and gradients of a message."""
+        """Return the learning rates and gradients in a worker's message."""
         head = self.num_groups * 8
         flags = message[head : head + len(self.names)]
-        tensors = self.unpack(message[head + len(self.names) :].copy())  # aligned again
+        tensors = self.unpack(message[head + len(self.names) :].copy())  # a copy is aligned in memory
         gradients = [tensor if flag else None for tensor, flag in zip(tensors, flags, strict=True)]
         return message[:head].copy().view(np.float64).tolist(), gradients
 
     @property
     def push_bytes(self) -> int:
-        """Of a worker's message."""
+        """Size of a worker's message."""
         return self.num_groups * 8 + len(self.names) + self.size_bytes
 
 
@@ -92,7 +92,7 @@ def _bytes_of(tensor: torch.Tensor) -> Bytes:
 
 
 def partition(named: Mapping[str, torch.Tensor], num_servers: int) -> list[list[str]]:
-    """Return which parameters each server has: about as many bytes, in an order that all ranks find.
+    """Assign parameters to servers, with about equal bytes per server; the result is the same on all ranks.
 
     >>> partition({"a": torch.zeros(3), "b": torch.zeros(1), "c": torch.zeros(1)}, 2)
     [['a'], ['b', 'c']]
@@ -107,13 +107,13 @@ def partition(named: Mapping[str, torch.Tensor], num_servers: int) -> list[list[
 
 
 class Server:
-    """Has weights, and updates them.
+    """Server of a part of the weights. Its methods are thread-safe.
 
     Args:
-        layout: Of what it has.
-        weights: By name, which it updates in place.
-        optimizer: Over them.
-        num_workers: Who send gradients.
+        layout: Layout of the messages.
+        weights: The served weights by name, which are updated in place.
+        optimizer: Optimizer over the served weights.
+        num_workers: Number of workers.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Server:
         self._changed = threading.Condition()
 
     def push(self, worker: int, message: Bytes) -> None:
-        """Update the weights with a worker's gradients; any thread."""
+        """Update the weights with a worker's gradients."""
         with self._changed:
             lrs, gradients = self._layout.pushed(message)
             if any(gradient is not None for gradient in gradients):
@@ -147,7 +147,7 @@ class Server:
         self._optimizer.step()
 
     def pull(self, worker: int, at_least: int, answer: Callable[[Bytes], None]) -> None:
-        """Answer with the weights when each worker has sent so many messages; any thread."""
+        """Call ``answer`` with the weights as soon as each worker has sent ``at_least`` messages."""
         with self._changed:
             self._requests.append((worker, at_least, answer))
             self._answer()
@@ -162,19 +162,19 @@ class Server:
             answer(weights)
 
     def ranks_behind(self, at_least: int) -> list[int]:
-        """Return the workers that have not sent so many messages."""
+        """Return the workers that have sent fewer than ``at_least`` messages."""
         return [worker for worker, count in enumerate(self._counts) if count < at_least]
 
 
 class ServerConnection:
-    """This rank's line to all servers, and the thread in which it serves others.
+    """Connection of this rank to all servers, with the thread that serves other ranks.
 
     Args:
-        comm: Of MPI, for this alone, with as many ranks as there are; None: there is one rank.
-        rank: This one.
-        layouts: Of each server.
-        server: This rank's.
-        timeout_s: A server that has not answered for so long is lost.
+        comm: MPI communicator of all ranks, used only by this connection; None: a single rank.
+        rank: This rank.
+        layouts: Layout of each server, by rank.
+        server: The server of this rank.
+        timeout_s: Time after which a server that has not answered is lost.
     """
 
     def __init__(
@@ -189,12 +189,12 @@ class ServerConnection:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._sending: list[tuple[Any, Bytes]] = []
-        self._answers: deque[tuple[Any, Bytes]] = deque()  # bytes stay until they are sent
+        self._answers: deque[tuple[Any, Bytes]] = deque()  # stores buffers until they are sent
         if comm is not None:
             self._thread.start()
 
     def push(self, gradients: Mapping[str, torch.Tensor | None], lrs: Sequence[float]) -> None:
-        """Send gradients to the servers that have their weights; waits until they are on their way."""
+        """Send gradients to the servers of their weights; block until the send buffers may be reused."""
         for rank, layout in enumerate(self._layouts):
             message = layout.push([gradients.get(name) for name in layout.names], lrs)
             if rank == self._rank:
@@ -206,10 +206,10 @@ class ServerConnection:
         self._sending.clear()
 
     def pull(self, at_least: int) -> dict[str, torch.Tensor]:
-        """Return all weights; waits until no worker has sent fewer messages than so many.
+        """Return all weights; block until each worker has sent ``at_least`` messages to each server.
 
         Raises:
-            LostError: A server does not answer.
+            LostError: A server does not answer within ``timeout_s``.
         """
         wanted = np.array([at_least], np.int64)
         own: list[Bytes] = []
@@ -258,7 +258,7 @@ class ServerConnection:
                 if not self._comm.Iprobe(library.ANY_SOURCE, library.ANY_TAG, status):
                     sleep(IDLE_S)
                     continue
-                # Weights are none of these: the other thread, which asks for them, expects them by then.
+                # The probe never finds WEIGHTS, because their receives are posted before the request is sent.
                 self._receive(status.Get_source(), status.Get_tag())
         except (HorovodTrainError, RuntimeError, ValueError, library.Exception) as error:
             self._failure = error
@@ -272,7 +272,7 @@ class ServerConnection:
         wanted = np.empty(1, np.int64)
         self._comm.Recv(wanted, worker, PULL)
 
-        def answer(weights: Bytes) -> None:  # by either thread
+        def answer(weights: Bytes) -> None:  # called by either thread
             self._answers.append((self._comm.Isend(weights, worker, WEIGHTS), weights))
 
         self._server.pull(worker, int(wanted[0]), answer)
@@ -280,7 +280,7 @@ class ServerConnection:
     def close(self) -> None:
         """End the thread. Safe to call twice.
 
-        The communicator stays: to free it would be a collective, and others may be gone.
+        The communicator is not freed: freeing is a collective, and other ranks may have exited.
         """
         self._has_ended.set()
         if self._comm is not None:

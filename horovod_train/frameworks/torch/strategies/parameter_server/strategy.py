@@ -3,11 +3,11 @@
     worker, each step    weights from the servers -> the gradient of its own samples -> the servers
     server, each message the optimizer's step, with one worker's gradient
 
-A rank waits for others only if they are ``max_staleness`` steps behind. This is how clusters trained
-before all-reduce; it is here for comparison. A gradient is of weights that others have changed meanwhile,
-results depend on who comes first, and a job is no faster than with all-reduce on ranks that are equally fast.
-Every ``meet_every_steps`` steps, and at the end of an epoch, ranks wait until all gradients are used, so that
-there are weights to evaluate and to save.
+A rank waits only for ranks that are more than ``max_staleness`` steps behind. The strategy is for comparison,
+because clusters were trained this way before all-reduce. A gradient belongs to weights that other ranks have
+changed in the meantime, and results depend on the order of messages. If all ranks are equally fast, a job is
+no faster than with all-reduce. Every ``meet_every_steps`` steps, and at the end of an epoch, ranks wait until
+all gradients are applied. Weights are then identical on all ranks, for evaluation and checkpoints.
 
 Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al.,
 "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
@@ -46,18 +46,12 @@ from horovod_train.frameworks.torch.strategies.parameter_server.server import (
 
 
 class ParameterServer(Strategy):
-    """Sends gradients to servers, and takes weights from them.
+    """Strategy that sends gradients to servers, and receives weights from them.
 
-    Clipping and the norm are of each rank's own gradient, and the loss is each rank's own.
-
-    Args:
-        mesh: Of the ranks.
-        job: The job.
-        max_staleness: A worker may be so many steps ahead of the slowest.
-        meet_every_steps: After so many steps all gradients are waited for.
+    Clipping, norm and loss are those of each rank's own samples.
 
     Raises:
-        UserError: These ranks have no MPI.
+        UserError: Several ranks run without MPI.
     """
 
     capabilities = Capabilities(
@@ -97,7 +91,7 @@ class ParameterServer(Strategy):
         self._make_server(having[self._ranks.rank])
 
     def _make_server(self, names: Sequence[str]) -> None:
-        """Make an optimizer over copies of the weights that this rank serves."""
+        """Create this rank's server, with copies of its weights on the CPU and an optimizer over them."""
         copies: dict[int, Any] = {}
         self._served_by = copy.deepcopy(self._optimizer, copies)
         self._served = {name: copies[id(self._named[name])] for name in names}
@@ -110,7 +104,7 @@ class ParameterServer(Strategy):
         self._server = Server(layout, self._served, self._served_by, self._ranks.size)
 
     def _start(self) -> ServerConnection:
-        """Begin to serve; when all ranks have the weights that training starts from."""
+        """Start serving the current weights, which must be equal on all ranks; every rank must call it."""
         self._take_up()
         comm = None
         if self._ranks.size > 1:
@@ -126,7 +120,7 @@ class ParameterServer(Strategy):
             served.copy_(self._named[name])
 
     def close(self) -> None:
-        """End serving, when all ranks do."""
+        """Stop the server."""
         if self._line is not None:
             self._line.close()
 
@@ -134,7 +128,7 @@ class ParameterServer(Strategy):
 
     @torch.no_grad()
     def begin(self, step: PlannedStep) -> None:
-        """Take weights that are no more than so many steps old."""
+        """Receive weights that contain all gradients except those of the last ``max_staleness`` steps."""
         self._step = step
         self._line = self._line or self._start()
         self._take_weights(self._num_made - self._max_staleness)
@@ -151,10 +145,10 @@ class ParameterServer(Strategy):
         self.sent_bytes = size_bytes
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Make the gradient that of this rank's own samples; return their loss.
+        """Rescale the gradient to the mean over this rank's samples; return their loss.
 
         Raises:
-            NumericError: It is not finite.
+            NumericError: The loss is not finite.
         """
         own_share = self._step.share.local_share
         if own_share:
@@ -164,10 +158,10 @@ class ParameterServer(Strategy):
         return torch.tensor(loss, dtype=torch.float64)
 
     def update(self, clip_grad_norm: float | None) -> float:
-        """Clip the gradient of this rank; it is sent after.
+        """Clip the gradient of this rank, which ``after_update`` sends; return its norm before clipping.
 
         Raises:
-            NumericError: It is not finite.
+            NumericError: The norm is not finite.
         """
         norm = float(self.norm())
         self._refuse_unless_finite(norm, "the norm of the gradient")
@@ -183,14 +177,14 @@ class ParameterServer(Strategy):
             )
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of this rank."""
+        """Return the gradients of this rank, after converting sparse ones to dense ones."""
         for parameter in self._named.values():
             if parameter.grad is not None and parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
         return [p.grad for p in self._named.values() if p.grad is not None]
 
     def after_update(self, *, is_used: torch.Tensor | bool) -> None:
-        """Send the gradients; wait for those of others when it is time."""
+        """Send the gradients; every ``meet_every_steps`` steps, wait for the gradients of all ranks."""
         assert self._line is not None
         gradients = {name: p.grad for name, p in self._named.items()} if is_used else {}
         self._line.push(gradients, [group["lr"] for group in self._optimizer.param_groups])
@@ -199,27 +193,27 @@ class ParameterServer(Strategy):
         if self._step.is_last or self._num_made % self._meet_every_steps == 0:
             with torch.no_grad():
                 self._take_weights(self._num_made)
-            self._ranks.allgather(b"")  # barrier: all ranks have them
+            self._ranks.allgather(b"")  # barrier: all ranks have received the weights
             self.replicas_identical = True
 
     # -- checkpoints
 
     @property
     def saved_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer whose state is saved: that of what is served here."""
+        """The optimizer of this rank's server, whose state is written to checkpoints."""
         return self._served_by
 
     def optimized(self) -> Sequence[OptimizedParameter]:
-        """Return the parameters that are served here."""
+        """Return the parameters that this rank serves."""
         names = {id(served): name for name, served in self._served.items()}
         groups = self._served_by.param_groups
         return [OptimizedParameter(names[id(p)], LocalTensor(p)) for group in groups for p in group["params"]]
 
     def numbering(self) -> Sequence[str | int]:
-        """Return the names of parameters as an optimizer of the whole model numbers them."""
+        """Return the names of the whole model's optimized parameters, in the order of its optimizer."""
         return [parameter.name for parameter in whole_parameters(self._model, self._optimizer)]
 
     def load_rank_states(self, of_ranks: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """Serve the weights that were taken over."""
+        """Copy the loaded weights to this rank's server."""
         super().load_rank_states(of_ranks)
         self._take_up()

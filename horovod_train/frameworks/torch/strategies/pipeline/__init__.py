@@ -1,1 +1,1 @@
-"""Pipeline parallelism."""
+"""Strategy ``pipeline``: pipeline parallelism."""

@@ -1,15 +1,15 @@
-"""Cutting a model into stages that are called one after the other.
+"""Split a model into stages that are called one after the other.
 
-Three ways, the first that fits:
+The first applicable method is used:
 
-* the task says it: ``pipeline_parts(model)`` returns modules that, called one after the other, are the model;
+* the task's ``pipeline_parts(model)`` returns modules whose sequential call is equivalent to the model;
 * the model is a ``torch.nn.Sequential``;
-* the code between its modules is traced with the example of a batch (``trace.py``), and cut between two
-  operations where only tensors and integers cross, few of them.
+* the code between the model's modules is traced with an example batch (``trace.py``), and split between two
+  operations if only tensors and integers cross, preferably few of them.
 
-Stages call the model's own modules, with their own ``forward``, hooks and state: names and parameters stay
-what they are. What is opened, so that a stage may end inside, are the modules that hold the model's layers;
-if that is not enough, the largest ones of the others.
+Stages call the model's own modules, with their own ``forward``, hooks and state, so that names and parameters
+do not change. Stages may end inside the modules that contain the model's layers, which are opened for
+tracing. If this yields too few pieces, the largest of the other modules are opened, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from horovod_train.frameworks.torch.strategies.pipeline.lengths import PARTS_HIN
 from horovod_train.frameworks.torch.strategies.pipeline.stages import NUM_TIMED, Balance, Pieces, Stage
 
 ABOUT_EVEN = 1.1
-"""A cut where fewer tensors cross is taken if its dearest stage is so much dearer than it could be."""
+"""Largest factor by which cuts that fewer tensors cross may increase the largest cost of a stage."""
 
 
 def cut_model(
@@ -40,19 +40,19 @@ def cut_model(
     balance: Balance,
     another: Callable[[], torch.nn.Module] | None = None,
 ) -> list[Stage]:
-    """Return the stages of a model.
+    """Return the stages of a model. Every rank must call it, and uses the cuts of rank 0.
 
     Args:
-        model: The whole of it.
-        parts: What the task says it is made of; None: it does not say.
-        example: Returns inputs of the model, by name.
-        num_stages: How many.
-        ranks: All that share the model: they cut as the first of them does.
-        balance: Stages have as many parameters, or take as long for the example.
-        another: Returns another model of the same kind, to try things with; None: a copy is made.
+        model: The whole model.
+        parts: The task's ``pipeline_parts(model)``; None: the task does not define it.
+        example: Returns example inputs of the model, by name.
+        num_stages: Number of stages.
+        ranks: The communicator of all ranks.
+        balance: Equal number of parameters per stage, or equal time for the example.
+        another: Returns a new model of the task for test passes; None: a copy is made.
 
     Raises:
-        UserError: It cannot be cut so.
+        UserError: The model cannot be split into ``num_stages`` stages.
     """
     if parts is None and type(model).forward is torch.nn.Sequential.forward and not has_hooks(model):
         parts = list(model.children())
@@ -78,16 +78,16 @@ def cut_model(
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether something is called with a module besides its ``forward``."""
+    """Return whether a module has forward or backward hooks."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds)
 
 
 def copied(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of a model to try things with: passes change what modules keep.
+    """Return a copy of a model for test passes, which change the state of modules.
 
     Raises:
-        UserError: It cannot be copied.
+        UserError: The model cannot be copied.
     """
     with translated(
         lambda error: UserError(
@@ -105,22 +105,22 @@ def _names_of_tensors(model: torch.nn.Module) -> Iterator[str]:
 
 
 _Cuts = tuple[int, float, list[int]]
-"""Number of stages without cost, cost of the dearest stage, and where stages end."""
+"""Number of stages without cost, largest cost of a stage, and numbers of pieces before each cut."""
 
 
 def best_cuts(costs: Sequence[float], widths: Mapping[int, int], num_stages: int) -> list[int]:
-    """Return after how many pieces each stage except the last ends.
+    """Return the cuts between stages, as the number of pieces before each cut.
 
-    The cost of the dearest stage is minimal, or slightly larger if fewer values cross then. Stages without
-    cost have no parameters; they are avoided if possible.
+    The largest cost of a stage is minimal, or slightly larger if fewer values cross the cuts. Stages without
+    cost, which have no parameters, are avoided if possible.
 
     Args:
-        costs: Of the pieces, in their order.
-        widths: How many values cross behind so many pieces; elsewhere no stage may end.
-        num_stages: How many stages.
+        costs: Costs of the pieces, in order.
+        widths: Number of values that cross each allowed cut, by the number of pieces before it.
+        num_stages: Number of stages.
 
     Raises:
-        UserError: There are too few pieces.
+        UserError: There are fewer than ``num_stages - 1`` allowed cuts.
 
     >>> best_cuts([1, 1, 1, 3], {1: 1, 2: 1, 3: 1}, 2)
     [3]
@@ -145,7 +145,7 @@ def best_cuts(costs: Sequence[float], widths: Mapping[int, int], num_stages: int
 
 
 def _even_cuts(costs: Sequence[float], allowed: Collection[int], num_stages: int) -> _Cuts:
-    """Return the cuts with the fewest stages without cost, and of these, the cheapest dearest stage."""
+    """Return the cuts with the fewest stages without cost and, among these, the minimal largest cost."""
     before = [0.0]
     for cost in costs:
         before.append(before[-1] + cost)
@@ -155,7 +155,7 @@ def _even_cuts(costs: Sequence[float], allowed: Collection[int], num_stages: int
         cost = before[end] - before[begin]
         return num_empty + (cost == 0), max(dearest, cost), cuts
 
-    # For each place where a stage may end: the best way to have so many stages before it.
+    # For each allowed cut: the best cuts before it, for a number of stages that increases in the loop.
     ways: dict[int, _Cuts] = {0: (0, 0.0, [])}
     for _ in range(num_stages - 1):
         following: dict[int, _Cuts] = {}
@@ -168,7 +168,7 @@ def _even_cuts(costs: Sequence[float], allowed: Collection[int], num_stages: int
     return min(with_stage(way, last, len(costs)) for last, way in ways.items())
 
 
-# -- modules one after the other
+# -- modules called one after the other
 
 
 def _chain_pieces(
@@ -200,7 +200,7 @@ def _chain_pieces(
 
 
 class _Chain:
-    """Calls modules one after the other."""
+    """Stage that calls modules one after the other."""
 
     def __init__(self, modules: Sequence[torch.nn.Module], *, is_last: bool) -> None:
         self._modules = modules
@@ -214,7 +214,7 @@ class _Chain:
 
 
 def _numbers_once(parts: Sequence[torch.nn.Module]) -> list[float]:
-    """Return how many numbers each part is the first to train."""
+    """Return the number of elements of each part's parameters, without those of previous parts."""
     seen: set[int] = set()
     costs = []
     for part in parts:

@@ -1,4 +1,4 @@
-"""Stages of a model whose code between modules is traced: graphs that call the model's own modules."""
+"""Stages of a traced model: graphs that call the model's own modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def graph_pieces(
     balance: Balance,
     num_stages: int,
 ) -> Pieces:
-    """Return pieces of a traced model; as many modules are opened as it takes to have enough of them."""
+    """Return the pieces of a traced model; open further modules until there are enough allowed cuts."""
     opened = holding_layers(tried)
     while True:
         pieces = _pieces_of(model, tried, trace(tried, example, opened), example, balance)
@@ -34,7 +34,7 @@ def graph_pieces(
 
 
 def holding_layers(model: torch.nn.Module) -> set[str]:
-    """Return the names of modules that hold the model's layers, or hold what does."""
+    """Return the names of the ancestors of the model's layers, without the model itself."""
     parents: set[str] = set()
     for name in units_of(model):
         parts = name.split(".")
@@ -43,9 +43,9 @@ def holding_layers(model: torch.nn.Module) -> set[str]:
 
 
 def largest_closed(model: torch.nn.Module, opened: Collection[str]) -> str | None:
-    """Return the name of the module with most parameters that is not opened, and is made of others.
+    """Return the name of the largest module that has submodules and may be opened next.
 
-    PyTorch's own modules stay closed, except for those that only hold others.
+    PyTorch's own modules are not opened, except for containers.
     """
     closed: dict[str, torch.nn.Module] = {}
     for name, module in model.named_modules():
@@ -70,7 +70,7 @@ def _pieces_of(
     last_use = {node: max((places[user] for user in node.users), default=-1) for node in body}
 
     def crossing(place: int) -> list[fx.Node]:
-        """Return what nodes before a place give to those from it on; parameters need not cross."""
+        """Return the nodes before a cut whose values are used after it, except for parameters."""
         return [node for node in body[:place] if last_use[node] >= place and node.op != "get_attr"]
 
     def join(first: int, last: int) -> Stage:
@@ -92,7 +92,7 @@ def _pieces_of(
 
 
 def _share_memory(model: torch.nn.Module, values: Sequence[object]) -> bool:
-    """Whether tensors that would be sent are views of each other, or of weights."""
+    """Return whether any tensors share memory with each other, or with weights or buffers."""
     places = [v.untyped_storage().data_ptr() for v in values if isinstance(v, torch.Tensor) and v.numel()]
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers()) if t.numel()}
     return len(set(places)) < len(places) or not own.isdisjoint(places)
@@ -103,7 +103,7 @@ def _can_cross(value: object) -> bool:
 
 
 def _numbers_of_graph(model: torch.nn.Module, body: Sequence[fx.Node]) -> list[float]:
-    """Return how many numbers each node is the first to use of the model's parameters."""
+    """Return the number of parameter elements that each node uses, without those of previous nodes."""
     seen: set[int] = set()
     costs = []
     for node in body:
@@ -119,14 +119,14 @@ def _numbers_of_graph(model: torch.nn.Module, body: Sequence[fx.Node]) -> list[f
 
 
 class _Timed(fx.Interpreter):
-    """Notes how long each node takes."""
+    """Interpreter that measures the time of each node."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
         self.seconds: list[float] = []
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node."""
+        """Run a node, and record its time."""
         begun = perf_counter()
         found = super().run_node(n)
         self.seconds.append(perf_counter() - begun)
@@ -151,7 +151,7 @@ def _stage_of(
     results: Sequence[fx.Node] | None,
     output: fx.Node,
 ) -> Stage:
-    """Return the stage made of nodes; what others have made and it hands on comes in and goes out."""
+    """Return the stage ``nodes[first:last]``, which returns ``results`` (None: the model's output)."""
     first, last = bounds
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}
@@ -180,7 +180,7 @@ def _stage_of(
 
 
 class _Traced:
-    """Calls a stage's graph in the model's mode; integers come as tensors."""
+    """Callable of a stage's graph, in the model's training or evaluation mode; integers arrive as tensors."""
 
     def __init__(
         self, model: torch.nn.Module, graph: fx.GraphModule, numbers: Sequence[int], names: Sequence[str]
@@ -192,7 +192,7 @@ class _Traced:
         self._attributes = {name: plain_attributes(each) for name, each in self._opened()}
 
     def _opened(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """Yield the modules that are not called as a whole, in some stage or other."""
+        """Yield the model and the opened modules that contain modules called in this stage, by name."""
         called = {str(node.target) for node in self._graph.graph.nodes if node.op == "call_module"}
         parents = {""}
         for name in called:
@@ -201,7 +201,7 @@ class _Traced:
         yield from ((name, self._model.get_submodule(name)) for name in sorted(parents))
 
     def _check_attributes(self) -> None:
-        """Refuse values that the model's code has read when it was traced, and that have changed since."""
+        """Refuse attributes of opened modules that have changed, because the trace contains their values."""
         for name, before in self._attributes.items():
             now = plain_attributes(self._model.get_submodule(name))
             if now != before:

@@ -1,4 +1,4 @@
-"""Lengths and numbers of inputs in traced code: followed where that can be, else the same in each batch."""
+"""Lengths and numbers of inputs in traced code: traced if possible, otherwise required to be constant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import fx
 from horovod_train.errors import UserError
 
 VALUE = "horovod_train.value"
-"""Where a node of the graph keeps what it returned for the example."""
+"""Key in ``node.meta`` of the node's value for the example batch."""
 PARTS_HINT = (
     "give the task a method pipeline_parts(model) that returns modules which, called one after the other, "
     "are the model"
@@ -22,7 +22,7 @@ PARTS_HINT = (
 
 
 def same_branch(condition: object, was_taken: bool) -> None:
-    """Refuse a batch for which a model's code would branch in another way; graphs call it."""
+    """Refuse a batch for which the model's code would take another branch; called by graphs."""
     if bool(condition) != was_taken:
         raise UserError(
             "strategy pipeline: the model's code branches by the shape or value of an input, and "
@@ -33,20 +33,20 @@ def same_branch(condition: object, was_taken: bool) -> None:
 
 
 def same_length(sized: Sized, length: int) -> None:
-    """Refuse a batch with another number of dimensions; graphs call it."""
+    """Refuse a batch in which a value has another length than in the example; called by graphs."""
     same_branch(len(sized) == length, was_taken=True)
 
 
 def same_number(number: Any, expected: int) -> None:
-    """Refuse a batch with another number; graphs call it."""
+    """Refuse a batch in which a number differs from that of the example; called by graphs."""
     same_branch(operator.index(number) == expected, was_taken=True)
 
 
 @contextmanager
 def lengths_seen(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Let ``len`` of a traced tensor be traced in the code of modules, while the block runs.
+    """Replace ``len`` in the namespaces of modules, during the block, by a function that can be traced.
 
-    A batch may have any number of samples, and ``h.expand(len(x), -1)`` is a common way to follow it.
+    Code such as ``h.expand(len(x), -1)`` is common, and the number of samples of a batch may vary.
     """
     found = [getattr(type(module).forward, "__globals__", {}) for module in modules]
     namespaces = [each for each in found if not str(each.get("__name__", "torch")).startswith("torch")]

@@ -1,8 +1,8 @@
-"""Tensors that stages of a pipeline send each other: activations one way, their gradients the other.
+"""Messages between the stages of a pipeline: activations to the next stage, gradients to the previous one.
 
-A tensor is sent as soon as it is computed, without waiting. The receiver has to know its shape. The
-first time, shapes are sent ahead of the tensors, and both sides remember them; the next time that
-micro-batches are as then, only the tensors travel, and receives are begun some passes before they are needed.
+A tensor is sent asynchronously as soon as it is computed, and its receiver requires its shape. For the first
+micro-batches of a kind, shapes are sent before the tensors, and both ranks store them. Later, only tensors
+are sent, and receives are posted some passes before they are needed.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ DTYPES = (
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 HEAD_LENGTH = 128
-"""Numbers in a head: enough for about ten tensors of eight dimensions."""
+"""Length of a head (shapes and data types), sufficient for about ten tensors with eight dimensions."""
 TENSORS_PER_MESSAGE = 32
-"""Tags of messages leave room for so many."""
+"""Number of tags per message; the first one is the tag of the head."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where a message goes, and which one it is.
+    """Peer and identity of a message.
 
     Attributes:
-        peer: The other rank, among all ranks.
-        group: Ranks of the pipeline; each direction has its own, in which messages keep their order.
-        number: Tells messages of a step in this direction apart.
-        name: For a person.
+        peer: The other rank, numbered among all ranks.
+        group: Process group of the pipeline for this direction, in which messages are ordered.
+        number: Number of the message, unique within a step and direction.
+        name: Human-readable name.
     """
 
     peer: int
@@ -49,7 +49,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of a tensor before it comes."""
+    """Properties of a tensor that the receiver requires."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -62,12 +62,7 @@ _Coming = tuple[Tensors, list[Any]]
 
 
 class Messages:
-    """Messages of one rank.
-
-    Args:
-        ranks: All ranks; records what this rank waits for.
-        device: Where tensors are wanted.
-    """
+    """Sender and receiver of one rank's messages; the communicator ``ranks`` records pending waits."""
 
     def __init__(self, ranks: Communicator, device: torch.device) -> None:
         self._ranks = ranks
@@ -78,20 +73,20 @@ class Messages:
         self._coming: dict[Route, _Coming] = {}
 
     def begin(self, signature: Hashable) -> None:
-        """Begin a step whose micro-batches are of this kind."""
+        """Begin a step; ``signature`` identifies the kind of its micro-batches."""
         self._signature = signature
 
     def end(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until all messages are sent."""
         for route, work, tensor in self._sent:
             self._wait(route, work.wait, tensor)
         self._sent.clear()
 
     def send(self, tensors: Sequence[torch.Tensor | None], route: Route) -> None:
-        """Send tensors; returns at once.
+        """Send tensors asynchronously.
 
         Raises:
-            WorldError: They are not what they were for micro-batches of this kind.
+            WorldError: Shapes or data types differ from those of previous micro-batches of this kind.
         """
         known = self._known[self._signature]
         kinds: Kinds = [t if t is None else Kind(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors]
@@ -113,13 +108,13 @@ class Messages:
         self._sent.append((route, work, tensor))
 
     def expect(self, route: Route) -> None:
-        """Begin to receive, if it is known what will come."""
+        """Post the receives of a message if its shapes are known."""
         kinds = self._known[self._signature].get(route)
         if kinds is not None and route not in self._coming:
             self._coming[route] = self._begin(kinds, route)
 
     def receive(self, route: Route) -> Tensors:
-        """Return the tensors that another rank sends; waits for them."""
+        """Receive the tensors of a message; blocks until they have arrived."""
         known = self._known[self._signature]
         if route not in known:
             head = torch.empty(HEAD_LENGTH, dtype=torch.int64)

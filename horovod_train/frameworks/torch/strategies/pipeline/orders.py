@@ -1,14 +1,14 @@
-"""In which order a rank of a pipeline makes its forward and backward passes, and how long it stands idle.
+"""Pipeline schedules: the order of a rank's forward and backward passes, and its idle time.
 
-A model is cut into stages, one or several for each rank: stage ``chunk x num_ranks + rank`` is a rank's. With
-p ranks, m micro-batches and v stages for each rank:
+A model is split into stages, one or several per rank. Rank ``rank`` runs the stages ``chunk x num_ranks +
+rank``. With p ranks, m micro-batches and v stages per rank:
 
-    gpipe        all forward passes, then all backward passes; keeps m activations
-    1f1b         each backward pass as soon as it can be made; keeps p - rank activations
-    interleaved  1f1b with v stages for each rank: shorter stages, a shorter way in and out
+    gpipe        all forward passes, then all backward passes; stores m activations
+    1f1b         each backward pass as early as possible; stores p - rank activations
+    interleaved  1f1b with v stages per rank; shorter stages shorten fill and drain of the pipeline
 
-The part of the time in which a rank stands idle (the bubble) is (p - 1) / (m + p - 1) for the first two and
-(p - 1) / (v m + p - 1) for the last, if all passes take as long.
+The fraction of time in which a rank is idle (the bubble) is (p - 1) / (m + p - 1) for gpipe and 1f1b, and
+(p - 1) / (v m + p - 1) for interleaved, if all passes have the same duration.
 
 Sources: Huang et al., "GPipe", arXiv:1811.06965; Narayanan et al., "PipeDream-Flush" and the interleaved
 schedule in "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
@@ -22,13 +22,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward or backward pass of one stage.
-
-    Attributes:
-        kind: Which of the two.
-        chunk: Which of the rank's stages.
-        micro_batch: Of which micro-batch.
-    """
+    """Forward or backward pass of a micro-batch through the stage ``chunk`` of this rank."""
 
     kind: Literal["forward", "backward"]
     chunk: int
@@ -38,19 +32,12 @@ class Pass:
 def order_of(
     schedule: str, *, rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int
 ) -> list[Pass]:
-    """Return the passes of a rank in their order.
+    """Return the ordered passes of a rank.
 
-    Messages are sent as soon as they can be, so that ranks cannot wait for each other for ever as long as
-    their orders do not contradict what depends on what.
-
-    Args:
-        schedule: gpipe, 1f1b or interleaved.
-        rank: Place in the pipeline.
-        num_ranks: Of the pipeline.
-        num_chunks: Stages of each rank; more than 1 only with interleaved.
-        num_micro_batches: Of the step.
+    Because messages are sent asynchronously, ranks do not deadlock if their orders respect the dependencies.
+    ``num_chunks``, the number of stages per rank, may be larger than 1 only with interleaved.
     """
-    # Interleaved stages take turns in groups of num_ranks; what the last group lacks is left out below.
+    # Interleaved stages alternate after num_ranks micro-batches; passes of surplus ones are removed below.
     rounded = num_micro_batches if num_chunks == 1 else -(-num_micro_batches // num_ranks) * num_ranks
     width = rounded if num_chunks == 1 else num_ranks
     groups = [range(first, first + width) for first in range(0, rounded, width)]
@@ -72,7 +59,7 @@ def order_of(
 
 
 def bubble(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> float:
-    """Return the part of the time in which a rank stands idle.
+    """Return the fraction of time in which a rank is idle.
 
     >>> bubble(4, 8)
     0.2727272727272727

@@ -1,4 +1,4 @@
-"""The forward and backward passes of one rank of a pipeline, through the stages that it has."""
+"""Forward and backward passes of one rank of a pipeline through its stages."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from horovod_train.frameworks.torch.strategies.pipeline.stages import Stage
 from horovod_train.frameworks.torch.strategies.pipeline.stand_ins import seed_of_stage, seeded
 
 AHEAD = 3
-"""So many passes before it is needed a receive is begun."""
+"""Number of passes by which a receive is posted before it is needed."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands in a pipeline.
+    """Position of a rank in its pipeline.
 
     Attributes:
-        rank: In the pipeline.
-        ranks: All of the pipeline, as numbered among all ranks.
-        groups: Process groups for what goes forward, and for what goes back.
-        stages: This rank's; the k-th of them is the ``k x number of ranks + rank``-th of the model.
+        rank: Rank within the pipeline.
+        ranks: Ranks of the pipeline, numbered among all ranks.
+        groups: Process groups of the pipeline for ``activations`` and for ``gradients``.
+        stages: Stages of this rank; ``stages[k]`` is stage ``k x number of ranks + rank`` of the model.
     """
 
     rank: int
@@ -36,15 +36,15 @@ class Place:
     stages: Sequence[Stage]
 
     def is_first(self, chunk: int) -> bool:
-        """Whether one of this rank's stages is the model's first."""
+        """Return whether ``stages[chunk]`` is the model's first stage."""
         return self.rank == 0 and chunk == 0
 
     def is_last(self, chunk: int) -> bool:
-        """Whether one of this rank's stages is the model's last."""
+        """Return whether ``stages[chunk]`` is the model's last stage."""
         return self.rank == len(self.ranks) - 1 and chunk == len(self.stages) - 1
 
     def route(self, kind: str, chunk: int, micro_batch: int, *, to_next: bool) -> Route:
-        """Return the way between one of this rank's stages and the one after it, or before it."""
+        """Return the route between ``stages[chunk]`` and the model's next or previous stage."""
         stage = chunk * len(self.ranks) + self.rank
         edge = stage if to_next else stage - 1
         peer = self.ranks[(self.rank + (1 if to_next else -1)) % len(self.ranks)]
@@ -54,17 +54,18 @@ class Place:
 
 
 class PipelinePasses:
-    """Makes passes.
+    """Runner of this rank's passes.
 
     Args:
-        place: Where this rank stands.
-        messages: To and from the others.
-        inputs: The model's inputs of a micro-batch, by name; for the rank with the first stage.
-        result: Makes something of the model's output for a micro-batch; for the rank with the last stage.
-        autocast: The context of a forward pass.
+        place: Position of this rank in the pipeline.
+        messages: Messages to and from other ranks.
+        inputs: Returns the model's inputs for a micro-batch, by name; called on the rank of the first stage.
+        result: Returns the result for a micro-batch and the model's output, such as the loss; called on
+            the rank of the last stage.
+        autocast: Returns the context of a forward pass.
         lap: Ends a phase of the step.
-        seed: Of the first micro-batch; the others have the numbers after it.
-        context: Returns that of a micro-batch's passes.
+        seed: Seed of the first micro-batch; each further micro-batch increases it by 1.
+        context: Returns the context of a micro-batch's passes.
     """
 
     def __init__(
@@ -90,12 +91,7 @@ class PipelinePasses:
         self._kept: dict[tuple[int, int], tuple[Tensors, Tensors]] = {}
 
     def make(self, order: Sequence[Pass], before_last: Callable[[], None]) -> None:
-        """Make the passes of a step.
-
-        Args:
-            order: Which, and when.
-            before_last: Called before the last pass.
-        """
+        """Run the passes of a step in the given order; call ``before_last`` before the last pass."""
         for at, each in enumerate(order):
             for coming in order[at : at + 1 + AHEAD]:
                 if self._has_to_wait(coming):
@@ -110,12 +106,12 @@ class PipelinePasses:
         self._messages.end()
 
     def forward(self, each: Pass) -> Any:
-        """Make a forward pass; return what is made of the model's output, if this is its last stage."""
+        """Run a forward pass; return the result for the model's output if this is the last stage."""
         place, chunk = self._place, each.chunk
         received = self._received(each)
         with self._autocast():
             inputs = self._inputs(each.micro_batch) if place.is_first(chunk) else {}
-            # Copies: what comes is a leaf of this rank's graph, which must not be changed in place.
+            # Copies, because received tensors are leaves of the autograd graph: no in-place changes.
             given = [t.clone() if t is not None and t.requires_grad else t for t in received]
             with self._drawing(each):
                 found = place.stages[chunk].call(*given, **inputs)
@@ -133,7 +129,7 @@ class PipelinePasses:
         return None
 
     def _drawing(self, each: Pass) -> AbstractContextManager[object]:
-        """Return the context in which a stage draws its random numbers."""
+        """Return the context that seeds the random generators for a stage."""
         if not self._place.stages[each.chunk].is_random:
             return nullcontext()
         stage = each.chunk * len(self._place.ranks) + self._place.rank
@@ -179,7 +175,7 @@ class PipelinePasses:
 
 
 def _gradient_of(received: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the gradient of what was received, zeros where nothing depended on it; None: it needs none."""
+    """Return the gradient of a received tensor, zeros if it was not used; None if it requires none."""
     if received is None or not received.requires_grad:
         return None
     return torch.zeros_like(received) if received.grad is None else received.grad

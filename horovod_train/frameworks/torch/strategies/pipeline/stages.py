@@ -1,4 +1,4 @@
-"""What a model is cut into: pieces, of which neighbours make a stage."""
+"""Stages of a pipeline, and the smaller pieces of a model that form them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any, Literal
 
 Balance = Literal["parameters", "time"]
 NUM_TIMED = 3
-"""So often the example is computed to see how long it takes; the shortest counts."""
+"""Number of timed runs of the example; the shortest time is used."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a model.
+    """Stage of a pipeline.
 
     Attributes:
-        call: Takes what crosses from the stage before (of the first, the model's inputs by name), and returns
-            a tuple of what crosses to the next, or what the model returns, of the last.
-        names: Names of the model's modules, parameters and buffers that it uses.
-        first: Name of the module that it calls first, and how often the model has called that before in a
-            forward pass; None: it calls none.
-        is_random: It draws random numbers.
+        call: Receives the values from the previous stage (first stage: the model's inputs by name); returns
+            a tuple of values for the next stage (last stage: the model's output).
+        names: Names of the modules, parameters and buffers of the model that the stage uses.
+        first: Name of the module that the stage calls first, and number of calls of this module in previous
+            stages of the same forward pass; None: the stage calls no module.
+        is_random: Whether the stage draws random numbers.
     """
 
     call: Callable[..., Any]
@@ -31,7 +31,7 @@ class Stage:
     is_random: bool = True
 
     def owns(self, name: str) -> bool:
-        """Whether a parameter or buffer is used here.
+        """Return whether the stage uses a parameter or buffer.
 
         >>> Stage(print, frozenset({"layers.1"})).owns("layers.1.weight")
         True
@@ -44,12 +44,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class Pieces:
-    """A model in pieces that are called one after the other: stages are made of neighbours.
+    """Pieces of a model that are called one after the other; consecutive pieces form a stage.
 
     Attributes:
-        costs: Of each piece.
-        widths: How many values cross behind each piece but the last, if a stage may end there.
-        join: Returns the stage made of pieces ``[first, last)``.
+        costs: Cost of each piece.
+        widths: Number of values that cross each allowed cut, by the number of pieces before it.
+        join: Returns the stage of pieces ``[first, last)``.
     """
 
     costs: Sequence[float]
@@ -57,6 +57,6 @@ class Pieces:
     join: Callable[[int, int], Stage]
 
     def stages(self, cuts: Sequence[int]) -> list[Stage]:
-        """Return the stages that end behind so many pieces each, and the last one."""
+        """Return the stages between cuts; a cut is the number of pieces before it."""
         bounds = [0, *cuts, len(self.costs)]
         return [self.join(first, last) for first, last in pairwise(bounds)]

@@ -1,11 +1,11 @@
-"""What a task is given in the model's place, where the model is spread over ranks.
+"""Stand-ins for a model that is split into stages, which are passed to the task instead of the model.
 
-A task computes its loss by calling the model, once. The rank with the first stage has to know with what; the
-one with the last stage has what it returns. So the first calls the task with a model that notes its inputs
-and goes no further, and the last with one that returns what the pipeline has computed.
+A task computes its loss by calling the model once. The rank with the first stage needs the inputs of this
+call, and calls the task with a stand-in that records them and aborts the task. The rank with the last stage
+calls the task with a stand-in that returns the output of the pipeline.
 
-What a task draws at random before it calls the model (a mask of tokens, say) must be the same on both: they
-draw with the same seed.
+Random numbers that a task draws before it calls the model, such as a mask of tokens, must be equal on both
+ranks. Both therefore use the same seed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from horovod_train.frameworks.randomness import mix
 from horovod_train.frameworks.reader import own_seeds
 
 Function = Callable[[Any, Any], Any]
-"""A task's ``loss`` or ``metrics``: takes a model and a batch."""
+"""A task's ``loss`` or ``metrics``, which receives a model and a batch."""
 
 
-class _ModelCalled(BaseException):  # no Exception: a task may catch those
-    """The model was called."""
+class _ModelCalled(BaseException):  # not an Exception, because a task may catch those
+    """Signal that the task has called the model."""
 
     def __init__(self, inputs: dict[str, Any]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _ModelCalled(BaseException):  # no Exception: a task may catch those
 
 
 class _StandIn:
-    """Has all that a model has, but for its call; its attributes can be read, and not set."""
+    """Proxy of a model with read-only attributes, whose call is replaced."""
 
     def __init__(self, model: torch.nn.Module, call: Callable[..., Any]) -> None:
         vars(self).update(_model=model, _call=call, num_calls=0)
@@ -65,10 +65,10 @@ class _StandIn:
 
 
 def inputs_of_call(function: Function, model: torch.nn.Module, batch: Any, seed: int) -> dict[str, Any]:
-    """Return what a function of the task calls the model with, by the names of ``forward``'s parameters.
+    """Return the inputs with which a task's function calls the model, by ``forward``'s parameter names.
 
     Raises:
-        UserError: It does not call it, or the model takes any number of inputs.
+        UserError: The function does not call the model, or passes inputs to ``*args`` or ``**kwargs``.
     """
     signature = inspect.signature(model.forward)
 
@@ -93,10 +93,10 @@ def inputs_of_call(function: Function, model: torch.nn.Module, batch: Any, seed:
 
 
 def answered_with(function: Function, model: torch.nn.Module, batch: Any, output: Any, seed: int) -> Any:
-    """Return what a function of the task makes of a model's output.
+    """Return the result of a task's function for a given output of the model.
 
     Raises:
-        UserError: It calls the model more than once.
+        UserError: The function does not call the model exactly once.
     """
     stand_in = _StandIn(model, lambda *_, **__: output)
     with seeded(seed):
@@ -110,12 +110,12 @@ def answered_with(function: Function, model: torch.nn.Module, batch: Any, output
 
 
 def seed_of_stage(seed: int, stage: int) -> int:
-    """Return the seed of a stage's forward pass, given that of the micro-batch."""
+    """Return the seed of a stage's forward pass, given the seed of the micro-batch."""
     return mix(seed, stage, 1) % 2**63
 
 
 def generators() -> Callable[[], None]:
-    """Return what sets all generators of this rank back to where they are now."""
+    """Return a function that restores the present state of this rank's random generators."""
     saved = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
@@ -130,7 +130,7 @@ def generators() -> Callable[[], None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seed all generators of this rank."""
+    """Seed all random generators of this rank."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -150,14 +150,10 @@ def _refuse_script_modules(model: torch.nn.Module, names: Iterable[str]) -> None
 def drawing_by_stage(
     model: torch.nn.Module, firsts: Sequence[tuple[str, int] | None]
 ) -> Iterator[Callable[[int], None]]:
-    """Let a plain model draw random numbers as stages do, each of which has its own seed.
+    """Seed the random generators in a plain model's forward pass at the boundaries of stages.
 
-    Args:
-        model: The model.
-        firsts: Of each stage, the module that it calls first, and how often the model has called it before.
-
-    Yields:
-        A function that seeds a micro-batch, to be called before its loss is computed.
+    ``firsts`` contains ``Stage.first`` of each stage. Yields a function that seeds a micro-batch, which must
+    be called before the loss of the micro-batch is computed.
 
     Raises:
         UserError: A stage begins with a ``ScriptModule``, which cannot have hooks.
@@ -200,7 +196,7 @@ def drawing_by_stage(
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Let all generators of this rank start from a seed, and continue as before afterwards."""
+    """Seed all random generators of this rank during the block, and restore their states after it."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices), own_seeds(seed):
         torch.manual_seed(seed)

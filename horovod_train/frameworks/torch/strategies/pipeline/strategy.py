@@ -1,12 +1,11 @@
-"""Pipeline parallelism: each rank has some layers, and micro-batches pass from rank to rank.
+"""Pipeline parallelism: each rank stores some layers, and micro-batches pass from rank to rank.
 
-The micro-batches of a step (``train.accumulation_steps``) are under way at the same time, in an order that
-a schedule says. The rank with the first stage reads inputs, the one with the last stage computes the loss as
-the task does: the task is given a stand-in for the model, which tells what it was called with, or returns
-what the pipeline has computed.
+The micro-batches of a step (``train.accumulation_steps``) are processed concurrently, in the order of a
+schedule. The rank with the first stage reads inputs, and the rank with the last stage computes the loss. Both
+call the task with a stand-in for the model (``stand_ins.py``).
 
-Several pipelines are data-parallel replicas; ranks with the same stage sum their gradients
-through Horovod as usual. The result is that of one process with the same micro-batches.
+Several pipelines are data-parallel replicas, and ranks with the same stage sum their gradients with
+Horovod. The result equals that of a single process with the same micro-batches.
 """
 
 from __future__ import annotations
@@ -57,13 +56,7 @@ DIRECTIONS = ("activations", "gradients")
 
 @dataclass(frozen=True)
 class Tied:
-    """A parameter that several ranks of a pipeline use.
-
-    Attributes:
-        name: In the model.
-        num_ranks: How many.
-        group: Of those.
-    """
+    """Parameter that several ranks of a pipeline use, and the process group of these ranks."""
 
     name: str
     num_ranks: int
@@ -71,16 +64,10 @@ class Tied:
 
 
 class Pipeline(ModelParallel):
-    """Trains a model whose layers are spread over ranks.
+    """Strategy that splits a model into stages, which run on different ranks.
 
-    Args:
-        mesh: Of the ranks, one of whose axes is the pipeline.
-        job: The job.
-        stages: So many ranks have a model together; the mesh has it as its axis.
-        schedule: gpipe, 1f1b or interleaved.
-        chunks_per_rank: So many stages each rank has.
-        balance: Cut so that stages have as many parameters, or take as long.
-        plan: How layers are shared along the mesh's tensor axis; None: the model's own plan.
+    The arguments are described in ``config.strategies.PipelineArguments``, and ``plan`` in ``MeshArguments``.
+    ``stages`` is not used, because it is the length of the mesh's pipeline axis.
     """
 
     def __init__(
@@ -103,7 +90,7 @@ class Pipeline(ModelParallel):
             sharded=True,
             whole_weights=False,
             owns_schedule=True,
-            after_update=False,  # a rank has the weights of its stages
+            after_update=False,  # a rank stores only the weights of its stages
             num_loss_copies=mesh.axes.tensor,
         )
         self._signatures: dict[Hashable, int] = {}
@@ -111,10 +98,10 @@ class Pipeline(ModelParallel):
     # -- the model
 
     def wrap(self, model: torch.nn.Module, placing: DevicePlacement) -> torch.nn.Module:
-        """Keep this rank's stages of a model, rank 0's; the rest of it leaves the memory of this process.
+        """Split rank 0's model into stages, and free the weights that this rank's stages do not use.
 
         Raises:
-            UserError: It cannot be cut so.
+            UserError: The model cannot be split into so many stages.
         """
         task, example = placing.task, placing.example
         assert task is not None
@@ -143,7 +130,7 @@ class Pipeline(ModelParallel):
         return model
 
     def _placed(self, stages: Sequence[Stage]) -> Place:
-        """Return where this rank stands; all ranks make all groups, in one order."""
+        """Return this rank's position; every rank must call it and creates all groups in the same order."""
         num_ranks = self._axes.pipeline
         for ranks in self._axes.pipelines():
             groups = {direction: new_group(ranks, self._job.health) for direction in DIRECTIONS}
@@ -156,7 +143,7 @@ class Pipeline(ModelParallel):
     def _share_layers(
         self, model: torch.nn.Module, stages: Sequence[Stage], placing: DevicePlacement
     ) -> None:
-        """Share this rank's layers along the tensor axis."""
+        """Shard this rank's layers along the tensor axis."""
         axes = self._axes
         whole = init_device_mesh(
             placing.device.type,
@@ -180,7 +167,7 @@ class Pipeline(ModelParallel):
         share_layers(model, whole["tensor"], own)
 
     def _find_tied(self, model: torch.nn.Module, stages: Sequence[Stage]) -> list[Tied]:
-        """Return parameters that several ranks use, this one among them."""
+        """Return the parameters that this rank and other ranks of its pipeline use."""
         aliases: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(parameter), []).append(name)
@@ -196,7 +183,7 @@ class Pipeline(ModelParallel):
         return found
 
     def _names_of_stage(self, model: torch.nn.Module, stages: Sequence[Stage]) -> frozenset[str]:
-        """Return the names of parameters and buffers that this rank has; the first rank has unused ones."""
+        """Return the names of this rank's parameters and buffers; unused ones are on a pipeline's rank 0."""
         tensors: dict[int, list[str]] = {}
         for found in (
             model.named_parameters(remove_duplicate=False),
@@ -213,10 +200,11 @@ class Pipeline(ModelParallel):
         return frozenset(own)
 
     def bind(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Attach to this rank's stages; parameters of other stages are removed from the optimizer.
+        """Attach to this rank's stages; remove parameters of other stages from the optimizer.
 
         Raises:
-            UserError: Nothing is trained here.
+            UserError: No parameter of this rank is trained, or the optimizer's update of a weight depends on
+                weights of other stages.
         """
         self._numbering = [parameter.name for parameter in whole_parameters(model, optimizer)]
         for group in optimizer.param_groups:
@@ -232,20 +220,20 @@ class Pipeline(ModelParallel):
         self._required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
     def local_tensors(self) -> Mapping[str, LocalTensor]:
-        """Return what this rank has of the whole model's weights and buffers."""
+        """Return this rank's shards of the model's weights and buffers."""
         found = self._model.state_dict().items()
         return {name: local_tensor_of(tensor) for name, tensor in found if name in self._owns}
 
     def numbering(self) -> Sequence[str | int]:
-        """Return the names of parameters as an optimizer of the whole model numbers them."""
+        """Return the names of the whole model's optimized parameters, in the order of its optimizer."""
         return self._numbering
 
     # -- passes
 
     @contextmanager
     def same_random_state(self, model: torch.nn.Module, step: PlannedStep) -> Iterator[PlannedStep]:
-        """Yield a step with which the plain model draws the random numbers of the stages."""
-        message = torch.tensor(draw_seed())  # the first rank draws the same again, when the step is made
+        """Yield a step with which the reference model draws the same random numbers as the stages."""
+        message = torch.tensor(draw_seed())  # run_schedule draws the same seed again on the first rank
         if self._axes.pipeline > 1:
             dist.broadcast(message, self._place.ranks[0], group=self._place.groups["activations"])
 
@@ -258,7 +246,7 @@ class Pipeline(ModelParallel):
             yield PlannedStep(step.share, batches(begin), step.is_last)
 
     def run_schedule(self, step: PlannedStep, context: PassContext) -> torch.Tensor:
-        """Make the forward and backward passes of a step; return this rank's part of its loss, shape []."""
+        """Run the forward and backward passes of a step; return this rank's part of the loss, shape []."""
         batches = [batch for _, batch in step] if self._reads else []
         context.lap("data")
         shares = [micro_batch.share for micro_batch in step.share.micro_batches]
@@ -295,11 +283,7 @@ class Pipeline(ModelParallel):
         return torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
 
     def _check_same_trained(self) -> None:
-        """Refuse a change of what is trained, before another rank gets a message that it does not expect.
-
-        Raises:
-            UserError: It has changed.
-        """
+        """Raise ``UserError`` if the set of trained parameters has changed, because messages depend on it."""
         if any(parameter.requires_grad != before for parameter, before in self._required):
             raise UserError(
                 f"strategy {self._job.strategy.name}: the set of trained parameters has changed",
@@ -307,13 +291,13 @@ class Pipeline(ModelParallel):
             )
 
     def _before_last(self) -> None:
-        if self._num_chunks == 1:  # otherwise the last pass is that of one of the stages
+        if self._num_chunks == 1:  # otherwise, the last pass computes gradients of only one stage
             self._data.set_requires_sync(is_last=True)
 
     def metrics_of(
         self, compute: Callable[[Any, Any], Mapping[str, Any]], batch: Any, context: PassContext
     ) -> Mapping[str, Any]:
-        """Return the metrics of a batch, on one rank that has the last stage; others have none."""
+        """Return the metrics of a batch on tensor rank 0 of the last stage; empty on other ranks."""
         batches = [batch] if self._reads else []
         passes = self._passes(
             context, compute, batches, 1, lambda metrics, _: metrics, lambda _: nullcontext()
@@ -325,7 +309,7 @@ class Pipeline(ModelParallel):
 
     @property
     def _reads(self) -> bool:
-        """Whether this rank has the first stage or the last, and so reads batches."""
+        """Whether this rank reads batches, because it has the first or the last stage."""
         return self._place.rank in {0, self._axes.pipeline - 1}
 
     def _passes(
@@ -337,10 +321,7 @@ class Pipeline(ModelParallel):
         result: Callable[[Any, int], Any],
         enter_pass: Callable[[int], AbstractContextManager[object]],
     ) -> PipelinePasses:
-        """Prepare the passes of micro-batches.
-
-        The first rank numbers the kinds of micro-batches and draws a seed; it broadcasts both.
-        """
+        """Prepare the passes; the first rank broadcasts a seed and the number of the micro-batches' kind."""
         message = torch.zeros(2, dtype=torch.int64)
         inputs: list[dict[str, Any]] = []
         if self._place.rank == 0:
@@ -374,20 +355,20 @@ class Pipeline(ModelParallel):
     # -- the rest of a step
 
     def reduce(self, weighted_loss: torch.Tensor) -> torch.Tensor:
-        """Sum gradients over ranks that have the same stage, and of weights that several stages use."""
+        """Sum gradients over ranks with the same stage, and of parameters that several ranks use."""
         loss = super().reduce(weighted_loss)
         for tied in self._tied:
             parameter = self._model.get_parameter(tied.name)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(to_local(parameter.grad), group=tied.group)
-        # Ranks with the last stage have it; the first of them broadcasts it.
+        # Only ranks with the last stage have the loss; the first of them sends it to all ranks.
         has_it = self._axes.place(self._world.rank) == (0, self._axes.pipeline - 1, 0)
         message = (loss if has_it else torch.zeros_like(loss)).reshape(1)
         return self._world.wait(self._world.start_allreduce(message, "horovod_train.loss"))[0]
 
     def _num_copies(self, parameter: torch.nn.Parameter) -> int:
-        """Return on how many ranks the same of a parameter lies; several stages may use it."""
+        """Return the number of ranks that store the same shard of a parameter, which stages may share."""
         having = [t.num_ranks for t in self._tied if self._model.get_parameter(t.name) is parameter]
         return super()._num_copies(parameter) * (having[0] if having else 1)
 
@@ -398,11 +379,11 @@ def draw_seed() -> int:
 
 
 def keep_only(model: torch.nn.Module, names: frozenset[str], device: torch.device) -> None:
-    """Bring the tensors of these names to a device; parameters of other names have no memory any more."""
-    empty: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # what is one weight stays one
+    """Move the named tensors to a device; replace other parameters by parameters on the meta device."""
+    empty: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters remain tied
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
-        for name, parameter in list(module._parameters.items()):  # noqa: SLF001  (named_parameters has no None)
+        for name, parameter in list(module._parameters.items()):  # noqa: SLF001  (includes None)
             if parameter is None:
                 continue
             if prefix + name in names:

@@ -1,14 +1,13 @@
-"""Tracing how a model calls its modules: in which order, with what, and what becomes of the results.
+"""Trace the code between a model's modules into a graph that calls these modules.
 
-Stages call the model's own modules, whose ``forward`` runs unchanged. Only the code between them is traced:
-the ``forward`` of those modules that are opened, because a stage may end inside of them (the model itself,
-and what holds its layers). ``torch.fx`` alone would stop at each ``if`` and each loop over a shape; the
-tracer here computes an example along, so that it knows which branch to take, and each batch is checked for
-taking the same one.
+Stages call the model's own modules, whose ``forward`` runs unchanged. Only the ``forward`` of opened modules
+is traced, because a stage may end inside them: the model itself, and the modules that contain its layers.
+``torch.fx`` alone fails at each ``if`` and each loop over a shape. The tracer of this module also computes an
+example, and follows its branches. The graph checks that each batch takes the same branches.
 
-A trace keeps operations on tensors, and nothing else. Code that does more (changes the mode of autograd,
-keeps a value in Python, draws a random number that does not depend on the input, reads a weight past its
-attribute) would be lost, and is refused with its line.
+A trace contains only operations on tensors. Other effects would be lost: changing the mode of autograd,
+storing a value in Python, drawing a random number that does not depend on the input, or reading a weight
+other than by its attribute. Code with such effects is refused with its line.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from horovod_train.frameworks.torch.strategies.pipeline.lengths import (
 )
 
 MAKERS = ("arange", "zeros", "ones", "full", "empty", "linspace", "eye")
-"""Functions that make tensors from numbers: a tracer sees only registered ones."""
+"""Functions that create tensors from numbers, which ``torch.fx`` does not trace."""
 IS_RANDOM = "horovod_train.is_random"
-"""Whether a node drew random numbers for the example."""
+"""Key in ``node.meta``: whether the node has drawn random numbers for the example."""
 ENTRY = "_horovod_train_entry"
 INSIDE_HINT = (
     "move this code into a separate module, whose forward() a stage runs unchanged, or give the "
@@ -54,19 +53,20 @@ INSIDE_HINT = (
 
 
 def trace(model: torch.nn.Module, example: Mapping[str, Any], opened: Collection[str] = ()) -> fx.Graph:
-    """Return what a model calls, with an example of its inputs by the names of ``forward``'s parameters.
+    """Return the graph of a model's calls.
 
-    It is traced in training and in evaluation, which must differ by the arguments of functions alone
-    (``dropout(x, p, self.training)``). The example draws random numbers, and changes what modules keep:
-    give a copy of the model.
+    The model is traced in training and in evaluation mode. The two traces may differ only in arguments of
+    functions, as in ``dropout(x, p, self.training)``. Tracing draws random numbers, and changes the state of
+    modules. The caller must therefore pass a copy of the model.
 
     Args:
         model: The model.
-        example: Its inputs.
-        opened: Names of modules whose ``forward`` is traced, besides that of the model.
+        example: Example inputs, by the names of ``forward``'s parameters.
+        opened: Names of modules whose ``forward`` is traced, in addition to the model's.
 
     Raises:
-        UserError: It decides by what its tensors hold, or its code cannot be traced for another reason.
+        UserError: Control flow depends on the contents of a tensor, or the code cannot be traced for another
+            reason.
     """
     was_training = model.training
     try:
@@ -118,7 +118,7 @@ def _traced(model: torch.nn.Module, example: Mapping[str, Any], opened: Collecti
 
 
 def attributes_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
-    """Return what modules keep in Python, besides weights, buffers and modules; as texts to compare."""
+    """Return the attributes of modules except weights, buffers and modules, as strings for comparison."""
     found = {}
     for name, module in modules.items():
         for key, value in vars(module).items():
@@ -128,21 +128,17 @@ def attributes_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
 
 
 def plain_attributes(module: torch.nn.Module) -> dict[str, object]:
-    """Return the numbers and texts that a module keeps: code between modules reads them when it is traced."""
+    """Return the attributes of a module that are numbers or strings, whose values a trace contains."""
     return {key: v for key, v in vars(module).items() if isinstance(v, PLAIN) and key != "training"}
 
 
 def changed_attribute(before: Mapping[str, str], after: Mapping[str, str]) -> str | None:
-    """Return the name of an attribute that is not as it was; None: there is none."""
+    """Return the name of an attribute that has changed; None if there is none."""
     return next((name for name in sorted({*before, *after}) if before.get(name) != after.get(name)), None)
 
 
 def refused_code(what: str) -> UserError:
-    """Return the error of code between modules that a trace would lose.
-
-    Args:
-        what: What it does.
-    """
+    """Return the error for code between modules whose effect (``what``) a trace would not contain."""
     return UserError(
         f"strategy pipeline: the model cannot be cut into stages: its code between modules {what}"
         f"{_place_in(traceback.extract_stack())}",
@@ -155,7 +151,7 @@ def _place_of(trace_back: TracebackType | None) -> str:
 
 
 def _place_in(frames: traceback.StackSummary) -> str:
-    """Return the innermost line that is neither PyTorch's nor of this package, for a message."""
+    """Return the innermost line outside of PyTorch and this package, for an error message."""
     of_others = ("/torch/", "/horovod_train/frameworks/", "<eval_with_key>", "<string>")
     for frame in reversed(frames):
         if not any(part in frame.filename for part in of_others):
@@ -165,7 +161,7 @@ def _place_in(frames: traceback.StackSummary) -> str:
 
 
 def _check_hooks(name: str, module: torch.nn.Module) -> None:
-    """Refuse hooks of the backward pass on a module that is not called as a whole."""
+    """Refuse backward hooks on an opened module, because stages do not call it."""
     if module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001  (no public API)
         raise UserError(
             f"strategy pipeline: {name or 'the model'} has a backward hook, and is cut into stages, "
@@ -176,10 +172,10 @@ def _check_hooks(name: str, module: torch.nn.Module) -> None:
 
 
 def _join_modes(model: torch.nn.Module, training: fx.Graph, evaluation: fx.Graph) -> None:
-    """Let the first graph ask for the mode where the two were traced with True and False.
+    """Replace arguments that differ between the two graphs, in the first one, by the model's ``training``.
 
     Raises:
-        UserError: They differ by more.
+        UserError: The graphs have other differences than True in training and False in evaluation.
     """
     twins: dict[fx.Node, fx.Node] = dict(zip(evaluation.nodes, training.nodes, strict=False))
     same = len(training.nodes) == len(evaluation.nodes)
@@ -209,13 +205,13 @@ def _leaves(arguments: Any) -> list[Any]:
 
 
 def _replaced(arguments: Any, which: Sequence[bool], leaf: fx.Node) -> Any:
-    """Replace modules by leaves."""
+    """Return the arguments with the leaves at which ``which`` is True replaced by ``leaf``."""
     each = iter(which)
     return map_aggregate(arguments, lambda old: leaf if next(each) else old)
 
 
 class _Traced(fx.Proxy):
-    """A value that has the length of the example."""
+    """Proxy with the length of the example's value, which the graph checks for each batch."""
 
     def __len__(self) -> int:
         length = len(self.node.meta[VALUE])
@@ -223,24 +219,19 @@ class _Traced(fx.Proxy):
         return length
 
     def __index__(self) -> int:
-        """Return a number as the code of a loop wants it."""
+        """Return the example's number, such as the bound of a loop, which the graph checks for each batch."""
         number = operator.index(self.node.meta[VALUE])
         self.tracer.create_proxy("call_function", same_number, (self, number), {})
         return number
 
     def __getattr__(self, name: str) -> Any:
-        if name == "shape":  # others may be methods, which are called
+        if name == "shape":  # other attributes may be methods
             return self.tracer.create_proxy("call_function", getattr, (self, name), {})
         return super().__getattr__(name)
 
 
 class _Tracer(fx.Tracer):
-    """Computes the example along with the trace.
-
-    Args:
-        example: Inputs, in the order of placeholders.
-        opened: Names of modules whose ``forward`` is traced.
-    """
+    """Tracer that also computes each node for the example, whose inputs are in the order of placeholders."""
 
     proxy_buffer_attributes = True
 
@@ -253,20 +244,20 @@ class _Tracer(fx.Tracer):
         self.is_computing = False
 
     def trace(self, *args: Any, **more: Any) -> fx.Graph:
-        """Trace."""
+        """Trace a model in the current modes of autograd and autocast."""
         self._modes = modes()
         return super().trace(*args, **more)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        """Return what stands for a node while the model's code runs."""
+        """Return the proxy of a node."""
         return _Traced(node, self)
 
     def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is called unchanged: all except opened ones."""
+        """Return whether a module is called unchanged, because it is not opened."""
         return module_qualified_name not in self._opened
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> Any:
-        """Make a node, and compute it for the example."""
+        """Create a node, and compute it for the example."""
         if kind.startswith("call") and modes() != self._modes and not self.is_computing:
             raise refused_code("changes the mode of autograd or autocast")
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
@@ -296,17 +287,17 @@ class _Tracer(fx.Tracer):
         return None
 
     def call_module(self, m: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Call a module; unchanged while the example is computed."""
+        """Call the module itself while the example is computed; otherwise, trace the call."""
         if self.is_computing:
             return _orig_module_call(m, *args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
-        """Return a parameter: while the example is computed, itself."""
+        """Return the attribute itself while the example is computed; otherwise, proxies of weights."""
         return attr_val if self.is_computing else super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        """Take the example's branch, and look at each batch whether it is the same; never by a tensor."""
+        """Return the example's branch, which the graph checks for each batch; refuse branches by a tensor."""
         value = obj.node.meta[VALUE]
         if isinstance(value, torch.Tensor):
             raise refused_code("decides by the numbers of a tensor")
@@ -314,7 +305,7 @@ class _Tracer(fx.Tracer):
         return bool(value)
 
     def iter(self, obj: fx.Proxy) -> Iterator[Any]:
-        """Unpack what the example unpacks to."""
+        """Return an iterator with as many elements as the example's value."""
         value = obj.node.meta[VALUE]
         if isinstance(value, tuple | list | torch.Size):
             return iter([obj[at] for at in range(len(value))])  # type: ignore[index]
@@ -322,7 +313,7 @@ class _Tracer(fx.Tracer):
 
 
 def modes() -> tuple[object, ...]:
-    """Return the modes of PyTorch that decide what an operation does and what autograd records."""
+    """Return the modes of autograd and autocast."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -332,9 +323,9 @@ def modes() -> tuple[object, ...]:
 
 
 class _Glue(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees operations that code between modules makes without the tracer: on tensors that depend on no input.
+    """Check of operations on tensors that depend on no input, which the tracer does not record.
 
-    Their results become constants of the graph. That is right where they are the same for each batch.
+    Their results become constants of the graph, which is correct only if they are equal for each batch.
     """
 
     def __init__(self, tracer: _Tracer, weights: Collection[int]) -> None:
@@ -352,10 +343,10 @@ class _Glue(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def _entered(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Give a model's class a method that calls it with these inputs alone, while the block runs.
+    """Add a method to the model's class, during the block, that calls the model with only these inputs.
 
-    What else ``forward`` takes keeps its default. A tracer would take a default for an input. The model's
-    own hooks are called, with inputs by position where they are the first parameters of ``forward``.
+    Without it, the tracer would treat other parameters of ``forward``, which have defaults, as inputs. The
+    model's hooks are called. Inputs are passed by position if they are the first parameters of ``forward``.
     """
     made: dict[str, Any] = {"call": _orig_module_call}
     parameters = list(inspect.signature(model.forward).parameters.values())
@@ -363,7 +354,7 @@ def _entered(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
     given = ", ".join(
         name if first[at : at + 1] == [name] else f"{name}={name}" for at, name in enumerate(names)
     )
-    # The names are those of parameters in Python.
+    # The names are valid identifiers, because they are parameter names.
     exec(f"def entry(self, {', '.join(names)}): return call(self, {given})", made)  # noqa: S102
     kind = type(model)
     setattr(kind, ENTRY, made["entry"])
@@ -375,7 +366,7 @@ def _entered(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def _makers_seen_by(tracer: _Tracer) -> Iterator[None]:
-    """Let functions that make tensors from traced numbers be traced, while the block runs."""
+    """Trace functions that create tensors from traced numbers, during the block."""
     before = {name: getattr(torch, name) for name in MAKERS}
 
     def seen(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -398,7 +389,7 @@ def _makers_seen_by(tracer: _Tracer) -> Iterator[None]:
 
 @contextmanager
 def _functions_seen_by(tracer: _Tracer) -> Iterator[None]:
-    """Let functions with their own backward pass be called unchanged, while the block runs."""
+    """Record calls of ``torch.autograd.Function`` as single nodes, during the block."""
     before = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **more: Any) -> Any:
@@ -414,9 +405,9 @@ def _functions_seen_by(tracer: _Tracer) -> Iterator[None]:
         torch.autograd.Function.apply = before  # type: ignore[method-assign]
 
 
-@cache  # the same for a class in every trace, which are compared
+@cache  # nodes of the two traces are compared, and must have the same function
 def _applied(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return a function of the class's own name that applies it."""
+    """Return a function that applies the class, with the class in its name."""
 
     def call(*args: Any, **more: Any) -> Any:
         return cls.apply(*args, **more)  # type: ignore[no-untyped-call]
@@ -427,7 +418,7 @@ def _applied(cls: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 @contextmanager
 def _writes_seen_by(tracer: _Tracer, modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
-    """Refuse code between modules that sets an attribute of a module, while the block runs."""
+    """Refuse code between modules that sets an attribute of an opened module, during the block."""
     before = torch.nn.Module.__setattr__
     names = {id(module): name or "the model" for name, module in modules.items()}
 
