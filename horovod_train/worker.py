@@ -24,7 +24,7 @@ from horovod_train.config.strategies import axes_of
 from horovod_train.data.waiting import WAITING
 from horovod_train.errors import HorovodTrainError, PeerError, PreemptedError, UserError
 from horovod_train.events.channel import channel_of
-from horovod_train.events.types import Failure, Notice
+from horovod_train.events.types import Event, Failure, Notice
 from horovod_train.events.wire import Reporter
 from horovod_train.frameworks.base import Framework, HasDevice, explained_by
 from horovod_train.health.data_watch import DataWatch
@@ -69,7 +69,7 @@ class WorkerOptions:
 
 
 def main(options: WorkerOptions) -> int:
-    """Run this rank, report a failure, and return the exit code; never raises."""
+    """Run this rank, report a failure, and return the exit code."""
     if options.as_events:
         streams.leave_terminal_of_mpirun()
     streams.ignore_unencodable_output()
@@ -254,14 +254,15 @@ def _report_failure(error: BaseException, reporter: Reporter) -> int:
 
 
 class _ReporterHandler(logging.Handler):
-    """Reports warnings of the package's loggers as notices."""
+    """Reports warnings of the package's loggers as their events (``extra={"event": ...}``), or as notices."""
 
     def __init__(self, reporter: Reporter) -> None:
         super().__init__(logging.WARNING)
         self._reporter = reporter
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._reporter.report(Notice(text=record.getMessage()))
+        event = getattr(record, "event", None)
+        self._reporter.report(event if isinstance(event, Event) else Notice(text=record.getMessage()))
 
 
 def _log_to(reporter: Reporter) -> None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import localtime, strftime
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -161,22 +162,25 @@ def differences(first: Path, second: Path) -> list[str]:
 
 def _array_diff(one: Mapping[str, ArrayBlob], two: Mapping[str, ArrayBlob]) -> Iterator[str]:
     for name in sorted(one.keys() | two.keys()):
-        if name not in one or name not in two:
-            yield f"{name}: only in the {'second' if name not in one else 'first'}"
-        elif (one[name].dtype, one[name].shape) != (two[name].dtype, two[name].shape):
-            a, b = one[name], two[name]
+        a, b = one.get(name), two.get(name)  # once: arrays of a checkpoint are read from disk on access
+        if a is None or b is None:
+            yield f"{name}: only in the {'second' if a is None else 'first'}"
+        elif (a.dtype, a.shape) != (b.dtype, b.shape):
             yield f"{name}: {a.dtype} {list(a.shape)} -> {b.dtype} {list(b.shape)}"
-        elif one[name].data != two[name].data:
-            a_values, b_values = as_float64(one[name]), as_float64(two[name])
-            yield f"{name}: largest difference {np.abs(a_values - b_values).max():.3g}"
+        elif a.data != b.data:
+            if (values := as_numbers(a)) is None or (others := as_numbers(b)) is None:
+                yield f"{name}: different elements"
+            else:
+                yield f"{name}: largest difference {np.abs(values - others).max():.3g}"
 
 
-def as_float64(blob: ArrayBlob) -> npt.NDArray[np.float64]:
-    """Return a blob's elements as a flat array in double precision; of float8 and complex, its bytes."""
+def as_numbers(blob: ArrayBlob) -> npt.NDArray[Any] | None:
+    """Return a blob's elements as a flat array in double precision; None: NumPy has no such type (float8)."""
     if blob.dtype == "bfloat16":
         # bfloat16 is the upper half of float32.
         halves = np.frombuffer(blob.data, dtype=np.uint16).astype(np.uint32) << 16
         return halves.view(np.float32).astype(np.float64)
-    if blob.dtype.startswith("float8") or blob.dtype.startswith("complex"):
-        return np.frombuffer(blob.data, dtype=np.uint8).astype(np.float64)
-    return np.frombuffer(blob.data, dtype=blob.dtype).astype(np.float64)
+    if blob.dtype.startswith("float8"):
+        return None
+    is_complex = blob.dtype.startswith("complex")
+    return np.frombuffer(blob.data, dtype=blob.dtype).astype(np.complex128 if is_complex else np.float64)

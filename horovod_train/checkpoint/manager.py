@@ -130,7 +130,7 @@ class CheckpointManager:
             CheckpointError: ``wait`` is True, and the checkpoint could not be written.
         """
         generators = self._world.allgather(rng)
-        if self._saved != progress:
+        if self._saved != progress or (wait and self._last_error()):
             owns = gather_to_rank_0(self._world, own)
             self._collect_all()
             in_background = self._section.background and not wait
@@ -144,8 +144,8 @@ class CheckpointManager:
             if not in_background:
                 self._collect_all()
         self._saved = dict(progress)
-        if wait:
-            self._raise_if_last_failed()
+        if wait and (error := self._last_error()):
+            raise CheckpointError(f"the last checkpoint was not written: {error}")
 
     def latest(self) -> Resumed | None:
         """Return the newest valid checkpoint; None: there is none, or ``checkpoint.resume`` is ``never``.
@@ -282,7 +282,7 @@ class CheckpointManager:
                 self.last_write_s = perf_counter() - started
             else:
                 writing.write_part(self._world.rank, content)
-        except (CheckpointError, OSError) as problem:
+        except (CheckpointError, OSError, ValueError) as problem:  # ValueError: a damaged note
             error = str(problem)
         if self._world.rank == 0:
             self._report(writing, started, size_bytes, error)
@@ -320,11 +320,11 @@ class CheckpointManager:
         pending, self._pending, self._writing = self._pending, None, None
         return "" if pending is None else pending.result()
 
-    def _raise_if_last_failed(self) -> None:
+    def _last_error(self) -> str:
+        """Return the error of the last write after it has ended; empty: it succeeded. Collective."""
         self._collect_all()
-        error = broadcast_json(self._world, self._last_report.error if self._last_report else "")
-        if error:
-            raise CheckpointError(f"the last checkpoint was not written: {error}")
+        error: str = broadcast_json(self._world, self._last_report.error if self._last_report else "")
+        return error
 
     def _prune(self) -> None:
         """Remove all checkpoints except the newest ``keep_last`` ones and the best one."""

@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -134,12 +134,16 @@ class Writing:
         Raises:
             CheckpointError: The checkpoint could not be written; its temporary folder is removed.
             OSError: A note could not be read.
+            ValueError: A note is damaged.
         """
         is_alone = len(self.writers) == 1
-        with removed_if_it_fails(self.folder):
+        with ExitStack() as on_error:
+            on_error.callback(self.remove)
             files = write_files(self.folder, content, None if is_alone else 0)
             files |= gather_notes(self.folder, self.writers[1:], self._why_none_will_come)
-            return commit(self.folder, self.step, files, content.summary)
+            manifest = commit(self.folder, self.step, files, content.summary)
+            on_error.pop_all()
+        return manifest
 
     def fail(self, problem: str) -> None:
         """Report that another writer has failed, which ends the wait for notes; thread-safe."""
@@ -155,7 +159,7 @@ class Writing:
 
     def _why_none_will_come(self) -> str | None:
         if monotonic() > self._give_up_at_s:
-            return "training has ended, and they were waited for in vain"
+            return "no result within the time after the end of training"
         return self._problem
 
 
@@ -198,16 +202,6 @@ def gather_notes(
             sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_POLL_S)
     return files
-
-
-@contextmanager
-def removed_if_it_fails(temporary: Path) -> Iterator[None]:
-    """Remove the temporary folder if the block raises ``CheckpointError``."""
-    try:
-        yield
-    except CheckpointError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 @contextmanager

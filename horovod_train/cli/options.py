@@ -202,9 +202,9 @@ def script_job(script: Path, arguments: Sequence[str]) -> dict[str, object]:
     """
     if script.suffix != ".py":
         raise UserError(f"--script {script}: a Python file is expected, and its name ends in .py")
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", script.stem).strip("-._")[:MAX_NAME_CHARS] or "script"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", script.stem).strip("-._")[:MAX_NAME_CHARS].rstrip("-._")
     return {
-        "name": name,
+        "name": name or "script",
         "framework": SCRIPT,
         "task": f"{script.absolute()}:__main__",
         "task_args": {"arguments": list(arguments)},

@@ -75,24 +75,23 @@ def _ranks(job: Job) -> Iterator[Problem]:
     launch, kubernetes = job.launch, job.launch.kubernetes
     if launch.hosts:
         yield Problem("launch.hosts", str(launch.hosts), "has no meaning for an MPIJob: pods are its hosts")
-    if (launch.num_ranks or launch.most_ranks) % kubernetes.ranks_per_worker:
-        yield Problem(
-            "launch.num_ranks",
-            str(launch.num_ranks),
-            f"must be a multiple of launch.kubernetes.ranks_per_worker = {kubernetes.ranks_per_worker}",
-        )
-    if launch.elastic is not None and launch.elastic.discover is not None:
-        yield Problem(
-            "launch.elastic.discover",
-            repr(launch.elastic.discover),
-            "has no meaning for an MPIJob: the operator says which pods there are",
-        )
-    if launch.elastic is not None and (launch.elastic.max_ranks or 0) % kubernetes.ranks_per_worker:
-        yield Problem(
-            "launch.elastic.max_ranks",
-            str(launch.elastic.max_ranks),
-            f"must be a multiple of launch.kubernetes.ranks_per_worker = {kubernetes.ranks_per_worker}",
-        )
+    numbers = {"launch.num_ranks": launch.num_ranks or launch.most_ranks}
+    if launch.elastic is not None:
+        if launch.num_ranks:
+            numbers["launch.elastic.max_ranks"] = launch.elastic.max_ranks or 0
+        if launch.elastic.discover is not None:
+            yield Problem(
+                "launch.elastic.discover",
+                repr(launch.elastic.discover),
+                "has no effect for an MPIJob: the operator determines the pods",
+            )
+    for field, number in numbers.items():
+        if number % kubernetes.ranks_per_worker:
+            yield Problem(
+                field,
+                str(number),
+                f"must be a multiple of launch.kubernetes.ranks_per_worker = {kubernetes.ranks_per_worker}",
+            )
     if kubernetes.host_network and kubernetes.ssh_port == 2222:
         yield Problem(
             "launch.kubernetes.ssh_port",
@@ -223,7 +222,7 @@ def _scheduling(job: Job) -> Iterator[Problem]:
         yield Problem(
             "launch.kubernetes.queue",
             repr(kubernetes.queue),
-            "Kueue and a gang scheduler both decide",
+            "cannot be combined with launch.kubernetes.gang: both admit the job",
             "use one",
         )
     grace_s = job.launch.grace_s

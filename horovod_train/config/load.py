@@ -318,13 +318,16 @@ def _validate(tree: Tree, problems: list[Problem]) -> Job | None:
         job = _without_bad_fields(tree, error)
     if job is not None:
         wrong = [problem.path for problem in problems]
-        problems.extend(found for found in broken_rules(job) if _stands(found, wrong))
+        problems.extend(found for found in broken_rules(job) if _concerns_valid_fields(found, wrong))
     return job
 
 
-def _stands(found: Problem, wrong_paths: Iterable[str]) -> bool:
+def _concerns_valid_fields(found: Problem, wrong_paths: Iterable[str]) -> bool:
     """Return whether a problem concerns valid fields only, and not defaults in place of invalid fields."""
-    return not any(found.path.startswith(path) or path in found.message for path in wrong_paths)
+    return not any(
+        found.path.startswith(path) or re.search(rf"(?<![\w.]){re.escape(path)}(?!\w)", found.message)
+        for path in wrong_paths
+    )
 
 
 def _without_bad_fields(tree: Tree, error: ValidationError) -> Job | None:

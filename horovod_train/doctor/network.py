@@ -7,6 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,9 +87,9 @@ def judge(
     yield Finding("", "all-reduce", f"{best / 1e9:.2f} GB/s, {latency}")
     if link_mbit_s > 0:
         link = link_mbit_s * 1e6 / 8
-        found = f"{100 * best / link:.0f} % of what the link gives ({link / 1e9:.2f} GB/s)"
+        found = f"{100 * best / link:.0f} % of the bandwidth of the link ({link / 1e9:.2f} GB/s)"
         is_slow = best < SLOWER_THAN_LINK * link
-        fix = "is it shared? another interface (launch.network_interface)? ethtool, iperf3 between the hosts"
+        fix = "is the link shared? set another launch.network_interface, or measure with ethtool and iperf3"
         yield Finding("", "link", found, "warn" if is_slow else "ok", fix)
     reference = measured.best("mpi4py")
     if reference:
@@ -103,8 +104,8 @@ def compare(best: float, history: Sequence[Mapping[str, Any]]) -> Iterator[Findi
         before = statistics.median(entry["bytes_per_s"] for entry in history[-5:])
         when = time.strftime("%Y-%m-%d", time.localtime(history[-1]["unix_time_s"]))
         is_slower = best < SLOWER_THAN_BEFORE * before
-        found = f"{100 * best / before:.0f} % of what it was (last on {when})"
-        fix = "what has changed since? a cable, a switch, another job on the network"
+        found = f"{100 * best / before:.0f} % of the earlier bandwidth (last measured on {when})"
+        fix = "check cables and switches, and for other jobs on the network"
         yield Finding("", "history", found, "warn" if is_slower else "ok", fix)
 
 
@@ -132,11 +133,13 @@ class History:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the latest ``MAX_HISTORY`` results, oldest first; empty if the file cannot be read."""
-        try:
-            lines = self._path.read_text(encoding="utf-8").splitlines()
-            return [json.loads(line) for line in lines][-MAX_HISTORY:]
-        except (OSError, ValueError):
-            return []
+        found = []
+        with suppress(OSError, UnicodeDecodeError):
+            for line in self._path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError):  # a line that was not written completely
+                    found.append(json.loads(line))
+        valid = [entry for entry in found if isinstance(entry, dict) and entry.get("bytes_per_s")]
+        return valid[-MAX_HISTORY:]
 
     def add(self, measured: AllreduceBenchmark) -> None:
         """Append a result."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from horovod_train.errors import describe_ranks
 from horovod_train.events.types import (
     Evaluation,
     Event,
@@ -46,14 +47,18 @@ def as_text(event: Event, rank: int) -> str | None:
     return text or _text_with_rank(event, rank)
 
 
+def stalled_text(event: Stalled) -> str:
+    """Return a sentence with the ranks that are missing from a collective."""
+    return f"{describe_ranks(event.absent_ranks)} did not join {event.collective} for {event.seconds:.0f} s"
+
+
 def _text_with_rank(event: Event, rank: int) -> str | None:
     """Return an event of a single rank as text; None for any other event."""
     match event:
         case Notice():
             return f"rank {rank}: {event.text}"
         case Stalled():
-            absent = ", ".join(map(str, event.absent_ranks))
-            return f"rank {rank}: ranks missing from {event.collective} for {event.seconds:.0f} s: {absent}"
+            return f"rank {rank}: {stalled_text(event)}"
         case Preempted():
             return f"rank {rank}: preempted; saved after step {event.step}"
         case ScriptDone():

@@ -13,7 +13,6 @@ from horovod_train.config.schema import Health
 from horovod_train.errors import HorovodTrainError, LostError
 from horovod_train.health.wait_watch import Wait, WaitWatch
 
-INTERVAL_S = 0.5
 HANG = "a loader process, the disk or the dataset's __getitem__ hangs"
 
 
@@ -37,11 +36,10 @@ class DataWatch(WaitWatch):
         end: Callable[[HorovodTrainError], None],
     ) -> None:
         self._rank = world.rank
-        self._shutdown_s = health.stall_shutdown_s * (1.0 if world.size == 1 else 1.5)
+        self._factor = 1.0 if world.size == 1 else 1.5
+        self._shutdown_s = health.stall_shutdown_s * self._factor
         self._waiting_since_s = waiting_since_s
-        super().__init__(
-            self._wait, interval_s=INTERVAL_S, warning_s=health.stall_warning_s, warn=warn, end=end
-        )
+        super().__init__(self._wait, health, warn, end)
 
     def _wait(self) -> Wait | None:
         since_s = self._waiting_since_s()
@@ -54,7 +52,8 @@ class DataWatch(WaitWatch):
         return f"{self._state(elapsed_s)}: perhaps {HANG}"
 
     def _error(self, elapsed_s: float) -> LostError:
+        factor = "" if self._factor == 1 else f"{self._factor} x "
         return LostError(
-            f"{self._state(elapsed_s)}, and was ended after health.stall_shutdown_s",
+            f"{self._state(elapsed_s)}, and was ended after {factor}health.stall_shutdown_s",
             hint=f"{HANG}; set health.stall_shutdown_s higher if it is only slow",
         )

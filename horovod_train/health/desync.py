@@ -23,7 +23,7 @@ _WEIGHTS = np.random.RandomState(0).randint(0, 2**63, 4096, np.uint64) * np.uint
 
 def fingerprints(state: ReplicaState) -> dict[str, str]:
     """Return hashes of the arrays, by key, and the optimizer settings, for bitwise comparison of ranks."""
-    return {**{key: _hash(blob.data) for key, blob in keyed(state)}, SETTINGS: _settings(state)}
+    return {**{key: _hash_of(blob) for key, blob in keyed(state)}, SETTINGS: _settings(state)}
 
 
 def digest(arrays: Iterable[tuple[str, ArrayBlob]]) -> str:
@@ -72,7 +72,7 @@ def _compare_each(world: Communicator, state: ReplicaState, holders: Holders, wh
     arrays = dict(keyed(state))
     groups = holders.groups(arrays)
     shared = {SETTINGS: _settings(state)}
-    shared |= {key: _hash(arrays[key].data) for keys in groups.values() for key in keys}
+    shared |= {key: _hash_of(arrays[key]) for keys in groups.values() for key in keys}
     of_groups = {
         describe_ranks(ranks): [(key, shared[key]) for key in sorted(keys)] for ranks, keys in groups.items()
     }
@@ -97,6 +97,10 @@ def _settings(state: ReplicaState) -> str:
 
 def _hash(data: bytes | memoryview) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _hash_of(blob: ArrayBlob) -> str:
+    return f"{blob.dtype} {list(blob.shape)} {_hash(blob.data)}"
 
 
 def _differing(everyone: Sequence[Mapping[str, str]], *, is_sharded: bool) -> list[str]:

@@ -33,9 +33,7 @@ class DeviceWatch(WaitWatch):
     ) -> None:
         self._world = world
         self._shutdown_s = health.stall_shutdown_s
-        super().__init__(
-            self._wait, interval_s=INTERVAL_S, warning_s=health.stall_warning_s, warn=warn, end=end
-        )
+        super().__init__(self._wait, health, warn, end, INTERVAL_S)
 
     def _wait(self) -> Wait | None:
         work, since_s = self._world.waiting_in, self._world.waiting_since_s
@@ -57,14 +55,14 @@ def _state_of(work: DeviceWork, elapsed_s: float) -> str:
 
 def _reason_for(work: DeviceWork) -> str:
     if work.is_collective:
-        return f"another rank's GPU has not come to it, or the network does not carry it ({NCCL_DEBUG_HINT})"
-    return "does a kernel hang, or is the step so long? see `nvidia-smi`, and XID in `dmesg`"
+        return f"another rank's GPU has not started it, or the network is blocked ({NCCL_DEBUG_HINT})"
+    return "a kernel hangs, or the step is long: see `nvidia-smi`, and XID in `dmesg`"
 
 
 def _error_of(work: DeviceWork, elapsed_s: float) -> HorovodTrainError:
     state = f"{_state_of(work, elapsed_s)}; ended after health.stall_shutdown_s"
     if not work.is_collective:
         return GpuError(state, hint="see `nvidia-smi`, and XID in the kernel's log (`dmesg | grep -i xid`)")
-    error = PeerError(state, hint=f"a link or an interface between hosts, perhaps: {NCCL_DEBUG_HINT}")
+    error = PeerError(state, hint=f"check links and interfaces between hosts: {NCCL_DEBUG_HINT}")
     error.cause = NcclError.cause
     return error

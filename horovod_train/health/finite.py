@@ -64,10 +64,11 @@ class FiniteGuard:
             return f"step {step}: the loss is {loss:g}, but a gradient is not finite"
         flags = self._world.allgather(b"\0" if math.isfinite(local_loss) else b"\1")
         bad = [rank for rank, flag in enumerate(flags) if flag == b"\1"]
-        return f"step {step}: the loss is {loss} because of {describe_ranks(bad)}"
+        cause = describe_ranks(bad) if bad else "an overflow in the sum over ranks"
+        return f"step {step}: the loss is {loss} because of {cause}"
 
     def _hint(self) -> str:
         skipped = self._policy.num_skipped_in_a_row
         if skipped > 1:
             return f"{skipped} steps in a row could not be used: lower base_lr or set clip_grad_norm"
-        return "lower base_lr, set clip_grad_norm, or leave such steps out with non_finite: skip"
+        return "lower base_lr, set clip_grad_norm, or skip such steps with health.non_finite: skip"

@@ -9,7 +9,6 @@ from horovod_train.config.schema import Health
 from horovod_train.errors import HorovodTrainError, LostError
 from horovod_train.health.wait_watch import Wait, WaitWatch
 
-INTERVAL_S = 0.5
 # A rank that has not joined may still be importing packages from a slow disk.
 MIN_SHUTDOWN_S = 600.0
 
@@ -22,8 +21,7 @@ class JoinWatch(WaitWatch):
     ) -> None:
         shutdown_s = max(health.stall_shutdown_s, MIN_SHUTDOWN_S)
         wait = Wait(monotonic(), shutdown_s, self._report, self._error)
-        warning_s = min(health.stall_warning_s, shutdown_s)
-        super().__init__(lambda: wait, interval_s=INTERVAL_S, warning_s=warning_s, warn=warn, end=end)
+        super().__init__(lambda: wait, health, warn, end)
 
     def __enter__(self) -> None:
         pass
@@ -35,7 +33,8 @@ class JoinWatch(WaitWatch):
         return f"this rank has waited for {elapsed_s:.0f} s for the others to join"
 
     def _report(self, elapsed_s: float) -> str:
-        return f"{self._state(elapsed_s)}: was each of them started, is one stopped, are hosts slow?"
+        return f"{self._state(elapsed_s)}: check that all were started, and that none is stopped or slow"
 
     def _error(self, elapsed_s: float) -> LostError:
-        return LostError(f"{self._state(elapsed_s)}; ended after health.stall_shutdown_s")
+        limit = f"health.stall_shutdown_s (at least {MIN_SHUTDOWN_S:g} s)"
+        return LostError(f"{self._state(elapsed_s)}; ended after {limit}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Event, Thread
 
+from horovod_train.config.schema import Health
 from horovod_train.errors import HorovodTrainError
 
 
@@ -30,25 +31,24 @@ class WaitWatch:
     """Watchdog that reports each long wait once, and ends the rank if a wait is too long.
 
     Args:
-        look: Returns the current wait; None: this rank does not wait.
-        interval_s: Time between two calls of ``look``, in seconds.
-        warning_s: Length of a wait that is reported, in seconds.
+        current_wait: Returns the current wait; None: this rank does not wait.
+        health: Time after which to warn.
         warn: Prints a warning.
         end: Ends this process with an error, because the main thread is blocked.
+        interval_s: Time between two calls of ``current_wait``, in seconds.
     """
 
     def __init__(
         self,
-        look: Callable[[], Wait | None],
-        *,
-        interval_s: float,
-        warning_s: float,
+        current_wait: Callable[[], Wait | None],
+        health: Health,
         warn: Callable[[str], None],
         end: Callable[[HorovodTrainError], None],
+        interval_s: float = 0.5,
     ) -> None:
-        self._look = look
+        self._current_wait = current_wait
         self._interval_s = interval_s
-        self._warning_s = warning_s
+        self._warning_s = health.stall_warning_s
         self._warn = warn
         self._end = end
         self._over = Event()
@@ -63,12 +63,12 @@ class WaitWatch:
     def _watch(self) -> None:
         since_s, elapsed_s, is_reported = None, 0.0, False
         while not self._over.wait(self._interval_s):
-            wait = self._look()
+            wait = self._current_wait()
             if wait is None or wait.since_s != since_s:
                 since_s, elapsed_s, is_reported = None if wait is None else wait.since_s, 0.0, False
                 continue
             elapsed_s += self._interval_s  # a clock would also run while this process is stopped
-            if elapsed_s >= self._warning_s and not is_reported:
+            if elapsed_s >= min(self._warning_s, wait.shutdown_s) and not is_reported:
                 is_reported = True
                 self._warn(wait.report(elapsed_s))
             if elapsed_s >= wait.shutdown_s:

@@ -250,8 +250,10 @@ class Board:
 
     def _scrape_runs(self) -> None:
         """Scrape the ranks of runs in folders that were requested within ``LOOKED_AT_S``."""
-        now_s = monotonic()
-        for key in [key for key, looked_s in self._looked_s.items() if now_s - looked_s < LOOKED_AT_S]:
+        oldest_s = monotonic() - LOOKED_AT_S
+        with self._lock:
+            keys = [key for key, looked_s in self._looked_s.items() if looked_s > oldest_s]
+        for key in keys:
             with self._lock:
                 run = self._runs.find(key)
                 targets = dict(run.history().targets) if run is not None else {}

@@ -66,7 +66,8 @@ class Run:
         if history.summary is not None or history.scripts_ended:
             return JobStatus("succeeded", 0)
         if history.failures:
-            _, failure = history.failures[0]
+            failures = [failure for _, failure in history.failures]
+            failure = next((each for each in failures if each.is_cause), failures[0])
             return JobStatus("failed", failure.exit_code, failure.message)
         if history.has_terminal_event:
             return JobStatus("preempted", 75)

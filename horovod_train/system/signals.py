@@ -43,7 +43,7 @@ SIGNAL_TO_RANKS = signal.SIGUSR1
 """The launcher's request to ranks."""
 
 SENT_TO_END: Mapping[Literal["drain", "stop", "kill"], tuple[signal.Signals, ...]] = {
-    "drain": (signal.SIGUSR1, signal.SIGCONT),
+    "drain": (signal.SIGUSR2, signal.SIGCONT),  # SIGUSR1 is Slurm's warning of the time limit: it requeues
     "stop": (signal.SIGTERM, signal.SIGCONT),
     "kill": (signal.SIGTERM, signal.SIGTERM, signal.SIGCONT),
 }

@@ -197,8 +197,10 @@ def seeded_as_at_the_start(job: Job) -> Iterator[None]:
     """Seed generators as for the job's model in the block, and restore their state afterwards."""
     random_state = rng_state()
     seed_generators(job.train.seed, 0, 0)
-    yield
-    load_rng_state(*random_state)
+    try:
+        yield
+    finally:
+        load_rng_state(*random_state)
 
 
 def reference_replica(job: Job, mesh: Mesh, task: TorchTask, device: torch.device) -> TorchReplica:

@@ -9,6 +9,7 @@ store of the process group. Ranks without a key have not entered the collective.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Event, Thread
@@ -23,9 +24,11 @@ from horovod_train.collectives.horovod import HorovodCommunicator
 from horovod_train.collectives.log import Collective
 from horovod_train.config.schema import Health
 from horovod_train.errors import describe_ranks
-from horovod_train.events.log import log_event
+from horovod_train.events.text import stalled_text
 from horovod_train.events.types import Stalled
 from horovod_train.frameworks.torch.comm.paths import PathAgreement, publish_position
+
+log = logging.getLogger(__name__)
 
 RECORDED = 128
 """Capacity of the flight recorder; fewer collectives are in flight at any time."""
@@ -55,6 +58,11 @@ class InFlight:
         return f"horovod_train.under_way/{self.group[0]}/{self.group[1]}/{rank}"
 
 
+def log_stalled(event: Stalled) -> None:
+    """Log an event as a warning, with the event as an attribute of the log record."""
+    log.warning("%s", stalled_text(event), extra={"event": event})
+
+
 class CollectiveWatch:
     """Background thread that watches the collectives of this rank.
 
@@ -71,7 +79,7 @@ class CollectiveWatch:
         ranks: HorovodCommunicator,
         store: Any,
         health: Health,
-        report: Callable[[Stalled], object] = log_event,
+        report: Callable[[Stalled], object] = log_stalled,
     ) -> None:
         self.missing = ""
         self._ranks, self.store, self._report = ranks, store, report

@@ -85,13 +85,13 @@ class AveragedWeights:
             self._num_updates += 1
             return
         self._num_updates += 1
+        for name in trained.keys() - self._averages.keys():  # parameters that the task has added
+            self._averages[name] = _wide(trained[name].tensor).clone()
         if self._num_updates % self._ema.every_steps:
             return
         decay = self._ema.decay
         if self._ema.warmup:
             decay = min(decay, (1 + self._num_updates) / (10 + self._num_updates))
-        for name in trained.keys() - self._averages.keys():  # parameters that the task has added
-            self._averages[name] = _wide(trained[name].tensor).clone()
         averages = [self._averages[name] for name in trained]
         weights = [
             local.tensor.detach().to(average.dtype)

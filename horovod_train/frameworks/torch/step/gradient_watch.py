@@ -53,35 +53,25 @@ class GradientWatch:
             UserError: The loss has changed a gradient, or registered a hook.
         """
         parameters = self._parameters()
-        self.before_loss(parameters)
-        self._strategy.is_in_loss = True
-        yield
-        self._strategy.is_in_loss = False
-        self.after_loss(parameters)
-
-    def before_loss(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Record the gradients and hooks of the parameters."""
         self._gradients = [parameter.grad for parameter in parameters]
         self._versions = _versions(self._gradients)
         self._num_hooks = self._hooks_of(parameters)
-
-    def after_loss(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """Compare gradients and hooks with those before the loss.
-
-        Raises:
-            UserError: The loss has changed a gradient, or registered a hook.
-        """
+        self._strategy.is_in_loss = True
+        try:
+            yield
+        finally:
+            self._strategy.is_in_loss = False
         changed = self._changed(parameters)
         if changed is not None:
             raise UserError(
-                f"the task's loss makes or changes the gradient of {self._name_of(changed)!r} itself (a "
-                "``backward()``, or .grad): it would count as that of the whole batch on each rank",
+                f"the task's loss creates or changes the gradient of {self._name_of(changed)!r} itself (by "
+                "``backward()`` or .grad): it would not be weighted by the rank's part of the batch",
                 hint="return the sum of all terms, or detach what is not to be trained",
             )
         if self._hooks_of(parameters) != self._num_hooks:
             raise UserError(
                 "the task's loss registers a hook of a parameter's gradient: it would run after the gradient "
-                "has left this rank",
+                "was sent",
                 hint="register it in the task's model()",
             )
 

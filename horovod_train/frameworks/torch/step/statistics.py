@@ -58,10 +58,12 @@ class RunningStatistics:
     def kept(self) -> Iterator[None]:
         """Restore ``buffers`` and ``counts`` after the passes of the block."""
         before = [buffer.clone() for buffer in (*self.buffers, *self.counts)]
-        yield
-        with torch.no_grad():
-            for buffer, old in zip((*self.buffers, *self.counts), before, strict=True):
-                buffer.copy_(old)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, old in zip((*self.buffers, *self.counts), before, strict=True):
+                    buffer.copy_(old)
 
     def _kinds(self) -> list[list[torch.Tensor]]:
         kinds = ([*self.buffers, *self._of_all_ranks], [*self.counts, *self._counts_of_all])

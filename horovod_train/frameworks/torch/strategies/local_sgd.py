@@ -156,6 +156,8 @@ class LocalSgd(Strategy):
         for (name, tensor), mean in zip(numbers, self._exchange.sum(parts, "local_sgd"), strict=True):
             outer = None if name is None else self._outer
             tensor.copy_(mean if outer is None else outer.step(str(name), mean))
+        if self._outer is not None:
+            self._outer.reset()  # parameters may have left the optimizer since the weights were recorded
         everyone = allgather_json(self._ranks, [weight, [float(count) for count in counts]])
         for place, count in enumerate(counts):
             values = [(rank_weight, found[place]) for rank_weight, found in everyone]

@@ -43,9 +43,9 @@ class Equality:
     @torch.no_grad()
     def sync_buffers(self) -> None:
         """Average running statistics over ranks; raise ``UserError`` if other buffers differ. Collective."""
-        if self._data_ranks.size == 1:
+        if self._all_ranks.size == 1:
             return
-        for buffer in self._statistics.buffers:
+        for buffer in self._statistics.buffers if self._data_ranks.size > 1 else ():
             mine = (buffer.detach().double().flatten() / self._data_ranks.size).tolist()
             mean = torch.tensor(self._data_ranks.allreduce_sum(mine), dtype=torch.float64)
             buffer.copy_(mean.view(buffer.shape))

@@ -300,7 +300,11 @@ class Cluster:
         response = self._call(
             f"log of {pod}",
             lambda: self._core.read_namespaced_pod_log(
-                pod, self.namespace, follow=follow, _preload_content=False
+                pod,
+                self.namespace,
+                follow=follow,
+                _preload_content=False,
+                _request_timeout=(self._timeout_s, None if follow else self._timeout_s),
             ),
         )
         buffer, number = b"", 0

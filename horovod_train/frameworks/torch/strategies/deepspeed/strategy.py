@@ -343,12 +343,16 @@ def left_out(made: Any, stage: int) -> Iterator[None]:
 
     if stage == 3:
         made._overflow_check_and_loss_scale_update = is_found  # noqa: SLF001
+        try:
+            yield
+        finally:
+            del made._overflow_check_and_loss_scale_update  # noqa: SLF001
+        return
+    before = made.check_grad_overflow
+    made.check_grad_overflow, made.has_overflow = True, is_found
+    try:
         yield
-        del made._overflow_check_and_loss_scale_update  # noqa: SLF001
-    else:
-        before = made.check_grad_overflow
-        made.check_grad_overflow, made.has_overflow = True, is_found
-        yield
+    finally:
         made.check_grad_overflow = before
         del made.has_overflow
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from horovod_train.errors import HorovodTrainError, LostError, describe_ranks
+from horovod_train.errors import LostError, describe_ranks, result_of
 from horovod_train.frameworks.torch.comm.mpi import mpi
 
 PUSH, PULL, WEIGHTS = 1, 2, 3
@@ -187,7 +187,7 @@ class ServerConnection:
         self._timeout_s = timeout_s
         self._has_ended = threading.Event()
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._sending: list[tuple[Any, Bytes]] = []
         self._answers: deque[tuple[Any, Bytes]] = deque()  # stores buffers until they are sent
         if comm is not None:
@@ -248,20 +248,20 @@ class ServerConnection:
                 )
             sleep(IDLE_S)
 
+    def _run(self) -> None:
+        _, self._failure = result_of(self._serve)
+
     def _serve(self) -> None:
         library = mpi()
         status = library.Status()
-        try:
-            while not self._has_ended.is_set():
-                while self._answers and self._answers[0][0].Test():
-                    self._answers.popleft()
-                if not self._comm.Iprobe(library.ANY_SOURCE, library.ANY_TAG, status):
-                    sleep(IDLE_S)
-                    continue
-                # The probe never finds WEIGHTS, because their receives are posted before the request is sent.
-                self._receive(status.Get_source(), status.Get_tag())
-        except (HorovodTrainError, RuntimeError, ValueError, library.Exception) as error:
-            self._failure = error
+        while not self._has_ended.is_set():
+            while self._answers and self._answers[0][0].Test():
+                self._answers.popleft()
+            if not self._comm.Iprobe(library.ANY_SOURCE, library.ANY_TAG, status):
+                sleep(IDLE_S)
+                continue
+            # The probe never finds WEIGHTS, because their receives are posted before the request is sent.
+            self._receive(status.Get_source(), status.Get_tag())
 
     def _receive(self, worker: int, tag: int) -> None:
         if tag == PUSH:

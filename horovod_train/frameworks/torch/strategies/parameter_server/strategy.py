@@ -188,13 +188,15 @@ class ParameterServer(Strategy):
         assert self._line is not None
         gradients = {name: p.grad for name, p in self._named.items()} if is_used else {}
         self._line.push(gradients, [group["lr"] for group in self._optimizer.param_groups])
-        self.sent_bytes += sum(layout.push_bytes for layout in self._layouts)
+        sent_bytes = self.sent_bytes + sum(layout.push_bytes for layout in self._layouts)
         self._num_made += 1
         if self._step.is_last or self._num_made % self._meet_every_steps == 0:
             with torch.no_grad():
                 self._take_weights(self._num_made)
+            sent_bytes += self.sent_bytes
             self._ranks.allgather(b"")  # barrier: all ranks have received the weights
             self.replicas_identical = True
+        self.sent_bytes = sent_bytes
 
     # -- checkpoints
 

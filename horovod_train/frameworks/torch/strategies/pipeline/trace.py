@@ -348,14 +348,14 @@ def _entered(model: torch.nn.Module, names: Sequence[str]) -> Iterator[None]:
     Without it, the tracer would treat other parameters of ``forward``, which have defaults, as inputs. The
     model's hooks are called. Inputs are passed by position if they are the first parameters of ``forward``.
     """
-    made: dict[str, Any] = {"call": _orig_module_call}
+    made: dict[str, Any] = {"_call_module": _orig_module_call}
     parameters = list(inspect.signature(model.forward).parameters.values())
     first = [each.name for each in parameters if each.kind is not inspect.Parameter.KEYWORD_ONLY]
     given = ", ".join(
         name if first[at : at + 1] == [name] else f"{name}={name}" for at, name in enumerate(names)
     )
     # The names are valid identifiers, because they are parameter names.
-    exec(f"def entry(self, {', '.join(names)}): return call(self, {given})", made)  # noqa: S102
+    exec(f"def entry(self, {', '.join(names)}): return _call_module(self, {given})", made)  # noqa: S102
     kind = type(model)
     setattr(kind, ENTRY, made["entry"])
     try:
